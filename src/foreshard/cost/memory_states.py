@@ -128,10 +128,11 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     dense2, expert2 = over(2)
     dense1, expert1 = over(1)
     dense_bytes = have.dense * block_weight + have.outer * weight - have.frozen * spared
-    parameters = dense_bytes * dense3 + have.expert * block_weight * expert3
     everything = have.dense + have.outer + have.expert
-    holds = framework.pipeline_holds_units * (zero >= 3) * (shard > 1) * (np.asarray(load.num_stages) > 1)
-    parameters = parameters + holds * element * everything
+    # Weights that stay gathered and gradients that stay whole make ZeRO 2 and 3 the same.
+    holds = framework.pipeline_holds_units * (zero >= 2) * (shard > 1) * (np.asarray(load.num_stages) > 1)
+    dense3, expert3 = np.where(holds, dense2, dense3), np.where(holds, expert2, expert3)
+    parameters = dense_bytes * dense3 + have.expert * block_weight * expert3 + holds * element * everything
 
     gradient = framework.grad_bytes + profile.extra_gradient_bytes
     trained = have.dense_trained + have.expert_trained

@@ -109,6 +109,17 @@ def test_torchtitan_holds_weights_and_gradients_through_a_pipeline(num_stages, e
     assert float(states) == pytest.approx(10 * LLAMA_70B.num_params * expected)
 
 
+@pytest.mark.parametrize("dp", [2, 8, 64])
+def test_torchtitan_shards_no_less_by_the_next_level_of_a_pipeline(dp):
+    """In 16 bit; in fp32 the gathered weight stands beside its shard, which ZeRO 1 does not have."""
+    states = []
+    for zero in range(4):
+        load = middle(LLAMA_70B, 10, zero=zero, dp=dp, shard_size=dp, num_stages=4)
+        parts = stage_memory(load, load_framework("torchtitan"))
+        states.append(float(parts.parameters + parts.gradients + parts.optimizer))
+    assert states == sorted(states, reverse=True)
+
+
 def test_hybrid_sharding_divides_by_the_shard():
     wide = stage_memory(middle(GPT, dp=8, shard_size=8, expert_dp=8, zero=1), MCORE)
     narrow = stage_memory(middle(GPT, dp=8, shard_size=2, expert_dp=8, zero=1), MCORE)
