@@ -264,13 +264,12 @@ class Chaos:
             self._signal(self.agent.pid_of(rank), signal.SIGSTOP)  # for good: heartbeats must detect it
         elif kind == "slow":
             self._slow(self.agent.pid_of(rank))
-        elif kind == "hang":
-            (self.agent.out / f"hang-{rank}").touch()  # in the dataset, when the rank reads next
-        elif kind == "hang in evaluation":
+        elif kind in ("hang", "hang in evaluation"):
             # one at a time: three hangs without a step between end a run, as they should
-            if not self.agent.work.eval_every or any(self.agent.out.glob("hang-*")):
+            in_evaluation = kind != "hang"
+            if (in_evaluation and not self.agent.work.eval_every) or any(self.agent.out.glob("hang-*")):
                 return
-            (self.agent.out / f"hang-evaluation-{rank}").touch()
+            (self.agent.out / f"hang-{'evaluation-' * in_evaluation}{rank}").touch()
         elif kind == "reader":
             readers = children_of(self.agent.pid_of(rank))
             if not readers:
