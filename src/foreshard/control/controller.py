@@ -358,7 +358,7 @@ class Controller:
             self.experts.propose(self._proposals(self.estimates.seen()))
         if self._fixed is not None and self.budgets and self._options.learns_dual:
             rows = self.experts.outcomes()
-            self.learning.place_by(self.queues, [(rows[:, 0], rows[:, 1:])], [1.0])
+            self.learning.place_by(self.queues, rows[:, 0], rows[:, 1:])
         gains: dict[Fixed | None, float] = {None: 0.0}
         for fixed, record in records.items():
             if fixed == self._fixed or record.error(self._weighed) > WRONG:
@@ -397,7 +397,7 @@ class Controller:
             return math.inf, math.inf
         time_weight, costs = self.queues.weights()
         spent = sum(costs[one.name] * row[1 + i] for i, one in enumerate(self.budgets))
-        gross = self.queues.weight / self.queues.step_s * row[0] + spent
+        gross = abs(self.queues.second_weight()) * row[0] + spent
         return float(time_weight * row[0] + spent), float(gross)
 
     def _run_as(self, structure: Structure, shares: tuple[int, ...]) -> Choice:
@@ -494,7 +494,7 @@ class Controller:
         for one in self.budgets:
             cost = costs.get(one.key, 0.0)
             spent += cost_weights[one.name] * cost + 0.5 * (cost / self.queues[one.name].unit) ** 2
-        return max(time_weight, 0.0) * time_s + spent
+        return max(time_weight * time_s + spent, 0.0)
 
     def _with_best_shares(self, structure: Structure) -> Choice:
         """Return a structure with the best shares by the estimates as they are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -81,6 +83,21 @@ def test_corners_keep_what_is_best_for_any_weights(seed, budgets):
         score = time_s + costs @ weigh
         best = score[kept].min()
         assert best <= score.min() * (1.0 if budgets == 1 else 1.01) + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_weight_of_a_second_is_the_best_rate_of_all_stationary_policies(seed):
+    rng = np.random.default_rng(seed)
+    states, weight = states_of(seed, states=3, rows=7, budgets=2)
+    budgets = [Budget(name=str(i), kind="usd", limit=0.8, per="second") for i in range(2)]
+    table = dual.table_of(states, weight, budgets)
+    frame, prices = 10.0, rng.uniform(0.0, 40.0, 2)
+    best = -np.inf
+    for rows in itertools.product(range(7), repeat=3):
+        at = table.starts + rows
+        spent = table.weight @ (table.excess[at] @ prices)
+        best = max(best, (frame - spent) / (table.weight @ table.time_s[at]))
+    assert table.second_weight(frame, prices) == pytest.approx(best, rel=1e-9)
 
 
 def test_few_rows_are_all_kept():

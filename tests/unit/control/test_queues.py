@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreshard.control.budgets.dual import table_of
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.slots import Budget
 from foreshard.errors import SpecError
@@ -65,6 +66,20 @@ def test_the_budget_is_met_at_nearly_the_best_time(per):
     # By hand: 2/3 of the middle and 1/3 of the last; or in time, equal costs and seconds: 3/4 and 1/4.
     best = (2 / 3 * 1.5 + 1 / 3 * 4.0) if per == "step" else 0.75 * 1.5 + 0.25 * 4.0
     assert queues.total_s / queues.steps == pytest.approx(best, rel=0.02)
+
+
+@pytest.mark.parametrize("backlog", [0.0, 50.0, 100.0, 1000.0])
+def test_of_plans_that_cost_the_same_a_second_the_fastest_is_best_at_any_backlog(backlog):
+    """With V for a second of the reference step, a backlog above V preferred the slowest."""
+    times, rate = np.array([1.0, 2.0, 40.0]), 0.4
+    costs, dear = rate * times, np.array([2.0])
+    budget = Budget(name="b", kind="usd", limit=1.0, per="second")
+    queues = Queues((budget,), weight=100.0, step_s=1.0, backlog={"b": backlog})
+    rows = np.append(times, 0.9), np.append(costs, dear)[:, None]
+    queues.states = table_of([rows], [1.0], (budget,))
+    time_weight, weights = queues.weights()
+    found = time_weight * times + weights["b"] * costs
+    assert int(found.argmin()) == 0
 
 
 def test_no_backlog_means_the_fastest_and_no_weight_the_cheapest():

@@ -22,6 +22,8 @@ _MOST_CUTS, _NONE = 24, 1e-9
 """Cuts in which weights are sought that show budgets to be incompatible, and the excess that is none."""
 _EXACT = 1e-4
 """To which the least excess is found, as a part of the budget and the excess."""
+_RATIO_STEPS = 50
+"""Newton steps for the weight of a second; a handful is needed."""
 _TEMPERATURES, _NEWTON = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003), 12
 
 
@@ -46,12 +48,39 @@ class DualTable:
 
     def value(self, multipliers: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the dual at some multipliers, and how far the choices there are above the budgets."""
-        total = self.time_s + self.excess @ multipliers
+        least, chosen = self._least(self.time_s + self.excess @ multipliers)
+        return least, self.weight @ self.excess[chosen]
+
+    def second_weight(self, frame: float, excess_weight: np.ndarray) -> float:
+        """Return the weight of a second with which the best mean step, excess included, comes to `frame`.
+
+        It is the largest mean of `frame` less weighed excess over mean seconds that a stationary policy has.
+
+        Parameters
+        ----------
+        frame : float
+        excess_weight : ndarray, shape (budgets,)
+
+        Source
+        ------
+        Dinkelbach 1967: Newton's method on the least mean step, which is concave in the weight and made of
+        finitely many pieces.
+        """
+        priced, found = self.excess @ excess_weight, 0.0
+        for _ in range(_RATIO_STEPS):
+            least, chosen = self._least(found * self.time_s + priced)
+            step = (frame - least) / float(self.weight @ self.time_s[chosen])
+            found += step
+            if abs(step) <= 1e-12 * abs(found):
+                break
+        return found
+
+    def _least(self, total: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the mean of the least of each state, and its rows."""
         least = np.minimum.reduceat(total, self.starts)
         size = np.diff(np.append(self.starts, len(total)))
         at = np.flatnonzero(total == np.repeat(least, size))
-        first = at[np.searchsorted(at, self.starts)]
-        return float(self.weight @ least), self.weight @ self.excess[first]
+        return float(self.weight @ least), at[np.searchsorted(at, self.starts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

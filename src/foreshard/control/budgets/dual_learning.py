@@ -51,7 +51,7 @@ class _Visited:
     visits: int = 0
     time_s: np.ndarray
     costs: np.ndarray
-    alone: np.ndarray | None = None
+    alone: tuple[np.ndarray, dual.DualTable] | None = None
 
 
 class DualLearning:
@@ -131,24 +131,23 @@ class DualLearning:
         for state in visited:
             state.alone = None
         real = [(time_s * late[0], costs * late[1:]) for time_s, costs in states]
-        # Where only late forecasts break the budgets, queues do the rest.
         left = self._left(queues)
-        is_kept = dual.solve(dual.table_of(real, weight, left), left).feasible
-        self.place_by(queues, real if is_kept else states, weight)
+        found = dual.solve(dual.table_of(real, weight, left), left)
+        if not found.feasible:
+            # Where only late forecasts break the budgets, queues do the rest.
+            real, (_, found) = states, dual.least_excess(states, weight, left)
+        self._move(queues, real, weight, found)
 
-    def place_by(self, queues: Queues, rows: Rows, weight: Sequence[float]) -> None:
-        """Move the place-holders to the multipliers of states.
+    def place_by(self, queues: Queues, time_s: np.ndarray, costs: np.ndarray) -> None:
+        """Move the place-holders to the multipliers of one state, of which only some plans count."""
+        rows = [(time_s, costs)]
+        _, found = dual.least_excess(rows, [1.0], self._left(queues))
+        self._move(queues, rows, [1.0], found)
 
-        Parameters
-        ----------
-        queues : Queues
-        rows : sequence of (ndarray, ndarray), shape (n,), (n, budgets)
-            Seconds and costs of what runs in each state.
-        weight : sequence of float
-            How often each is.
-        """
-        _, found = dual.least_excess(rows, weight, self._left(queues))
+    def _move(self, queues: Queues, rows: Rows, weight: Sequence[float], found: dual.Dual) -> None:
+        """Move the place-holders to V times multipliers, and let slots be weighed by the states of these."""
         worth = self._worth(queues, found)
+        queues.states = dual.table_of(rows, weight, self._raised(queues))
         if any(queues[one.name].conceded for one in self.budgets):
             # The least excess is as near as can be when time only decides between what costs the same.
             worth = worth * (MOST_WORTH / max(float(worth.max()), 1e-300))
@@ -156,9 +155,10 @@ class DualLearning:
             queues.place(one.name, queues.weight * min(float(each), MOST_WORTH))
 
     def _worth(self, queues: Queues, found: dual.Dual) -> np.ndarray:
-        """Return multipliers in reference steps per budget of a step."""
+        """Return multipliers as parts of V: by the reference step, with budgets per time by the mean one."""
         units = np.array([queues[one.name].unit for one in self.budgets])
-        return np.array(found.multipliers) * units / queues.step_s
+        step_s = found.value_s if queues.is_per_time else queues.step_s
+        return np.array(found.multipliers) * units / step_s
 
     def secure(self, queues: Queues, key: bytes, ratio: np.ndarray, judged: Rows | None) -> None:
         """Let every budget that is exceeded weigh so much that the present slot keeps all of them, if it can.
@@ -176,25 +176,35 @@ class DualLearning:
             What plans came to that were judged because forecasts are wrong; they count instead of the model.
         """
         part = max(queues[one.name].excess for one in self.budgets) / queues.weight
-        alone = np.zeros(len(self.budgets))
-        visited = self._visited.get(key)
+        visited, alone = self._visited.get(key), None
         if part > 0.0 and judged is not None:
             alone = self._alone(queues, judged)
         elif part > 0.0 and visited is not None:
             if visited.alone is None:
                 visited.alone = self._alone(queues, [(visited.time_s * ratio[0], visited.costs * ratio[1:])])
             alone = visited.alone
-        for one, each in zip(self.budgets, alone, strict=True):
-            queues[one.name].least = queues.weight * min(float(each), MOST_WORTH) * part
+        for one in self.budgets:
+            queues[one.name].least = 0.0
+        if alone is not None:
+            worth, table = np.minimum(alone[0], MOST_WORTH) * part, alone[1]
+            units = np.array([queues[one.name].unit for one in self.budgets])
+            second = 1.0 / queues.step_s
+            if queues.is_per_time:
+                second = table.second_weight(1.0, worth / units)
+            for one, each in zip(self.budgets, worth / units / second, strict=True):
+                queues[one.name].least = float(each)
 
-    def _alone(self, queues: Queues, rows: Rows) -> np.ndarray:
-        """Return what budgets are worth where one slot is to keep them by itself; 0 where it cannot."""
-        raised = [queues[one.name].conceded - SLACK for one in self.budgets]
+    def _alone(self, queues: Queues, rows: Rows) -> tuple[np.ndarray, dual.DualTable]:
+        """Return what budgets are worth where one slot is to keep them alone, or 0; and what runs in it."""
         left = [
-            replace(one, limit=one.limit * (1.0 + part))
-            for one, part in zip(self.budgets, raised, strict=True)
+            replace(one, limit=one.limit * (1.0 + queues[one.name].conceded - SLACK)) for one in self.budgets
         ]
-        return self._worth(queues, dual.solve(dual.table_of(rows, [1.0], left), left))
+        worth = self._worth(queues, dual.solve(dual.table_of(rows, [1.0], left), left))
+        return worth, dual.table_of(rows, [1.0], self._raised(queues))
+
+    def _raised(self, queues: Queues) -> list[Budget]:
+        """Return the budgets with what is conceded."""
+        return [replace(one, limit=one.limit * (1.0 + queues[one.name].conceded)) for one in self.budgets]
 
     def _left(self, queues: Queues) -> list[Budget]:
         """Return the budgets less what was spent too much, spread over the steps that are left."""

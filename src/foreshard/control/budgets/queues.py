@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.control.budgets.dual import DualTable
 from foreshard.control.slots import SECONDS, Budget
 from foreshard.errors import SpecError
 
@@ -58,7 +59,7 @@ class Queue:
     conceded : float
         Part of the budget by which it is raised because it cannot be kept.
     least : float
-        Backlog that counts at least: with it the present slot keeps the budget, whatever others do.
+        Seconds that a unit of cost weighs at least, so that the present slot keeps the budget by itself.
     """
 
     budget: Budget
@@ -126,6 +127,14 @@ class Queues:
     -----
     A budget per second or hour bounds the ratio of cost to time, which is to say that cost less what the time
     of the step allows is not above zero in the mean: the weight of time is less by what the budgets allow.
+    Steps are then frames of a renewal process: what is minimised is the rate of drift plus penalty, the mean
+    of (weighed excess - V) over mean seconds in the `states` known. The weight of a second that does this
+    grows with the backlog. Were it V over the reference step, a backlog above V would make slow steps good by
+    themselves; so, of two plans that cost the same a second, the faster is better at any backlog.
+
+    Source
+    ------
+    Neely 2013, Dynamic optimization and learning for renewal systems (IEEE TAC 58).
     """
 
     def __init__(
@@ -140,6 +149,7 @@ class Queues:
         start = dict(backlog or {})
         self.weight, self.step_s = float(weight), float(step_s)
         self.steps, self.total_s = 0, 0.0
+        self.states: DualTable | None = None
         self._queues = {
             budget.name: Queue(
                 budget=budget,
@@ -170,16 +180,28 @@ class Queues:
         queue.backlog += shift
         queue.first_backlog += shift
 
+    @property
+    def is_per_time(self) -> bool:
+        """Return whether a budget is per second or hour."""
+        return any(queue.budget.per != "step" for queue in self._queues.values())
+
+    def second_weight(self) -> float:
+        """Return the weight of a second before what budgets per time allow in it."""
+        if self.states is None or not self.is_per_time:
+            return self.weight / self.step_s
+        backlog = [queue.backlog / queue.unit for queue in self._queues.values()]
+        return self.states.second_weight(self.weight, np.array(backlog))
+
     def weights(self) -> tuple[float, dict[str, float]]:
         """Return the weight of a second and, by budget name, the weights of cost: what a slot minimises.
 
-        The weight of a second can be negative where budgets per time are far exceeded: then slow is good, as
-        long as it is cheap.
+        The weight of a second can be negative where budgets per time bind: what is saved in slow and cheap
+        steps then pays for fast ones.
         """
-        time_weight = self.weight / self.step_s
+        second = time_weight = self.second_weight()
         costs = {}
         for name, queue in self._queues.items():
-            costs[name] = max(queue.backlog, queue.least) / queue.unit
+            costs[name] = max(queue.backlog / queue.unit, queue.least * second)
             if queue.budget.per != "step":
                 limit = (1.0 + queue.conceded) * queue.budget.limit
                 time_weight -= costs[name] * limit / SECONDS[queue.budget.per]
