@@ -45,8 +45,6 @@ RULES: dict[str, dict[str, Any]] = {
     "patience of the whole change": {"patience": 1.0},
     "no grid": {"grid": 0.0},
     "no first sight": {"trusts_first_sight": False},
-    "no frames": {"frame_steps": 0},
-    "no plan of the end": {"plans_end": False},
     "no plans that stay": {"experts": False},
 }
 

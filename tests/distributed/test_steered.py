@@ -11,7 +11,6 @@ import torch.distributed as dist
 from small_jobs import gpt
 
 from foreshard.control.controller import Controller
-from foreshard.control.options import ControllerOptions
 from foreshard.control.slots import MP_OVER_DP, Budget, Chain, State
 from foreshard.lab.lab import Change, Lab
 from foreshard.runtime.adaptive.idle_probe import MESSAGE_BYTES
@@ -75,7 +74,7 @@ def world_of(job):
 
 def controller_of(job, plan):
     """Return a controller that knows the table, and the job's bytes."""
-    return Controller(*world_of(job), plan, options=ControllerOptions(frame_steps=5))
+    return Controller(*world_of(job), plan)
 
 
 def trained(plan, steps, policy_of=None, probe_every=0, slow=(1.0,) * RANKS):
@@ -214,7 +213,7 @@ def test_one_pipeline_of_wide_stages_is_steered_whole_on_real_ranks():
     budget = Budget(name="rest", kind="duty", limit=1e-4, worker=3)
 
     def steers(job, budgets=()):
-        return Controller(*world_of(job), plan, budgets=budgets, options=ControllerOptions(frame_steps=3))
+        return Controller(*world_of(job), plan, budgets=budgets)
 
     free, still = (trained(plan, 9, policy_of, slow=slow) for policy_of in (steers, None))
     spared = trained(plan, 9, lambda job: steers(job, (budget,)), slow=slow)

@@ -18,11 +18,9 @@ import numpy as np
 from foreshard.control import journal, orders
 from foreshard.control.budgets.dual import allowances
 from foreshard.control.budgets.dual_learning import DualLearning, weight_for
-from foreshard.control.budgets.end_of_horizon import left_over, partner
 from foreshard.control.budgets.objective import Objective
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.estimation.estimates import Estimates
-from foreshard.control.estimation.frames import Frames
 from foreshard.control.estimation.plausibility import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
 from foreshard.control.experts import PRICED, WINDOW, WRONG, Experts, Fixed
 from foreshard.control.moves import move, move_costs
@@ -46,12 +44,6 @@ from foreshard.spec.plan import Plan
 
 _CHECK_EVERY = 25
 """Steps between looks at whether shares, or budgets, can be kept as they are while no estimate moves."""
-_MUCH = 0.25
-"""Part of a step by which staying must be worse to end a frame early."""
-_END_FRAMES = 5
-"""Frames before the end of a run from which on it is looked for what spends the rest of the budgets."""
-_FASTER = 0.02
-"""Part of a step that the plan of the end must gain where the running one keeps the budgets."""
 
 
 class Controller:
@@ -77,8 +69,6 @@ class Controller:
         Longest pipeline; with 1 all subsets of replicas are compared.
     reading : {'dp_over_mp', 'mp_over_dp'}, optional
         What is searched: pipelines, or one whose stages split micro-batches; by default what the plan is.
-    late_steps : int
-        That still run the old plan after a change is ordered.
     timed : callable, optional
         Times the shortlist more closely than the search: what it finds, the running structure, and the best
         replicas, which are then looked at too.
@@ -101,15 +91,13 @@ class Controller:
         pause_s: float = 0.0,
         max_stages: int = 4,
         reading: str | None = None,
-        late_steps: int = 0,
         timed: Timed | None = None,
         log: TextIO | None = None,
         options: ControllerOptions = DEFAULTS,
     ):
         self.chain, self.plan, self._log = chain, plan, log
         self.budgets = tuple(budgets)
-        self._pause_s, self._horizon, self._late, self._options = pause_s, horizon, late_steps, options
-        self._frames = Frames(options.frame_steps)
+        self._pause_s, self._options = pause_s, options
         self._asked: dict[str, Any] = {"batch": plan.global_batch, "micro_batch": plan.groups[0].micro_batch}
         self.reading = orders.reading_of(plan) if reading is None else reading
         self._slots = slots_of(self.reading, chain, budgets, max_stages=max_stages, **self._asked)
@@ -193,7 +181,6 @@ class Controller:
             return ""
         if isinstance(event, DeviceSeen):
             if not self.estimates.available[event.rank]:
-                self._frames.inform()
                 self.experts.forget()
             self.estimates.available[event.rank] = True
             if event.relative_speed is not None:
@@ -212,7 +199,6 @@ class Controller:
         else:
             self.estimates.available[event.rank] = False
             self.experts.forget()
-        self._frames.inform()
         return ""
 
     def _measured(self, event: StepMeasured) -> None:
@@ -275,7 +261,6 @@ class Controller:
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
         state = self.estimates.state()
-        self._frames.see(state, self.queues.steps)
         counted = bool(self.budgets and steps and math.isfinite(self.choice.time_s))
         known = counted and self.learning.knows(state.key())
         if known:
@@ -311,26 +296,18 @@ class Controller:
         if not math.isfinite(found.stay_worth):
             return self._forecast_changes(found.best, state, "the running plan has lost a rank")
         gain = found.stay_worth - found.best_worth
-        dead = 0.0 if self._frames.is_settling(self.queues.steps) else self._options.dead_zone
-        better = found.best != old and gain > dead * abs(found.stay_worth)
+        step = abs(self.queues.second_weight()) * self._forecast.time_s
+        better = found.best != old and gain > self._options.dead_zone * step
         # The step to come counts: a change that one step earns back is not put off.
         self.regret = self.regret + gain * steps if better else 0.0
-        is_due = better and self.regret + gain >= self._options.patience * self._price(old, found.best, state)
-        best = found.best if is_due else None
-        why = f"staying is worse by {gain / abs(found.stay_worth):.1%} of a step"
-        if not self._frames.is_new(state):
-            much = gain > _MUCH * self._weighed(self._row(self._forecast))[1]
-            best, why = self._while_unchanged(best, state, why, much=much)
-        elif not better:
-            self._frames.accept(state)
-        if best is not None:
-            return self._forecast_changes(best, state, why)
+        if better and self.regret + gain >= self._options.patience * self._price(old, found.best, state):
+            why = f"staying is worse by {gain / step:.1%} of a step"
+            return self._forecast_changes(found.best, state, why)
         return self._forecast_shares()
 
     def _forecast_changes(self, best: Structure, state: State, why: str) -> str:
         old, self._forecast = self._forecast, self._with_best_shares(best)
         if orders.change_of(old, self._forecast) not in ("keep", "re-share"):
-            self._frames.answer(state, self.queues.steps)
             self.regret = 0.0
             time_s, costs = self._change_of(old.structure, best, state)
             self._unpaid += np.array([time_s, *(costs.get(one.key, 0.0) for one in self.budgets)])
@@ -362,7 +339,7 @@ class Controller:
         gains: dict[Fixed | None, float] = {None: 0.0}
         for fixed, record in records.items():
             if fixed == self._fixed or record.error(self._weighed) > WRONG:
-                gains[fixed] = record.gain(self._weighed)
+                gains[fixed] = (record.gain if fixed == self._fixed else record.sure_gain)(self._weighed)
         best = max(gains, key=lambda one: gains[one])
         to = self._forecast.structure if best is None else best[0]
         price = self._price(self.choice.structure, to, state)
@@ -410,73 +387,6 @@ class Controller:
         """Return what the slot minimises."""
         time_weight, cost_weights = self.queues.weights()
         return Objective(time=time_weight, costs=cost_weights, budgets=self.budgets)
-
-    def _while_unchanged(
-        self, best: Structure | None, state: State, why: str, *, much: bool
-    ) -> tuple[Structure | None, str]:
-        """Return what to change to, and why, though nothing was seen to change.
-
-        Parameters
-        ----------
-        best : Structure or None
-            What queues ask for.
-        much : bool
-            Whether staying is so much worse that no frame is waited for.
-        """
-        queues, frame = self.queues, self._frames.steps
-        left = self._horizon - queues.steps
-        ends = self._options.plans_end and self.budgets and queues.steps and 0 < left <= _END_FRAMES * frame
-        ends = ends and not any(queues[one.name].conceded for one in self.budgets)
-        is_open = self._frames.is_open(queues.steps)
-        if not ends or not self._frames.may_last(left, queues.steps):
-            return best if is_open or much else None, why
-        if not is_open:
-            return None, why
-        objective = self._objective()
-        running = self._shortlist.seen(state, self._forecast.structure, objective)
-        time_s, costs = self._slots.rows(state)
-        found = self._partner(running, left, time_s, costs)
-        if found is None:
-            return best, why
-        at, _ = found
-        other = self._shortlist.seen(state, self._slots.structure_at(state, at, running.structure), objective)
-        if self._is_last(running, other, left, state):
-            return other.structure, "from here to the end the budgets are spent by it"
-        if best is not None:
-            asked = self._shortlist.seen(state, best, objective)
-            found = self._partner(running, left, *self._as_rows(asked))
-            if found is None or found[1] >= min(frame, left):
-                return best, why
-        return None, why
-
-    def _as_rows(self, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
-        row = self._row(choice)
-        return row[:1], row[None, 1:]
-
-    def _partner(
-        self, running: Choice, steps: int, time_s: np.ndarray, costs: np.ndarray
-    ) -> tuple[int, float] | None:
-        """Return which of some plans shares the rest best with the running one, and for how many steps."""
-        excess = self._excess(*self._as_rows(running))
-        left, least = left_over(self.queues, self._horizon, excess[0])
-        return partner(left, least, steps, time_s - running.time_s, self._excess(time_s, costs) - excess)
-
-    def _excess(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
-        """Return costs of a step above what it is allowed."""
-        raised = [(1.0 + self.queues[one.name].conceded) * allowances(one, time_s) for one in self.budgets]
-        return np.asarray(costs - np.stack(raised, axis=1))
-
-    def _is_last(self, running: Choice, other: Choice, left: int, state: State) -> bool:
-        """Return whether it is time for the plan that runs to the end."""
-        if other.structure == running.structure:
-            return False
-        rest, least = left_over(self.queues, self._horizon, self._excess(*self._as_rows(running))[0])
-        gain_s = running.time_s - other.time_s
-        change_s, _ = self._change_of(running.structure, other.structure, state)
-        if bool((rest >= -least).all()) and gain_s <= max(_FASTER * running.time_s, change_s / left):
-            return False
-        found = self._partner(running, left, *self._as_rows(other))
-        return found is not None and found[1] >= left - self._late - 0.5
 
     def _change_of(self, old: Structure, new: Structure, state: State) -> tuple[float, dict[str, float]]:
         """Return the seconds of a change, and its costs."""

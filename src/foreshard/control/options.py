@@ -12,16 +12,14 @@ class ControllerOptions:
     Attributes
     ----------
     dead_zone : float
-        Part of a slot's objective below which a better structure is not better: estimates are no finer.
+        Part of a step that a better structure must gain. Structures are compared for speeds on a grid of 5 %,
+        which is 2.5 % to either side; the rest is noise.
     share_dead_zone : float
         Part of a slot's objective that new shares must gain: they cost nothing, but every order is a message.
     patience : float
         Part of what a change costs that staying must have lost before it is made. With all of it, of two
-        plans never more than twice the best possible is lost (ski rental); the ablation prefers a third.
-    frame_steps : int
-        While nothing is seen to change, layers and groups stay at least so long.
-    plans_end : bool
-        Whether the last change of a run is placed where what is left of the budgets is spent exactly.
+        plans never more than twice the best possible is lost (ski rental); on the shipped `spot` that is
+        0.6 % of a step slower than a third.
     learns_dual : bool
         Whether queues start from what the states seen so far make of the budgets.
     grid : float
@@ -32,11 +30,9 @@ class ControllerOptions:
         Whether a plan that stays runs where it would have done better than the forecasts.
     """
 
-    dead_zone: float = 0.02
+    dead_zone: float = 0.03
     share_dead_zone: float = 0.005
     patience: float = 0.3
-    frame_steps: int = 200
-    plans_end: bool = True
     learns_dual: bool = True
     grid: float = 0.05
     trusts_first_sight: bool = True

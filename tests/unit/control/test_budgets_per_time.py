@@ -58,7 +58,7 @@ class Cluster:
         return best
 
 
-@pytest.mark.parametrize("steps", [300, 1000])
+@pytest.mark.parametrize("steps", [100, 300, 1000])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_budget_per_hour_is_kept_and_no_fixed_plan_is_much_faster(cases, seed, steps):
     cluster = Cluster(cases, seed, steps)
@@ -78,4 +78,5 @@ def test_a_budget_per_hour_is_kept_and_no_fixed_plan_is_much_faster(cases, seed,
     controller.check_invariants()
     queues = controller.queues
     assert queues.violation <= 0.01
-    assert queues.total_s / steps <= 1.05 * cluster.best_fixed_s()
+    # What is left of the budget in a run of 100 steps, some ten of them, may cost it a quarter of its speed.
+    assert queues.total_s / steps <= (1.05 if steps > 100 else 1.3) * cluster.best_fixed_s()

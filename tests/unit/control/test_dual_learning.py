@@ -76,6 +76,23 @@ def test_an_excess_of_v_makes_the_slot_keep_the_budget_by_itself():
     assert queues["b"].least == 0.0
 
 
+def test_what_can_hardly_be_worked_off_before_the_end_weighs_at_once():
+    least = []
+    for horizon in (1000, 100_000):
+        queues, learning = taught(limit=2.0, horizon=horizon, steps=990, cost=2.004)
+        assert 0.0 < queues["b"].excess < 0.02 * queues.weight
+        learning.secure(queues, b"one", np.ones(2), None)
+        least.append(queues["b"].least)
+    assert least[0] >= 5.0 * least[1] > 0.0
+
+
+def test_a_slot_that_keeps_the_budgets_without_room_to_spare_secures_them_too():
+    queues, learning = taught(limit=2.0, steps=200, cost=4.0)
+    rows = np.array([1.0, 4.0]), np.array([[4.0], [1.99]])
+    learning.secure(queues, b"one", np.ones(2), [rows])
+    assert queues["b"].least > 0.0
+
+
 def test_budgets_per_time_are_placed_by_the_mean_step():
     queues, _ = taught(limit=1.5, per="second", steps=200, cost=3.0)
     time_weight, costs = queues.weights()

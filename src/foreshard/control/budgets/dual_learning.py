@@ -24,6 +24,8 @@ An update takes milliseconds, and what it learns changes ever more slowly.
 LAST_PART, MOST_CORRECTION = 0.05, 0.2
 """The excess so far is worked off by the end: over at least a part of the run, by at most a part of a budget.
 
+An excess of MOST_CORRECTION budgets for every step that is left can no longer wait.
+
 Far from the budget the multipliers are known from few states.
 """
 MARGIN = 0.004
@@ -163,7 +165,8 @@ class DualLearning:
     def secure(self, queues: Queues, key: bytes, ratio: np.ndarray, judged: Rows | None) -> None:
         """Let every budget that is exceeded weigh so much that the present slot keeps all of them, if it can.
 
-        In proportion to the excess: as much as is needed when that is V, so that the excess stays near V.
+        In proportion to the excess: as much as is needed when that is V, or what the steps left can just work
+        off, so that the excess stays near V and ends near 0.
 
         Parameters
         ----------
@@ -175,7 +178,9 @@ class DualLearning:
         judged : rows, optional
             What plans came to that were judged because forecasts are wrong; they count instead of the model.
         """
-        part = max(queues[one.name].excess for one in self.budgets) / queues.weight
+        left = max(self.horizon - queues.steps, LAST_PART * self.horizon)
+        most = min(queues.weight, MOST_CORRECTION * left)
+        part = max(queues[one.name].excess for one in self.budgets) / most
         visited, alone = self._visited.get(key), None
         if part > 0.0 and judged is not None:
             alone = self._alone(queues, judged)
@@ -199,7 +204,8 @@ class DualLearning:
         left = [
             replace(one, limit=one.limit * (1.0 + queues[one.name].conceded - SLACK)) for one in self.budgets
         ]
-        worth = self._worth(queues, dual.solve(dual.table_of(rows, [1.0], left), left))
+        raised, found = dual.least_excess(rows, [1.0], left)
+        worth = self._worth(queues, found) * (raised <= SLACK)
         return worth, dual.table_of(rows, [1.0], self._raised(queues))
 
     def _raised(self, queues: Queues) -> list[Budget]:

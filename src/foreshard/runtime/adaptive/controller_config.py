@@ -31,8 +31,6 @@ _LONGEST_PIPELINE = 4
 """Stages of the longest pipelines that are searched: a decision has to fit between two steps."""
 _LEAST_PIECES = 64
 """Pieces that the batch is shared out in, if it has as many samples: shares are then 1.6 % apart."""
-_LATE_STEPS = 1
-"""Steps that still run the old plan after an order: the next vote announces it."""
 
 
 class RunPolicy(Protocol):
@@ -177,7 +175,6 @@ class ControllerConfig:
             budgets=budgets,
             horizon=self.steps,
             max_stages=longest,
-            late_steps=_LATE_STEPS,
             timed=StepTiming(known.passes, chain, most, plan.global_batch),
         )
 
