@@ -73,7 +73,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules --ignore tests/distributed tests src/foreshard
-	$(BIN)/python -m pytest tests/distributed
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/distributed
 
 # ruff check, ruff format --check, mypy and the architecture tests; scripts/check runs the unit tests too.
 lint: $(VENV)/.dev
