@@ -152,7 +152,10 @@ def drawn(draw: random.Random) -> tuple[dict[str, str], bool]:
 def test_any_job_trains_or_is_refused_by_name(tmp_path: Path) -> None:
     for seed in range(CASES):
         parts, wrong = drawn(random.Random(seed))
-        file = job_of(tmp_path, **parts)
+        # A file of its own: Python takes one of the same size and second for the same.
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        file = job_of(folder, **parts)
         said = json.dumps(parts)
         if not wrong:
             assert len(train(file)) == 2, said
@@ -171,7 +174,8 @@ def test_a_function_that_nothing_reads_is_said(tmp_path: Path, written: str, mea
     file = job_of(tmp_path, rest=f"def {written}(*given): return 1.0")
     with pytest.warns(UserWarning, match=f"{written}, which is not read. Did you mean '{meant}'"):
         load_job(str(file))
-    both = job_of(tmp_path, rest=f"def {written}(*given): return 1.0\n{meant} = {written}")
+    (tmp_path / "both").mkdir()
+    both = job_of(tmp_path / "both", rest=f"def {written}(*given): return 1.0\n{meant} = {written}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_job(str(both))
