@@ -97,7 +97,7 @@ class MixedFound:
             self.even.append(plan)
 
     def take_interleaved(self, plan: Plan) -> float:
-        """Keep an interleaved plan, its chunks laid out anew, if it fits and is the fastest.
+        """Keep an interleaved plan, its chunks laid out anew, if it fits and may be the fastest.
 
         The closed form knows nothing of chunks of unequal lengths: where it promises more, the graph decides.
         """
