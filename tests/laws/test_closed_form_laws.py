@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import training_constants
 from foreshard.planner.grid.space import GridRequest, cells_of, passes_of, rows_of
-from foreshard.predict.analytical.engine import slowest_parts, step_times
+from foreshard.predict.analytical.engine import slowest_parts, stage_times, step_times
 from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.placement import crosses_node, link_domains
@@ -154,6 +155,19 @@ def test_unequal_pipelines_take_as_long_as_by_the_graph(num_groups):
         off.append(sum(slowest_parts(times).values()) / graph_s(case) - 1.0)
     assert np.mean(np.abs(off) < 0.005) > 0.97
     assert min(off) > -0.015 and max(off) < 0.015
+
+
+def test_stages_that_are_priced_alone_know_nothing_of_each_other():
+    """Prices of stages are rows of one batch as well, but no pipeline."""
+    waited = 0
+    for seed in range(40):
+        batch = build_batch([unequal(seed, 1)], training_constants())
+        places = batch.boundaries
+        alone = stage_times(replace(batch, boundaries=replace(places, first=0.0))).messages
+        own_s = np.where(places.far_last > 0, alone.far, alone.near)
+        np.testing.assert_array_equal(alone.after, own_s)
+        waited += int(np.any(stage_times(batch).messages.after > own_s))
+    assert waited > 5
 
 
 @pytest.mark.parametrize("part", range(2))

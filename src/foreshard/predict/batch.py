@@ -102,6 +102,11 @@ class Boundaries:
     # most boundaries of one stage of the run that do: 0, 1 or 2
     far_each: Any
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether runs follow each other in a pipeline; stages that are priced alone have no place in one."""
+        return np.ndim(self.first) > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:

@@ -221,7 +221,7 @@ def _messages(batch: Batch) -> Messages:
     after = np.where(places.far_last > 0, far, near)
     outside = np.minimum(places.far_each, neighbours)
     by_link, by_network = (neighbours - outside) * near, outside * far
-    if len(near) > 1:
+    if places.is_chain and len(near) > 1:
         after, waited = _by_slower_end(batch, after, near, far)
         by_network = by_network + waited * (places.far_each > 0)
         by_link = by_link + waited * (places.far_each <= 0)
@@ -304,7 +304,8 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
         ends = np.maximum(batch.has_embedding, batch.has_head)
         # Each end waits for the other, and the sum takes as long as the slower one needs.
-        tail = tail + np.where(p.num_stages > 1, ends * (ends * tied).max(0), 0.0)
+        slower = (ends * tied).max(0) if batch.boundaries.is_chain else tied
+        tail = tail + np.where(p.num_stages > 1, ends * slower, 0.0)
     optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine)
     beside = traits.param_gather_overlap > 0
     return EndOfStep(
