@@ -9,6 +9,7 @@ from typing import Any
 from foreshard.errors import SpecError
 from foreshard.spec.model import Block, Model, decoder
 
+MAX_LAYERS = 4096  # the deepest models of the catalog have some hundred
 DEFAULT_SEQ_LEN = 2048  # tokens; of GPT-3 and of Llama 1, where nothing is stated
 
 
@@ -57,6 +58,10 @@ def model_from_dims(
     for key, value in (sizes | {"vocab": vocab, "seq_len": seq_len}).items():
         if value < 1:
             raise SpecError(f"{name}: {key} {value}", key=key, value=value, rule="Dimensions are positive")
+    if n_layers > MAX_LAYERS or dense_layers > n_layers:
+        what = f"{name}: {n_layers} layers, {dense_layers} of them dense"
+        rule = f"A model has at most {MAX_LAYERS} layers, and as many dense ones at most"
+        raise SpecError(what, key="n_layers", value=n_layers, rule=rule)
     if n_heads % n_kv_heads or (head_dim is None and hidden % n_heads) or topk > n_experts:
         what = f"{name}: {n_heads} heads, {n_kv_heads} key/value heads, {topk} of {n_experts} experts"
         rule = "Key/value heads divide heads, heads divide hidden, top-k is at most the experts"

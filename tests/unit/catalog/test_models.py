@@ -131,6 +131,9 @@ def test_dimensions_make_gpt_and_llama_as_the_mlp_says():
         model_from_dims("x", 2, 65, 256, 4, 4, 100, False)
     with pytest.raises(SpecError, match="positive"):
         model_from_dims("x", 0, 64, 256, 4, 4, 100, False)
+    for layers, dense in ((10**9, 0), (4, 9)):
+        with pytest.raises(SpecError, match="layers"):
+            model_from_dims("x", layers, 64, 256, 4, 4, 100, False, dense_layers=dense)
 
 
 def row(model, *sizes, **more):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foreshard.catalog.model_dims import MAX_LAYERS
 from foreshard.errors import SpecError
 
-MAX_LAYERS = 4096  # the deepest models of the catalog have some hundred
 MAX_SIZE = 2**24  # widths, vocabularies, experts: above every published model by a wide margin
 MAX_POSITIONS = 2**31  # a 32-bit index; published contexts end at 10 million
 

@@ -113,12 +113,13 @@ def solve(
 
 @dataclass(slots=True)
 class _Range:
-    """An interval of numbers of pipelines: its bound, the rows of tails in it, and what was tried."""
+    """An interval of numbers of pipelines: its bound, the rows of tails in it, and the steps it has had."""
 
     rows: list[Range]
     bound_s: float
     fineness: int = 0
     is_open: bool = True
+    steps: int = 0
 
 
 class ProblemSearch:
@@ -182,9 +183,12 @@ class ProblemSearch:
             return
         state, ranges = self.state, self.ranges
         pending = {key: interval for key, interval in ranges.items() if interval.is_open}
-        # Until there is a plan the widest range: most plans are of several pipelines.
-        key = min(pending, key=lambda known: pending[known].bound_s) if self.has_plan else max(pending)
+        if self.has_plan:
+            key = min(pending, key=lambda known: pending[known].bound_s)
+        else:  # in turn, most pipelines first: no bound says in which range there is a plan
+            key = min(pending, key=lambda known: (pending[known].steps, -known[0]))
         interval = pending[key]
+        interval.steps += 1
         if state.is_closed(interval.bound_s):
             interval.is_open = False
             return
@@ -284,13 +288,13 @@ def _halves(key: Range, interval: _Range, *, stuck: bool) -> dict[Range, _Range]
     if len(interval.rows) > 1:
         half = len(interval.rows) // 2
         return {
-            (rows[0][0], rows[-1][1]): _Range(rows=rows, bound_s=interval.bound_s)
+            (rows[0][0], rows[-1][1]): _Range(rows=rows, bound_s=interval.bound_s, steps=interval.steps)
             for rows in (interval.rows[:half], interval.rows[half:])
         }
     if stuck and key[0] < key[1]:
         middle = (key[0] + key[1]) // 2
         return {
-            half: _Range(rows=interval.rows, bound_s=interval.bound_s, fineness=1)
+            half: _Range(rows=interval.rows, bound_s=interval.bound_s, fineness=1, steps=interval.steps)
             for half in ((key[0], middle), (middle + 1, key[1]))
         }
     return {}
