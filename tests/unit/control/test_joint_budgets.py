@@ -42,7 +42,7 @@ def first_plan():
     return parse_plan({"global_batch": BATCH, "seq_len": 8, "groups": groups, "defaults": {"micro_batch": 1}})
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_budgets_that_cannot_be_kept_together_are_exceeded_by_the_least_part_and_no_slower(cases, seed):
     rng = np.random.default_rng(seed)
     busy_w = rng.choice([200.0, 400.0, 800.0], RANKS)
