@@ -132,7 +132,7 @@ def policies_table(found: Evaluation) -> Table:
 def _notes(found: Evaluation) -> tuple[str, ...]:
     notes = [
         *_equal_budget(found),
-        "Plans are data-parallel on subsets of the devices; the bound covers all of them, with free changes.",
+        f"The bound covers {found.bounded}, with free changes.",
     ]
     if STAGES in found.policies:
         notes.append(f"{STAGES} also cuts layers between devices, so the bound does not hold for it.")

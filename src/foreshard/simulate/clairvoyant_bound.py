@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foreshard.control.budgets import dual
+from foreshard.control.search.cache import SearchCache
 from foreshard.control.search.subsets import SubsetClasses, sample_s
 from foreshard.control.slots import Budget, Chain, State
 from foreshard.simulate.environment import Environment
+from foreshard.simulate.pipeline_bound import pipeline_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,9 @@ class Bound:
     least_excess: float = 0.0
 
 
-def bound_of(environment: Environment, budgets: Sequence[Budget], *, equal: bool = False) -> Bound:
+def bound_of(
+    environment: Environment, budgets: Sequence[Budget], *, equal: bool = False, max_stages: int = 1
+) -> Bound:
     """Return the clairvoyant bound of a path under budgets.
 
     Parameters
@@ -51,11 +55,14 @@ def bound_of(environment: Environment, budgets: Sequence[Budget], *, equal: bool
     budgets : sequence of Budget
     equal : bool
         Only equal shares: the least mean time of whoever knows the path and never balances.
+    max_stages : int
+        Longest pipeline. With 1 plans are data-parallel.
 
     Returns
     -------
     Bound
-        Over all data-parallel plans on subsets of the devices, which are listed completely.
+        Over all data-parallel plans on subsets of the devices, which are listed completely; or over all
+        pipelines side by side, by what none of their sets of devices comes below (`pipeline_bound`).
 
     Source
     ------
@@ -69,7 +76,14 @@ def bound_of(environment: Environment, budgets: Sequence[Budget], *, equal: bool
     found: dict[bytes, int] = {}
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     weights: list[float] = []
+    cache, work = SearchCache(), environment.work
     for (condition, pattern), count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        if max_stages > 1:
+            asked = {"batch": work.batch, "micro_batch": work.micro_batch, "max_stages": max_stages}
+            state = environment.state(condition, pattern)
+            rows.append(pipeline_rows(work.chain, state, budgets, **asked, cache=cache))
+            weights.append(count)
+            continue
         subsets = environment.subsets(condition, pattern)
         if equal:
             state = environment.state(condition, pattern)

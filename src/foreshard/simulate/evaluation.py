@@ -17,7 +17,7 @@ from foreshard.simulate.dynamics import describe, draw
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.hindsight import best_subset, violation
 from foreshard.simulate.policies import BY_SHARES, Banked, Fleet, Greedy, on_subset
-from foreshard.simulate.policy_adapter import controller_rule
+from foreshard.simulate.policy_adapter import MOST_STAGES, controller_rule
 from foreshard.simulate.slot_loop import Rule, Run, play
 from foreshard.simulate.workload import Workload, cluster_of, model_of, workload
 from foreshard.spec.cluster import Cluster
@@ -43,6 +43,8 @@ POLICIES = (
 """All policies, ours first. `static-best` is lb-bsp on the best fixed subset of devices: lb-bsp@budget."""
 STAGES = "lyapunov-stages"
 """Ours on one pipeline whose stages are devices that split every micro-batch; plays when it is named."""
+PIPELINES = "lyapunov-pipelines"
+"""Ours on pipelines side by side; plays when it is named, and the bound is then over these."""
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
@@ -116,6 +118,13 @@ class Evaluation:
         """Return the policies that took part."""
         return tuple(self.rounds[0].runs)
 
+    @property
+    def bounded(self) -> str:
+        """Return which plans the bound is over."""
+        if PIPELINES in self.policies:
+            return "pipelines side by side on all subsets of the devices"
+        return "data-parallel plans on all subsets of the devices"
+
     def times(self, name: str) -> np.ndarray:
         """Return the mean step time of a policy by seed; of 'bound' and 'equal' that of these bounds."""
         if name == "bound":
@@ -161,7 +170,7 @@ class Evaluation:
                 "least_excess": max(one.bound.least_excess for one in self.rounds),
                 "states": [one.bound.num_states for one in self.rounds],
                 "multipliers": [list(one.bound.multipliers) for one in self.rounds],
-                "plans": "data-parallel plans on all subsets of the devices",
+                "plans": self.bounded,
             },
             "equal_share_in_budget": self._equal(),
             "path": [dict(one.path) for one in self.rounds],
@@ -248,7 +257,7 @@ def evaluate_policies(
     ----------
     scenario : Scenario
     policies : sequence of str, optional
-        Of `POLICIES`, which play by default, and `STAGES`.
+        Of `POLICIES`, which play by default, `STAGES` and `PIPELINES`.
     slots : int, optional
         The scenario's by default.
     seeds : int
@@ -275,14 +284,15 @@ def evaluate_policies(
 
 
 def _known(name: str, file: str | None, key: str) -> None:
-    if name not in (*POLICIES, STAGES):
-        near = get_close_matches(name, (*POLICIES, STAGES), n=1)
+    known = (*POLICIES, STAGES, PIPELINES)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
         raise SpecError(
             f"unknown policy {name!r}",
             file=file,
             key=key,
             value=name,
-            rule=f"Policies are {', '.join((*POLICIES, STAGES))}",
+            rule=f"Policies are {', '.join(known)}",
             fix=f"Did you mean {near[0]!r}?" if near else "Use one of them",
         )
 
@@ -294,7 +304,7 @@ def _round(
     return EvaluatedPath(
         seed=seed,
         budgets=budgets,
-        bound=bound_of(environment, budgets),
+        bound=bound_of(environment, budgets, max_stages=MOST_STAGES if PIPELINES in names else 1),
         equal=bound_of(environment, budgets, equal=True),
         runs={
             name: spent[name]
@@ -391,6 +401,8 @@ def _rule(name: str, environment: Environment, budgets: Sequence[Budget], scenar
         return controller_rule(environment, budgets, scenario)
     if name == STAGES:
         return controller_rule(environment, budgets, scenario, reading=MP_OVER_DP)
+    if name == PIPELINES:
+        return controller_rule(environment, budgets, scenario, max_stages=MOST_STAGES)
     if name == "sailor-like":
         return Fleet(environment, budgets)
     if name == "greedy-cheapest":

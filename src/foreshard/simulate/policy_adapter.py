@@ -161,8 +161,8 @@ def first_plan(environment: Environment, scenario: Scenario) -> Plan:
     )
 
 
-def staged_plan(environment: Environment, scenario: Scenario) -> Plan:
-    """Return the fastest plan by stated speeds of one pipeline whose stages split micro-batches.
+def staged_plan(environment: Environment, scenario: Scenario, reading: str) -> Plan:
+    """Return the fastest plan of a reading by stated speeds.
 
     Raises
     ------
@@ -176,7 +176,7 @@ def staged_plan(environment: Environment, scenario: Scenario) -> Plan:
         batch=work.batch,
         micro_batch=work.micro_batch,
         time_weight=1.0,
-        reading=MP_OVER_DP,
+        reading=reading,
         max_stages=MOST_STAGES,
     )
     return orders.plan_of(
@@ -190,11 +190,13 @@ def controller_rule(
     scenario: Scenario,
     *,
     reading: str = DP_OVER_MP,
+    max_stages: int = 1,
     **asked: Any,
 ) -> PolicyAdapter:
-    """Return the controller of the runtime on data-parallel plans, or on stages; more options are its own."""
-    wide = reading == MP_OVER_DP
-    plan = staged_plan(environment, scenario) if wide else first_plan(environment, scenario)
+    """Return the controller of the runtime on data-parallel plans, pipelines or stages; more is its own."""
+    max_stages = MOST_STAGES if reading == MP_OVER_DP else max_stages
+    is_cut = max_stages > 1
+    plan = staged_plan(environment, scenario, reading) if is_cut else first_plan(environment, scenario)
     controller = Controller(
         environment.work.chain,
         environment.work.state,
@@ -202,7 +204,7 @@ def controller_rule(
         budgets=budgets,
         horizon=environment.path.num_slots * scenario.batches,
         pause_s=environment.pause_s,
-        max_stages=MOST_STAGES if wide else 1,
+        max_stages=max_stages,
         reading=reading,
         **asked,
     )

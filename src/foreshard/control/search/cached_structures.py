@@ -24,6 +24,11 @@ class StructureRow(Protocol):
         """Return the workers in use."""
         ...
 
+    @property
+    def spare_s(self) -> float:
+        """Return the seconds that other orders and cuts of its cells can spare at most."""
+        ...
+
     def taken(self) -> tuple[float, np.ndarray, np.ndarray]:
         """Return seconds of a batch, and by worker the busy seconds and the dollars for bytes sent."""
         ...
@@ -40,17 +45,19 @@ class CachedStructures:
         self.layouts: list[StructureRow] = []
         self.known: dict[object, int | None] = {}
         self._size = num_workers
-        self._rows = np.zeros((0, 3 * num_workers + 1))
+        self._rows, self._spare_s = np.zeros((0, 3 * num_workers + 1)), np.zeros(0)
 
     def add(self, layout: StructureRow) -> int:
         """Take a structure in; return its row."""
         at = len(self.layouts)
         if at == len(self._rows):
             self._rows = np.concatenate([self._rows, np.zeros((max(64, at), 3 * self._size + 1))])
+            self._spare_s = np.append(self._spare_s, np.zeros(max(64, at)))
         self.layouts.append(layout)
         row, size = self._rows[at], self._size
         time_s, busy_s, sent_usd = layout.taken()
         row[0] = time_s
+        self._spare_s[at] = layout.spare_s
         row[1:][layout.worker] = time_s
         row[1 + size :][layout.worker] = busy_s
         row[1 + 2 * size :][layout.worker] = sent_usd
@@ -59,6 +66,13 @@ class CachedStructures:
     def objective(self, weights: Weights) -> np.ndarray:
         """Return what the slot minimises, with the shares that structures were taken in with."""
         return np.asarray(self._rows[: len(self.layouts)] @ weights.row())
+
+    def spare(self, weights: Weights) -> np.ndarray:
+        """Return what other orders and cuts can spare at most: seconds of rings, and all that is sent."""
+        count = len(self.layouts)
+        used = self._rows[:count, : 1 + self._size] > 0.0
+        sent = self._rows[:count, 1 + 2 * self._size :] @ weights.sent
+        return np.asarray(used @ weights.row()[: 1 + self._size] * self._spare_s[:count] + sent)
 
     def table(self, state: State, budgets: Sequence[Budget]) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds and costs, shape (n, budgets), of structures with these shares."""

@@ -29,24 +29,29 @@ _BUILT_SIZES = 16
 def every_structure(state: StateCache) -> Sequence[Cells]:
     """Return one structure of every signature; none when they are more than the state has time for."""
     if state.everything is None:
-        pools: dict[int, list[int]] = {}
-        for worker in state.alive:
-            pools.setdefault(state.device_class[worker], []).append(worker)
+        pools = state.pools()
         counts = tuple(len(pool) for pool in pools.values())
         key = (state.shape, counts)
         if key not in state.cache.mixes:
-            found = list(itertools.islice(_mixes(state, counts), state.exhaustive + 1))
+            found = list(itertools.islice(_mixes(state, counts, state.exhaustive), state.exhaustive + 1))
             state.cache.mixes[key] = found if len(found) <= state.exhaustive else []
         state.everything = [_named(mix, list(pools.values())) for mix in state.cache.mixes[key]]
     return state.everything
 
 
-def _mixes(state: StateCache, counts: Counts) -> Iterator[tuple[Counts, ...]]:
+def first_structures(state: StateCache, most: int) -> list[Cells]:
+    """Return structures of different signatures, up to so many."""
+    pools = state.pools()
+    counts = tuple(len(pool) for pool in pools.values())
+    return [_named(mix, list(pools.values())) for mix in itertools.islice(_mixes(state, counts, most), most)]
+
+
+def _mixes(state: StateCache, counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
     """Return all rows of cells, a cell as its number of workers of each class."""
     sizes = itertools.product(*(range(count + 1) for count in counts))
-    few = itertools.islice(sizes, 4 * state.exhaustive)
+    few = itertools.islice(sizes, 4 * most)
     parts = [part for part in few if 0 < sum(part) <= state.widest]
-    if len(parts) > state.exhaustive:
+    if len(parts) > most:
         # Every cell alone is a structure, so that there are too many in any case.
         yield from ((part,) for part in parts)
         return

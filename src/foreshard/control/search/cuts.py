@@ -104,6 +104,7 @@ def front(
     *,
     grain: float = 0.0,
     least_rounds: float = 1.0,
+    every_order: bool = False,
     effort: Effort | None = None,
 ) -> tuple[PipelineCut, ...]:
     """Return the front of fill and slowest stage, least fill first; empty where nothing fits.
@@ -117,6 +118,8 @@ def front(
         Points closer than this part in the slowest stage are left out; 0 finds all.
     least_rounds : float
         Points that are best only for fewer micro-batches than these are left out, but for the first.
+    every_order : bool
+        Search all orders, however many; a few by speed and by links where they are too many else.
     effort : Effort, optional
         Counts what is done.
 
@@ -124,11 +127,10 @@ def front(
     -----
     The least fill is a shortest path over cuts. Forbidding stages as slow as its slowest gives the next
     point, until no path is left: every point in as many searches as there are points. Orders are searched
-    with the path, over how many of each class are used; where these are too many, a few orders by speed are
-    tried.
+    with the path, over how many of each class are used.
     """
     counts = tuple(counts)
-    few = _num_steps(counts) * classes.seconds.shape[1] ** 2 <= _MOST_STEPS
+    few = every_order or _num_steps(counts) * classes.seconds.shape[1] ** 2 <= _MOST_STEPS
     orders = (None,) if few else _likely_orders(classes, counts)
     found: list[PipelineCut] = []
     for order in orders:

@@ -12,10 +12,12 @@ from foreshard.control.budgets.objective import Weights
 from foreshard.control.search.cache import Cells, SearchCache
 from foreshard.control.search.cached_structures import StructureRow
 from foreshard.control.search.cuts import LONG_CHAIN, DeviceClasses, PipelineCut, front
+from foreshard.control.search.pipeline_table import PipelineTable, rows_of, weighed
 from foreshard.control.search.pricing import (
     StageArrays,
     boundary_usd,
     evaluate,
+    least_sync_s,
     pace_of,
     runs,
     sample_s,
@@ -31,6 +33,7 @@ _LEVEL = 16.0
 """Prices of messages are rounded to powers of this when cuts are searched, so that fronts are met again."""
 _GRAIN = 0.02
 """In long chains, slowest stages closer than this part are one point of the front: estimates are no finer."""
+_BETTER = 1.0 - 1e-9
 _LEAST_ROUNDS = 4.0
 """In long chains points are left out that are best only for fewer micro-batches."""
 
@@ -45,6 +48,8 @@ class PipelineLayout:
     worker, group : ndarray of int, shape (stages,)
     start_s, rate_s : ndarray, shape (groups,)
         A group ends after start_s + rate_s * share.
+    spare_s : float
+        Of the seconds in which gradients are summed, what other orders and cuts can spare at most.
     stage_s, sent_usd : ndarray, shape (stages,)
         Per sample: compute, and what activations and their gradients cost to send.
     ring_usd : ndarray, shape (stages,)
@@ -57,6 +62,7 @@ class PipelineLayout:
     group: np.ndarray
     start_s: np.ndarray
     rate_s: np.ndarray
+    spare_s: float
     stage_s: np.ndarray
     sent_usd: np.ndarray
     ring_usd: np.ndarray
@@ -80,6 +86,7 @@ class PipelineLayout:
             group=stages.group,
             start_s=pace.start_s,
             rate_s=pace.rate_s,
+            spare_s=pace.sync_s - least_sync_s(chain, state, structure),
             stage_s=sample_s(chain, state, stages),
             sent_usd=sent[stages.worker],
             ring_usd=ring[stages.worker],
@@ -220,6 +227,12 @@ class PipelineStates(StateCache):
 
         return self.cache.table((self.micro_batch, self.batch, rows, counts, links, level), made)
 
+    def alone(self, cell: Sequence[int]) -> tuple[DeviceClasses, tuple[int, ...]]:
+        """Return what stages of these workers take, and how many there are of each class."""
+        members = self._by_class(cell).values()
+        classes = self._device_classes([some[0] for some in members], [some[-1] for some in members], 0)
+        return classes, tuple(map(len, members))
+
     def _by_class(self, cell: Sequence[int]) -> dict[int, list[int]]:
         members: dict[int, list[int]] = {}
         for worker in sorted(cell, key=lambda one: (self.device_class[one], one)):
@@ -272,6 +285,70 @@ class PipelineStates(StateCache):
                 best, least = layout, split.worth
             rounds = split.shares / self.micro_batch
         return best
+
+    def improved(self, row: StructureRow, weights: Weights) -> PipelineLayout | None:
+        """Return pipelines with better orders and cuts beside one another; None where there are none.
+
+        One pipeline after the other gets the best of all orders and cuts, until none changes: from the
+        pipelines as they are, and from those built one by one beside the first of them, or its reverse.
+        """
+        groups, tables = row.structure.groups, []
+        if all(len(group.workers) == 1 for group in groups):
+            return None
+        for group in groups:
+            cell = sorted(group.workers)
+            orders, cuts = rows_of(
+                cell, [group.cuts, *(cut.cuts for cut in self.front_of(cell, 0))], self.chain.num_layers
+            )
+            tables.append(
+                PipelineTable.of(
+                    self.chain, self.state, orders, cuts, batch=self.batch, micro_batch=self.micro_batch
+                )
+            )
+            self.cache.effort.done += 1
+        if not all(len(table.fill_s) for table in tables):
+            return None
+
+        def beside(table: PipelineTable, others: Sequence[PipelineTable]) -> PipelineTable:
+            worth = weighed(
+                self.chain,
+                self.state,
+                table,
+                others,
+                weights,
+                batch=self.batch,
+                micro_batch=self.micro_batch,
+            )
+            return table.rows(slice(int(worth.argmin()), int(worth.argmin()) + 1))
+
+        own = [table.rows(table.places(group)) for table, group in zip(tables, groups, strict=True)]
+        starts = [own] if all(len(one.fill_s) for one in own) else []
+        for order in (groups[0].workers, groups[0].workers[::-1]):
+            some = tables[0].rows((tables[0].worker == order).all(1))
+            if len(some.fill_s):
+                starts.append([beside(some, [])])
+                for table in tables[1:]:
+                    starts[-1].append(beside(table, starts[-1]))
+        best: StructureRow = row
+        least = row.objective(weights)[0]
+        for chosen in starts:
+            layout, at, kept = self._side_by_side(chosen), 0, 0
+            worth = layout.split(weights).worth
+            while kept < len(groups):
+                tried = [*chosen]
+                tried[at] = beside(tables[at], chosen[:at] + chosen[at + 1 :])
+                new = self._side_by_side(tried)
+                kept += 1
+                if (found := new.split(weights).worth) < worth * _BETTER:
+                    layout, worth, chosen, kept = new, found, tried, 1
+                at = (at + 1) % len(groups)
+            if worth < least * _BETTER:
+                best, least = layout, worth
+        return None if best is row else best  # type: ignore[return-value]
+
+    def _side_by_side(self, tables: Sequence[PipelineTable]) -> PipelineLayout:
+        """Return tables of one row each as pipelines in this state."""
+        return self.layout(Structure(groups=tuple(table.pipeline() for table in tables)))
 
     def layout(self, structure: Structure) -> PipelineLayout:
         """Return pipelines as they go in this state."""

@@ -78,10 +78,13 @@ class GroupRate:
     ----------
     start_s, rate_s : ndarray, shape (groups,)
         A group ends after start_s + rate_s * share.
+    sync_s : float
+        Part of every start in which gradients are summed.
     """
 
     start_s: np.ndarray
     rate_s: np.ndarray
+    sync_s: float
 
 
 def evaluate(
@@ -167,7 +170,7 @@ def pace_of(
     pace = pipeline_pace(table)
     # A ring can begin when the last of its members has computed, whichever group that is in.
     sync = sync_s(chain, state, stages).max()
-    return GroupRate(start_s=pace.fill_s + sync, rate_s=pace.period_s / micro_batch)
+    return GroupRate(start_s=pace.fill_s + sync, rate_s=pace.period_s / micro_batch, sync_s=float(sync))
 
 
 def period_s(
@@ -220,6 +223,24 @@ def sync_s(chain: Chain, state: State, stages: StageArrays) -> np.ndarray:
         size = float(chain.sync_bytes[low:high].sum())
         total[at] += 2.0 * (num - 1) * ((high - low) * latency + size / (num * rate))
     return total
+
+
+def least_sync_s(chain: Chain, state: State, structure: Structure) -> float:
+    """Return seconds that summing gradients takes at least, whatever orders and cuts the pipelines have.
+
+    All layers of a pipeline take part, on no more workers than it has; between two pipelines no link is
+    better than the best.
+    """
+    num = len(structure.groups)
+    if num == 1:
+        return 0.0
+    sizes, worker = [len(group.workers) for group in structure.groups], np.array(structure.workers)
+    begin, apart = np.cumsum([0, *sizes[:-1]]), ~np.eye(num, dtype=bool)
+    rate, delay = state.bandwidth_bytes_per_s[np.ix_(worker, worker)], state.latency_s[np.ix_(worker, worker)]
+    best = np.maximum.reduceat(np.maximum.reduceat(rate, begin, axis=0), begin, axis=1)[apart].min()
+    least = np.minimum.reduceat(np.minimum.reduceat(delay, begin, axis=0), begin, axis=1)[apart].max()
+    ring_s = 2.0 * (num - 1) * (chain.num_layers * least + float(chain.sync_bytes.sum()) / (num * best))
+    return float(ring_s) / min(sizes)
 
 
 def _rings(stages: StageArrays) -> list[tuple[int, int, np.ndarray]]:

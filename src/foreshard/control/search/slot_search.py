@@ -51,6 +51,10 @@ _STARTS = 2
 """Structures from which tentative moves are made."""
 _SHORTLIST = 6
 """Structures that are weighed with the best shares, the change to them included."""
+_MOST_WHOLE = 30
+"""Structures that are compared in whole samples: few micro-batches are far from parts of samples."""
+_MOST_IMPROVED = 32
+"""Structures of which a slot looks for better orders and cuts: some milliseconds each."""
 _VISITS = 6
 """Slots of a state in which built structures are looked at; later ones only move on from the best."""
 _BETTER = 1.0 - 1e-12
@@ -190,6 +194,13 @@ class _SlotSearch:
         for at in self._ranked():
             if self.level not in state.complete:
                 self._walk(at)
+        while True:
+            self._improve()
+            best = min(self.found, key=lambda at: (self.found[at], at), default=-1)
+            is_walked = best < 0 or self.level in state.complete or (best, self.level) in state.explored
+            if is_walked or self.left <= 0 or self._is_spent():
+                return
+            self._walk(best)
 
     def _promising(self) -> list[Cells]:
         """Return structures chosen lately and built ones, the most promising first; not all of them fit."""
@@ -235,10 +246,10 @@ class _SlotSearch:
         best_of: dict[int, int] = {}
         for place, at in enumerate(order.tolist()):
             count = len(self.structures.layouts[at].structure.groups)
-            if place < _SHORTLIST or (self.state.is_ordered and count not in best_of):
+            if place < _MOST_WHOLE or (self.state.is_ordered and count not in best_of):
                 self._weigh(at)
             best_of.setdefault(count, at)
-            if place >= _SHORTLIST and (not self.state.is_ordered or len(best_of) == self.state.max_stages):
+            if place >= _MOST_WHOLE and (not self.state.is_ordered or len(best_of) == self.state.max_stages):
                 break
         best = sorted(self.found, key=lambda at: (self.found[at], at))[:_STARTS]
         deep = self.state.is_ordered and self.state.visits <= _VISITS
@@ -273,12 +284,34 @@ class _SlotSearch:
                 return
             at = best
 
+    def _improve(self) -> None:
+        """Find better orders and cuts of structures that these may make the best."""
+        structures, state, left = self.structures, self.state, _MOST_IMPROVED
+        weights, dearness = self.weights, state.dearness(self.weights)
+        hope = structures.objective(weights) - structures.spare(weights)
+        shortlist = _SHORTLIST if weights.busy.any() or weights.sent.any() else 1
+        for place, at in enumerate(np.argsort(hope, kind="stable").tolist()):
+            if place >= shortlist and hope[at] >= min(self.found.values()):
+                break
+            if left <= 0 or self._is_spent():
+                break
+            if (at, dearness) not in state.settled_at:
+                state.settled_at.add((at, dearness))
+                left -= 1
+                better = state.improved(structures.layouts[at], weights)
+                if better is not None:
+                    new = structures.known.get(better.structure)
+                    new = structures.add(better) if new is None else new
+                    structures.known[better.structure] = new
+                    state.settled_at.add((new, dearness))
+                    self._weigh(new)
+
     def best(self) -> Choice:
         """Return the best of the shortlist in whole samples."""
         best: Choice | None = None
         least = math.inf
         for place, at in enumerate(sorted(self.found, key=lambda one: (self.found[one], one))):
-            if self.found[at] >= least or (place >= _SHORTLIST and best is not None):
+            if self.found[at] >= least or (place >= _MOST_WHOLE and best is not None):
                 break
             row = self.structures.layouts[at]
             named = (

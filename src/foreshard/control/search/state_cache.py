@@ -6,6 +6,7 @@ two readings differ in what a cell is (`pipelines`, `wide_stages`).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
@@ -19,6 +20,8 @@ from foreshard.control.search.costs import slowest_link
 from foreshard.control.search.device_classes import device_classes
 from foreshard.control.slots import Chain, Choice, State, Structure
 
+_DEAR = 4.0
+"""Factor by which a price must change before better orders and cuts are sought again."""
 Level = tuple[int, ...]
 """How dear busy seconds and bytes are against time, as powers: what decides on cuts and splits."""
 
@@ -46,6 +49,8 @@ class StateCache(ABC):
         Structures, at a level, whose neighbours were all looked at.
     complete : set
         Levels at which every structure was looked at.
+    settled_at : set
+        Structures, at a dearness, of which better orders and cuts were sought.
     """
 
     is_ordered: ClassVar[bool]
@@ -70,6 +75,7 @@ class StateCache(ABC):
         self.visits = 0
         self.explored: set[tuple[int, Level]] = set()
         self.complete: set[Level] = set()
+        self.settled_at: set[tuple[int, Level]] = set()
         self._kept: dict[Structure, Choice] = {}
 
     widest: int
@@ -80,6 +86,13 @@ class StateCache(ABC):
     def shape(self) -> tuple[object, ...]:
         """Return what the structures of some numbers of workers depend on."""
         return type(self), self.widest, self.most_cells, self.exhaustive
+
+    def pools(self) -> dict[int, list[int]]:
+        """Return the workers of each class that are there."""
+        found: dict[int, list[int]] = {}
+        for worker in self.alive:
+            found.setdefault(self.device_class[worker], []).append(worker)
+        return found
 
     def signature(self, cells: Cells) -> Cells:
         """Return what is equal for structures that differ in names of workers only."""
@@ -131,6 +144,16 @@ class StateCache(ABC):
     @abstractmethod
     def settled(self, cells: Cells, weights: Weights, level: Level) -> StructureRow | None:
         """Return cells with the best order, cuts and splits; None where none fits."""
+
+    def dearness(self, weights: Weights) -> Level:
+        """Return how dear busy seconds and bytes are by worker, as powers of `_DEAR`."""
+        time_weight = max(weights.time + float(weights.active.sum()), 1e-300)
+        price = np.concatenate([weights.busy, weights.sent]) / time_weight
+        return tuple(np.round(np.log(np.maximum(price, 1e-9)) / math.log(_DEAR)).astype(int).tolist())
+
+    def improved(self, row: StructureRow, weights: Weights) -> StructureRow | None:
+        """Return a structure with better orders and cuts of the same cells; None where there are none."""
+        return None
 
     @abstractmethod
     def as_is(self, structure: Structure, weights: Weights) -> StructureRow | None:

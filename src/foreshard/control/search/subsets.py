@@ -53,6 +53,26 @@ def balanced_shares(sample_s: np.ndarray, batch: int) -> np.ndarray:
     return shares
 
 
+def counts_of(members: Sequence[int], most: int = _MAX_SUBSETS) -> np.ndarray:
+    """Return all subsets but the empty one as counts by kind, shape (subsets, kinds).
+
+    Raises
+    ------
+    TooManyError
+        For more than `most`.
+    """
+    shape = [count + 1 for count in members]
+    number = float(np.prod(shape, dtype=float))
+    if number > most:
+        raise TooManyError(
+            f"{number:.3g} subsets of {len(members)} kinds of devices",
+            key="process",
+            rule=f"At most {most} subsets are listed",
+            fix="Let devices change together, or at fewer levels",
+        )
+    return np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SubsetClasses:
     """Kinds of available devices, and every subset of them as counts.
@@ -99,16 +119,7 @@ class SubsetClasses:
             For more than `most` subsets.
         """
         members = _members(chain, state, micro_batch, apart)
-        shape = [len(one) + 1 for one in members]
-        number = float(np.prod(shape, dtype=float))
-        if number > most:
-            raise TooManyError(
-                f"{number:.3g} subsets of {len(members)} kinds of devices",
-                key="process",
-                rule=f"At most {most} subsets are listed",
-                fix="Let devices change together, or at fewer levels",
-            )
-        counts = np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
+        counts = counts_of([len(one) for one in members], most)
         time_s, busy_s, costs, floor = _priced(chain, state, batch, members, counts)
         return SubsetClasses(
             members=members, counts=counts, time_s=time_s, busy_s=busy_s, costs=costs, floor=floor

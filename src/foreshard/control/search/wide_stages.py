@@ -45,6 +45,11 @@ class StagedChoice:
         """Return the workers in use."""
         return np.array(self.structure.workers, dtype=int)
 
+    @property
+    def spare_s(self) -> float:
+        """Return 0: cuts and splits of stages are the best."""
+        return 0.0
+
     def taken(self) -> tuple[float, np.ndarray, np.ndarray]:
         """Return seconds of a batch, and by worker the busy seconds and the dollars for bytes sent."""
         costs = self.choice.costs
