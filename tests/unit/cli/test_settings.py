@@ -74,3 +74,15 @@ def test_a_variable_no_verb_reads_is_refused(shell, monkeypatch):
     monkeypatch.delenv("FORESHARD_TPP")
     monkeypatch.setenv("FORESHARD_TP", "2")
     assert shell("devices", "--json").code == 0, "a variable of another verb is no mistake"
+
+
+def test_paths_begin_at_the_users_home(shell, tmp_path, monkeypatch):
+    """Shells leave ~ as it is in --report=~/a.html, in variables and in files; a folder ~ was made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FORESHARD_OUTPUT", "~/b.json")
+    (tmp_path / "c.toml").write_text('trace = "~/c.json"\n')
+    answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--report=~/a.html", "--config=~/c.toml")
+    assert answer.code == 0
+    assert {"a.html", "b.json", "c.json"} <= {path.name for path in tmp_path.iterdir()}
+    answer = shell("calibrate", "--profile", "h100-sxm=~/none.json", "--device", "h100-sxm")
+    assert f"{tmp_path}/none.json" in answer.err

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from foreshard.cli.options.answer import answering
+from foreshard.cli.options.values import Text
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import SpecError, unknown
 from foreshard.spec.codec import parse_toml, read_text
@@ -60,6 +61,9 @@ def configurable(command: click.Command) -> click.Command:
             help="TOML file of options; keys before any table hold for all verbs, [VERB] for one.",
         )
     )
+    for param in command.params:
+        if param.type is click.STRING:
+            param.type = Text()
     if command.callback is not None:
         command.callback = _naming_sources(command.callback)
     return command

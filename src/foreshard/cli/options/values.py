@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -82,6 +83,20 @@ _MEANT = {
     "zb": "zb-h1",
     "zero-bubble": "zb-h1",
 }
+
+
+class Text(click.ParamType):  # type: ignore[type-arg]
+    """Any text; a path that begins with ~, also after a name and =, begins with the user's home.
+
+    Shells expand ``--out ~/run`` but neither ``--out=~/run`` nor a value of the environment or of --config.
+    """
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text."""
+        before, equals, path = str(value).rpartition("=")
+        return before + equals + (os.path.expanduser(path) if path.startswith("~") else path)
 
 
 class Word(click.ParamType):  # type: ignore[type-arg]
