@@ -1,8 +1,10 @@
 """A run's lines: their names, what they count, and a disk that is full."""
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,7 +127,7 @@ def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypat
             told.append("flush")
 
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
-    monkeypatch.setattr(trackers.TensorBoard, "_opened", lambda board: made.append(board) or Board())
+    monkeypatch.setattr(trackers.TensorBoard, "_opened", lambda board, step: made.append(board) or Board())
     leads = Metrics(tmp_path, 0, trackers=["tensorboard"])
     Metrics(tmp_path, 1, trackers=["tensorboard"])
     assert made == []
@@ -133,6 +135,29 @@ def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypat
     assert len(made) == 1
     assert ("loss_metrics/global_avg_loss", 2.5, 4) in told and told[-1] == "flush"
     assert not [item for item in told if item[0] in ("clock", "time", "step")]
+
+
+def test_weights_and_biases_gets_the_steps_of_the_leaders_before(tmp_path, monkeypatch):
+    """A leader that is killed loses what the package held; steps that are done again go back."""
+    logged = []
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            logged.append((name, step_metric))
+
+        def log(self, values):
+            logged.append((values["step"], values.get("loss"), values.get("eval/loss")))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: Run()))
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name)
+    lines = [{"step": step, "loss": 5.0 - step, "count": 3, "time": 1.0} for step in (0, 1, 2, 3, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 2, "eval/loss": 7.0, "time": 1.0}\n')
+    board = trackers.WeightsAndBiases(tmp_path)
+    board.log(3, {"loss": 9.0})
+    board.log(2, {"loss": 8.0})
+    before = [(0, 5.0, None), (1, 4.0, None), (2, 3.0, None), (2, None, 7.0)]
+    assert logged == [("*", "step"), *before, (3, 9.0, None), (2, 8.0, None)]
 
 
 @pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed here")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from foreshard.runtime.records.durable_jsonl import DurableJsonl, whole_lines
-from foreshard.runtime.records.trackers import TRACKERS
+from foreshard.runtime.records.trackers import TRACKERS, numbers
 
 GIB = 2**30
 KEPT_BYTES = 16 * 2**20
@@ -128,7 +128,7 @@ class Metrics:
     def _show(self, step: int, line: Mapping[str, Any]) -> None:
         for tracker in list(self._trackers):
             try:
-                tracker.log(step, {k: v for k, v in line.items() if isinstance(v, float) and k != "time"})
+                tracker.log(step, numbers(line))
             except OSError as error:
                 self._trackers.remove(tracker)
                 text = f"the files of {tracker.name} end here: {error.strerror or error}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foreshard.errors import ExtraMissingError
+from foreshard.runtime.records.durable_jsonl import whole_lines
 
 
 class Tracker(ABC):
@@ -30,7 +31,7 @@ class Tracker(ABC):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
-        self._board = self._board or self._opened()
+        self._board = self._board or self._opened(step)
         self._write(self._board, step, values)
 
     def close(self) -> None:
@@ -39,8 +40,8 @@ class Tracker(ABC):
             self._finish(self._board)
 
     @abstractmethod
-    def _opened(self) -> Any:
-        """Return what numbers are written to."""
+    def _opened(self, step: int) -> Any:
+        """Return what numbers are written to, from this step on."""
 
     @abstractmethod
     def _write(self, board: Any, step: int, values: Mapping[str, float]) -> None:
@@ -56,7 +57,7 @@ class TensorBoard(Tracker):
 
     name = "tensorboard"
 
-    def _opened(self) -> Any:
+    def _opened(self, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(str(self._out / self.name))
@@ -71,26 +72,40 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run in OUT/wandb that `wandb sync` uploads; nothing goes over the network here."""
+    """A run in OUT/wandb that `wandb sync` uploads; nothing goes over the network here.
+
+    Each process that leads writes a run with all steps so far: the package writes in blocks of 32 KiB, and
+    a process that is killed loses its last one. Steps are values of their own, since those of the package
+    must not go back, as they do after a return to a checkpoint.
+    """
 
     name = "wandb"
 
-    def _opened(self) -> Any:
-        number = hashlib.sha256(str(self._out).encode()).hexdigest()[:12]  # one run, whichever rank writes
-        return import_module(self.name).init(
+    def _opened(self, step: int) -> Any:
+        board = import_module(self.name).init(
             project="foreshard",
             name=self._out.name,
-            id=number,
+            id=hashlib.sha256(str(self._out).encode()).hexdigest()[:12],  # one run, whichever rank writes
             dir=str(self._out),
             mode="offline",
-            resume="allow",
         )
+        board.define_metric("*", step_metric="step")
+        for file in ("metrics.jsonl", "evaluations.jsonl"):
+            lines = {line["step"]: line for line in whole_lines(self._out / file) if line["step"] < step}
+            for before in sorted(lines):
+                self._write(board, before, numbers(lines[before]))
+        return board
 
     def _write(self, board: Any, step: int, values: Mapping[str, float]) -> None:
-        board.log(dict(values), step=step)
+        board.log({"step": step, **values})
 
     def _finish(self, board: Any) -> None:
         board.finish()
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what trackers take of a line."""
+    return {name: value for name, value in line.items() if isinstance(value, float) and name != "time"}
 
 
 TRACKERS: dict[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WeightsAndBiases)}
