@@ -13,9 +13,8 @@ from small_jobs import gpt
 from foreshard.control.controller import Controller
 from foreshard.control.slots import MP_OVER_DP, Budget, Chain, State
 from foreshard.lab.lab import Change, Lab
-from foreshard.runtime.adaptive.idle_probe import MESSAGE_BYTES
+from foreshard.runtime.adaptive.idle_probe import MESSAGE_BYTES, PROBED_LAYERS
 from foreshard.runtime.adaptive.stage_balancer import StageBalancer
-from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
 from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.trainer import Options, Trainer
 from foreshard.spec.online import StepMeasured

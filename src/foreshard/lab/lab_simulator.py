@@ -10,8 +10,7 @@ from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.engine import rank_times
 from foreshard.predict.measured.memory import measured_memory
-from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
-from foreshard.runtime.adaptive.steering import PROBE_EVERY
+from foreshard.runtime.adaptive.idle_probe import PROBE_EVERY, PROBED_LAYERS
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_moves import layers_of, moves_between

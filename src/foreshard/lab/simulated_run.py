@@ -24,7 +24,8 @@ from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import RankTimes, rank_times
 from foreshard.runtime.adaptive.budgets import budget_of, spent
 from foreshard.runtime.adaptive.controller_config import POLICIES, ControllerConfig
-from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, SteppedRun, own_samples
+from foreshard.runtime.adaptive.idle_probe import PROBE_EVERY
+from foreshard.runtime.adaptive.steering import Steering, SteppedRun, own_samples
 from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan

@@ -14,13 +14,26 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of parameters in malloc.h
 _NEVER = -1
 _MOST_MMAP_BYTES = 32 << 20
 """The largest threshold that glibc takes; larger blocks are mapped apart."""
+_LEAST_MMAP_BYTES = 128 << 10
+"""The threshold that glibc begins with; it grows by itself unless it is set."""
 _OWN_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
-def keep_heap() -> bool:
-    """Let the allocator keep what is freed, and return whether it does now.
+def map_large_blocks() -> bool:
+    """Let large blocks lie apart from the heap, and return whether they do now.
 
-    It does not where the C library is not glibc, or the environment says how its malloc is to behave.
+    Weights, gradients and optimizer states, which stay, then leave no gaps between what comes and goes.
+    """
+    return _set(_MMAP_THRESHOLD, _LEAST_MMAP_BYTES)
+
+
+def keep_heap() -> bool:
+    """Let the allocator keep what is freed, and return whether it does now."""
+    return _set(_TRIM_THRESHOLD, _NEVER) and _set(_MMAP_THRESHOLD, _MOST_MMAP_BYTES)
+
+
+def _set(parameter: int, value: int) -> bool:
+    """Set a parameter of malloc, where the C library is glibc and the environment does not set its own.
 
     Source
     ------
@@ -32,4 +45,4 @@ def keep_heap() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_TRIM_THRESHOLD, _NEVER)) and bool(mallopt(_MMAP_THRESHOLD, _MOST_MMAP_BYTES))
+    return bool(mallopt(parameter, value))

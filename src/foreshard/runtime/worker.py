@@ -16,14 +16,13 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.profile.heap import keep_heap
-from foreshard.runtime.adaptive.controller_config import config_of
-from foreshard.runtime.adaptive.steering import PROBE_EVERY, Steering, SteppedRun
+from foreshard.profile.heap import keep_heap, map_large_blocks
+from foreshard.runtime.adaptive.idle_probe import PROBE_EVERY
 from foreshard.runtime.adaptive.straggler_detector import StragglerDetector, slow_in
 from foreshard.runtime.committed_step import StepDone
 from foreshard.runtime.hardware import Hardware
@@ -47,6 +46,9 @@ from foreshard.runtime.trainer_context import Options
 from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
+
+if TYPE_CHECKING:
+    from foreshard.runtime.adaptive.steering import Steering
 
 _LAST_LINES_S = 60.0
 """How long a finished run waits until the disk accepts its last lines."""
@@ -114,6 +116,10 @@ class RankWorker:
         work = self.work
         if work.policy is None:
             return None
+        # loaded here, since planner and controller take memory that other runs need not hold
+        from foreshard.runtime.adaptive.controller_config import config_of
+        from foreshard.runtime.adaptive.steering import Steering
+
         config = config_of(
             work.policy,
             load_plan(str(self.out / "plan.json")),
@@ -208,6 +214,7 @@ class RankWorker:
         if self.trainer.step < self.work.steps and not self.trainer.is_stopped:
             self._saved_last = False
             self.trainer.train_step()
+            keep_heap()  # from here on: the first step has made the optimizer's states
         else:
             self.trainer.save_last()
             self._saved_last = True
@@ -273,6 +280,8 @@ class RankWorker:
         if done.time_s is not None:
             self._report_stragglers(done)
         if self.steering is not None and done.time_s is not None:  # else reported late, by any rank
+            from foreshard.runtime.adaptive.steering import SteppedRun
+
             self.steering.stepped(
                 SteppedRun(
                     step=done.step,
@@ -387,7 +396,7 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
     host, _, port = os.environ["FORESHARD_STORE"].rpartition(":")
     secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
     work = RunSettings(**json.loads(os.environ["FORESHARD_JOB"]))
-    keep_heap()
+    map_large_blocks()
     # sent to all processes of a job: the agent ends the run in order
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from foreshard.profile.batches import as_tuple
-from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import Job
 
+PROBE_EVERY = 2
+"""Steps between measurements of what is idle."""
+PROBED_LAYERS = 2
+"""The first layers of a job, which idle ranks are timed with: their inputs are at hand."""
 MESSAGE_BYTES = 2**16
 _TAG = 1 << 28
 

@@ -22,8 +22,6 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
-PROBED_LAYERS = 2
-"""The first layers of a job, which idle ranks are timed with: their inputs are at hand."""
 _STATES_PER_PARAMETER = 4.0
 """Bytes of a layer's state over those of its parameters in an unknown job: gradients and two moments."""
 

@@ -17,13 +17,11 @@ from foreshard.control.journal import event_of, logged
 from foreshard.predict.measured.memory import counts_of
 from foreshard.runtime.adaptive.budgets import spent
 from foreshard.runtime.adaptive.controller_config import ControllerConfig, RunPolicy
-from foreshard.runtime.adaptive.starting_costs import PROBED_LAYERS
+from foreshard.runtime.adaptive.idle_probe import PROBED_LAYERS
 from foreshard.runtime.records.durable_jsonl import DurableJsonl, OnEvent
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
 from foreshard.spec.plan import Plan
 
-PROBE_EVERY = 2
-"""Steps between measurements of what is idle."""
 LEARNED_STEPS = 4
 """Steps after the first that unmeasured ranks are learned from: their median leaves one hiccup out."""
 _SAME_SPEED = 0.05

@@ -93,8 +93,8 @@ class SampleDraws(TorchFunctionMode):
         if not (training if train is None else train) or p == 0.0:
             return input
         shape = input.shape[:2] + (1,) * (input.dim() - 2) if func in _PER_CHANNEL else input.shape
-        mask = self._mask(shape, p, input)
-        return input.mul_(mask) if inplace else input * mask
+        dropped = self._dropped(input, shape, p)
+        return input.copy_(dropped) if inplace else dropped
 
     def _attention(
         self,
@@ -114,7 +114,7 @@ class SampleDraws(TorchFunctionMode):
         weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
         if enable_gqa:
             value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-        return weights * self._mask(weights.shape, dropout_p, weights) @ value
+        return self._dropped(weights, weights.shape, dropout_p) @ value
 
     def _heads_attention(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the attention of nn.MultiheadAttention, which draws inside; its rows are (sample, head)."""
@@ -148,10 +148,13 @@ class SampleDraws(TorchFunctionMode):
             return func(input, p, **more)  # type: ignore[no-any-return]
         return input.copy_(self._number(input.shape, torch.float64, input.device, gaussian=False) < p)
 
-    def _mask(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
-        """Return 0 with probability p, else 1/(1 - p); rows by sample."""
-        keep = at_least(self._bits(shape, like.device), p).to(like.dtype)
-        return keep if p >= 1.0 else keep / (1 - p)
+    def _dropped(self, values: Tensor, shape: Sequence[int], p: float) -> Tensor:
+        """Return 0 with probability p, else the value/(1 - p), by draws of a shape; rows by sample.
+
+        For the backward a byte of each draw is kept.
+        """
+        kept = torch.where(at_least(self._bits(shape, values.device), p), values, 0.0)
+        return kept if p >= 1.0 else kept / (1 - p)
 
     def _number(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, gaussian: bool
