@@ -1,15 +1,7 @@
-"""The predicted step as a Chrome/Perfetto trace: a process per rank, a track per stream, flows for transfers.
-
-Names and categories follow Kineto, so that tools for measured traces read predicted ones: kernels have the
-category `kernel` with `stream`, `device` and `correlation`, communication kernels begin with `nccl`, host
-launches are `cuda_runtime`, the step is a `user_annotation`. Format: "Trace Event Format" (Google, 2016);
-ui.perfetto.dev opens it.
-"""
+"""The predicted step as a trace: a process per rank, a track per stream, arrows for transfers."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +9,7 @@ from foreshard.report.plan_words import place_of, plan_line
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.timeline import Event, Timeline
+from foreshard.spec.trace_events import arrow, encoded, names, nanoseconds, time_slice
 
 MAX_EVENTS = 400_000  # about 100 MB of JSON, below what trace viewers open with ease
 _NCCL = {
@@ -45,13 +38,14 @@ def trace_object(
     omitted = max(0, len(timeline.events) - max_events)
     tracks = _tracks(kept)
     events = [*_names(prediction.plan, tracks), *_steps(timeline, tracks)]
-    events += [
-        _slice(event, track, i, prediction.plan) for i, (event, track) in enumerate(tracks.items(), start=1)
-    ]
-    kept_ids = {id(event) for event in kept}
-    flows = [pair for pair in pipeline_flows(timeline) if id(pair[0]) in kept_ids and id(pair[1]) in kept_ids]
-    for number, pair in enumerate(flows, start=1):
-        events += _arrow(number, pair, tracks)
+    slices = {
+        event: _slice(event, track, i, prediction.plan)
+        for i, (event, track) in enumerate(tracks.items(), start=1)
+    }
+    events += slices.values()
+    flows = [pair for pair in pipeline_flows(timeline) if pair[0] in slices and pair[1] in slices]
+    for number, (source, target) in enumerate(flows, start=1):
+        events += arrow(number, slices[source], slices[target])
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -71,10 +65,7 @@ def write_trace(
     path: str, prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS
 ) -> int:
     """Write the trace, compressed when the path ends in .gz, and return how many bytes it takes."""
-    text = json.dumps(trace_object(prediction, timeline, max_events=max_events), separators=(",", ":"))
-    raw = text.encode("utf-8")
-    if str(path).endswith(".gz"):
-        raw = gzip.compress(raw, 6, mtime=0)
+    raw = encoded(trace_object(prediction, timeline, max_events=max_events), str(path))
     with open(path, "wb") as stream:
         stream.write(raw)
     return len(raw)
@@ -96,7 +87,7 @@ def _tracks(events: Sequence[Event]) -> _Tracks:
     tracks = _Tracks()
     lanes: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for event in sorted(events, key=lambda e: (e.rank, e.start_s, e.end_s)):
-        start, end = _ns(event.start_s), _ns(event.end_s)
+        start, end = nanoseconds(event.start_s), nanoseconds(event.end_s)
         free = lanes.setdefault((event.rank, event.stream), [])
         for lane, (track, busy_until) in enumerate(free):
             if busy_until <= start:
@@ -110,42 +101,22 @@ def _tracks(events: Sequence[Event]) -> _Tracks:
     return tracks
 
 
-def _ns(time_s: float) -> int:
-    return round(time_s * 1e9)
-
-
 def _names(plan: Plan, tracks: _Tracks) -> Iterator[dict[str, Any]]:
     """Yield the names of processes and threads, in order of rank."""
-
-    def meta(kind: str, rank: int, track: int, **args: Any) -> dict[str, Any]:
-        return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": args}
-
     for rank in sorted({rank for rank, _ in tracks.names}):
         group, stage = place_of(plan, rank)
         same = len(plan.groups[group].stages[stage].ranks)
         like = f", as the other {same - 1} ranks of its stage" if same > 1 else ""
-        yield meta("process_name", rank, 0, name=f"rank {rank}")
-        yield meta("process_labels", rank, 0, labels=f"group {group}, stage {stage}{like}")
-        yield meta("process_sort_index", rank, 0, sort_index=rank)
-        yield meta("thread_name", rank, _ANNOTATIONS, name="step")
-    for (rank, track), name in tracks.names.items():
-        yield meta("thread_name", rank, track, name=f"stream {track} {name}")
-        yield meta("thread_sort_index", rank, track, sort_index=track)
+        streams = {
+            track: f"stream {track} {name}" for (of, track), name in tracks.names.items() if of == rank
+        }
+        yield from names(rank, f"group {group}, stage {stage}{like}", {_ANNOTATIONS: "step", **streams})
 
 
 def _steps(timeline: Timeline, tracks: _Tracks) -> Iterator[dict[str, Any]]:
     for rank in sorted({rank for rank, _ in tracks.names}):
-        span = 0, _ns(timeline.step_time_s)
-        yield _complete("ProfilerStep#0", "user_annotation", (rank, _ANNOTATIONS), span, {})
-
-
-def _complete(
-    name: str, category: str, track: tuple[int, int], span_ns: tuple[int, int], args: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a slice: begin and length in microseconds, on the track of a rank."""
-    start, end = span_ns
-    times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-    return {"ph": "X", "cat": category, "name": name, "pid": track[0], "tid": track[1], **times, "args": args}
+        track, end_s = (rank, _ANNOTATIONS), timeline.step_time_s
+        yield time_slice("ProfilerStep#0", "user_annotation", track, 0.0, end_s, {})
 
 
 def _kernel_name(event: Event, sequence_parallel: bool) -> str:
@@ -163,7 +134,6 @@ def _kernel_name(event: Event, sequence_parallel: bool) -> str:
 
 
 def _slice(event: Event, track: tuple[int, int], number: int, plan: Plan) -> dict[str, Any]:
-    span = _ns(event.start_s), _ns(event.end_s)
     args = {
         "stream": track[1],
         "device": event.rank,
@@ -176,15 +146,7 @@ def _slice(event: Event, track: tuple[int, int], number: int, plan: Plan) -> dic
     if event.chunk >= 0:
         args["chunk"] = event.chunk
     name, category = _kernel_name(event, plan.groups[event.group].sp), _NO_KERNEL.get(event.part, "kernel")
-    return _complete(name, category, track, span, args)
-
-
-def _arrow(number: int, pair: tuple[Event, Event], tracks: _Tracks) -> Iterator[dict[str, Any]]:
-    """Yield both ends of a flow; each lies inside the slice it belongs to."""
-    for ph, event in zip("sf", pair, strict=True):
-        rank, track = tracks[event]
-        head = {"ph": ph, "cat": "ac2g", "name": "p2p", "id": number, "pid": rank, "tid": track}
-        yield head | {"ts": _ns(event.start_s) / 1e3} | ({"bp": "e"} if ph == "f" else {})
+    return time_slice(name, category, track, event.start_s, event.end_s, args)
 
 
 def kind_of(event: Event) -> str:

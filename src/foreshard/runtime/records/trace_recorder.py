@@ -16,6 +16,7 @@ from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.spec.plan import Plan
+from foreshard.spec.trace_events import arrow, encoded, names, time_slice
 
 CAPACITY = 200_000  # spans, about 40 MB
 _STEP, _COMPUTE, _PHASES = 0, 1, 2
@@ -89,8 +90,9 @@ class TraceRecorder:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace of this rank as the object its JSON holds."""
+        seats = dict.fromkeys(f"group {p.group}, stage {p.stage}" for p in self._places if p.group >= 0)
         return _trace(
-            [*_names(self.rank, self._places), *self._spans()],
+            [*names(self.rank, "; ".join(seats) or "idle", _TRACKS), *self._spans()],
             clock=self.clock,
             ranks=1,
             first=self.rank,
@@ -111,17 +113,8 @@ class TraceRecorder:
                 args |= {"stream": track, "device": self.rank, "correlation": number, "part": "compute"}
                 args |= {"chunk": chunk, "micro_batch": batch}
                 args |= self._places[place].of_chunk(chunk)
-            start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
-            yield {
-                "ph": "X",
-                "cat": "kernel" if track == _COMPUTE else "user_annotation",
-                "name": name,
-                "pid": self.rank,
-                "tid": track,
-                "ts": start_ns / 1e3,
-                "dur": (end_ns - start_ns) / 1e3,
-                "args": args,
-            }
+            category = "kernel" if track == _COMPUTE else "user_annotation"
+            yield time_slice(name, category, (self.rank, track), start_s, end_s, args)
 
 
 def wall_epoch_s() -> float:
@@ -200,19 +193,6 @@ def _place_of(plan: Plan, rank: int) -> _Place:
     return _Place()
 
 
-def _names(rank: int, places: Sequence[_Place]) -> Iterator[dict[str, Any]]:
-    def meta(kind: str, track: int, **args: Any) -> dict[str, Any]:
-        return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": args}
-
-    seats = dict.fromkeys(f"group {p.group}, stage {p.stage}" for p in places if p.group >= 0)
-    yield meta("process_name", 0, name=f"rank {rank}")
-    yield meta("process_labels", 0, labels="; ".join(seats) or "idle")
-    yield meta("process_sort_index", 0, sort_index=rank)
-    for track, name in _TRACKS.items():
-        yield meta("thread_name", track, name=name)
-        yield meta("thread_sort_index", track, sort_index=track)
-
-
 def _begin_us(traces: Sequence[dict[str, Any]]) -> float:
     starts = [
         event["ts"] + trace["baseTimeNanoseconds"] / 1e3
@@ -246,20 +226,7 @@ def _arrows(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 if target["pid"] == source["pid"]:
                     continue
                 number += 1
-                yield _end("s", number, source)
-                yield _end("f", number, target) | {"bp": "e"}
-
-
-def _end(ph: str, number: int, event: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "ph": ph,
-        "cat": "ac2g",
-        "name": "p2p",
-        "id": number,
-        "pid": event["pid"],
-        "tid": event["tid"],
-        "ts": event["ts"],
-    }
+                yield from arrow(number, source, target)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -273,10 +240,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: str | Path, trace: dict[str, Any]) -> int:
-    raw = json.dumps(trace, separators=(",", ":")).encode()
-    if str(path).endswith(".gz"):
-        raw = gzip.compress(raw, 6, mtime=0)
-    final = Path(path)
+    raw, final = encoded(trace, str(path)), Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     part = final.with_name(final.name + ".part")
     part.write_bytes(raw)
