@@ -400,6 +400,4 @@ def validate(
             checked=False,
         )
 
-    return validate(
-        files, engine=engine, costs=costs, exclude_calibration=exclude_calibration, predictor=predicted
-    )
+    return validate(files, exclude_calibration=exclude_calibration, predictor=predicted)

@@ -71,9 +71,7 @@ class TimedRanks:
         return len({self.hosts[r] for r in ranks}) > 1
 
 
-def time_links(
-    ranks: TimedRanks, *, repeats: int, sizes: Sequence[int] = SIZES, tell: Tell = lambda text: None
-) -> dict[str, Any]:
+def time_links(ranks: TimedRanks, *, repeats: int, tell: Tell = lambda text: None) -> dict[str, Any]:
     """Return the seconds of messages and sums between the ranks; all of them call it and get the same.
 
     Small messages are repeated `repeats` times, larger ones less.
@@ -89,14 +87,14 @@ def time_links(
     }
     for pair in pairs_of(ranks.size):
         tell(f"messages between ranks {pair[0]} and {pair[1]}")
-        for size in sizes:
+        for size in SIZES:
             seconds = _there_and_back(ranks, world, pair, size, _times(size, repeats))
             found["messages"].append(_row(ranks, pair, size, seconds))
     for count in counts_of(ranks.size):
         tell(f"sums over {count} ranks")
         members = list(range(count))
         group = ranks.group(members, "sums") if ranks.rank < count else None
-        for size in sizes:
+        for size in SIZES:
             seconds = _sums(ranks, world, group, size, _times(size, repeats))
             found["sums"].append(_row(ranks, members, size, seconds))
     _together(ranks, world)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foreshard.errors import SpecError
-from foreshard.profile.companion import companions
 from foreshard.profile.heap import keep_heap
 from foreshard.profile.layer_times import profile_layers, write_profile
 from foreshard.profile.link_times import TimedRanks, local_links, time_links, torchrun_ranks
@@ -91,3 +93,41 @@ def _busy(
 
 def _own(out: Path, ranks: TimedRanks | None) -> Path:
     return out if ranks is None or ranks.rank == 0 else out.with_suffix(f".rank{ranks.rank}{out.suffix}")
+
+
+_ENDLESS = 1_000_000
+"""Passes, more than any profile waits for: companions are killed, they do not end."""
+_UNTIL_ALONE = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+from foreshard.cli.program import run
+run(sys.argv[1:])
+"""
+"""The command line, ended when the process that started it is gone, however it went."""
+
+
+@contextmanager
+def companions(job: str, count: int, *, samples: str, threads: int) -> Iterator[None]:
+    """Keep so many other ranks busy in the body.
+
+    `samples` are as ``--samples`` takes them; small ones would leave the caches to who is timed.
+    """
+    asked = ["--samples", samples, "--threads", str(threads), "--repeats", str(_ENDLESS)]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", _UNTIL_ALONE, "profile", job, "-o", f"{folder}/{n}.json", *asked],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ},
+            )
+            for n in range(count)
+        ]
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.communicate()

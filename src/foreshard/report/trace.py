@@ -61,11 +61,9 @@ def trace_object(
     }
 
 
-def write_trace(
-    path: str, prediction: Prediction, timeline: Timeline, *, max_events: int = MAX_EVENTS
-) -> int:
+def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
     """Write the trace, compressed when the path ends in .gz, and return how many bytes it takes."""
-    raw = encoded(trace_object(prediction, timeline, max_events=max_events), str(path))
+    raw = encoded(trace_object(prediction, timeline), path)
     with open(path, "wb") as stream:
         stream.write(raw)
     return len(raw)

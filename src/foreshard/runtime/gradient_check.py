@@ -19,6 +19,7 @@ from foreshard.runtime.state.slices import SliceCut, parse_name
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import Group, Plan, Stage
 
+_TIMEOUT_S = 120.0
 Gradients = dict[ParameterKey, torch.Tensor]
 
 
@@ -29,7 +30,7 @@ def single_rank_plan(plan: Plan, num_layers: int) -> Plan:
     return replace(plan, groups=(whole,))
 
 
-def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
+def gradients(job: Job, plan: Plan) -> Gradients:
     """Return the gradients of the first step under a plan, by layer and name.
 
     Raises
@@ -43,9 +44,8 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
 
     def body(rank: int) -> None:
         try:
-            trainer = Trainer(
-                job, membership=FixedMembership(store, rank, plan, plan.ranks, timeout_s=timeout_s)
-            )
+            membership = FixedMembership(store, rank, plan, plan.ranks, timeout_s=_TIMEOUT_S)
+            trainer = Trainer(job, membership=membership)
             trainer.train_step()
             for bucket in trainer.state.buckets:
                 found.update((key, part.clone()) for key, part in bucket.named())
@@ -57,7 +57,7 @@ def gradients(job: Job, plan: Plan, *, timeout_s: float = 120.0) -> Gradients:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(_TIMEOUT_S)
     if failed or any(thread.is_alive() for thread in threads):
         raise RuntimeError(f"a rank failed: {failed[0] if failed else 'it did not end'}")
     return joined(found, cuts)

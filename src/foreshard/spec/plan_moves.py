@@ -24,13 +24,12 @@ def moves_between(
     layer_of: Callable[[Item], int],
     order: Callable[[Item], Any],
     weight: Callable[[Item], float] = lambda item: 1.0,
-    link_cost: Callable[[int, int], float] = lambda source, target: 1.0,
 ) -> tuple[Moves[Item], frozenset[int]]:
     """Return the moves that give every rank what it wants, and layers of which nobody holds an item.
 
     An item comes from the holder that has sent the least so far, the items of a layer from one rank as far as
     one has them; what a rank has already stays. Items that a rank lacks are sorted by `order`; `weight` is in
-    bytes and `link_cost` of (source, target) in seconds a byte, or anything in proportion.
+    bytes, or anything in proportion.
     """
     found: Moves[Item] = {}
     load = dict.fromkeys(held, 0.0)
@@ -49,9 +48,9 @@ def moves_between(
             size = weight(item)
             source = near.get(layer, -1)
             if source not in sources:
-                source = min(sources, key=lambda rank: (load[rank] + size * link_cost(rank, target), rank))
+                source = min(sources, key=lambda rank: (load[rank] + size, rank))
                 near[layer] = source
-            load[source] += size * link_cost(source, target)
+            load[source] += size
             found.setdefault((source, target), []).append(item)
     return dict(sorted(found.items())), frozenset(missing)
 

@@ -120,15 +120,12 @@ def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str =
 def validate(
     files: Iterable[str | Path],
     *,
-    engine: str = "graph",
-    costs: str = "formula",
     exclude_calibration: str | None = None,
     predictor: Predictor,
 ) -> dict[str, Any]:
     """Return the validation object of `api.validate`: one entry per row, and scores overall and by family.
 
-    `engine`, `costs` and `exclude_calibration` are what the predictor was built with; kernels and collectives
-    have closed formulas only.
+    `exclude_calibration` is what the predictor was built with.
     """
     outcomes: list[RowOutcome] = []
     for path in files:

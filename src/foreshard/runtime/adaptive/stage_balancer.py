@@ -19,7 +19,7 @@ from foreshard.control.slots import Chain, State
 from foreshard.errors import InfeasibleError
 from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.spec.online import Command, DeviceSeen, Event, RankLost, StepMeasured
-from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.plan import Plan, Stage
 
 _DEAD_ZONE = 0.02
 """Part of a stage's time below which other shares are not better: estimates are no finer."""
@@ -49,7 +49,11 @@ class StageBalancer:
         if isinstance(event, StepMeasured):
             self.queues.record(max(event.time_s, 0.0), {})
             self._see(event)
-        self.plan = replace(self.plan, groups=tuple(self._dealt(group) for group in self.plan.groups))
+        groups = [
+            replace(group, stages=tuple(self._stage(stage, group.micro_batch) for stage in group.stages))
+            for group in self.plan.groups
+        ]
+        self.plan = replace(self.plan, groups=tuple(groups))
         if self.plan == before:
             return (Command(kind="keep"),)
         regrouped = self.plan.ranks != before.ranks
@@ -66,9 +70,6 @@ class StageBalancer:
         return sum(
             float(self.chain.before_s[rank, hi] - self.chain.before_s[rank, lo]) for lo, hi in stage.layers
         )
-
-    def _dealt(self, group: Group) -> Group:
-        return replace(group, stages=tuple(self._stage(stage, group.micro_batch) for stage in group.stages))
 
     def _stage(self, stage: Stage, micro_batch: int) -> Stage:
         """Return a stage with the shares that its slowest rank ends soonest with, if they are worth it."""

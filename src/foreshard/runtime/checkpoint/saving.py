@@ -51,7 +51,9 @@ class Checkpoints:
 
     def is_lacking(self, world: WorldGroup, step: int) -> bool:
         """Return whether the checkpoint before this step was cut off, as the leader sees it."""
-        return self._belongs_before(step) and world.any(world.leads and self._newest() != step)
+        if self._folder is None or not self._belongs_before(step):
+            return False
+        return world.any(world.leads and latest(self._folder) != step)
 
     def may_retry(self) -> bool:
         """Return whether a checkpoint has failed and is worth another attempt: there is room for it."""
@@ -59,9 +61,6 @@ class Checkpoints:
             return False
         self._retry_at_s = time.monotonic() + _RETRY_S
         return shutil.disk_usage(self._folder.parent).free > self._fault.needed_bytes
-
-    def _newest(self) -> int | None:
-        return None if self._folder is None else latest(self._folder)
 
     def sound_step(self, world: WorldGroup) -> int | None:
         """Return the step of the newest checkpoint whose files are as they were written, or None.

@@ -296,16 +296,16 @@ class Executor:
 
     @contextmanager
     def _work(self, name: str, chunk: int, batch: int, sums: StepSums) -> Iterator[None]:
-        layers, samples = self._layers(chunk), self._num_samples(batch)
+        layers, (lo, hi) = self._layers(chunk), self._span(batch)
         began = self.clock.mark()
         self.clock.begin()
         with user_code(f"{name} of layers {layers.start} to {layers.stop - 1}", self.job.path):
             yield
-        self.clock.end(name, samples, len(layers))
+        self.clock.end(name, hi - lo, len(layers))
         self.tensor.advance_clock(self.clock)
         self._done.append(_Action(name, chunk, batch, began, self.clock.mark()))
         if name == "forward" and chunk == 0:
-            sums.samples += samples
+            sums.samples += hi - lo
 
     # -- neighbours -----------------------------------------------------------------------------------------
 
@@ -374,10 +374,6 @@ class Executor:
         """Return which samples of a micro-batch this rank holds."""
         lo, hi = self.batches[batch]
         return samples_of(self.stage, hi - lo)[self.seat.inner]
-
-    def _num_samples(self, batch: int) -> int:
-        lo, hi = self._span(batch)
-        return hi - lo
 
 
 def through(

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, default_collate
 from foreshard.errors import SpecError
 from foreshard.profile.batches import as_tuple
 from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of, layers_of
-from foreshard.runtime.job.user_code import USER_RULE, user_code
+from foreshard.runtime.job.user_code import user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
 OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan", "on_step", "evaluate")
@@ -294,11 +294,11 @@ def _warn_of_unread(module: Any, path: str) -> None:
             warnings.warn(f"{path} defines {name}, which is not read. Did you mean {near!r}?", stacklevel=2)
 
 
-def _guarded(function: Any, name: str, path: str | None, *, rule: str = USER_RULE) -> Any:
+def _guarded(function: Any, name: str, path: str | None) -> Any:
     """Return a function of the job whose errors name the job."""
 
     def guarded(*given: Any) -> Any:
-        with user_code(name, path, rule=rule):
+        with user_code(name, path):
             return function(*given)
 
     return functools.update_wrapper(guarded, function) if hasattr(function, "__name__") else guarded

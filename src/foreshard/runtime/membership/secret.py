@@ -10,6 +10,7 @@ from pathlib import Path
 from foreshard.errors import SpecError
 
 VARIABLE = "FORESHARD_SECRET"
+_PATIENCE_S = 60.0
 _LEAST_BYTES = 16
 
 
@@ -32,9 +33,9 @@ def make_secret(path: Path) -> Path:
     return path
 
 
-def awaited_secret(path: Path, patience_s: float = 60.0) -> Path:
+def awaited_secret(path: Path) -> Path:
     """Wait for the secret that rank 0 writes, and return its path."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + _PATIENCE_S
     while not path.exists():
         if time.monotonic() > until:
             raise SpecError("no secret yet", file=str(path), rule="Rank 0 writes the secret of the run")

@@ -113,7 +113,7 @@ class Metrics:
         path = self._metrics.path
         others = not path.exists() or path.stat().st_size != self._size_bytes
         if others and not self._metrics.waiting:
-            self._tokens = _tokens_of(path)
+            self._tokens = {line["step"]: line["n_tokens"] for line in whole_lines(path)}
         self._tokens = {s: n for s, n in self._tokens.items() if s < step}
         base = sum(self._tokens.values())
         self._tokens = {step: base + count}
@@ -144,11 +144,6 @@ class Metrics:
 def _finite(value: float | None) -> float | None:
     """Return the number, or None where it is not finite: JSON has no such number."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _tokens_of(path: Path) -> dict[int, float]:
-    """Return the tokens of each step in a run's metrics; the last ones of a step trained twice."""
-    return {int(line["step"]): float(line["n_tokens"]) for line in whole_lines(path)}
 
 
 def _memory() -> dict[str, float]:

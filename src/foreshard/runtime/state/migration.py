@@ -46,12 +46,11 @@ def moves_of(
     held: Mapping[int, Shards],
     wanted: Mapping[int, Shards],
     weight: Callable[[ShardKey], float] = lambda shard: 1.0,
-    link_cost: Callable[[int, int], float] = lambda source, target: 1.0,
 ) -> tuple[list[ItemMove], frozenset[int]]:
     """Return the moves that give every rank what it should hold, and the layers of which a shard is lost.
 
     The shards of a layer come from one rank as far as one has them; a shard is the finest slice that either
-    side distinguishes. Weights are in proportion to bytes, costs of links to seconds a byte.
+    side distinguishes. Weights are in proportion to bytes.
     """
     held, wanted = _in_common_slices(held, wanted)
     found, missing = moves_between(
@@ -60,7 +59,6 @@ def moves_of(
         layer_of=lambda shard: shard[1],
         order=lambda shard: (shard[1], shard[0] != "value", shard),
         weight=weight,
-        link_cost=link_cost,
     )
     return [ItemMove(source=s, target=t, shards=tuple(own)) for (s, t), own in found.items()], missing
 

@@ -20,6 +20,7 @@ from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import Parameters
 from foreshard.runtime.state.shard_keys import ParameterKey, ShardKey, Shards, TensorKey
 from foreshard.runtime.state.slices import WHOLE, Interval, common, parse_name, slice_name, within
+from foreshard.runtime.state.zero import restore_storage
 from foreshard.runtime.tensor.draws import TensorDraws
 from foreshard.runtime.tensor.ranks import TensorRanks
 from foreshard.runtime.tensor.sequence import SequenceLayer
@@ -231,7 +232,7 @@ class RankState:
         else:
             for held, own in names:
                 parameter = self.modules[held].get_parameter(own)
-                _restore_storage(parameter)
+                restore_storage(parameter)
                 self._fill(parameter.data, (layer, parse_name(owner)[0]), owner, tensor)
 
     def _put_state(self, key: ParameterKey, owner: str, entry: str, tensor: Tensor) -> None:
@@ -333,13 +334,6 @@ def _copy(held: Tensor, tensor: Tensor, key: ParameterKey) -> None:
             fix="Resume with the job that wrote it, or give another --out",
         )
     held.copy_(tensor)
-
-
-def _restore_storage(parameter: nn.Parameter) -> None:
-    """Give a parameter storage; ZeRO 3 frees it between uses."""
-    storage = parameter.untyped_storage()
-    if storage.size() == 0:
-        storage.resize_(parameter.numel() * parameter.element_size())
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

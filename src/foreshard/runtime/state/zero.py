@@ -69,9 +69,7 @@ class ZeroExchange:
             self._group.broadcast(flat, place).wait()
             if place != self._place:
                 for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
-                    storage = parameter.untyped_storage()
-                    if storage.size() == 0:
-                        storage.resize_(parameter.numel() * parameter.element_size())
+                    restore_storage(parameter)
                     parameter.data.copy_(values)
 
     def _reduce(self, sharded: Sharded) -> None:
@@ -98,6 +96,13 @@ class ZeroExchange:
             if place != self._place:
                 for parameter in parameters:
                     parameter.untyped_storage().resize_(0)
+
+
+def restore_storage(parameter: nn.Parameter) -> None:
+    """Give a parameter storage; level 3 frees it between uses."""
+    storage = parameter.untyped_storage()
+    if storage.size() == 0:
+        storage.resize_(parameter.numel() * parameter.element_size())
 
 
 def _by_updater(
