@@ -17,8 +17,8 @@ from small_jobs import gpt
 from small_plans import ALONE, PLANS
 
 from foreshard.graph.schedules import Op, stage_order
-from foreshard.runtime.engine.channels import channels_of
 from foreshard.runtime.engine.clock import Clock
+from foreshard.runtime.engine.exchange import channels_of
 from foreshard.runtime.membership.fixed_membership import FixedMembership
 from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.state.layout import layout_of

@@ -20,7 +20,47 @@ REPORT_FD = "FORESHARD_REPORT_FD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
+class Options:
+    """How a run is done, apart from the plan.
+
+    Attributes
+    ----------
+    seed : int
+        Of initial values, order of samples and dropout.
+    clip_norm : float or None
+        Largest norm of the mean gradient.
+    checkpoint_every : int
+        Steps between checkpoints; 0 for none.
+    save_at : int or None
+        The step before which training ends: a checkpoint is made there, and where it is stopped.
+    save_async : bool
+        Whether training goes on while a checkpoint is written, from a copy in host memory.
+    keep : int
+        Checkpoints that are kept.
+    stop_on_nan : bool
+        Whether a gradient that is not finite ends the run.
+    track_norm : bool
+        Whether to report the gradient's norm without clipping.
+    eval_every : int
+        Steps between evaluations; 0 for none.
+    probe_every : int
+        Steps between measurements of idle ranks and links; 0 for none.
+    """
+
+    seed: int = 0
+    clip_norm: float | None = None
+    checkpoint_every: int = 0
+    save_at: int | None = None
+    save_async: bool = False
+    keep: int = 2
+    stop_on_nan: bool = False
+    track_norm: bool = False
+    eval_every: int = 0
+    probe_every: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings(Options):
     """What a worker receives, as JSON in FORESHARD_JOB.
 
     `policy` holds what `config_of` takes; `emulated` is what the worker of a test bed reads.
@@ -29,12 +69,7 @@ class RunSettings:
     job: str
     out: str
     steps: int
-    seed: int = 0
-    clip_norm: float | None = None
-    checkpoint_every: int = 0
     save_last: bool = True
-    save_async: bool = False
-    keep: int = 2
     stop_on_nan: bool = True
     resume: bool = False
     emulated: str | None = None
@@ -42,7 +77,6 @@ class RunSettings:
     progress_s: float = 60.0
     interface: str | None = None
     trackers: tuple[str, ...] = ()
-    eval_every: int = 0
     readers: int = 0
     threads: int = 1
     device: str = "auto"

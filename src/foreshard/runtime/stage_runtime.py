@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from foreshard.profile.batches import as_tuple, loss_input, moved
-from foreshard.runtime.engine.channels import channels_of
-from foreshard.runtime.engine.exchange import Channel, Exchange, header_of, parse_header
+from foreshard.runtime.engine.exchange import Channel, Exchange, channels_of, header_of, parse_header
 from foreshard.runtime.engine.executor import Executor, StepSums
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.job.data import Feed

@@ -27,6 +27,7 @@ from foreshard.runtime.membership.fixed_membership import FixedMembership, Gener
 from foreshard.runtime.membership.member import BOUNDARY
 from foreshard.runtime.membership.recovery import Recovery
 from foreshard.runtime.membership.world_group import WorldGroup
+from foreshard.runtime.run_settings import Options
 from foreshard.runtime.stage_runtime import StageRuntime
 from foreshard.runtime.state.layout import RankLayout, layout_of
 from foreshard.runtime.state.migration import Moved, migrate, moves_of
@@ -35,7 +36,7 @@ from foreshard.runtime.state.parameters import parameters_of
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.shard_keys import Shards
 from foreshard.runtime.tensor.checks import check_split
-from foreshard.runtime.trainer_context import Options, TrainerContext
+from foreshard.runtime.trainer_context import TrainerContext
 from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan
 

@@ -15,49 +15,10 @@ from foreshard.runtime.job.readers import Readers
 from foreshard.runtime.membership.fixed_membership import GroupMembership
 from foreshard.runtime.records.durable_jsonl import OnEvent
 from foreshard.runtime.records.ledger import Ledger
+from foreshard.runtime.run_settings import Options
 
 OnAction = Callable[[str, int, int, float, float], None]
 """Called after each action with (name, chunk, micro_batch, start_s, end_s)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a run is done, apart from the plan.
-
-    Attributes
-    ----------
-    seed : int
-        Of initial values, order of samples and dropout.
-    clip_norm : float or None
-        Largest norm of the mean gradient.
-    checkpoint_every : int
-        Steps between checkpoints; 0 for none.
-    save_at : int or None
-        The step before which training ends: a checkpoint is made there, and where it is stopped.
-    save_async : bool
-        Whether training goes on while a checkpoint is written, from a copy in host memory.
-    keep : int
-        Checkpoints that are kept.
-    stop_on_nan : bool
-        Whether a gradient that is not finite ends the run.
-    track_norm : bool
-        Whether to report the gradient's norm without clipping.
-    eval_every : int
-        Steps between evaluations; 0 for none.
-    probe_every : int
-        Steps between measurements of idle ranks and links; 0 for none.
-    """
-
-    seed: int = 0
-    clip_norm: float | None = None
-    checkpoint_every: int = 0
-    save_at: int | None = None
-    save_async: bool = False
-    keep: int = 2
-    stop_on_nan: bool = False
-    track_norm: bool = False
-    eval_every: int = 0
-    probe_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +55,7 @@ class TrainerContext:
 
     job: Job
     membership: GroupMembership
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     clock: Clock = field(default_factory=Clock)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     checkpoints: Path | None = None

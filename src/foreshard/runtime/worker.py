@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -42,7 +43,6 @@ from foreshard.runtime.records.metrics import Metrics
 from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
 from foreshard.runtime.run_settings import JOB_FAULT, READER_LOST, REPORT_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
-from foreshard.runtime.trainer_context import Options
 from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
@@ -162,16 +162,10 @@ class RankWorker:
             membership=self.membership,
             clock=self.clock,
             device=self.device,
-            options=Options(
-                seed=work.seed,
-                clip_norm=work.clip_norm,
-                checkpoint_every=work.checkpoint_every,
+            options=replace(
+                work,
                 save_at=work.steps if work.save_last else None,
-                save_async=work.save_async,
-                keep=work.keep,
-                stop_on_nan=work.stop_on_nan,
                 track_norm=True,
-                eval_every=work.eval_every,
                 probe_every=PROBE_EVERY if work.policy else 0,
             ),
             checkpoints=self.out / "ckpt",

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.engine.update import Update
-from foreshard.runtime.trainer_context import Options
+from foreshard.runtime.run_settings import Options
 
 
 def bucket(flat: Any, *owners: int) -> SimpleNamespace:

@@ -12,8 +12,8 @@ from foreshard.runtime.engine.loss_scale import LossScale, first_scale
 from foreshard.runtime.engine.vote import Vote
 from foreshard.runtime.job.job import Job
 from foreshard.runtime.job.user_code import user_code
+from foreshard.runtime.run_settings import Options
 from foreshard.runtime.state.rank_state import RankState
-from foreshard.runtime.trainer_context import Options
 from foreshard.spec.plan import Plan
 
 
