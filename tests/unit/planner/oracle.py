@@ -15,17 +15,21 @@ import numpy as np
 from foreshard.planner.solver.problem import Problem
 
 
-def least_seconds(problem: Problem) -> float:
+def least_seconds(problem: Problem, filling: str) -> float:
     """Return the step time of the best arrangement, infinite where no pipeline runs."""
-    rows = list(_pipelines(problem))
+    rows = list(_pipelines(problem, filling))
     if not rows:
         return np.inf
     takes = np.concatenate([row[0] for row in rows])
-    fill, slowest, micro, grain = (np.concatenate([row[i] for row in rows]) for i in range(1, 5))
-    tails = np.concatenate([row[5] for row in rows], axis=1)
+    fill, slowest, micro, grain, drained, shadowed = (
+        np.concatenate([row[i] for row in rows])[:, None] for i in range(1, 7)
+    )
+    tails = np.concatenate([row[7] for row in rows], axis=1)
     shares = np.arange(1, problem.global_batch + 1)
-    passes = -(-shares // grain[:, None]) * grain[:, None] / micro[:, None]
-    seconds = fill[:, None] + np.maximum(passes, 1.0) * slowest[:, None]
+    passes = -(-shares // grain) * grain / micro
+    last = passes % 1.0
+    spared = np.where(last > 0.0, np.minimum((1.0 - last) * drained, last * shadowed), 0.0)
+    seconds = fill + np.maximum(passes, 1.0) * slowest - spared * (passes > 1.0)
     best = np.inf
     for row, fewest in enumerate(problem.copies):
         most = problem.copies[row + 1] - 1 if row + 1 < len(problem.copies) else sum(problem.counts)
@@ -34,8 +38,8 @@ def least_seconds(problem: Problem) -> float:
     return best
 
 
-def _pipelines(problem: Problem) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield devices, seconds to fill, slowest stage, micro-batch, grain and tails, by number of stages."""
+def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield what `problem.pipeline_rate` says of pipelines, and tails, by number of stages."""
     layers, counts = problem.num_layers, np.array(problem.counts)
     chains = np.zeros((1, 0), dtype=int)
     for stages in range(1, min(problem.max_stages, layers) + 1):
@@ -59,9 +63,20 @@ def _pipelines(problem: Problem) -> Iterator[tuple[np.ndarray, ...]]:
         times[:, 1:] += problem.hop_s[options[:, :-1], options[:, 1:]]
         held = np.minimum(np.arange(stages, 0, -1), -(-problem.global_batch // micro)[:, None])
         runs = ((problem.max_in_flight[options, places] >= held) & np.isfinite(times)).all(1)
-        slowest = times.max(1)
-        row = (takes, times.sum(1) - slowest, slowest, micro, problem.grain[options].max(1))
-        yield *(values[runs] for values in row), tails.max(2)[:, runs]
+        slowest, at = times.max(1), times.argmax(1)
+        up_to = np.arange(stages) <= at[:, None]
+        before = (times * up_to).sum(1) - slowest
+        behind = np.where(up_to, 0.0, times).sum(1)
+        fill = before + np.maximum(0.0, 2.0 * behind - slowest * (stages - 1 - at))
+        most, fewest = (0.75, 0.5) if filling == "least" else (2 / 3, 2 / 3)
+        drained, shadowed = most * before + behind, slowest - fewest * times[:, 0]
+        row = (takes, fill, slowest, micro, problem.grain[options].max(1), drained, shadowed)
+        hidden = most * (np.cumsum(times, axis=1) - times)
+        tail = np.where(up_to | (filling != "least"), np.maximum(tails - hidden, 0.0), 0.0).max(2)
+        if filling == "full":
+            row = (takes, times.sum(1) - slowest, *row[2:5], 0.0 * slowest, 0.0 * slowest)
+            tail = tails.max(2)
+        yield *(values[runs] for values in row), tail[:, runs]
 
 
 def _inside_a_domain(problem: Problem, takes: np.ndarray) -> np.ndarray:

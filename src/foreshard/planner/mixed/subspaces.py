@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from foreshard.planner.mixed.found import MixedFound
-from foreshard.planner.solver.problem import Arrangement, Problem, least_step_seconds
+from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -120,7 +120,7 @@ class Subspace:
         for arrangement in sorted(made, key=made.__getitem__)[:_TIMED]:
             if budget.is_over and found.timed:
                 return
-            least_s = least_step_seconds(self.problem, arrangement)
+            least_s = step_seconds(self.problem, arrangement, filling="least")
             hopeless = not self.alone and least_s >= found.best_s
             if arrangement not in self._timed and not hopeless:
                 self._timed.add(arrangement)

@@ -9,15 +9,17 @@ import numpy as np
 from foreshard.planner.solver.columns import ColumnTable
 from foreshard.planner.solver.problem import (
     Arrangement,
+    Filling,
+    PipelineRate,
     Problem,
     StageSpan,
     Template,
+    pipeline_columns,
     pipeline_rate,
     rounds_of,
     spread_factor,
     step_seconds,
     tail_seconds,
-    takes_of,
 )
 from foreshard.planner.solver.shares import balance
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
@@ -81,36 +83,43 @@ def _endings(problem: Problem) -> list[list[tuple[StageSpan, int, int, tuple[int
     return found
 
 
-def undominated(problem: Problem, templates: list[Template]) -> list[Template]:
+def undominated(problem: Problem, templates: list[Template], *, filling: Filling = "full") -> list[Template]:
     """Return the pipelines than which none with the same shares is faster on no more devices."""
-    rows: dict[tuple[int, int], list[tuple[np.ndarray, Template]]] = {}
-    for template in templates:
-        rate = pipeline_rate(problem, template)
-        tails = [tail_seconds(problem, template, copies) for copies in problem.copies]
-        row = np.array([*takes_of(problem, template), rate.fill_s, rate.bottleneck_s, *tails])
-        rows.setdefault((rate.micro_batch, rate.grain), []).append((row, template))
-    kept = []
-    for group in rows.values():
-        values = np.array([row for row, _ in group])
-        alive = np.ones(len(values), dtype=bool)
-        for i in range(len(values)):
+    if not templates:
+        return []
+    takes, rates, tails = pipeline_columns(problem, templates, filling=filling)
+    fill_s, slowest_s, micro_batch, grain, _, drained_s, shadowed_s = rates
+    values = np.vstack([takes, fill_s, slowest_s, fill_s - drained_s, slowest_s - shadowed_s, tails]).T
+    _, which = np.unique(np.array([micro_batch, grain]), axis=1, return_inverse=True)
+    kept: list[Template] = []
+    for size in range(int(which.max()) + 1):
+        own = np.flatnonzero(which == size)
+        some = values[own]
+        alive = np.ones(len(own), dtype=bool)
+        # What others may beat comes last: a sum is no greater than that of what is worse.
+        for i in np.argsort(some.sum(1), kind="stable").tolist():
             if alive[i]:
-                worse = np.all(values >= values[i], axis=1)
+                worse = np.all(some >= some[i], axis=1)
                 worse[i] = False
                 alive &= ~worse
-        kept += [one for (_, one), lives in zip(group, alive, strict=True) if lives]
+        kept += [templates[i] for i in own[alive].tolist()]
     return kept
 
 
 def best_of_all(
-    problem: Problem, templates: list[Template], ranges: list[tuple[int, int]], budget: TimeBudget
+    problem: Problem,
+    templates: list[Template],
+    ranges: list[tuple[int, int]],
+    budget: TimeBudget,
+    *,
+    filling: Filling = "full",
 ) -> tuple[Arrangement | None, bool]:
     """Return the best arrangement of some pipelines, and whether no mix of them is faster.
 
     Every number of devices in use at which the spread factor rises is solved apart. When time is up, it is
-    the best so far.
+    the best so far. Both are by the seconds of a step in a `filling`.
     """
-    mixes = _Mixes(problem=problem, templates=templates)
+    mixes = _Mixes(problem=problem, templates=templates, filling=filling)
     devices = sum(problem.counts)
     factors = [spread_factor(problem, limit) for limit in range(1, devices + 2)]
     limits = [n for n in range(1, devices + 1) if n == devices or factors[n - 1] < factors[n]]
@@ -123,7 +132,7 @@ def best_of_all(
             high = high if best is None else min(high, best_s / factor * (1 - _TIGHT))
             found = mixes.reach(pipelines, limit, high)
             while found is not None:
-                seconds = step_seconds(problem, found)
+                seconds = step_seconds(problem, found, filling=filling)
                 if seconds < best_s:
                     best, best_s = found, seconds
                 if budget.is_over:
@@ -145,13 +154,14 @@ class _Mixes:
 
     problem: Problem
     templates: list[Template]
+    filling: Filling
     table: ColumnTable = field(init=False)
     demands: np.ndarray = field(init=False)
     which: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up what pipelines take and how they go."""
-        self.table = ColumnTable(self.problem)
+        self.table = ColumnTable(self.problem, filling=self.filling)
         self.table.extend(self.templates)
         demands, which = np.unique(self.table.takes.T.astype(int), axis=0, return_inverse=True)
         self.demands, self.which = demands, np.ravel(which)
@@ -160,8 +170,11 @@ class _Mixes:
         """Return the time of the slowest pipeline that processes the batch alone."""
         batch = self.problem.global_batch
         tails = self.table.tails_s(copies)
-        rates = (pipeline_rate(self.problem, template).seconds(batch) for template in self.templates)
+        rates = (self._rate(template).seconds(batch) for template in self.templates)
         return max(rate + tail for rate, tail in zip(rates, tails.tolist(), strict=True))
+
+    def _rate(self, template: Template) -> PipelineRate:
+        return pipeline_rate(self.problem, template, filling=self.filling)
 
     def sooner(self, pipelines: tuple[int, int], limit: int, high: float) -> Arrangement | None:
         """Return an arrangement near the least time, None when `high` itself is out of reach."""
@@ -187,8 +200,8 @@ class _Mixes:
             return None
         best = {d: int(np.argmax(np.where(self.which == d, samples, -1.0))) for d in set(chosen)}
         made = [self.templates[best[d]] for d in chosen]
-        tails = [tail_seconds(problem, template, len(made)) for template in made]
-        shares = balance([pipeline_rate(problem, template) for template in made], tails, problem.global_batch)
+        tails = [tail_seconds(problem, template, len(made), filling=self.filling) for template in made]
+        shares = balance([self._rate(template) for template in made], tails, problem.global_batch)
         return None if shares is None else Arrangement(templates=tuple(made), shares=shares)
 
     def _most(self, through: np.ndarray, pipelines: tuple[int, int], limit: int) -> list[int] | None:

@@ -8,13 +8,19 @@ stands for. A layer is a place in the chain 0..num_layers-1; a stage holds layer
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from foreshard.graph.pace import pipeline_pace
+Filling = Literal["full", "typical", "least"]
+"""What filling and draining a pipeline costs, as `pipeline_columns` counts it."""
+
+_FIRST_BACKWARD = {"typical": 2.0 / 3.0, "least": 0.5}
+_BACKWARDS = {"typical": 2.0 / 3.0, "least": 0.75}
+"""Part of a stage's time for a micro-batch that its backward takes: twice its forward, which no backward is
+shorter than; full recompute makes backwards three times as long."""
 
 
 class PipelineFamily(NamedTuple):
@@ -148,8 +154,11 @@ class Problem:
 
     def tail_of(self, num_pipelines: int) -> np.ndarray:
         """Return `tail_s` for so many pipelines, shape (options, types)."""
-        row = int(np.searchsorted(self.copies, num_pipelines, side="right")) - 1
-        return self.tail_s[max(row, 0)]
+        return self.tail_s[self.row_of(num_pipelines)]
+
+    def row_of(self, num_pipelines: int) -> int:
+        """Return the row of `tail_s` for so many pipelines."""
+        return max(int(np.searchsorted(self.copies, num_pipelines, side="right")) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +182,13 @@ class Arrangement:
     shares: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PipelineRate:
     """How a pipeline goes: a step takes fill + passes * bottleneck + tail seconds.
 
-    A pass is a micro-batch, a short last one the fraction it costs; there is at least one.
+    A pass is a micro-batch, a short last one the part r that it costs; there is at least one. A short last
+    one spares, of these seconds, the lesser of (1 - r) * `drained_s` and r * `shadowed_s`: it comes up faster
+    than the others, or the one before it is the last to come up.
     """
 
     fill_s: float
@@ -185,72 +196,41 @@ class PipelineRate:
     micro_batch: int
     grain: int
     shortest: float = 0.0
+    drained_s: float = 0.0
+    shadowed_s: float = 0.0
 
     def samples(self, seconds: float) -> int:
         """Return the samples it processes in so many seconds, tail excluded."""
         if seconds < (self.fill_s + self.bottleneck_s) * (1 - 1e-12):
             return 0
-        grains = math.floor(
-            (seconds - self.fill_s) / self.bottleneck_s * self.micro_batch / self.grain + 1e-9
-        )
-        whole, short = divmod(grains * self.grain, self.micro_batch)
-        left_s = seconds - self.fill_s - whole * self.bottleneck_s
-        fits = left_s >= self.shortest * self.bottleneck_s * (1 - 1e-9)
+        passes = (seconds - self.fill_s) / self.bottleneck_s
+        grains = math.floor(passes * self.micro_batch / self.grain + 1e-9)
+        whole = grains * self.grain // self.micro_batch
+        drained, shadowed = self.drained_s / self.bottleneck_s, self.shadowed_s / self.bottleneck_s
+        part = last_part(passes - whole, drained, shadowed)
+        short = math.floor(part * self.micro_batch / self.grain + 1e-9) * self.grain
+        fits = part >= self.shortest * (1 - 1e-9)
         return whole * self.micro_batch + (short if fits else 0)
 
     def seconds(self, share: int) -> float:
         """Return the seconds it takes for a share, tail excluded."""
         whole, short = divmod(math.ceil(share / self.grain) * self.grain, self.micro_batch)
         part = max(short / self.micro_batch, self.shortest) if short else 0.0
-        return self.fill_s + max(1.0, whole + part) * self.bottleneck_s
+        spared_s = min((1.0 - part) * self.drained_s, part * self.shadowed_s) if whole else 0.0
+        return self.fill_s + max(1.0, whole + part) * self.bottleneck_s - spared_s
+
+
+def last_part(passes: Any, drained: Any, shadowed: Any) -> Any:
+    """Return the part of a last micro-batch that takes so many passes less what it spares, at most 1.
+
+    `drained` and `shadowed` are those of a :class:`PipelineRate` in passes.
+    """
+    return np.minimum((passes + drained) / (1.0 + drained), passes / (1.0 - shadowed))
 
 
 def stage_seconds(problem: Problem, template: Template) -> np.ndarray:
     """Return the seconds of one micro-batch on each stage, messages included."""
-    table = problem.time_s if problem.leave_s is None or is_within(problem, template) else problem.far_s
-    times = [table[part.option, problem.types[part.start, part.stop]] for part in template]
-    for i in range(1, len(template)):
-        times[i] += problem.hop_s[template[i - 1].option, template[i].option]
-    return np.array(times)
-
-
-def is_within(problem: Problem, template: Template) -> bool:
-    """Return whether one link domain can hold all of a pipeline."""
-    takes = takes_of(problem, template)
-    kinds = np.flatnonzero(takes)
-    return len(kinds) == 1 and bool(problem.domains) and int(takes.sum()) <= problem.domains[kinds[0]]
-
-
-def pipeline_rate(problem: Problem, template: Template) -> PipelineRate:
-    """Return how a pipeline goes."""
-    pace = pipeline_pace(stage_seconds(problem, template))
-    return PipelineRate(
-        fill_s=float(pace.fill_s),
-        bottleneck_s=float(pace.period_s),
-        micro_batch=int(problem.micro_batch[template[0].option]),
-        grain=max(int(problem.grain[part.option]) for part in template),
-        shortest=_shortest(problem, template[int(pace.slowest)]),
-    )
-
-
-def _shortest(problem: Problem, stage: StageSpan) -> float:
-    """Return the part of a micro-batch's time on a stage that a short one takes at least."""
-    if problem.shortest is None:
-        return 0.0
-    return float(problem.shortest[stage.option, problem.types[stage.start, stage.stop]])
-
-
-def tail_seconds(problem: Problem, template: Template, num_pipelines: int) -> float:
-    """Return the seconds from a pipeline's last micro-batch to the end of its step."""
-    return max(_tails(problem, template, num_pipelines))
-
-
-def _tails(problem: Problem, template: Template, num_pipelines: int) -> list[float]:
-    """Return the tail of every stage of a pipeline, seconds."""
-    tail = problem.tail_of(num_pipelines)
-    if problem.leave_tail_s is not None and not is_within(problem, template):
-        tail = tail + problem.leave_tail_s
-    return [float(tail[part.option, problem.types[part.start, part.stop]]) for part in template]
+    return _Pipelines.of(problem, [template]).times_s[0]
 
 
 def takes_of(problem: Problem, template: Template) -> np.ndarray:
@@ -258,39 +238,149 @@ def takes_of(problem: Problem, template: Template) -> np.ndarray:
     return problem.takes[[part.option for part in template]].sum(0)
 
 
+def pipeline_rate(problem: Problem, template: Template, *, filling: Filling = "full") -> PipelineRate:
+    """Return how a pipeline goes, as `pipeline_columns`."""
+    fill, bottleneck, micro, grain, *more = (
+        pipeline_columns(problem, [template], filling=filling).rates[:, 0].tolist()
+    )
+    return PipelineRate(fill, bottleneck, int(micro), int(grain), *more)
+
+
+def tail_seconds(
+    problem: Problem, template: Template, num_pipelines: int, *, filling: Filling = "full"
+) -> float:
+    """Return the seconds from a pipeline's last backward to the end of its step, as `pipeline_columns`."""
+    return float(pipeline_columns(problem, [template], filling=filling).tails(problem, num_pipelines)[0])
+
+
+class PipelineColumns(NamedTuple):
+    """Pipelines of a problem, one column each.
+
+    takes : ndarray, shape (kinds, pipelines)
+        Devices.
+    rates : ndarray, shape (7, pipelines)
+        The fields of their :class:`PipelineRate`.
+    tails_s : ndarray, shape (len(copies), pipelines)
+        Seconds from the last backward, on the first stage, to the end of the step.
+    """
+
+    takes: np.ndarray
+    rates: np.ndarray
+    tails_s: np.ndarray
+
+    def tails(self, problem: Problem, num_pipelines: int) -> np.ndarray:
+        """Return their tails beside each other in such a number."""
+        return self.tails_s[problem.row_of(num_pipelines)]
+
+
+def pipeline_columns(
+    problem: Problem, templates: Sequence[Template], *, filling: Filling = "full"
+) -> PipelineColumns:
+    """Return how pipelines go.
+
+    In `full` a pipeline fills and drains once with all its stages, and the longest tail follows: what column
+    generation can count, exact for equal stages. In truth the stages behind the slowest do so less the work
+    that it has meanwhile: a micro-batch for each of them, half before its first backward, half after its last
+    forward. The tail of a stage begins earlier than that of the first by the backwards of the stages before
+    it, and a short last micro-batch drains faster. That is the `typical` cost, where backwards take twice as
+    long as forwards. The `least` holds whatever part of a stage's time its backward takes; tails behind the
+    slowest stage do not count in it, since they may begin earlier still.
+
+    Source
+    ------
+    docs/derivations/step.md.
+    """
+    rates = np.empty((7, len(templates)))
+    takes = np.empty((len(problem.counts), len(templates)))
+    tails = np.empty((len(problem.copies), len(templates)))
+    by_length: dict[int, list[int]] = {}
+    for i, template in enumerate(templates):
+        by_length.setdefault(len(template), []).append(i)
+    for rows in by_length.values():
+        some = _Pipelines.of(problem, [templates[i] for i in rows])
+        takes[:, rows], rates[:, rows] = some.takes.T, some.rates(problem, filling)
+        tails[:, rows] = some.tails_s(problem, filling)
+    return PipelineColumns(takes, rates, tails)
+
+
+class _Pipelines(NamedTuple):
+    """Pipelines of as many stages, arrays of shape (pipelines, stages)."""
+
+    options: np.ndarray
+    types: np.ndarray
+    times_s: np.ndarray
+    # shape (pipelines, kinds)
+    takes: np.ndarray
+    # whether one link domain can hold all of a pipeline, shape (pipelines, 1)
+    is_within: np.ndarray
+
+    @classmethod
+    def of(cls, problem: Problem, templates: Sequence[Template]) -> _Pipelines:
+        """Look up the stages of some pipelines."""
+        spans = np.array([[(part.option, part.start, part.stop) for part in one] for one in templates])
+        options, types = spans[..., 0], problem.types[spans[..., 1], spans[..., 2]]
+        takes = problem.takes[options].sum(1)
+        is_within = np.zeros((len(takes), 1), dtype=bool)
+        if problem.domains:
+            one_kind = (takes > 0).sum(1) == 1
+            is_within[:, 0] = one_kind & (takes <= np.array(problem.domains)).all(1)
+        times = problem.far_s[options, types]
+        if problem.leave_s is not None:
+            times = np.where(is_within, problem.time_s[options, types], times)
+        times[:, 1:] += problem.hop_s[options[:, :-1], options[:, 1:]]
+        return cls(options, types, times, takes, is_within)
+
+    def rates(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return the fields of their `PipelineRate`, shape (7, pipelines)."""
+        slowest_s, before = self.times_s.max(1), self._is_before_slowest
+        micro_batch, grain = problem.micro_batch[self.options[:, 0]], problem.grain[self.options].max(1)
+        shortest = drained_s = shadowed_s = np.zeros(len(slowest_s))
+        if problem.shortest is not None:
+            at = np.arange(len(slowest_s)), self.times_s.argmax(1)
+            shortest = problem.shortest[self.options[at], self.types[at]]
+        fill_s = self.times_s.sum(1) - slowest_s
+        if filling != "full":
+            after_s = np.where(before, 0.0, self.times_s).sum(1)
+            before_s, hidden_s = fill_s - after_s, slowest_s * (~before).sum(1) - after_s
+            fill_s = before_s + np.maximum(0.0, after_s - hidden_s)
+            is_cut = grain < micro_batch
+            drained_s = is_cut * (_BACKWARDS[filling] * before_s + after_s)
+            shadowed_s = is_cut * (slowest_s - _FIRST_BACKWARD[filling] * self.times_s[:, 0])
+        return np.array([fill_s, slowest_s, micro_batch, grain, shortest, drained_s, shadowed_s])
+
+    def tails_s(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return the tails of steps of each number of pipelines, shape (len(copies), pipelines)."""
+        tails = problem.tail_s[:, self.options, self.types]
+        if problem.leave_tail_s is not None:
+            tails = tails + np.where(self.is_within, 0.0, problem.leave_tail_s[self.options, self.types])
+        if filling != "full":
+            tails = tails - _BACKWARDS[filling] * (np.cumsum(self.times_s, axis=1) - self.times_s)
+        if filling == "least":
+            tails = np.where(self._is_before_slowest, tails, 0.0)
+        return np.maximum(tails, 0.0).max(2)
+
+    @property
+    def _is_before_slowest(self) -> np.ndarray:
+        """Return which stages are the slowest or before it."""
+        return np.arange(self.times_s.shape[1]) <= self.times_s.argmax(1)[:, None]
+
+
 def spread_factor(problem: Problem, num_devices: float) -> float:
     """Return how much longer a step takes for waiting on the slowest of so many devices."""
     return 1.0 + problem.jitter * max(0.0, math.log2(max(num_devices, 1.0) / 8.0))
 
 
-def step_seconds(problem: Problem, arrangement: Arrangement) -> float:
-    """Return the seconds of a step: of the slowest pipeline, lengthened by the spread over all devices."""
-    copies = len(arrangement.templates)
-    slowest = max(
-        pipeline_rate(problem, template).seconds(share) + tail_seconds(problem, template, copies)
-        for template, share in zip(arrangement.templates, arrangement.shares, strict=True)
-    )
-    return slowest * spread_factor(problem, _num_used(problem, arrangement))
+def step_seconds(problem: Problem, arrangement: Arrangement, *, filling: Filling = "full") -> float:
+    """Return the seconds of a step: of the slowest pipeline, lengthened by the spread over all devices.
 
-
-def least_step_seconds(problem: Problem, arrangement: Arrangement) -> float:
-    """Return the seconds that no plan of an arrangement goes below, whichever stage sets the pace.
-
-    `step_seconds` lets all stages but the slowest fill the pipeline once, and the longest tail follow. Behind
-    a slow first stage the others fill it while that one works, and tails of late stages run beside the last
-    work of those before them: they only follow what their own stage has to do (docs/derivations/step.md).
+    In the `least` filling, no plan of the arrangement takes less.
     """
     copies = len(arrangement.templates)
-    slowest = 0.0
-    for template, share in zip(arrangement.templates, arrangement.shares, strict=True):
-        rate, times = pipeline_rate(problem, template), stage_seconds(problem, template)
-        hidden = min(rate.fill_s, max(0.0, len(template) * rate.bottleneck_s - float(times.sum())))
-        last = share / rate.micro_batch % 1.0 or 1.0  # a short last micro-batch passes the others faster
-        hidden += (1.0 - last) * (rate.fill_s - hidden)
-        tails = np.array(_tails(problem, template, copies))
-        passes = (rate.seconds(share) - rate.fill_s) / rate.bottleneck_s
-        own = float((passes * times + tails).max())
-        slowest = max(slowest, rate.seconds(share) - hidden + tails[0], own)
+    slowest = max(
+        pipeline_rate(problem, template, filling=filling).seconds(share)
+        + tail_seconds(problem, template, copies, filling=filling)
+        for template, share in zip(arrangement.templates, arrangement.shares, strict=True)
+    )
     return slowest * spread_factor(problem, _num_used(problem, arrangement))
 
 

@@ -12,6 +12,7 @@ from foreshard.planner.solver.hops import recut
 from foreshard.planner.solver.pricing import PricedStages, Pricing
 from foreshard.planner.solver.problem import (
     Arrangement,
+    Filling,
     PipelineFamily,
     Problem,
     Template,
@@ -137,18 +138,18 @@ class SearchState:
             self._work = least_work(self.problem, self.rates)
         return fluid_s(self.problem, self.rates, self._work, devices)
 
-    def offer(self, templates: Sequence[Template]) -> None:
+    def offer(self, templates: Sequence[Template], *, filling: Filling = "full") -> None:
         """Balance shares over some pipelines; keep the arrangement, and as best if it is."""
         if not templates:
             return
         copies = len(templates)
-        tails = [tail_seconds(self.problem, template, copies) for template in templates]
-        rates = [pipeline_rate(self.problem, template) for template in templates]
+        tails = [tail_seconds(self.problem, one, copies, filling=filling) for one in templates]
+        rates = [pipeline_rate(self.problem, one, filling=filling) for one in templates]
         shares = balance(rates, tails, self.problem.global_batch)
         if shares is None:
             return
         made = Arrangement(templates=tuple(templates), shares=shares)
-        seconds = step_seconds(self.problem, made)
+        seconds = step_seconds(self.problem, made, filling=filling)
         self.made[made] = seconds
         if seconds < self.best_s:
             self.best, self.best_s = made, seconds

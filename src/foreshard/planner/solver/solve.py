@@ -20,7 +20,7 @@ from foreshard.planner.solver.enumeration import all_templates, best_of_all, und
 from foreshard.planner.solver.hops import least_hops_in_times
 from foreshard.planner.solver.pipeline_mix import columns_of, fractional_mix
 from foreshard.planner.solver.pricing import PricedStages, cheapest_path
-from foreshard.planner.solver.problem import Arrangement, PipelineFamily, Problem, Template
+from foreshard.planner.solver.problem import Arrangement, PipelineFamily, Problem, Template, step_seconds
 from foreshard.planner.solver.range_bounds import fractional_bound
 from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.time_budget import TimeBudget
@@ -153,7 +153,7 @@ class ProblemSearch:
         self.ranges: dict[Range, _Range] | None = None
         self.excluded = 0
         self._raiser: BoundRaiser | None = None
-        self._is_solved = False
+        self._solved_s: float | None = None
 
     @property
     def has_plan(self) -> bool:
@@ -165,13 +165,13 @@ class ProblemSearch:
         """Return whether another step may find or prove anything."""
         if self.ranges is None:
             return True
-        return not self._is_solved and any(interval.is_open for interval in self.ranges.values())
+        return self._solved_s is None and any(interval.is_open for interval in self.ranges.values())
 
     @property
     def lower_bound_s(self) -> float:
         """Return a step time that no arrangement beats; infinite where none exists."""
-        if self._is_solved or self.ranges is None:
-            return self.state.best_s if self._is_solved else 0.0
+        if self._solved_s is not None or self.ranges is None:
+            return self._solved_s or 0.0
         lower = min((interval.bound_s for interval in self.ranges.values()), default=np.inf)
         return max(lower * self.state.factor, self.ladder.get("compute", 0.0))
 
@@ -256,7 +256,7 @@ class ProblemSearch:
         self.ranges = {}
         if sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS:
             self._enumerate(rows)
-            if self._is_solved:
+            if self._solved_s is not None:
                 return
         memory = memory_for(problem)
         self._raiser = None if memory is None else BoundRaiser(state=state, memory=memory)
@@ -271,13 +271,17 @@ class ProblemSearch:
         templates = all_templates(problem, budget=half)
         if templates is None:
             return
-        kept = undominated(problem, templates)
-        best, proven = best_of_all(problem, kept, rows, half) if kept else (None, True)
+        kept = undominated(problem, templates, filling="typical")
+        best, proven = best_of_all(problem, kept, rows, half, filling="typical") if kept else (None, True)
         if best is not None:
             state.columns.update(dict.fromkeys(best.templates))
-            state.offer(best.templates)
+            state.offer(best.templates, filling="typical")
+        least = None
+        if proven and kept:
+            quick = undominated(problem, templates, filling="least")
+            least, proven = best_of_all(problem, quick, rows, half, filling="least")
         if proven:
-            self._is_solved = True
+            self._solved_s = np.inf if least is None else step_seconds(problem, least, filling="least")
             self.excluded = len(templates) - len(kept)
             state.columns = dict.fromkeys(kept)
             state.evaluated = len(kept)
