@@ -142,3 +142,13 @@ def test_updates_double_in_distance_until_a_run_has_forty_of_them(horizon, apart
             at.append(seen)
     apart_now = np.diff(at)
     assert at[:3] == [1, 2, 16] and apart_now.max() == apart_now[-1] == apart
+
+
+def test_what_a_short_run_may_exceed_its_budget_by_on_the_way_is_a_part_of_it_and_not_v():
+    least = {}
+    for horizon in (1000, 10_000):
+        queues, learning = taught(limit=2.0, horizon=horizon, steps=10, cost=6.0)
+        learning.secure(queues, b"one", np.ones(2), None)
+        least[horizon] = queues["b"].least
+    # Of the same V: 3 % of 1,000 steps are 30 budgets of a step, of 10,000 they are more than V.
+    assert least[1000] / least[10_000] == pytest.approx(queues.weight / 30.0)

@@ -28,6 +28,12 @@ An excess of MOST_CORRECTION budgets for every step that is left can no longer w
 
 Far from the budget the multipliers are known from few states.
 """
+MOST_LEFT = 0.03
+"""Part of a run's budget by which it may be exceeded on the way.
+
+States to come can be dearer than those seen, and leave nothing to work it off with. In short runs, where V
+weighs what is known against a few steps, V is far more of the budget than this.
+"""
 MARGIN = 0.004
 """Part of the budget that is aimed to be left: what changes and late sight cost is not in what is learned."""
 MOST_WORTH = 20.0
@@ -165,8 +171,8 @@ class DualLearning:
     def secure(self, queues: Queues, key: bytes, ratio: np.ndarray, judged: Rows | None) -> None:
         """Let every budget that is exceeded weigh so much that the present slot keeps all of them, if it can.
 
-        In proportion to the excess: as much as is needed when that is V, or what the steps left can just work
-        off, so that the excess stays near V and ends near 0.
+        In proportion to the excess: as much as is needed when that is V, a part of the run's budget, or what
+        the steps left can just work off, so that the excess stays near the least of these and ends near 0.
 
         Parameters
         ----------
@@ -179,7 +185,7 @@ class DualLearning:
             What plans came to that were judged because forecasts are wrong; they count instead of the model.
         """
         left = max(self.horizon - queues.steps, LAST_PART * self.horizon)
-        most = min(queues.weight, MOST_CORRECTION * left)
+        most = min(queues.weight, MOST_LEFT * self.horizon, MOST_CORRECTION * left)
         part = max(queues[one.name].excess for one in self.budgets) / most
         visited, alone = self._visited.get(key), None
         if part > 0.0 and judged is not None:
