@@ -28,7 +28,7 @@ An excess of MOST_CORRECTION budgets for every step that is left can no longer w
 
 Far from the budget the multipliers are known from few states.
 """
-MOST_LEFT = 0.03
+MOST_LEFT = 0.05
 """Part of a run's budget by which it may be exceeded on the way.
 
 States to come can be dearer than those seen, and leave nothing to work it off with. In short runs, where V
