@@ -20,7 +20,14 @@ from foreshard.planner.solver.enumeration import all_templates, best_of_all, und
 from foreshard.planner.solver.hops import least_hops_in_times
 from foreshard.planner.solver.pipeline_mix import columns_of, fractional_mix
 from foreshard.planner.solver.pricing import PricedStages, cheapest_path
-from foreshard.planner.solver.problem import Arrangement, PipelineFamily, Problem, Template, step_seconds
+from foreshard.planner.solver.problem import (
+    Arrangement,
+    Filling,
+    PipelineFamily,
+    Problem,
+    Template,
+    step_seconds,
+)
 from foreshard.planner.solver.range_bounds import fractional_bound
 from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.time_budget import TimeBudget
@@ -35,6 +42,8 @@ _KEPT = 96
 """Arrangements a solution lists."""
 _FEW_DEVICES, _FEW_LAYERS = 10, 10
 """Problems up to this size are solved by enumeration: it ends within seconds and at the optimum."""
+_OFFERED: tuple[Filling, ...] = ("full", "typical")
+"""Costs of filling by which the best plan of an enumerated problem is offered: either may be nearer."""
 _TOLERANCES = (5e-3, 1e-3, 2e-4)
 """Relative tolerances of the bounds of a range by fractions, used one after the other."""
 
@@ -271,11 +280,15 @@ class ProblemSearch:
         templates = all_templates(problem, budget=half)
         if templates is None:
             return
-        kept = undominated(problem, templates, filling="typical")
-        best, proven = best_of_all(problem, kept, rows, half, filling="typical") if kept else (None, True)
-        if best is not None:
-            state.columns.update(dict.fromkeys(best.templates))
-            state.offer(best.templates, filling="typical")
+        kept: list[Template] = []
+        proven = True
+        for filling in _OFFERED if templates else ():
+            kept = undominated(problem, templates, filling=filling)
+            best, ended = best_of_all(problem, kept, rows, half, filling=filling)
+            proven &= ended
+            if best is not None:
+                state.columns.update(dict.fromkeys(best.templates))
+                state.offer(best.templates, filling=filling)
         least = None
         if proven and kept:
             quick = undominated(problem, templates, filling="least")
