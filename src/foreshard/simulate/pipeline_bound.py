@@ -26,6 +26,7 @@ _MOST_SETS = 1000
 _GRAIN = 0.02
 """Part by which slowest stages are taken to be faster, so that few points are all."""
 _NEWTON = 60
+"""Most steps of Newton's method: it ends by itself where the lines are a few."""
 Rows = tuple[np.ndarray, np.ndarray]
 
 

@@ -10,16 +10,13 @@ from foreshard.planner.solver.columns import ColumnTable
 from foreshard.planner.solver.problem import (
     Arrangement,
     Filling,
-    PipelineRate,
     Problem,
     StageSpan,
     Template,
     pipeline_columns,
-    pipeline_rate,
     rounds_of,
     spread_factor,
     step_seconds,
-    tail_seconds,
 )
 from foreshard.planner.solver.shares import balance
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
@@ -168,13 +165,9 @@ class _Mixes:
 
     def longest_s(self, copies: int) -> float:
         """Return the time of the slowest pipeline that processes the batch alone."""
-        batch = self.problem.global_batch
-        tails = self.table.tails_s(copies)
-        rates = (self._rate(template).seconds(batch) for template in self.templates)
-        return max(rate + tail for rate, tail in zip(rates, tails.tolist(), strict=True))
-
-    def _rate(self, template: Template) -> PipelineRate:
-        return pipeline_rate(self.problem, template, filling=self.filling)
+        rates = (self.table.columns.rate(i) for i in range(len(self.templates)))
+        ends = zip(rates, self.table.tails_s(copies).tolist(), strict=True)
+        return max(rate.seconds(self.problem.global_batch) + tail for rate, tail in ends)
 
     def sooner(self, pipelines: tuple[int, int], limit: int, high: float) -> Arrangement | None:
         """Return an arrangement near the least time, None when `high` itself is out of reach."""
@@ -199,10 +192,11 @@ class _Mixes:
         if chosen is None:
             return None
         best = {d: int(np.argmax(np.where(self.which == d, samples, -1.0))) for d in set(chosen)}
-        made = [self.templates[best[d]] for d in chosen]
-        tails = [tail_seconds(problem, template, len(made), filling=self.filling) for template in made]
-        shares = balance([self._rate(template) for template in made], tails, problem.global_batch)
-        return None if shares is None else Arrangement(templates=tuple(made), shares=shares)
+        at = [best[d] for d in chosen]
+        tails = self.table.tails_s(len(at))[at].tolist()
+        shares = balance([self.table.columns.rate(i) for i in at], tails, problem.global_batch)
+        made = tuple(self.templates[i] for i in at)
+        return None if shares is None else Arrangement(templates=made, shares=shares)
 
     def _most(self, through: np.ndarray, pipelines: tuple[int, int], limit: int) -> list[int] | None:
         """Return the demands of pipelines that process the batch together, None when none do.

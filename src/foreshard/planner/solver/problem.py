@@ -240,10 +240,7 @@ def takes_of(problem: Problem, template: Template) -> np.ndarray:
 
 def pipeline_rate(problem: Problem, template: Template, *, filling: Filling = "full") -> PipelineRate:
     """Return how a pipeline goes, as `pipeline_columns`."""
-    fill, bottleneck, micro, grain, *more = (
-        pipeline_columns(problem, [template], filling=filling).rates[:, 0].tolist()
-    )
-    return PipelineRate(fill, bottleneck, int(micro), int(grain), *more)
+    return pipeline_columns(problem, [template], filling=filling).rate(0)
 
 
 def tail_seconds(
@@ -267,6 +264,11 @@ class PipelineColumns(NamedTuple):
     takes: np.ndarray
     rates: np.ndarray
     tails_s: np.ndarray
+
+    def rate(self, at: int) -> PipelineRate:
+        """Return how one of them goes."""
+        fill_s, bottleneck_s, micro_batch, grain, *more = self.rates[:, at].tolist()
+        return PipelineRate(fill_s, bottleneck_s, int(micro_batch), int(grain), *more)
 
     def tails(self, problem: Problem, num_pipelines: int) -> np.ndarray:
         """Return their tails beside each other in such a number."""
@@ -375,11 +377,11 @@ def step_seconds(problem: Problem, arrangement: Arrangement, *, filling: Filling
 
     In the `least` filling, no plan of the arrangement takes less.
     """
-    copies = len(arrangement.templates)
+    columns = pipeline_columns(problem, arrangement.templates, filling=filling)
+    tails = columns.tails(problem, len(arrangement.templates)).tolist()
     slowest = max(
-        pipeline_rate(problem, template, filling=filling).seconds(share)
-        + tail_seconds(problem, template, copies, filling=filling)
-        for template, share in zip(arrangement.templates, arrangement.shares, strict=True)
+        columns.rate(i).seconds(share) + tail
+        for i, (share, tail) in enumerate(zip(arrangement.shares, tails, strict=True))
     )
     return slowest * spread_factor(problem, _num_used(problem, arrangement))
 

@@ -16,10 +16,9 @@ from foreshard.planner.solver.problem import (
     PipelineFamily,
     Problem,
     Template,
-    pipeline_rate,
+    pipeline_columns,
     spread_factor,
     step_seconds,
-    tail_seconds,
 )
 from foreshard.planner.solver.shares import balance
 from foreshard.planner.solver.time_budget import TimeBudget
@@ -142,9 +141,9 @@ class SearchState:
         """Balance shares over some pipelines; keep the arrangement, and as best if it is."""
         if not templates:
             return
-        copies = len(templates)
-        tails = [tail_seconds(self.problem, one, copies, filling=filling) for one in templates]
-        rates = [pipeline_rate(self.problem, one, filling=filling) for one in templates]
+        columns = pipeline_columns(self.problem, templates, filling=filling)
+        rates = [columns.rate(i) for i in range(len(templates))]
+        tails = columns.tails(self.problem, len(templates)).tolist()
         shares = balance(rates, tails, self.problem.global_batch)
         if shares is None:
             return
