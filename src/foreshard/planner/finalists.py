@@ -30,6 +30,8 @@ def searching(request: PlanRequest) -> PlanRequest:
 def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> PlanResult:
     """Return what a search found in the order of the engine asked for, with its times and the gap to them.
 
+    Only then is it known which space the chosen plan lies in, and the bound is that of this space.
+
     The bound stays that of the closed form: for equal stages the longest of some paths through the graph, for
     unequal or interleaved ones up to some percent above it (docs/planning.md).
 
@@ -42,7 +44,7 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
         Of `time.perf_counter`, when the search began.
     """
     if request.engine == "analytical" or not result.plans:
-        return result
+        return result.bounded()
     until = max(started + request.budget_s, time.perf_counter() + _AT_LEAST * request.budget_s)
     made: list[Prediction] = []
     order = _in_order(request, (*result.plans, *result.front))
@@ -57,11 +59,11 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
         made.append(one.prediction if not graph_takes(one.plan) else predicted(request, one.plan))
     plans, error = request.ranked(made)
     best = plans[0].prediction
+    result = replace(result, plans=plans).bounded()
     bound = result.lower_bound_step_time_s
     bound = best.step_time_s if bound > best.step_time_s * (1.0 - _ROUNDING) else bound
     return replace(
         result,
-        plans=plans,
         lower_bound_step_time_s=bound,
         gap=best.step_time_s / bound - 1.0 if bound > 0 else result.gap,
         bound=None if result.bound is None else result.bound.of(best),

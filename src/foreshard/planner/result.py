@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshard.errors import InfeasibleError, LimitError
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import Prediction
+
+_PROVEN = 0.01
+"""Gap from which a note gives the bounds of each kind of plan, where the chosen one is of the wider space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,28 @@ class ObjectiveBound:
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --json`` prints."""
         return {"objective": self.objective, "value": self.value, "unit": UNITS[self.objective]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WiderSpace:
+    """Plans found outside the space of the bound, and what a bound on them too would be.
+
+    Attributes
+    ----------
+    found : frozenset of tuple of Group
+        The groups of each.
+    words : str
+        Which plans come to the space.
+    lower_bound_step_time_s : float
+        No plan that comes to the space takes less.
+    note : str
+        The bounds of each kind.
+    """
+
+    found: frozenset[tuple[Group, ...]]
+    words: str
+    lower_bound_step_time_s: float
+    note: str
 
 
 UNITS = {"time": "s", "cost": "USD per step", "energy": "J per step"}
@@ -77,6 +103,8 @@ class PlanResult:
     front : tuple of Ranked
         Of the plans found, those that no other beats in time, cost or energy without losing in another;
         the fastest first.
+    wider : WiderSpace, optional
+        Until the choice is made: where some of `plans` are outside `space`.
     """
 
     plans: tuple[Ranked, ...]
@@ -95,6 +123,23 @@ class PlanResult:
     front: tuple[Ranked, ...] = ()
     bound: ObjectiveBound | None = None
     objective: str = "time"
+    wider: WiderSpace | None = None
+
+    def bounded(self) -> PlanResult:
+        """Return the result with the bound of the space that the chosen plan lies in."""
+        wider, result = self.wider, replace(self, wider=None)
+        if wider is None or not self.plans or self.plans[0].plan.groups not in wider.found:
+            return result
+        bound = min(self.lower_bound_step_time_s, wider.lower_bound_step_time_s)
+        gap = max(0.0, self.plans[0].prediction.step_time_s / bound - 1.0) if bound > 0 else math.inf
+        return replace(
+            result,
+            lower_bound_step_time_s=bound,
+            gap=gap,
+            space=f"{self.space}; {wider.words}",
+            ladder=self.ladder | {"configuration": bound},
+            notes=(*self.notes, wider.note) if gap > _PROVEN else self.notes,
+        )
 
     @property
     def proof(self) -> ObjectiveBound | None:

@@ -169,7 +169,7 @@ def _joined(
     least_step_s: Callable[[PlanRequest], float] | None,
     started: float,
 ) -> PlanResult:
-    results = [result for _, result in searched.results]
+    results = [result.bounded() for _, result in searched.results]
     known = [result for result in results if not _unknown(result)]
     everything = _distinct(
         request, [ranked_plan.prediction for result in results for ranked_plan in result.plans]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from foreshard.planner.pricing.engine_times import engine_seconds
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest, checked_request
+from foreshard.planner.result import PlanResult, WiderSpace
 from foreshard.planner.search import plan
 from foreshard.planner.settings_search import shared_space
 from foreshard.planner.solver.problem import (
@@ -129,6 +131,40 @@ def test_the_space_of_several_settings_is_what_all_their_bounds_speak_of():
     wide, narrow, other = (SimpleNamespace(space=text) for text in ("a; b", "a", "c"))
     assert shared_space(wide, [wide, narrow]) == "a"
     assert shared_space(wide, [wide, other]) == "a; b"
+
+
+def test_an_interleaved_plan_that_was_not_chosen_leaves_the_bound_alone():
+    """By the closed form the interleaved plan was the faster one; the graph said otherwise."""
+    chosen, other = _ranked(num_layers=4), _ranked(num_layers=8)
+    wider = WiderSpace(
+        found=frozenset({other.plan.groups}),
+        words="or more",
+        lower_bound_step_time_s=1e-9,
+        note="of each kind",
+    )
+    result = PlanResult(
+        plans=(chosen, other),
+        lower_bound_step_time_s=0.5 * chosen.prediction.step_time_s,
+        gap=1.0,
+        binding="compute",
+        evaluated=2,
+        pruned=0,
+        wall_s=0.0,
+        space="some",
+        wider=wider,
+    )
+    assert result.bounded() == replace(result, wider=None)
+    last = replace(result, plans=(other, chosen)).bounded()
+    assert last.lower_bound_step_time_s == 1e-9 and last.notes == ("of each kind",)
+    assert last.space == "some; or more"
+    assert last.gap == pytest.approx(other.prediction.step_time_s / 1e-9 - 1.0)
+
+
+def _ranked(num_layers):
+    model = load_model("gpt2-large")
+    model = replace(model, blocks=model.blocks[:num_layers])
+    found = plan(model, load_cluster("1x2xl4"), global_batch=8, seq_len=256, budget_s=1.0)
+    return found.plans[0]
 
 
 def test_a_faster_interleaved_plan_is_chosen_and_the_bound_says_of_what_it_speaks(even_clock):

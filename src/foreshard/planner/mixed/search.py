@@ -35,7 +35,7 @@ from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.ranking import family_of, front_of
 from foreshard.planner.request import PlanRequest
-from foreshard.planner.result import PlanResult
+from foreshard.planner.result import PlanResult, WiderSpace
 from foreshard.planner.solver.problem import Arrangement, Problem, faults, spread_factor
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
@@ -70,8 +70,6 @@ _GRID = 0.1
 """Part of the time that is left for each of several grids at first."""
 _SEARCHING = 0.85
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
-_PROVEN = 0.01
-"""Gap from which a note gives the bounds of both kinds, where the chosen plan is interleaved."""
 _COVERED = 0.001
 """Part of a step by which fewer node groups may be faster and still need no search of their own."""
 _NEAREST = 4
@@ -410,14 +408,11 @@ class MixedSearch:
             )
         best = plans[0].prediction
         even_s = min(one.bound_s for one in self.even)
-        bound, space = min(self._plain_bound_s, even_s), self._space
+        bound = min(self._plain_bound_s, even_s)
         chosen = plans[0].plan
         if len(self.even) == 1 and len(chosen.ranks) < request.cluster.num_devices:
             whole = request.cluster.num_devices
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
-        if any(is_interleaved(one.plan) and one.plan not in found.even for one in plans):
-            space = f"{space}; {INTERLEAVED}"
-            bound = self._with_interleaved(self._plain_bound_s, even_s, best.step_time_s)
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -427,7 +422,7 @@ class MixedSearch:
             evaluated=evaluated,
             pruned=pruned,
             wall_s=request.budget_s - self.whole.left_s,
-            space=space,
+            space=self._space,
             ladder={
                 name: min(float(value), even_s) for name, value in (first.ladder if first else {}).items()
             }
@@ -438,6 +433,7 @@ class MixedSearch:
             notes=tuple(self.notes),
             front=front_of(predictions, request.limits),
             objective=request.objectives[0],
+            wider=self._wider([one.plan for one in plans]),
         )
 
     @property
@@ -490,17 +486,20 @@ class MixedSearch:
                 break
         return made
 
-    def _with_interleaved(self, plain_s: float, even_s: float, best_s: float) -> float:
-        """Return the bound on all plans, and note that of each kind where they leave a gap."""
-        interleaved_s = self._interleaved_bound_s
-        bound = min(plain_s, even_s, interleaved_s)
-        if best_s > bound * (1.0 + _PROVEN):
-            self.notes.append(
-                f"The chosen plan is interleaved: no 1f1b plan takes less than {plain_s:.3g} s, no plan of"
-                f" equal pipelines cut as evenly as they go less than {even_s:.3g} s, and none interleaved"
-                f" throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s"
-            )
-        return bound
+    def _wider(self, plans: Sequence[Plan]) -> WiderSpace | None:
+        """Return what the interleaved ones among some plans, those of the grid left out, mean for the bound."""
+        found = frozenset(p.groups for p in plans if is_interleaved(p) and p not in self.found.even)
+        if not found:
+            return None
+        interleaved_s, even_s = self._interleaved_bound_s, min(one.bound_s for one in self.even)
+        return WiderSpace(
+            found=found,
+            words=INTERLEAVED,
+            lower_bound_step_time_s=interleaved_s,
+            note=f"The chosen plan is interleaved: no 1f1b plan takes less than {self._plain_bound_s:.3g} s, no"
+            f" plan of equal pipelines cut as evenly as they go less than {even_s:.3g} s, and none interleaved"
+            f" throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s",
+        )
 
 
 def _notes(request: PlanRequest) -> list[str]:
