@@ -487,17 +487,18 @@ class MixedSearch:
         return made
 
     def _wider(self, plans: Sequence[Plan]) -> WiderSpace | None:
-        """Return what the interleaved ones among some plans, those of the grid left out, mean for the bound."""
+        """Return the interleaved ones among some plans, those of the grid left out, and a bound on such."""
         found = frozenset(p.groups for p in plans if is_interleaved(p) and p not in self.found.even)
         if not found:
             return None
-        interleaved_s, even_s = self._interleaved_bound_s, min(one.bound_s for one in self.even)
+        plain_s, interleaved_s = self._plain_bound_s, self._interleaved_bound_s
+        even_s = min(one.bound_s for one in self.even)
         return WiderSpace(
             found=found,
             words=INTERLEAVED,
             lower_bound_step_time_s=interleaved_s,
-            note=f"The chosen plan is interleaved: no 1f1b plan takes less than {self._plain_bound_s:.3g} s, no"
-            f" plan of equal pipelines cut as evenly as they go less than {even_s:.3g} s, and none interleaved"
+            note=f"The chosen plan is interleaved: no 1f1b plan takes less than {plain_s:.3g} s, no plan of"
+            f" equal pipelines cut as evenly as they go less than {even_s:.3g} s, and none interleaved"
             f" throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s",
         )
 
