@@ -141,6 +141,29 @@ def test_a_pipeline_alone_costs_about_what_the_engine_says(case, by_domain):
         compared += 1
 
 
+def test_usual_prices_are_nearer_to_what_plans_take_over_slow_links():
+    """Half-node stages: at its best each has both neighbours in its node, which no pipeline of four can."""
+    request = asked("llama3.2-1b", "2x4xa100-sxm-80gb+2x4xh100-sxm@10Gb/s", 512, "bf16")
+    rng = np.random.default_rng(3)
+    best = price_stages(request, (0, 1), by_domain=True, every=True)
+    usual = price_stages(request, (0, 1), by_domain=True, every=True, apart=True)
+    assert best.names == usual.names and np.all(usual.far_s >= best.far_s * (1 - 1e-12))
+    off = {"best": [], "usual": []}
+    for _ in range(20_000):
+        arrangement = some_arrangement(best, rng)
+        if arrangement is None or max(len(one) for one in arrangement.templates) < 3:
+            continue
+        if any(best.takes[stage.option].sum() < 2 for one in arrangement.templates for stage in one):
+            continue
+        plan = plan_of(request, best, arrangement)
+        if plan is not None and len(off["best"]) < 40:
+            seconds = engine_seconds(request, [plan])[0]
+            off["best"].append(abs(step_seconds(best, arrangement) / seconds - 1.0))
+            off["usual"].append(abs(step_seconds(usual, arrangement) / seconds - 1.0))
+    assert len(off["best"]) == 40
+    assert np.median(off["usual"]) < 0.6 * np.median(off["best"])
+
+
 def test_engine_seconds_are_those_of_a_prediction():
     request, rng = asked(*CASES[0]), np.random.default_rng(2)
     problem = price_stages(request, (0, 1))

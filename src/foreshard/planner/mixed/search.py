@@ -28,6 +28,7 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
+from foreshard.planner.mixed.local_search import LocalSearch
 from foreshard.planner.mixed.node_sets import capped, faster_by_s, node_sets
 from foreshard.planner.mixed.subspaces import Subspace, holding_down, next_subspace
 from foreshard.planner.pricing.engine_times import predicted
@@ -74,6 +75,14 @@ _COVERED = 0.001
 """Part of a step by which fewer node groups may be faster and still need no search of their own."""
 _NEAREST = 4
 """1f1b plans that are tried with chunks as they are."""
+_BOUNDING = 0.2
+"""Weight of the 1f1b plans at their best beside those at the usual prices, when plans are looked for."""
+_CHANGEABLE = 0.2
+"""Part by which a 1f1b plan may be slower than the fastest and still be changed."""
+_FEWER = 0.25
+"""Weight of the usual prices of fewer node groups beside those of all."""
+_CHANGING = 0.1
+"""Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
 """Weight of each depth of interleaved pipelines beside the likelier one before it."""
 _ROOMIER = 4
@@ -149,7 +158,8 @@ class MixedSearch:
                     return
             self._offer_published((lb_bsp,))
             self._open()
-            while not ((self.budget.is_over and self.found.timed) or self.stopped):
+            searching = self.budget.part(1.0 - _CHANGING)
+            while not ((searching.is_over and self.found.timed) or self.stopped):
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
                 if chosen is None:
                     break
@@ -158,6 +168,7 @@ class MixedSearch:
                     self._proving_s += self._advance(lowest or chosen, share)
                 else:
                     self._finding_s += self._advance(chosen, share)
+            self._change()
             if self.by_price or not self.found.timed:
                 self._offer_published((hetpipe, amp, pipedream))
         except KeyboardInterrupt:
@@ -192,6 +203,20 @@ class MixedSearch:
             subspace.is_closed = False  # a plan to beat lets searches go on that had given up
         return spent_s
 
+    def _change(self) -> None:
+        """Change the fastest 1f1b plans that differ in their ranks, as long as that helps."""
+        plain = [] if self.by_price else self.found.plain(len(self.found.timed))
+        starts: dict[Hashable, tuple[float, Plan]] = {}
+        for seconds, plan in plain:
+            if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
+                starts.setdefault(tuple(len(s.ranks) for g in plan.groups for s in g.stages), (seconds, plan))
+        for seconds, plan in starts.values():
+            local = LocalSearch(self.request, plan, seconds)
+            if local.advance(self.budget):
+                self.found.timed.append((local.seconds, local.plan))
+        if starts and chunk_counts(self.request):
+            self._add_interleaved()
+
     @property
     def _subspaces(self) -> list[Subspace | EvenPlans]:
         return [*self.pipelines, *self.even]
@@ -214,12 +239,26 @@ class MixedSearch:
             price=lambda: capped(self.found.problem(use), self.request.max_devices),
             time_plans=self._time_plain,
             floor_s=floor_s,
+            weight=1.0 if self.by_price else _BOUNDING,
             alone=self.by_price,
             proves=True,
         )
 
     def _open(self) -> None:
-        """Add plans within one link domain of each kind, which are often the cheapest, where money counts."""
+        """Add searches that only find plans.
+
+        By prices as most plans have them, instead of what none is below; and, where money counts, within one
+        link domain of each kind, which is often cheapest.
+        """
+        for place, use in enumerate(() if self.by_price else self.sets):
+            self.others.append(
+                Subspace(
+                    price=partial(self._usual, use),
+                    time_plans=self._time_plain,
+                    floor_s=self.by_set[place].floor_s,
+                    weight=_FEWER if place else 1.0,
+                )
+            )
         for use in self.sets if self.by_price else ():
             if len(use) == 1:
                 block = domain_block(self.request.cluster.nodes[use[0]])
@@ -232,6 +271,10 @@ class MixedSearch:
                         alone=True,
                     )
                 )
+
+    def _usual(self, use: tuple[int, ...]) -> Problem:
+        priced = price_stages(self.request, use, apart=True, by_domain=True, every=True)
+        return capped(priced, self.request.max_devices)
 
     def _one_domain(self, use: tuple[int, ...], most: int) -> Problem:
         return capped(price_stages(self.request, use, by_domain=True, every=True), most)
@@ -416,7 +459,7 @@ class MixedSearch:
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
-            lower_bound_step_time_s=min(bound, best.step_time_s),
+            lower_bound_step_time_s=min(bound, found.best_s),
             gap=float(max(0.0, best.step_time_s / bound - 1.0)) if bound > 0 else np.inf,
             binding=best.bottleneck,
             evaluated=evaluated,

@@ -79,14 +79,15 @@ def price_stages(
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     crosses = fewest_devices(kinds, types, rooms) > max(domains)
-    batch = _batch(request, use, kinds, types, crosses=crosses, apart=apart, chunks=chunks)
+    alone = apart and not by_domain
+    batch = _batch(request, use, kinds, types, crosses=crosses, apart=alone, chunks=chunks)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
     time_s = np.broadcast_to(seconds, shape)
     leave_s = leave_tail_s = None
-    if by_domain and not (crosses or apart or compute_only):
-        far = _crossing(batch, kinds, domains)
+    if by_domain and not (crosses or compute_only):
+        far = _crossing(batch, kinds, domains, apart=apart)
         leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
         leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks), shape).T.copy()
     tails = [
@@ -261,10 +262,17 @@ def _batch(
     )
 
 
-def _crossing(batch: Batch, kinds: Sequence[StageKind], blocks: Sequence[int]) -> Batch:
-    """Return the same stages, in pipelines that leave their link domain."""
-    leaves = np.array([[_leaves(kind, blocks, apart=True) for kind in kinds]])
-    return replace(batch, pipeline=replace(batch.pipeline, crosses_node=leaves))
+def _crossing(batch: Batch, kinds: Sequence[StageKind], blocks: Sequence[int], *, apart: bool) -> Batch:
+    """Return the same stages, in pipelines that leave their link domain.
+
+    With `apart` a stage that leaves a neighbour of its size room sends over the network to the other one.
+    """
+    ones = np.ones((1, len(kinds)))
+    far = replace(batch, pipeline=replace(batch.pipeline, crosses_node=ones))
+    if not apart:
+        return far
+    rooms = np.array([[2.0 if 2 * kind.num_devices > blocks[kind.node_group] else 1.0 for kind in kinds]])
+    return replace(far, boundaries=replace(batch.boundaries, far_first=ones, far_last=ones, far_each=rooms))
 
 
 def _leaves(kind: StageKind, blocks: Sequence[int], *, apart: bool) -> float:

@@ -144,11 +144,13 @@ class SearchState:
         columns = pipeline_columns(self.problem, templates, filling=filling)
         rates = [columns.rate(i) for i in range(len(templates))]
         tails = columns.tails(self.problem, len(templates)).tolist()
-        shares = balance(rates, tails, self.problem.global_batch)
-        if shares is None:
-            return
-        made = Arrangement(templates=tuple(templates), shares=shares)
-        seconds = step_seconds(self.problem, made, filling=filling)
-        self.made[made] = seconds
-        if seconds < self.best_s:
-            self.best, self.best_s = made, seconds
+        # Gradients are summed when the last pipeline has them: then the longest tail follows all of them.
+        for own in (tails, [max(tails)] * len(tails)):
+            shares = balance(rates, own, self.problem.global_batch)
+            if shares is None:
+                return
+            made = Arrangement(templates=tuple(templates), shares=shares)
+            seconds = step_seconds(self.problem, made, filling=filling)
+            self.made[made] = seconds
+            if seconds < self.best_s:
+                self.best, self.best_s = made, seconds
