@@ -14,7 +14,7 @@ from tests.unit.planner.oracle import least_seconds
 
 from foreshard.planner.solver import pricing
 from foreshard.planner.solver import solve as solving
-from foreshard.planner.solver.enumeration import all_templates, undominated
+from foreshard.planner.solver.enumeration import all_templates, best_of_all, undominated
 from foreshard.planner.solver.problem import (
     Arrangement,
     PipelineRate,
@@ -29,6 +29,7 @@ from foreshard.planner.solver.problem import (
     template_faults,
 )
 from foreshard.planner.solver.shares import balance
+from foreshard.planner.solver.time_budget import ENDLESS
 
 CASES = 120  # runs over 560 seeds (506 of them solvable), also of the general search alone, found no mismatch
 LARGER = int(os.environ.get("FORESHARD_BRUTE_FORCE", "6"))
@@ -243,6 +244,31 @@ def test_listed_templates_are_all_of_them(seed):
     assert set(all_templates(problem)) == set(every_template(problem))
     assert set(undominated(problem, all_templates(problem))) <= set(every_template(problem))
     assert all_templates(problem, most=0) is None or not every_template(problem)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_quicker_stages_stand_for_those_they_are_better_than(seed):
+    """No step is longer with them, so the best of all is among pipelines of worthwhile stages."""
+    pytest.importorskip("scipy")
+    problem = random_problem(seed)
+    if seed % 2:
+        problem = replace(problem, hop_s=np.zeros_like(problem.hop_s))
+    every, fewer = all_templates(problem), all_templates(problem, every=False)
+    assert set(fewer) <= set(every) and bool(fewer) == bool(every)
+    if problem.hop_s.any():
+        assert fewer == every
+    ranges = [(low, high - 1) for low, high in zip(problem.copies, [*problem.copies[1:], 99], strict=True)]
+    for filling in ("full", "typical", "least") if every else ():
+        of_all, of_fewer = (
+            best_of_all(
+                problem, undominated(problem, some, filling=filling), ranges, ENDLESS, filling=filling
+            )[0]
+            for some in (every, fewer)
+        )
+        assert (of_all is None) == (of_fewer is None)
+        if of_all is not None:
+            best, other = (step_seconds(problem, one, filling=filling) for one in (of_all, of_fewer))
+            assert other == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -32,11 +32,15 @@ _LOOKED = 512
 
 
 def all_templates(
-    problem: Problem, most: int = MOST_TEMPLATES, budget: TimeBudget = ENDLESS
+    problem: Problem, most: int = MOST_TEMPLATES, budget: TimeBudget = ENDLESS, *, every: bool = True
 ) -> list[Template] | None:
-    """Return every pipeline that may run, None when there are more than `most` or time is up."""
+    """Return every pipeline that may run, None when there are more than `most` or time is up.
+
+    Without `every`, pipelines are left out of which a stage could be quicker on the same devices: with that
+    one instead no step is longer.
+    """
     found: list[Template] = []
-    endings = _endings(problem)
+    endings = _endings(problem, np.ones_like(problem.time_s, dtype=bool) if every else _worthwhile(problem))
     tried = 0
 
     def extend(stop: int, behind: tuple[StageSpan, ...], left: tuple[int, ...], size: int) -> bool:
@@ -60,7 +64,35 @@ def all_templates(
     return found if extend(problem.num_layers, (), problem.counts, 0) else None
 
 
-def _endings(problem: Problem) -> list[list[tuple[StageSpan, int, int, tuple[int, ...]]]]:
+def _worthwhile(problem: Problem) -> np.ndarray:
+    """Return which stages no other on as many devices is better than in all respects, by option and type.
+
+    Where messages cost by the options at both ends, every stage is worth a try.
+    """
+    kept = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    if problem.hop_s.any():
+        return kept
+    values = [problem.time_s, problem.far_s, *problem.tail_s, -problem.max_in_flight.astype(float)]
+    if problem.leave_tail_s is not None:
+        values += [tail + problem.leave_tail_s for tail in problem.tail_s]
+    if problem.shortest is not None:
+        values.append(problem.shortest * problem.time_s)
+    costs = np.where(kept, np.array(values), np.inf)
+    _, alike = np.unique(
+        np.column_stack([problem.takes, problem.micro_batch, problem.grain]), axis=0, return_inverse=True
+    )
+    for group in range(int(np.max(alike)) + 1):
+        own = np.flatnonzero(np.ravel(alike) == group)
+        for i in own:
+            worse = np.all(costs[:, own] >= costs[:, i : i + 1], axis=0) & kept[i]
+            worse &= np.any(costs[:, own] > costs[:, i : i + 1], axis=0) | (own > i)[:, None]
+            kept[own] &= ~worse
+    return kept
+
+
+def _endings(
+    problem: Problem, is_offered: np.ndarray
+) -> list[list[tuple[StageSpan, int, int, tuple[int, ...]]]]:
     """Return by its end what stages there are: the stage, its micro-batch, stages from it on, devices."""
     found: list[list[tuple[StageSpan, int, int, tuple[int, ...]]]] = [
         [] for _ in range(problem.num_layers + 1)
@@ -73,7 +105,7 @@ def _endings(problem: Problem) -> list[list[tuple[StageSpan, int, int, tuple[int
                 room = int(problem.max_in_flight[option, type_])
                 if room >= rounds_of(problem, size):
                     room = problem.max_stages
-                if room and np.isfinite(problem.time_s[option, type_]):
+                if room and is_offered[option, type_] and np.isfinite(problem.time_s[option, type_]):
                     found[stop].append(
                         (StageSpan(option=option, start=start, stop=stop), size, room, tuple(takes))
                     )

@@ -40,7 +40,7 @@ _ROUNDS = 25
 """Rounds of column generation for the most pipelines that devices hold; hardly any problem needs five."""
 _KEPT = 96
 """Arrangements a solution lists."""
-_FEW_DEVICES, _FEW_LAYERS = 10, 10
+_FEW_DEVICES, _FEW_LAYERS = 10, 16
 """Problems up to this size are solved by enumeration: it ends within seconds and at the optimum."""
 _OFFERED: tuple[Filling, ...] = ("full", "typical")
 """Costs of filling by which the best plan of an enumerated problem is offered: either may be nearer."""
@@ -277,7 +277,7 @@ class ProblemSearch:
         """Solve the problem by enumeration, unless there is too much of it for half of the time."""
         state, problem = self.state, self.state.problem
         half = state.budget.part(0.5)
-        templates = all_templates(problem, budget=half)
+        templates = all_templates(problem, budget=half, every=False)
         if templates is None:
             return
         kept: list[Template] = []
