@@ -63,7 +63,7 @@ INTERLEAVED = (
     "on each device"
 )
 """Of the space where an interleaved plan is chosen."""
-_PROVING = 0.5
+_PROVING = 0.35
 """Part of the search, once there is a plan, that goes to what holds the bound down, whatever it promises."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
@@ -81,7 +81,7 @@ _CHANGEABLE = 0.2
 """Part by which a 1f1b plan may be slower than the fastest and still be changed."""
 _FEWER = 0.25
 """Weight of the usual prices of fewer node groups beside those of all."""
-_CHANGING = 0.1
+_CHANGING = 0.05
 """Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
 """Weight of each depth of interleaved pipelines beside the likelier one before it."""
@@ -197,7 +197,8 @@ class MixedSearch:
             self._after(chosen)
         elif chosen.result is not None:
             self.stopped = chosen.result.stopped
-        if self.found.timed and chunk_counts(self.request):
+        # Not after grids alone: what mixes find leaves fewer of their plans to lay out in chunks.
+        if self.found.timed and chunk_counts(self.request) and not isinstance(chosen, EvenPlans):
             self._add_interleaved()
         for subspace in self.pipelines if self.found.timed and not had_plan else ():
             subspace.is_closed = False  # a plan to beat lets searches go on that had given up
