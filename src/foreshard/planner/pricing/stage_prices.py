@@ -61,7 +61,8 @@ def price_stages(
         Stages take as long as their computation alone.
     apart : bool
         Pipelines share no link domain, are as wide as each other and send over the network, instead of all at
-        its best: no bound, but nearer to what plans take.
+        its best: no bound, but nearer to what plans take. With `by_domain` those within a domain do not, and
+        a stage of others sends on one side alone where its domain has room for a neighbour as large.
     by_domain : bool
         Tell pipelines that lie within one link domain from others, whose messages leave it: `leave_s`.
         Without it all messages are taken to stay inside as soon as any pipeline fits a domain.
