@@ -15,6 +15,7 @@ import click
 
 from foreshard import __version__
 from foreshard.cli.options.answer import dump
+from foreshard.cli.options.missing import missing
 from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, verb
 from foreshard.errors import ForeshardError, SpecError, unknown
@@ -80,6 +81,9 @@ def run(args: Sequence[str]) -> int:
 
 def _usage_error(error: click.ClickException) -> SpecError:
     """Return click's complaint as one of ours."""
+    known = missing(error) if isinstance(error, click.MissingParameter) else None
+    if known is not None:
+        return known
     param = getattr(error, "param", None)
     key = None
     if param is not None:

@@ -3,8 +3,10 @@
 from dataclasses import fields
 
 import pytest
+from click import Context, MissingParameter
 
-from foreshard.cli.verbs import VERBS
+from foreshard.cli.options.missing import missing
+from foreshard.cli.verbs import VERBS, verb
 from foreshard.spec.plan_file import GroupEntry, PlanFile, StageEntry
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 
@@ -125,3 +127,18 @@ def test_doctor_names_every_extra_of_the_package():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     stated = set(project["project"]["optional-dependencies"]) - {"test", "dev"}
     assert {extra for extra, _ in _EXTRAS.values()} == stated
+
+
+def test_what_a_verb_needs_is_said_with_an_example(shell):
+    """Of every required option and argument of every verb: what it is, one to copy, and exit code 2."""
+    for name in VERBS:
+        command = verb(name)
+        for param in command.params:
+            if not param.required:
+                continue
+            said = missing(MissingParameter(param=param, ctx=Context(command, info_name=name)))
+            assert said is not None and "for example" in str(said), (name, param.opts)
+            assert said.exit_code == 2
+    found = shell("plan", "llama3-8b", "1x8xh100-sxm")
+    assert found.code == 2
+    assert "--global-batch: not given" in found.err and "--global-batch 512" in found.err
