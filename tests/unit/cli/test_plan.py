@@ -1,7 +1,9 @@
 """What a user of `foreshard plan` gets: the object, the file, the exit codes, the words."""
 
+import html
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -118,6 +120,9 @@ def test_a_report_is_one_page_without_anything_from_elsewhere(shell, tmp_path):
     assert answer.code == 0 and str(path) in answer.err
     assert "<svg" in text and "stage 0" in text and "h100-sxm" in text
     assert "http" not in text.replace("http-equiv", "") and "src=" not in text
+    listed = text.split("The space that the bound speaks of")[1].split("</ul>")[0]
+    terms = [html.unescape(term) for term in re.findall(r"<li>([^<]*)</li>", listed)]
+    assert len(terms) > 3 and f"The bound covers: {'; '.join(terms)}." in " ".join(answer.out.split())
 
 
 def test_explain_ranks_other_hardware(shell):

@@ -129,8 +129,10 @@ def _ladder(result: PlanResult) -> str:
     searched = (
         f"{number_of(result.evaluated, 'plan')} timed, {result.pruned:,} excluded by a bound, in {took}."
     )
-    space = f" The space: {result.space}." if result.space else ""
-    return f'<div class="ladder">{rows}</div><p class="lead">{html.escape(searched + space)}</p>'
+    terms = "".join(f"<li>{html.escape(term)}</li>" for term in result.space.split("; ") if term)
+    space = f"<details><summary>The space that the bound speaks of</summary><ul>{terms}</ul></details>"
+    lead = f'<p class="lead">{html.escape(searched)}</p>'
+    return f'<div class="ladder">{rows}</div>{lead}{space if terms else ""}'
 
 
 def _front(plans: Sequence[Ranked]) -> str:
