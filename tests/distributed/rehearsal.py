@@ -60,6 +60,7 @@ def rehearse(
     failed: list[BaseException] = []
 
     def body(rank: int) -> None:
+        trainer = None
         try:
             found_by = membership(store, rank, plan, ranks, timeout_s=30, resume=resume)
             trainer = Trainer(
@@ -74,6 +75,8 @@ def rehearse(
         except BaseException as error:
             failed.append(error)
             raise
+        finally:
+            stop_reading(trainer)
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -86,6 +89,12 @@ def rehearse(
     if failed:
         raise failed[0]
     return found
+
+
+def stop_reading(trainer: Trainer | None) -> None:
+    """End the thread that reads ahead: it would seed the process's generators while the next test draws."""
+    if trainer is not None and trainer._feed is not None:
+        trainer._feed.close()
 
 
 def values(trainer: Trainer) -> dict[tuple[int, str], torch.Tensor]:
@@ -112,4 +121,4 @@ def worst_error(found: Mapping[int, Any], reference: Mapping[Any, torch.Tensor])
     )
 
 
-__all__ = ["Options", "gradients", "plan_of", "rehearse", "values", "worst_error"]
+__all__ = ["Options", "gradients", "plan_of", "rehearse", "stop_reading", "values", "worst_error"]

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foreshard.runtime.gradient_check import gradient_error
 from foreshard.runtime.job.job import Job
+from foreshard.runtime.job.layer_builders import SEEDING
 
 WORDS = 16
 
@@ -82,8 +83,9 @@ class Turned(nn.Module):
 
 
 def job(dataset: Any, middle: Callable[[], list[nn.Module]], **more: Any) -> Job:
-    torch.manual_seed(0)
-    layers = [nn.Embedding(WORDS, 8), *middle(), nn.Linear(8, WORDS)]
+    with SEEDING:
+        torch.manual_seed(0)
+        layers = [nn.Embedding(WORDS, 8), *middle(), nn.Linear(8, WORDS)]
     assert len(layers) == 8
     return Job.of(
         [layer.double() for layer in layers],

@@ -19,6 +19,7 @@ from foreshard.runtime.gradient_check import gradient_error
 from foreshard.runtime.job.hf_split import KNOWN
 from foreshard.runtime.job.hf_tensor import CUT
 from foreshard.runtime.job.job import Job
+from foreshard.runtime.job.layer_builders import SEEDING
 
 WORDS = 32
 SMALL = {
@@ -62,8 +63,9 @@ class Lines:
 
 def job(kind: str, dtype: Any = torch.float64, **changes: Any) -> Job:
     config = transformers.AutoConfig.for_model(kind, **{**MORE.get(kind, SMALL), **changes})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+    with SEEDING:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
 
     def loss(output: Any, batch: Any) -> Any:
         target = batch[:, 1:]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rehearsal import stop_reading
 
 from foreshard.runtime.job.job import Job
 from foreshard.runtime.membership import member as membership_module
@@ -211,6 +212,7 @@ class _Stage:
         if self.trainer is not None:
             with suppress(RuntimeError):
                 self.trainer.release()
+            stop_reading(self.trainer)
             self.trainer = None
         if self.membership is not None:
             self.membership._done.set()

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from foreshard.errors import SpecError
 from foreshard.profile.batches import as_tuple
-from foreshard.runtime.job.layer_builders import Builder, Key, Tied, builders_of, layers_of
+from foreshard.runtime.job.layer_builders import SEEDING, Builder, Key, Tied, builders_of, layers_of
 from foreshard.runtime.job.user_code import user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
@@ -197,10 +197,10 @@ def load_job(path: str, *, seed: int = 0) -> Job:
             more["tensor_plan"] = more["tensor_plan"]()
     made = {}
     for name in ("model", "dataset"):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # the job may use numpy's global generator
-        with user_code(name, path):
+        with SEEDING, user_code(name, path):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # the job may use numpy's global generator
             made[name] = getattr(module, name)()
     return Job.of(made["model"], made["dataset"], module.loss, module.optimizer, seed=seed, path=path, **more)
 

@@ -17,7 +17,7 @@ from foreshard.runtime.job.user_code import user_code
 Builder = Callable[[], nn.Module]
 Key = tuple[int, str]
 Tied = tuple[tuple[Key, ...], ...]
-SEEDING = threading.Lock()
+SEEDING = threading.RLock()
 """Held while the process's random generators are seeded: all threads share them."""
 
 
