@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from foreshard.predict.analytical.engine import slowest_parts, stage_times, step
 from foreshard.predict.batch import Case, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.placement import crosses_node, link_domains
+from foreshard.predict.step import predict
 from foreshard.spec.plan import Group, Plan, Stage
 
 MODELS = ("gpt2-large", "llama3-8b", "llama2-13b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")
@@ -180,3 +182,28 @@ def test_no_step_is_shorter_than_the_bytes_that_leave_a_node(part):
             assert seconds >= least * (1.0 - 1e-9)
             assert graph_s(case) >= least * (1.0 - 1e-9)
     assert tight > 5
+
+
+def test_a_tied_table_is_summed_where_its_ends_lie():
+    """Both ends in one node and the middle in another: the sum does not take the network."""
+    model = api.load_model("gpt2-xl")
+    model = replace(model, blocks=model.blocks[:6])
+    cluster = api.load_cluster("1x2xrtx-3090+1x2xrtx-4090@400Gb/s")
+    spans = [(0, 3), (3, 6), (6, 8)]
+    for ranks in permutations(range(4), 3):
+        stages = tuple(
+            Stage(ranks=(r,), layers=(span,), zero=1) for r, span in zip(ranks, spans, strict=True)
+        )
+        group = Group(share=12, stages=stages, micro_batch=4, schedule="1f1b", sp=False)
+        made = Plan(
+            global_batch=12,
+            seq_len=512,
+            precision="fp16",
+            optimizer="adamw",
+            framework="megatron-core",
+            groups=(group,),
+        )
+        closed, graph = (
+            predict(model, cluster, made, engine=engine).step_time_s for engine in ("analytical", "graph")
+        )
+        assert closed == pytest.approx(graph, rel=5e-3), ranks

@@ -317,7 +317,7 @@ def _pipeline(case: Case, setup: RunSetup, group: Group, domains: np.ndarray) ->
         num_chunks=float(group.num_chunks),
         zero_bubble=float(group.schedule == "zb-h1"),
         all_forward=float(group.schedule == "gpipe"),
-        crosses_node=float(any(_far(group, domains))),
+        ends_cross=float(crosses_node(group.stages[0], group.stages[-1], domains)),
         num_devices=float(sum(len(stage.ranks) for group in case.plan.groups for stage in group.stages)),
     )
 

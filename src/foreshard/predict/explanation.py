@@ -71,7 +71,7 @@ def figures_of(case: Case, batch: Batch) -> Figures:
     return Figures(
         group=groups[g],
         stage=_stage_of(groups[g], at(layers)),
-        crosses=at(batch.pipeline.crosses_node) > 0,
+        crosses=at(batch.boundaries.far_each) > 0,
         num_layers=at(layers),
         tokens=tokens,
         params=sum(at(count * kind.dense_params * kind.trainable / tp) for kind, count in held),

@@ -39,7 +39,7 @@ class Pipeline:
     num_chunks: Any
     zero_bubble: Any
     all_forward: Any  # 1 when all forwards come before the backwards
-    crosses_node: Any  # 1 when any neighbouring stages are on different nodes
+    ends_cross: Any  # 1 when its first and its last stage are in different link domains
     num_devices: Any  # of the whole plan
     hidden: Any
     vocab: Any

@@ -248,7 +248,7 @@ def test_the_worst_boundary_counts_wherever_it_is():
     """Only the last of three boundaries leaves the node."""
     inside, last_leaves = pipelined([(0,), (1,), (2,), (3,)]), pipelined([(5,), (6,), (7,), (8,)])
     crossing = [
-        build_batch([case(plan(group))], TrainingConstants()).pipeline.crosses_node.item()
+        build_batch([case(plan(group))], TrainingConstants()).pipeline.ends_cross.item()
         for group in (inside, last_leaves)
     ]
     assert crossing == [0.0, 1.0]

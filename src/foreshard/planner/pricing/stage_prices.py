@@ -90,11 +90,15 @@ def price_stages(
     if by_domain and not (crosses or compute_only):
         far = _crossing(batch, kinds, domains, apart=apart)
         leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
-        leave_tail_s = np.broadcast_to(_leave_tail(far, batch, stage, blocks), shape).T.copy()
-    tails = [
-        np.broadcast_to(_tail(batch, stage, copies, blocks, apart=apart), shape).T
-        for copies in _copies(request)
-    ]
+        longer_s = _leave_tail(far, batch, stage, blocks)
+        # At best the ends of a pipeline that leaves a domain lie in one all the same.
+        longer_s = longer_s if apart else np.minimum(longer_s, 0.0)
+        leave_tail_s = np.broadcast_to(longer_s, shape).T.copy()
+    tails = [_tail(batch, stage, copies, blocks, apart=apart) for copies in _copies(request)]
+    if crosses and not apart:  # at best both ends lie in one domain, or in two
+        near = replace(batch, pipeline=replace(batch.pipeline, ends_cross=np.zeros((1, len(kinds)))))
+        ends = [_tail(near, stage, copies, blocks, apart=False) for copies in _copies(request)]
+        tails = [np.minimum(one, other) for one, other in zip(tails, ends, strict=True)]
     nodes = request.cluster.nodes
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
     for i, kind in enumerate(kinds):
@@ -110,7 +114,7 @@ def price_stages(
         grain=np.array([kind.inner_dp for kind in kinds]),
         time_s=time_s.T.copy(),
         copies=_copies(request),
-        tail_s=np.array(tails),
+        tail_s=np.array([np.broadcast_to(tail, shape).T for tail in tails]),
         max_in_flight=rooms.T.copy(),
         hop_s=np.zeros((len(kinds), len(kinds))),
         jitter=request.constants.jitter,
@@ -172,7 +176,7 @@ def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, a
 def _leave_tail(far: Batch, near: Batch, stage: StageTimes, blocks: np.ndarray) -> np.ndarray:
     """Return how much longer the tail of every stage is where its pipeline leaves a link domain.
 
-    A table that the first and the last stage share crosses it, however many pipelines there are.
+    A table that the first and the last stage share crosses it with them, however many pipelines there are.
     """
     return _tail(far, stage, 1, blocks, apart=False) - _tail(near, stage, 1, blocks, apart=False)
 
@@ -257,7 +261,7 @@ def _batch(
             num_chunks=np.where(alone > 0, 1.0, float(chunks)),
             zero_bubble=0.0,
             all_forward=0.0,
-            crosses_node=ends,
+            ends_cross=ends,
             num_devices=8.0,
         ),
     )
@@ -269,7 +273,7 @@ def _crossing(batch: Batch, kinds: Sequence[StageKind], blocks: Sequence[int], *
     With `apart` a stage that leaves a neighbour of its size room sends over the network to the other one.
     """
     ones = np.ones((1, len(kinds)))
-    far = replace(batch, pipeline=replace(batch.pipeline, crosses_node=ones))
+    far = replace(batch, pipeline=replace(batch.pipeline, ends_cross=ones))
     if not apart:
         return far
     rooms = np.array([[2.0 if 2 * kind.num_devices > blocks[kind.node_group] else 1.0 for kind in kinds]])

@@ -301,7 +301,7 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     tail = np.where(traits.grad_overlap > 0, exposed, reduce)
     tail = tail + across_groups_s(stage.params, stage.expert_params, machine)
     if np.count_nonzero(p.tied):
-        tied = tied_sync_s(p.hidden, p.vocab, p.crosses_node, machine) * p.tied
+        tied = tied_sync_s(p.hidden, p.vocab, p.ends_cross, machine) * p.tied
         ends = np.maximum(batch.has_embedding, batch.has_head)
         # Each end waits for the other, and the sum takes as long as the slower one needs.
         slower = (ends * tied).max(0) if batch.boundaries.is_chain else tied

@@ -148,7 +148,7 @@ class TableStages:
                 num_chunks=_real(table.vpp),
                 zero_bubble=(table.schedule[None] == _ZERO_BUBBLE) * 1.0,
                 all_forward=(table.schedule[None] == _GPIPE) * 1.0,
-                crosses_node=leaves[None] * 1.0,
+                ends_cross=leaves[None] * 1.0,
                 num_devices=_real(width * table.pp),
             ),
         )
