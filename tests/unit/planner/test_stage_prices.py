@@ -164,6 +164,27 @@ def test_usual_prices_are_nearer_to_what_plans_take_over_slow_links():
     assert np.median(off["usual"]) < 0.6 * np.median(off["best"])
 
 
+def test_usual_prices_know_that_every_pipeline_leaves_its_node():
+    """A model that no node holds, on half nodes: every stage has one neighbour in another node."""
+    request = asked("llama3-70b", "4x8xa100-sxm-80gb+4x8xh100-sxm@25Gb/s", 4096, "bf16")
+    usual = price_stages(request, (0, 1), by_domain=True, every=True, apart=True)
+    halves = [
+        option
+        for option, kind in enumerate(usual.names)
+        if (kind.tp, kind.num_devices, kind.micro_batch, kind.recompute) == (4, 4, 1, "full")
+    ]
+    for stages in (12, 16):  # of each kind of node all halves are used
+        cuts = np.linspace(0, usual.num_layers, stages + 1).round().astype(int).tolist()
+        options = sorted(halves * (stages // 2))
+        spans = tuple(
+            StageSpan(option=o, start=a, stop=b)
+            for o, a, b in zip(options, cuts[:-1], cuts[1:], strict=True)
+        )
+        arrangement = Arrangement(templates=(spans,), shares=(BATCH,))
+        plan = plan_of(request, usual, arrangement)
+        assert step_seconds(usual, arrangement) == pytest.approx(engine_seconds(request, [plan])[0], rel=0.05)
+
+
 def test_engine_seconds_are_those_of_a_prediction():
     request, rng = asked(*CASES[0]), np.random.default_rng(2)
     problem = price_stages(request, (0, 1))

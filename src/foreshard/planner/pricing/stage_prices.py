@@ -82,6 +82,8 @@ def price_stages(
     crosses = fewest_devices(kinds, types, rooms) > max(domains)
     alone = apart and not by_domain
     batch = _batch(request, use, kinds, types, crosses=crosses, apart=alone, chunks=chunks)
+    if crosses and by_domain and apart:  # every pipeline is one whose messages leave a domain
+        batch = _crossing(batch, kinds, domains, apart=True)
     stage = stage_times(batch)
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
