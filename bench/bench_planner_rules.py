@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.mixed import found, search, subspaces
+from foreshard.planner.mixed import best_so_far, search, subspaces
 from foreshard.planner.result import PlanResult
 from foreshard.planner.search import plan
 from foreshard.planner.solver import bound_raising, integer_heuristic
@@ -60,7 +60,7 @@ RULES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "all rules": nullcontext,
     "subspaces in turn": _off(search, "next_subspace", _in_turn),
     "no interleaved pipelines": _off(search, "chunk_counts", lambda request: ()),
-    "no chunks laid out": _off(found, "laid_out", lambda request, plan: plan),
+    "no chunks laid out": _off(best_so_far, "laid_out", lambda request, plan: plan),
     "no chunks on plans as they are": _off(search, "_NEAREST", 0),
     "no more room in memory": _off(search, "_ROOMIER", 0),
     "no sets covered": _off(search, "_COVERED", -1.0),

@@ -34,7 +34,7 @@ from verbs import foreshard
 from foreshard.lab.lab import Lab, load_lab
 from foreshard.lab.simulated_run import simulate_lab
 from foreshard.predict.measured.costs import load_costs
-from foreshard.runtime.adaptive.layer_times import PassTimes
+from foreshard.runtime.adaptive.pass_times import PassTimes
 from foreshard.runtime.records.outcome import kept_steps
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan

@@ -12,7 +12,11 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-MODULES = ("foreshard.lab.worker", "foreshard.runtime.worker", "foreshard.runtime.membership.supervisor")
+MODULES = (
+    "foreshard.lab.rank_hardware",
+    "foreshard.runtime.worker",
+    "foreshard.runtime.membership.supervisor",
+)
 
 
 class Forked(subprocess.Popen):  # type: ignore[type-arg]

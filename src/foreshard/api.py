@@ -127,7 +127,7 @@ def advise(
 def report(path: str, model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
     """Predict, write the one-file HTML report, and return the prediction."""
     from foreshard.advise.advice import improvements
-    from foreshard.advise.fit import nearest_fit
+    from foreshard.advise.nearest_fit import nearest_fit
     from foreshard.report.pages.prediction_page import page, page_data
 
     asked = request(model, cluster, plan, **choices)

@@ -18,7 +18,7 @@ from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import draw_plans, valid_plans
 from foreshard.predict.stage_rows import extra_chunks, stage_rows_of
 from foreshard.spec.checks import check_plan
-from foreshard.spec.layout import block_cuts
+from foreshard.spec.degrees import block_cuts
 
 CASES = {
     "dense": ("gpt-22b", "2x8xa100-sxm-80gb", 64, 2048),

@@ -1,4 +1,4 @@
-"""What a user asks about one run, and what would improve it.
+"""Advice on one run: what was asked, and which change would improve it.
 
 Decides which single changes win time, which nearest change fits memory, what other hardware would gain, and
 how group shares should be split. In goes a `request.Request` (model, cluster, and degrees or a plan); out

@@ -104,7 +104,7 @@ class Request:
         """
         if self.plan is not None:
             return self.plan
-        from foreshard.spec.layout import plan_from_degrees
+        from foreshard.spec.degrees import plan_from_degrees
 
         choices = {name: value for name, value in self.choices.items() if value is not None}
         comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}

@@ -83,7 +83,7 @@ def _export_run(run: str, target: str, output: str | None, step: int | None) -> 
     needs_torch("export", "Reading a checkpoint")
     from pathlib import Path
 
-    from foreshard.runtime.checkpoint.exported import export_run
+    from foreshard.runtime.checkpoint.other_formats import export_run
 
     found = export_run(Path(run), target, Path(output), step)
     say(f"the checkpoint of step {found} is written to {output}/")

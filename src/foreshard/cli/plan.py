@@ -154,7 +154,7 @@ def command(
         result, others = _compared(source, target, asked, result, compare_with or ())
 
     def screen() -> Screen:
-        from foreshard.report.plan_table import plan_screen
+        from foreshard.report.plan_screen import plan_screen
 
         name = model if source is None else source.name
         return plan_screen(result, name, target, gains=gains, others=others, pressed=bool(pressed))

@@ -13,7 +13,7 @@ from foreshard.cli.options.sources import verb_command
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
-    from foreshard.advise.fit import Fit
+    from foreshard.advise.nearest_fit import Fit
     from foreshard.report.screen import Screen
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.timeline import Timeline
@@ -44,7 +44,7 @@ def command(
     else:
         prediction = request.predict()
     if not prediction.memory.fits:
-        from foreshard.advise.fit import nearest_fit
+        from foreshard.advise.nearest_fit import nearest_fit
 
         fit = nearest_fit(request, prediction)
     elif report or not wants_json():
@@ -58,7 +58,7 @@ def command(
 
         save_page(report, page(page_data(request, prediction, timeline, advice or (), fit)))
     if explain:
-        from foreshard.report.explain import explanations
+        from foreshard.report.explain_screen import explanations
 
         explained = explanations(request, prediction)
 
@@ -70,7 +70,7 @@ def command(
 
     give(_object(prediction, fit, explained), screen)
     if fit is not None:
-        from foreshard.advise.fit import verdict
+        from foreshard.advise.nearest_fit import verdict
 
         say(f"foreshard: {verdict(prediction, fit)}")
         ctx.exit(NOTHING_FITS)

@@ -29,7 +29,7 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
     foreshard replan run plan.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.report.run_progress import Follow
-    from foreshard.runtime.membership.replanning import request_plan
+    from foreshard.runtime.membership.operator_requests import request_plan
 
     events = Path(run) / "events.jsonl"
     follow, until = Follow(events), time.monotonic() + wait_s

@@ -1,7 +1,9 @@
-"""Time of collectives on a cluster, by the faster of ring, tree and in-switch reduction.
+"""Time of collectives on a cluster.
 
-Decides how long an all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send takes. Bytes,
-ranks and a fabric (two levels of bandwidth and latency, made from a cluster) go in; seconds come out,
-vectorised over plans. A new collective is a function of ``collectives.py``; read it first, then
-``fabric.py``.
+Decides how long an all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send takes. Bytes, ranks
+and a fabric (two levels of bandwidth and latency, made from a cluster) go in; seconds come out, vectorised
+over plans. An all-reduce takes the faster of ring and tree; the tree may reduce in the switch. A new
+collective is a function of ``collectives.py``, a new algorithm a `Pipelined` there; constants of links are
+read by ``catalog/fabrics.py``, and where a step uses a collective is ``predict/tasks/collectives.py``. Read
+``collectives.py`` first, then ``fabric.py``.
 """

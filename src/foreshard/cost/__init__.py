@@ -1,7 +1,6 @@
 """Formulas of single things: kernels, memory, money, energy.
 
-Decides what one matrix product, attention, streaming kernel or rank's memory takes, never a whole step.
-Sizes and constants of a device go in, as numbers or arrays; seconds, bytes, dollars or joules come out.
-What a step makes of them is in ``predict``. Read ``gemm.py`` first; the bytes of a rank are in
-``memory.py``.
+Decides what one matrix product, attention, streaming kernel or rank's memory takes, never a whole step. Sizes
+and constants of a device go in, as numbers or arrays; seconds, bytes, dollars or joules come out. How a step
+combines them is in ``predict``. Read ``gemm.py`` first; the bytes of a rank are in ``memory.py``.
 """

@@ -23,7 +23,7 @@ def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) ->
         fix = 'Use foreshard lab, or clock = "cpu"'
         raise SpecError(what, file=file, key="clock", value="wall", rule=rule, fix=fix)
     return Emulation(
-        worker="foreshard.lab.worker",
+        worker="foreshard.lab.rank_hardware",
         file=str(Path(file).resolve()),
         cluster=lab.cluster(),
         expected=[rank for rank in range(ranks) if lab.there_at(0, rank)],

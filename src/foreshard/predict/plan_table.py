@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreshard.spec.checks import MODELLED_SCHEDULES
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from foreshard import quantity
-from foreshard.report.plan_table import searched_box
+from foreshard.report.plan_screen import searched_box
 from foreshard.report.plan_words import degrees
 from foreshard.report.screen import Box, Screen, listing
 

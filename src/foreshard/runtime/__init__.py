@@ -4,8 +4,8 @@ Decides nothing about which plan is best; it makes sure that any plan gives the 
 that every sample counts once, and that ranks may die, stall, leave and join. In go a job file, a plan and,
 for adaptive runs, a policy; out come a checkpoint, metrics, events and a ledger of samples in the run's
 folder. `launch` starts ranks, `worker` is one rank's process, `trainer` its loop: read `trainer` first. A
-step is in `engine`, what a rank holds in `state`, the user's code in `job`. A killed rank is noticed in
-`membership`.
+step is in `engine`, its times are measured by `engine/clock`, what a rank holds is in `state`, the user's
+code in `job`. A killed rank is noticed in `membership`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from foreshard.runtime.job.job import load_job
 from foreshard.runtime.job.readers import ReaderLost, Readers
 from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
+from foreshard.runtime.membership.operator_requests import Requests
 from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.runtime.membership.progress import Progress
-from foreshard.runtime.membership.replanning import Requests
 from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
 from foreshard.runtime.records.ledger import Ledger

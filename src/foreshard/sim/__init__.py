@@ -1,6 +1,6 @@
-"""When every task of a program runs.
+"""Executes a program: when every task starts and ends.
 
 Decides the start and end of tasks that occupy resources in order and wait for other tasks. A program
-(``graph/program``) goes in, times come out. Read
-``critical_path.py`` first; ``_kernel.py`` is its compiled loop.
+(``graph/program``) goes in, times come out. Read ``critical_path.py`` first; ``_kernel.py`` is its compiled
+loop.
 """

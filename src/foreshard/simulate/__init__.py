@@ -1,8 +1,8 @@
-"""A test bed for policies: a cluster that changes, slot by slot, and what every policy makes of it.
+"""A test bed for policies in which nothing trains: all play the same changing cluster, slot by slot.
 
 A scenario goes in, an `Evaluation` comes out: mean step time, costs and changes of every policy on the same
-paths, beside the bound of one who knows them. `dynamics` draws paths, `slot_loop` plays them, `policies`
-are what the controller is compared with, `policy_adapter` plays any policy of events, `clairvoyant_bound`
-and `hindsight` know the path. Read `evaluation` first. A policy that can also run on ranks belongs in
-`control`, in `baselines`; `policies` has rules for scenarios alone.
+paths, beside a lower bound that knows the future. `dynamics` draws paths, `slot_loop` plays them, `policies`
+are what the controller is compared with, `policy_adapter` plays any policy of events, `clairvoyant_bound` and
+`hindsight` know the path. Read `evaluation` first. A policy that can also run on ranks belongs in `control`,
+in `baselines`; `policies` has rules for scenarios alone.
 """

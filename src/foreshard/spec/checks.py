@@ -10,7 +10,7 @@ from foreshard.errors import SpecError
 from foreshard.spec.block import Block
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import one_of, whole
-from foreshard.spec.layout import divisors
+from foreshard.spec.degrees import divisors
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
     OFFLOADS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from foreshard.spec.layout import block_cuts, spans_of
+from foreshard.spec.degrees import block_cuts, spans_of
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.validation.row_cluster import Reading

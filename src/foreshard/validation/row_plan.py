@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.framework import Framework
-from foreshard.spec.layout import plan_from_degrees
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.validation.cells import truth

@@ -7,7 +7,7 @@ from foreshard.catalog.hybrids import hybrid_model
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.predict import predict
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.model import lora
 from foreshard.validation.row_model import resolve_row_model
 

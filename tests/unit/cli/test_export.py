@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from foreshard.cli import main
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def place(tmp_path, monkeypatch, answered):
     """A folder with the files the README speaks of."""
     import json
 
-    from foreshard.spec.layout import layer_spans
+    from foreshard.spec.degrees import layer_spans
 
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "config.json").write_bytes((ROOT / "examples/llama3-70b.json").read_bytes())

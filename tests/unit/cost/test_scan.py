@@ -3,7 +3,7 @@ import pytest
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_model
-from foreshard.cost.scan import CHUNK, scan_s
+from foreshard.cost.state_space_scan import CHUNK, scan_s
 
 KERNELS = kernel_model(resolve_device("h100-sxm"), "bf16", fidelity="datasheet")
 

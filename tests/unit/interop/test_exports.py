@@ -19,7 +19,7 @@ from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.interop import TARGETS, export
 from foreshard.planner.search import plan as search
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan
 
 SCHEMA = Path(__file__).with_name("schema")

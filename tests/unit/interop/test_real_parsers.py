@@ -28,7 +28,7 @@ from foreshard.errors import SpecError
 from foreshard.interop import export
 from foreshard.interop.uniform import uniform
 from foreshard.predict.space import draw_plans
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
 

@@ -12,7 +12,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.planner.baselines import BASELINES, adopted, judge
-from foreshard.planner.baselines.grid import best_chain, even_cuts
+from foreshard.planner.baselines.uniform_degrees import best_chain, even_cuts
 from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.solver.problem import Problem, faults, pipeline_rate, step_seconds

@@ -16,7 +16,7 @@ from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan
 
 pytest.importorskip("numba", reason="executing hundreds of schedules needs the extra `plan`")

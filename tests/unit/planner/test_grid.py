@@ -11,8 +11,8 @@ from foreshard.catalog.models import load_model
 from foreshard.catalog.offers import offers_of
 from foreshard.catalog.training import training_constants
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
+from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.bounds import cell_bounds, device_seconds_floor, pass_bounds
-from foreshard.planner.grid.found import Found
 from foreshard.planner.grid.search import search_rows
 from foreshard.planner.grid.space import (
     GridRequest,

@@ -9,7 +9,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.planner.mixed import loading, search
-from foreshard.planner.mixed.found import MixedFound
+from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.node_sets import node_sets
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request

@@ -11,10 +11,10 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError
-from foreshard.planner.mixed import found as found_module
+from foreshard.planner.mixed import best_so_far as found_module
 from foreshard.planner.mixed import search as search_module
+from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.even_plans import EvenPlans
-from foreshard.planner.mixed.found import MixedFound
 from foreshard.planner.mixed.infeasible import least_devices
 from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.mixed.node_sets import capped, node_sets
@@ -27,7 +27,7 @@ from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 
 pytest.importorskip("scipy", reason="planning mixed devices needs the extra `plan`")
 

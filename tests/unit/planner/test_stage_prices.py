@@ -177,8 +177,7 @@ def test_usual_prices_know_that_every_pipeline_leaves_its_node():
         cuts = np.linspace(0, usual.num_layers, stages + 1).round().astype(int).tolist()
         options = sorted(halves * (stages // 2))
         spans = tuple(
-            StageSpan(option=o, start=a, stop=b)
-            for o, a, b in zip(options, cuts[:-1], cuts[1:], strict=True)
+            StageSpan(option=o, start=a, stop=b) for o, a, b in zip(options, cuts[:-1], cuts[1:], strict=True)
         )
         arrangement = Arrangement(templates=(spans,), shares=(BATCH,))
         plan = plan_of(request, usual, arrangement)

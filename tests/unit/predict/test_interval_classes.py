@@ -4,7 +4,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.predict import predict
 from foreshard.predict.interval import class_interval, interval_evidence, points_of, residual_classes
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 
 
 def test_points_of_unmeasured_architectures_are_those_of_the_class_one_wider():

@@ -24,7 +24,7 @@ from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.space import RULES, draw_plans, valid_plans
 from foreshard.predict.stage_rows import recompute_columns, stage_rows_of
 from foreshard.spec.checks import check_plan
-from foreshard.spec.layout import layer_spans
+from foreshard.spec.degrees import layer_spans
 
 SPACES = {
     "dense, thousands of devices": (

@@ -1,10 +1,11 @@
 import pytest
 
 from foreshard import api
-from foreshard.advise import advice, fit
+from foreshard.advise import advice
+from foreshard.advise import nearest_fit as nearest_fit_module
 from foreshard.advise.advice import improvements
 from foreshard.advise.change import apply, effect
-from foreshard.advise.fit import nearest_fit, verdict
+from foreshard.advise.nearest_fit import nearest_fit, verdict
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
@@ -102,7 +103,7 @@ def test_offload_and_nodes_come_only_when_nothing_else_fits():
 def test_no_candidate_is_more_than_the_framework_ships(framework, monkeypatch):
     asked = ask("mixtral-8x7b", "4x8xh100-sxm", tp=2, pp=2, framework=framework, zero=0)
     seen = []
-    for place in (advice, fit):
+    for place in (advice, nearest_fit_module):
         monkeypatch.setattr(place, "effect", record(seen))
     base = asked.predict()
     improvements(asked, base)

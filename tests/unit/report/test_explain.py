@@ -1,6 +1,6 @@
 import pytest
 
-from foreshard.report.explain import explanations
+from foreshard.report.explain_screen import explanations
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS
 
 

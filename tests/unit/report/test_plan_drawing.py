@@ -9,7 +9,7 @@ import pytest
 from foreshard.advise.baseline_comparison import beyond
 from foreshard.catalog.clusters import load_cluster
 from foreshard.report.pages import plan_drawing
-from foreshard.report.plan_table import drawn, idle_words
+from foreshard.report.plan_screen import drawn, idle_words
 from foreshard.report.plan_words import degrees, distinct_names, plan_line
 from foreshard.spec.plan import Group, Plan, Stage
 

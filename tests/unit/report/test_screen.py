@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from foreshard.report.explain import explanations
+from foreshard.report.explain_screen import explanations
 from foreshard.report.plain import render
 from foreshard.report.plan_words import plan_line
 from foreshard.report.screen import Screen, Table

@@ -7,7 +7,7 @@ import pytest
 from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import rank_times, step_seconds
-from foreshard.runtime.adaptive.layer_times import PassTimes
+from foreshard.runtime.adaptive.pass_times import PassTimes
 from foreshard.spec.plan_file import parse_plan
 
 LAYER = {

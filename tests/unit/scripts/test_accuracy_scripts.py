@@ -27,7 +27,7 @@ from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import with_constants
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.validation.scoring import RowOutcome
 
 TRUTH = replace(TrainingConstants(), gemm_derate=1.35, host_eager=900e-6, flash_forward=1.0)

@@ -34,7 +34,7 @@ from foreshard.predict.interval import (
     step_interval,
     widening,
 )
-from foreshard.spec.layout import plan_from_degrees
+from foreshard.spec.degrees import plan_from_degrees
 
 
 def interval(predicted, residuals, level=0.9, factor=1.0):

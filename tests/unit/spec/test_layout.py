@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.spec.layout import block_cuts, layer_spans, plan_from_degrees
+from foreshard.spec.degrees import block_cuts, layer_spans, plan_from_degrees
 
 
 @pytest.mark.parametrize(

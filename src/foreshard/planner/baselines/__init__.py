@@ -1,8 +1,8 @@
 """Published planners, rebuilt from their papers over the same priced stages, under one judge.
 
-Decides what each of them would have chosen. The abstract problem of our own search goes in; for each
-planner its plan, timed by the same engine, comes out. A new published planner is one file and an entry of
-``registry.py``. Read ``registry.py`` first, then ``verdict.py``.
+Decides what each of them would have chosen. A `solver.problem.Problem`, as our own search solves it, goes in;
+for each planner its plan, timed by the same engine, comes out. A new published planner is one file and an
+entry of ``registry.py``. Read ``registry.py`` first, then ``verdict.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreshard.planner.baselines.grid import Best, Grid, Shape, promising
+from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, promising
 from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate
 
 

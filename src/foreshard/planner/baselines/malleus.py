@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from foreshard.planner.baselines.grid import Best, Grid, Shape, Step, promising
+from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, Step, promising
 from foreshard.planner.solver.problem import Arrangement, Problem
 
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from foreshard.planner.baselines.grid import Best, Grid, Step, even_cuts, numbers
+from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, even_cuts, numbers
 from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate
 
 _MOVES = 64

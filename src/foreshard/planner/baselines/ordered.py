@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from foreshard.planner.baselines.grid import Best, Grid, Shape, Step, numbers, promising
+from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, Step, numbers, promising
 from foreshard.planner.solver.problem import Arrangement, Problem
 
 

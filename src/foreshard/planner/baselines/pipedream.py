@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from foreshard.planner.baselines.grid import Best, Grid, Step, numbers
+from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, numbers
 from foreshard.planner.solver.problem import Arrangement, Problem, Template
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from foreshard.planner.baselines.anything import anything
 from foreshard.planner.baselines.even import even, lb_bsp
-from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.malleus import malleus
 from foreshard.planner.baselines.metis import metis
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
+from foreshard.planner.baselines.random_plans import anything
 from foreshard.planner.baselines.sailor import sailor
+from foreshard.planner.baselines.uniform_degrees import Best
 from foreshard.planner.solver.problem import Arrangement, Problem
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from foreshard.errors import SpecError
-from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.registry import BASELINES, Baseline
+from foreshard.planner.baselines.uniform_degrees import Best
 from foreshard.planner.pricing.engine_times import engine_seconds, predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages

@@ -10,8 +10,8 @@ import numpy as np
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import InfeasibleError, LimitError
+from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.bounds import device_seconds_floor
-from foreshard.planner.grid.found import Found
 from foreshard.planner.grid.infeasible import infeasible
 from foreshard.planner.grid.node_counts import part_of, sizes_of
 from foreshard.planner.grid.search import search_rows

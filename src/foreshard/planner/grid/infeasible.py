@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreshard.errors import InfeasibleError
-from foreshard.planner.grid.found import Found
+from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.search import search_rows
 from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.nearest_change import (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.errors import ExtraMissingError, SpecError
-from foreshard.planner.grid.found import Found
+from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.search import Cells, walk
 from foreshard.planner.grid.space import GridRequest
 

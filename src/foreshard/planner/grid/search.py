@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.bounds import cell_bounds, pass_bounds, score_of
-from foreshard.planner.grid.found import Found
 from foreshard.planner.grid.space import (
     GridRequest,
     cell_sizes,

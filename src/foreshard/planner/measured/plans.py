@@ -24,7 +24,7 @@ from foreshard.planner.result import PlanResult, Ranked
 from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
 from foreshard.planner.solver.solve import Solution, solve
 from foreshard.predict.measured.costs import MeasuredCosts
-from foreshard.predict.source import MeasuredSteps
+from foreshard.predict.step_source import MeasuredSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 

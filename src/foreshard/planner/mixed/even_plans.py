@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from foreshard.planner.grid.equal_nodes import least_step_s, search_homogeneous
-from foreshard.planner.mixed.found import MixedFound
+from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult
 from foreshard.planner.solver.time_budget import TimeBudget

@@ -12,13 +12,13 @@ import numpy as np
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import InfeasibleError
 from foreshard.planner.baselines.even import lb_bsp
-from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
+from foreshard.planner.baselines.uniform_degrees import Best
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import SPACE as EVEN
+from foreshard.planner.mixed.best_so_far import MixedFound, is_interleaved
 from foreshard.planner.mixed.even_plans import EvenPlans, even_plans_of
-from foreshard.planner.mixed.found import MixedFound, is_interleaved
 from foreshard.planner.mixed.infeasible import nothing_fits
 from foreshard.planner.mixed.interleaving import (
     chunk_counts,

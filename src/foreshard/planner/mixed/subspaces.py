@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from foreshard.planner.mixed.found import MixedFound
+from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget

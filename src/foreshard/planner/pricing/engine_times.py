@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foreshard.planner.request import PlanRequest
-from foreshard.predict.source import FormulaSteps
+from foreshard.predict.step_source import FormulaSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from foreshard.predict.source import StepSource
+from foreshard.predict.step_source import StepSource
 from foreshard.spec.plan import Group, Plan
 
 

@@ -1,6 +1,6 @@
-"""Engine `graph`: a step as a program of tasks, executed exactly.
+"""Engine `graph`: a whole step as a program of tasks, executed exactly.
 
-Decides what overlaps and what waits. A plan whose tasks are priced goes in; the program of all its
-passes, transfers and collectives is built and executed by ``sim``; the step time, its parts on the
-critical rank and a timeline come out. Read ``engine.py`` first, then ``lowering.py``.
+Decides what overlaps and what waits. A plan whose tasks are priced goes in; the program of all its passes,
+transfers and collectives is built and executed by ``sim``; the step time, its parts on the critical rank and
+a timeline come out. Read ``engine.py`` first, then ``lowering.py``.
 """

@@ -11,7 +11,7 @@ from foreshard.cost.attention import backward_of_forward_s, flash_attention_forw
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.cost.scan import scan_s
+from foreshard.cost.state_space_scan import scan_s
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.machine import Machine, kv_share, own_tokens, sustained, tokens_of
 

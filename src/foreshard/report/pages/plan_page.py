@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from foreshard import quantity
 from foreshard.report.pages.markup import document, html_table, legend, section, static
 from foreshard.report.pages.plan_drawing import drawing, scatter
-from foreshard.report.plan_table import drawn, front_table, gains_table, others_table, ranked_table
+from foreshard.report.plan_screen import drawn, front_table, gains_table, others_table, ranked_table
 from foreshard.report.plan_words import degrees
 from foreshard.report.screen import Screen
 from foreshard.spec.cluster import Cluster

@@ -13,10 +13,10 @@ from typing import Any
 
 from foreshard import quantity
 from foreshard.advise.change import Effect
-from foreshard.advise.fit import Fit, verdict
 from foreshard.advise.group_times import group_times, uneven
+from foreshard.advise.nearest_fit import Fit, verdict
 from foreshard.advise.request import Request
-from foreshard.report.explain import explanations
+from foreshard.report.explain_screen import explanations
 from foreshard.report.pages.markup import document, static
 from foreshard.report.plain import render
 from foreshard.report.plan_words import plan_line

@@ -17,7 +17,7 @@ from foreshard.control.slots import Chain, State
 from foreshard.errors import SpecError
 from foreshard.planner.request import checked_request
 from foreshard.predict.measured.costs import MeasuredCosts
-from foreshard.runtime.adaptive.layer_times import PassTimes
+from foreshard.runtime.adaptive.pass_times import PassTimes
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreshard.planner.baselines.grid import Best, Grid, Step
+from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step
 from foreshard.planner.solver.problem import Arrangement, Problem, Template
 
 _TRIES = 200

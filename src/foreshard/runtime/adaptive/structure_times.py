@@ -9,7 +9,7 @@ import numpy as np
 from foreshard.control.search.pricing import StageArrays, hop_s, largest_micro_batch, sync_s
 from foreshard.control.slots import MP_OVER_DP, Chain, State, Structure, WorkerPipeline
 from foreshard.graph.pace import pipeline_pace
-from foreshard.runtime.adaptive.layer_times import PassTimes
+from foreshard.runtime.adaptive.pass_times import PassTimes
 
 
 class StepTiming:
