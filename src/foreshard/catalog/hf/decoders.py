@@ -55,7 +55,8 @@ def windowed(
 
 def finish(reader: Reader, blocks: tuple[Block, ...], *, tied: bool, **kwargs: Any) -> Model:
     """Return the decoder; `tied` is the family's default of tie_word_embeddings."""
-    kwargs.setdefault("max_seq_len", reader.positions("max_position_embeddings", default=2048))
+    if "max_seq_len" not in kwargs:
+        kwargs["max_seq_len"] = reader.positions("max_position_embeddings", default=2048)
     return decoder(
         name=reader.name,
         blocks=blocks,
