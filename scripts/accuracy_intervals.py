@@ -67,13 +67,13 @@ def calibrated_rows(runs: Sequence[Run], seed: int = 0) -> list[LeftOut]:
     rng = np.random.default_rng(seed)
     out = []
     for group in alike.values():
-        for i, one in enumerate(group if len(group) > 1 else ()):
+        for i, left_out in enumerate(group if len(group) > 1 else ()):
             other = group[(i + int(rng.integers(1, len(group)))) % len(group)]
-            kind = one.classes[-2]
+            kind = left_out.classes[-2]
             out.append(
                 replace(
-                    one,
-                    predicted_s=one.predicted_s * float(np.exp(other.residual)),
+                    left_out,
+                    predicted_s=left_out.predicted_s * float(np.exp(other.residual)),
                     classes=(f"calibrated:{kind}", "calibrated"),
                 )
             )
@@ -99,7 +99,7 @@ def unmeasured_rows(rows: Sequence[TrainingRow], engine: str) -> list[LeftOut]:
     """
     known = [unmeasured(row) for row in rows if row.family in fitted_families() and takes_part(row)]
     made = left_out_rows(run_all(known, engine=engine, left_out=True))
-    return [replace(one, classes=one.classes[:1]) for one in made]
+    return [replace(left_out, classes=left_out.classes[:1]) for left_out in made]
 
 
 def document(

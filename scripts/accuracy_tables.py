@@ -146,9 +146,9 @@ def order_line(runs: Sequence[Run]) -> dict[str, Any]:
     """
     rows = [r.outcome for r in runs if r.row.family != APART]
     groups: dict[Any, list[tuple[float, float]]] = {}
-    for one in distinct(rows):
-        if one.rank_key is not None and one.measured_s and one.predicted_s:
-            groups.setdefault(one.rank_key, []).append((one.measured_s, one.predicted_s))
+    for row in distinct(rows):
+        if row.rank_key is not None and row.measured_s and row.predicted_s:
+            groups.setdefault(row.rank_key, []).append((row.measured_s, row.predicted_s))
     signs, most, equal = [], [], 0
     for group in (np.log(g) for g in groups.values() if len(g) >= LEAST_IN_GROUP):
         first, second = np.triu_indices(len(group), 1)

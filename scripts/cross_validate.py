@@ -93,7 +93,8 @@ def cross_validated(
 def predicted(runs: Runs, places: np.ndarray, constants: TrainingConstants) -> list[RowOutcome]:
     """Return the outcomes of some runs, with the median of their repeats as measured."""
     made = [run_row(runs.rows[int(i)], engine=ENGINE, constants=constants).outcome for i in places]
-    return [replace(one, measured_s=float(runs.measured_s[i])) for one, i in zip(made, places, strict=True)]
+    measured = runs.measured_s[places].tolist()
+    return [replace(row, measured_s=seconds) for row, seconds in zip(made, measured, strict=True)]
 
 
 def figures(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def vtrain_part(runs: Runs) -> dict[str, Any]:
 def _counted(runs: Runs, outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
     """Return the outcomes of rows of quality A; order is over all of them, as its groups are."""
     known = {row.id for row in runs.rows if counted(row)}
-    return [one for one in outcomes if one.id in known]
+    return [row for row in outcomes if row.id in known]
 
 
 def few_rows(runs: Runs) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import argparse
 import csv
 import gzip
 import json
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +19,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from refit import differences
 from scipy.optimize import least_squares
 
 from foreshard.catalog.fabrics import LinkConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from foreshard.comm.fabric import fabric_from
+from foreshard.validation.tables import measured_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src/foreshard/catalog/data/comm_constants.json"
@@ -140,12 +141,8 @@ class Points:
     weight: np.ndarray
 
 
-def measured_dir() -> Path:
-    return Path(os.environ.get("FORESHARD_MEASURED", ROOT.parent / "shared/measured/dev"))
-
-
 def rows_of(name: str) -> Iterable[dict[str, str]]:
-    with gzip.open(measured_dir() / name, "rt", encoding="utf-8", newline="") as file:
+    with gzip.open(measured_folder() / name, "rt", encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file)
 
 
@@ -356,7 +353,7 @@ def without(system: str, data: Sequence[Points]) -> dict[str, Any]:
 def nccl_tables() -> dict[str, Any]:
     """Return the part of NCCL's own constants that its choice of algorithm needs (us, GB/s, ratios)."""
     kept: dict[str, Any] = {"source": "NVIDIA/nccl 5067397c src/graph/tuning.cc, topo.h"}
-    with (measured_dir() / "comm_nccl_tuning_constants.csv").open(encoding="utf-8", newline="") as file:
+    with (measured_folder() / "comm_nccl_tuning_constants.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             keys = [k.split("/")[0] for k in (row["key1"], row["key2"], row["key3"]) if k]
             if row["table"] in NCCL_TABLES and "CollNet" not in keys[0] + keys[-2 if len(keys) > 1 else -1]:
@@ -414,21 +411,8 @@ def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
         show(f"generation {generation}", [errors(unseen, p) for p in own])
 
 
-_REFIT_ERROR = 1e-4
+REFIT_ERROR = 1e-4
 """Part by which a refit may differ: on another processor the minimiser stops elsewhere (6e-6 seen)."""
-
-
-def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    if isinstance(new, dict):
-        keys = sorted(set(old) | set(new))
-        return [d for k in keys for d in differences(old.get(k, {}), new.get(k, {}), f"{path}.{k}")]
-    if (
-        isinstance(new, float)
-        and isinstance(old, int | float)
-        and abs(old - new) <= _REFIT_ERROR * max(abs(new), 1e-30)
-    ):
-        return []
-    return [] if old == new else [f"{path}: shipped {old}, refit {new}"]
 
 
 def main() -> int:
@@ -443,7 +427,7 @@ def main() -> int:
         report(table, data)
     if args.check:
         rows = {name: shipped["links"].get(name, {}) for name in table["links"]}
-        wrong = differences({**{k: shipped.get(k, {}) for k in table}, "links": rows}, table)
+        wrong = differences({**{k: shipped.get(k, {}) for k in table}, "links": rows}, table, REFIT_ERROR)
         print("\n".join(wrong) or "shipped constants equal the refit")
         return 1 if wrong else 0
     shipped["links"].update(table["links"])

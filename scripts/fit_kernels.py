@@ -28,6 +28,7 @@ from kernel_tables import (
     read,
     sixteen_bit_rows,
 )
+from refit import differences
 from scipy.optimize import minimize
 
 from foreshard.catalog.devices import resolve_device
@@ -543,13 +544,8 @@ def constants() -> dict:
     }
 
 
-def differences(new: object, old: object, path: str = "") -> list[str]:
-    """Return the paths at which two fits differ by more than 1e-6 relative."""
-    if isinstance(new, dict) and isinstance(old, dict) and new.keys() == old.keys():
-        return [d for key in new for d in differences(new[key], old[key], f"{path}/{key}")]
-    if isinstance(new, int | float) and isinstance(old, int | float):
-        return [] if abs(new - old) <= 1e-6 * max(abs(new), abs(old), 1e-12) else [f"{path}: {old} -> {new}"]
-    return [] if new == old else [f"{path}: {old} -> {new}"]
+_REFIT_ERROR = 1e-6
+"""Part by which a refit may differ: rounding on another processor."""
 
 
 def main() -> int:
@@ -561,7 +557,7 @@ def main() -> int:
         return 2
     text = json.dumps(constants(), indent=1) + "\n"
     if check:
-        changed = differences(json.loads(text), json.loads(OUT.read_text(encoding="utf-8")))
+        changed = differences(json.loads(OUT.read_text(encoding="utf-8")), json.loads(text), _REFIT_ERROR)
         print("\n".join(changed) or "constants unchanged")
         return 1 if changed else 0
     OUT.write_text(text, encoding="utf-8")

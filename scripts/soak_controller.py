@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -127,14 +127,14 @@ def kept_budgets(scenario: RandomScenario, rng: np.random.Generator) -> tuple[Bu
     for i, kind in enumerate(rng.choice(KINDS, size=int(rng.integers(1, 4)), replace=False)):
         worker = int(rng.choice(workers)) if kind == "duty" else None
         per = str(rng.choice(["step", "hour", "second"]))
-        one = Budget(name=f"{i}", kind=str(kind), limit=1.0, per=per, worker=worker)
-        spent = np.array([choice.costs[one.key] for choice in found])
-        allowed = np.array([one.allowance(choice.time_s) for choice in found])
+        budget = Budget(name=f"{i}", kind=str(kind), limit=1.0, per=per, worker=worker)
+        spent = np.array([choice.costs[budget.key] for choice in found])
+        allowed = np.array([budget.allowance(choice.time_s) for choice in found])
         window = np.ones(min(WINDOW, len(found)))
         worst = float((np.convolve(spent, window, "valid") / np.convolve(allowed, window, "valid")).max())
         limit = worst * (scenario.factor if per == "step" else 1.0) / 0.8
         if limit > 0.0:
-            budgets.append(Budget(name=one.name, kind=one.kind, limit=limit, per=per, worker=worker))
+            budgets.append(replace(budget, limit=limit))
     return tuple(budgets)
 
 
@@ -160,13 +160,13 @@ def excess_of(scenario: RandomScenario) -> float:
     for step, speed in enumerate(scenario.speeds):
         structure = structure_of(controller.plan)
         took = scenario.real(structure, shares_of(controller.plan), step)
-        costs = {one.name: scenario.factor * took.costs[one.key] for one in scenario.budgets}
+        costs = {budget.name: scenario.factor * took.costs[budget.key] for budget in scenario.budgets}
         seen = {rank: float(speed[rank]) for rank in structure.workers}
         controller.on(
             StepMeasured(step=step, time_s=scenario.factor * took.time_s, relative_speed=seen, costs=costs)
         )
         controller.check_invariants()
-    return len(scenario.speeds) * max(controller.queues[one.name].violation for one in scenario.budgets)
+    return len(scenario.speeds) * max(controller.queues[budget.name].violation for budget in scenario.budgets)
 
 
 def searched(scenarios: int, steps: int, seed: int) -> int:

@@ -74,12 +74,12 @@ def drawn_case(seed: int) -> Case:
         nodes = tuple(replace(group, rack=f"r{g}") for g, group in enumerate(cluster.nodes))
         links = tuple(
             Link(
-                between=(f"r{one}", f"r{other}"),
+                between=(f"r{rack}", f"r{other}"),
                 bandwidth_bytes_per_s=draw.choice((0.1, 1, 10, 50)) * 1e9 / 8,
                 latency_s=draw.choice((1e-5, 1e-3)),
             )
-            for one in range(len(nodes))
-            for other in range(one)
+            for rack in range(len(nodes))
+            for other in range(rack)
         )
         cluster = replace(cluster, nodes=nodes, links=links)
     model = load_model(draw.choice(MODELS))
@@ -149,10 +149,10 @@ class HandMade:
         case, made = self.case, self.plan(groups)
         try:
             check_plan(made, case.model, case.cluster)
-            one = predict(case.model, case.cluster, made, engine=self.engine, timeline=False)
+            predicted = predict(case.model, case.cluster, made, engine=self.engine, timeline=False)
         except ForeshardError:
             return float("inf")
-        return one.step_time_s if one.memory.fits else float("inf")
+        return predicted.step_time_s if predicted.memory.fits else float("inf")
 
     def _drawn(self) -> tuple[Group, ...]:
         """Return pipelines of stages of one device each, or of all of a node side by side."""
@@ -169,9 +169,9 @@ class HandMade:
         places = self.case.model.num_layers + 2
         most = min(len(stages), self.case.global_batch)
         number = self.draw.randint(1, most)
-        dealt: list[list[list[int]]] = [[one] for one in stages[:number]]
-        for one in stages[number:]:
-            self.draw.choice(dealt).append(one)
+        dealt: list[list[list[int]]] = [[stage] for stage in stages[:number]]
+        for stage in stages[number:]:
+            self.draw.choice(dealt).append(stage)
         ends = sorted(self.draw.sample(range(1, self.case.global_batch), number - 1))
         shares = [b - a for a, b in zip([0, *ends], [*ends, self.case.global_batch], strict=True)]
         groups = []
@@ -254,12 +254,14 @@ def wrong(case: Case, *, budget_s: float) -> tuple[str, float]:
     said = []
     if mine_s > least_s * (1.0 + LOST):
         said.append(f"{mine_s:.5g} s, by hand {least_s:.5g} s: {json.dumps(made.plan(groups).to_dict())}")
-    inside = [one for one in made.seconds if made.seconds[one] < float("inf") and made.is_inside(one)]
-    for one in sorted(inside, key=made.seconds.__getitem__)[:1]:
-        if found.lower_bound_step_time_s > made.seconds[one] * (1.0 + 1e-9):
+    inside = [
+        drawn for drawn, seconds in made.seconds.items() if seconds < float("inf") and made.is_inside(drawn)
+    ]
+    for fastest in sorted(inside, key=made.seconds.__getitem__)[:1]:
+        if found.lower_bound_step_time_s > made.seconds[fastest] * (1.0 + 1e-9):
             said.append(
-                f"bound {found.lower_bound_step_time_s:.5g} s, by hand {made.seconds[one]:.5g} s: "
-                f"{json.dumps(made.plan(one).to_dict())}"
+                f"bound {found.lower_bound_step_time_s:.5g} s, by hand {made.seconds[fastest]:.5g} s: "
+                f"{json.dumps(made.plan(fastest).to_dict())}"
             )
     return "; ".join(said), mine_s / least_s - 1.0
 

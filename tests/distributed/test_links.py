@@ -1,6 +1,6 @@
 """Links timed for real between two processes."""
 
-from foreshard.profile.link_fit import fitted_links
+from foreshard.profile.calibration import fitted_links
 from foreshard.profile.link_times import SIZES, local_links
 
 

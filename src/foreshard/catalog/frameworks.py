@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from foreshard.catalog.shipped import inherited, shipped_text
+from foreshard.catalog.shipped import inherited, shipped, shipped_text
 from foreshard.errors import SpecError, unknown
 from foreshard.spec.framework import Framework
 
@@ -20,25 +20,6 @@ CHOICES = {
     "dispatcher": ("allgather", "alltoall", "deepep", "hybridep"),
     "cross_entropy": ("unfused", "native", "te", "eager", "chunked"),
 }
-
-
-# Names people use for what the catalog holds by framework.
-_MEANT = {
-    "fsdp": "torchtitan (FSDP2) or composer (FSDP1)",
-    "fsdp1": "composer (FSDP1)",
-    "fsdp2": "torchtitan (FSDP2)",
-    "pytorch-fsdp": "torchtitan (FSDP2) or composer (FSDP1)",
-    "pytorch": "torchtitan (FSDP2) or ddp",
-    "pytorch-ddp": "ddp",
-    "megatron": "megatron-core",
-    "mcore": "megatron-core",
-    "zero": "deepspeed",
-    "accelerate": "torchtitan (FSDP2), composer (FSDP1), deepspeed or ddp",
-    "transformers": "torchtitan (FSDP2), composer (FSDP1), deepspeed or ddp",
-    "mosaicml": "composer",
-    "jax": "maxtext",
-}
-
 
 _SEE = "See 'foreshard schema frameworks'"
 
@@ -93,7 +74,7 @@ def load_framework(label: str) -> Framework:
     releases = {entry.release: entry for entry in frameworks() if entry.name == name}
     if not releases:
         names = list(dict.fromkeys(entry.name for entry in frameworks()))
-        meant = _MEANT.get(name.lower().replace("_", "-"))
+        meant = shipped("framework_hints.toml").get(name.lower().replace("_", "-"))
         error = unknown("framework", name, names, key="framework", rule="Known frameworks:", otherwise=_SEE)
         error.fix = f"Did you mean {meant}?" if meant else error.fix
         raise error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from string import Template
 from typing import Any
 
+from foreshard.catalog.shipped import shipped_text
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
@@ -44,6 +46,11 @@ class Exported:
             "files": [{"name": self.name, "text": self.text}],
             "notes": list(self.notes),
         }
+
+
+def filled(template: str, **values: object) -> str:
+    """Return a text of the folder ``data`` with these values for its ``$names``."""
+    return Template(shipped_text(template, "foreshard.interop")).substitute(values)
 
 
 def reject_if(target: str, reasons: Iterable[str]) -> None:

@@ -6,37 +6,17 @@ sky/utils/accelerator_registry.py and its catalog for the names of accelerators)
 
 from __future__ import annotations
 
-import json
-
-from foreshard.interop.exported import ExportRequest, reject_if
+from foreshard.catalog.shipped import shipped
+from foreshard.interop.exported import ExportRequest, filled, reject_if
 from foreshard.interop.hosts import hosts, uneven_note
 from foreshard.spec.prediction import Prediction
-
-ACCELERATORS = {
-    "a10": "A10",
-    "a10g": "A10G",
-    "a100-pcie-40gb": "A100",
-    "a100-sxm-40gb": "A100",
-    "a100-pcie-80gb": "A100-80GB",
-    "a100-sxm-80gb": "A100-80GB",
-    "b200-sxm": "B200",
-    "h100-pcie": "H100",
-    "h100-sxm": "H100",
-    "h200-sxm": "H200",
-    "l4": "L4",
-    "l40s": "L40S",
-    "mi300x": "MI300X",
-    "p100-pcie": "P100",
-    "t4": "T4",
-    "v100-sxm-16gb": "V100",
-    "v100-sxm-32gb": "V100-32GB",
-}
 
 
 def export(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``task.yaml`` for ``sky launch task.yaml --env TRAIN='script.py flags'``."""
     nodes, prediction = hosts(request), request.prediction
-    unnamed = sorted({node.device for node in nodes} - set(ACCELERATORS))
+    names = shipped("accelerators.toml", "foreshard.interop")["names"]
+    unnamed = sorted({node.device for node in nodes} - set(names))
     reject_if(
         request.target,
         (
@@ -45,23 +25,16 @@ def export(request: ExportRequest) -> tuple[str, list[str]]:
         ),
     )
     only = nodes[0]
-    accelerator = ACCELERATORS[only.device]
-    lines = [
-        f"# {only.count} x {only.per_node} x {only.device}",
-        *(f"# {line}" for line in _estimate(prediction)),
-        f"name: {json.dumps('foreshard')}",
-        f"num_nodes: {only.count}",
-        "resources:",
-        f"  accelerators: {json.dumps(f'{accelerator}:{only.per_node}')}",
-        "envs:",
-        "  TRAIN: train.py",
-        "run: |",
-        "  torchrun --nnodes=$SKYPILOT_NUM_NODES --nproc-per-node=$SKYPILOT_NUM_GPUS_PER_NODE \\",
-        "    --node-rank=$SKYPILOT_NODE_RANK --rdzv-backend=static --master-port=29500 \\",
-        '    --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) $TRAIN',
-    ]
-    notes = _notes(only.device, accelerator, prediction)
-    return "\n".join(lines) + "\n", [*notes, *uneven_note(request.plan)]
+    accelerator = names[only.device]
+    text = filled(
+        "task.yaml.txt",
+        count=only.count,
+        per_node=only.per_node,
+        device=only.device,
+        accelerator=accelerator,
+        estimate="".join(f"# {line}\n" for line in _estimate(prediction)),
+    )
+    return text, [*_notes(only.device, accelerator, prediction), *uneven_note(request.plan)]
 
 
 def _estimate(prediction: Prediction | None) -> tuple[str, ...]:
@@ -80,9 +53,7 @@ def _notes(device: str, accelerator: str, prediction: Prediction | None) -> list
     notes = []
     if prediction is None or prediction.run_time_s is None:
         notes.append("No estimate of the whole run: it takes MODEL, CLUSTER and --tokens.")
-    form = {"h100-pcie": "SXM", "h100-sxm": "PCIe", "a100-pcie-40gb": "SXM", "a100-pcie-80gb": "SXM"}.get(
-        device
-    )
+    form = shipped("accelerators.toml", "foreshard.interop")["other_form"].get(device)
     if form:
         notes.append(f"{accelerator} also names the {form} form: pin instance_type or infra to get {device}.")
     return notes

@@ -7,8 +7,9 @@ heterogeneous_jobs.html); torchrun of torch 2.13 (torch/distributed/run.py).
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
-from foreshard.interop.exported import ExportRequest
+from foreshard.interop.exported import ExportRequest, filled
 from foreshard.interop.hosts import Hosts, hosts, uneven_note
 from foreshard.spec.prediction import Prediction
 
@@ -34,37 +35,24 @@ def _clock(seconds: float) -> str:
     return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
 
 
+_GROUP = """# {count} x {per_node} x {device}
+#SBATCH --nodes={count}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={per_node}
+#SBATCH --exclusive
+"""
+
+
 def _script(nodes: tuple[Hosts, ...], seconds: float | None) -> str:
-    lines = ["#!/bin/bash", "#SBATCH --job-name=foreshard", "#SBATCH --output=%x-%j.out"]
-    if seconds is not None:
-        lines.append(f"#SBATCH --time={_clock(seconds)}")
-    for i, group in enumerate(nodes):
-        lines += ["#SBATCH hetjob"] if i else []
-        lines += [
-            f"# {group.count} x {group.per_node} x {group.device}",
-            f"#SBATCH --nodes={group.count}",
-            "#SBATCH --ntasks-per-node=1",
-            f"#SBATCH --gpus-per-node={group.per_node}",
-            "#SBATCH --exclusive",
-        ]
-    return "\n".join([*lines, "", *_launch(nodes)]) + "\n"
-
-
-def _launch(nodes: tuple[Hosts, ...]) -> list[str]:
-    total = sum(group.count for group in nodes)
-    het = "" if len(nodes) == 1 else f" --het-group=0-{len(nodes) - 1}"
-    first = "SLURM_JOB_NODELIST" if len(nodes) == 1 else "SLURM_JOB_NODELIST_HET_GROUP_0"
-    return [
-        "# usage: sbatch train.sbatch SCRIPT.py FLAGS...",
-        "set -euo pipefail",
-        f'export MASTER_ADDR=$(scontrol show hostnames "${first}" | head -n 1)',
-        "export MASTER_PORT=${MASTER_PORT:-29500}",
-        "# SLURM_PROCID counts nodes over all groups; static rendezvous keeps ranks in that order",
-        f"srun{het} --kill-on-bad-exit=1 bash -c '",
-        f"  exec torchrun --nnodes={total} --nproc-per-node=gpu --node-rank=$SLURM_PROCID \\",
-        '    --rdzv-backend=static --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$@"',
-        '\' torchrun "$@"',
-    ]
+    several = len(nodes) > 1
+    return filled(
+        "train.sbatch.txt",
+        limit=f"#SBATCH --time={_clock(seconds)}\n" if seconds is not None else "",
+        groups="#SBATCH hetjob\n".join(_GROUP.format(**asdict(group)) for group in nodes),
+        first="SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST",
+        het=f" --het-group=0-{len(nodes) - 1}" if several else "",
+        total=sum(group.count for group in nodes),
+    )
 
 
 def _notes(nodes: tuple[Hosts, ...], seconds: float | None) -> list[str]:

@@ -11,30 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
-from foreshard.interop.exported import ExportRequest
+from foreshard.interop.exported import ExportRequest, filled
 from foreshard.interop.uniform import Gaps, Uniform, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
 _NOTES = ["Yours to add: data, tokenizer assets, learning rate, steps."]
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
-# Blocks, hidden, heads, key-value heads, vocabulary -> family, flavor; models/llama3 and models/qwen3.
-_LLAMA = {
-    (32, 4096, 32, 8, 128256): "8B",
-    (80, 8192, 64, 8, 128256): "70B",
-    (126, 16384, 128, 8, 128256): "405B",
-}
-_QWEN = {
-    (28, 1024, 16, 8, 151936): "0.6B",
-    (28, 2048, 16, 8, 151936): "1.7B",
-    (36, 2560, 32, 8, 151936): "4B",
-    (36, 4096, 32, 8, 151936): "8B",
-    (40, 5120, 40, 8, 151936): "14B",
-    (64, 5120, 64, 8, 151936): "32B",
-    (48, 2048, 32, 4, 151936): "30B-A3B",
-    (94, 4096, 64, 4, 151936): "235B-A22B",
-}
 
 
 def export_toml(request: ExportRequest) -> tuple[str, list[str]]:
@@ -54,10 +39,11 @@ def export_recipe(request: ExportRequest) -> tuple[str, list[str]]:
 def flavor_of(model: Model) -> tuple[str, str] | None:
     """Return torchtitan's family and flavor of the same sizes, None where it ships none."""
     block = model.blocks[0]
-    key = (model.num_layers, model.hidden, block.num_heads, block.num_kv_heads, model.vocab)
-    for family, flavors in (("llama3", _LLAMA), ("qwen3", _QWEN)):
-        if key in flavors and block.qk_norm == (family == "qwen3"):
-            return family, flavors[key]
+    sizes = [model.num_layers, model.hidden, block.num_heads, block.num_kv_heads, model.vocab]
+    for family, flavors in shipped("flavors.toml", "foreshard.interop").items():
+        for flavor, known in flavors.items():
+            if sizes == known and block.qk_norm == (family == "qwen3"):
+                return family, flavor
     return None
 
 
@@ -200,41 +186,26 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
     training = _training(plan, degrees) | {"disable_cuda_graphs": not _graphs(plan, degrees)}
     checkpoint = {"none": None, "full": "FullAC", "selective:op": "SelectiveAC"}[degrees.recompute]
     compiled = _async_tp(plan, degrees)
-    imports = [
-        "from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss",
-        "from torchtitan.components.optimizer import default_adamw",
-        *(
-            ["from torchtitan.components.quantization import Float8LinearConverter"]
-            * (plan.precision == "fp8")
-        ),
-        "from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig",
-        *([f"from torchtitan.distributed.activation_checkpoint import {checkpoint}"] if checkpoint else []),
-        "from torchtitan.models.common.config_utils import decoder_vocab_size",
-        f"from torchtitan.models.{family} import model_registry",
-        "from torchtitan.trainer import Trainer",
-    ]
-    converters = ""
-    if plan.precision == "fp8":
-        options = f"filter_fqns=['lm_head'], model_compile_enabled={compiled}"
-        converters = f", converters=[Float8LinearConverter.Config({options})]"
-    body = [
-        f"    model_spec = model_registry({flavor!r}{converters})",
-        "    return Trainer.Config(",
-        "        model_spec=model_spec,",
-        "        loss=ChunkedLossWrapper.Config(",
-        "            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),",
-        "        ),",
-        "        optimizer=default_adamw(lr=3e-4),",
-        *_call("training", "TrainingConfig", training),
-        *_call("parallelism", "ParallelismConfig", parallelism),
-        f"        activation_checkpoint={f'{checkpoint}.Config()' if checkpoint else None},",
-        f"        compile=CompileConfig(enable={compiled}, enable_async_tensor_parallel={compiled}),",
-        "    )",
-    ]
-    run = f"{request.version}: {family} {flavor} on {len(degrees.ranks)} ranks"
-    title = f'"""{run}. Set assets, data and learning rate."""'
-    head = [title, "", *imports, "", "", "def planned() -> Trainer.Config:"]
-    return "\n".join([*head, *body]) + "\n"
+    quantized = plan.precision == "fp8"
+    options = f"filter_fqns=['lm_head'], model_compile_enabled={compiled}"
+    return filled(
+        "foreshard_recipe.py.txt",
+        version=request.version,
+        family=family,
+        flavor=flavor,
+        num_ranks=len(degrees.ranks),
+        import_quantization=_IMPORT_QUANTIZATION if quantized else "",
+        import_checkpoint=f"{_IMPORT_CHECKPOINT}{checkpoint}\n" if checkpoint else "",
+        converters=f", converters=[Float8LinearConverter.Config({options})]" if quantized else "",
+        training=_arguments(training),
+        parallelism=_arguments(parallelism),
+        checkpoint=f"{checkpoint}.Config()" if checkpoint else None,
+        compiled=compiled,
+    )
+
+
+_IMPORT_QUANTIZATION = "from torchtitan.components.quantization import Float8LinearConverter\n"
+_IMPORT_CHECKPOINT = "from torchtitan.distributed.activation_checkpoint import "
 
 
 def _graphs(plan: Plan, degrees: Uniform) -> bool:
@@ -242,6 +213,5 @@ def _graphs(plan: Plan, degrees: Uniform) -> bool:
     return load_framework(plan.framework).cuda_graphs == "full" and degrees.pp == degrees.ep == 1
 
 
-def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:
-    inside = [f"            {key}={value!r}," for key, value in values.items()]
-    return [f"        {name}={kind}(", *inside, "        ),"]
+def _arguments(values: dict[str, Any]) -> str:
+    return "\n".join(f"            {key}={value!r}," for key, value in values.items())

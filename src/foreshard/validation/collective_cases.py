@@ -43,7 +43,6 @@ _TIMES = {
 class TimedCase:
     """One measured time and the time predicted for it; `reason` says why there is none."""
 
-    index: int
     measured_s: float | None
     predicted_s: float | None = None
     reason: str | None = None
@@ -137,17 +136,17 @@ def _predicted_s(row: Mapping[str, str], exclude: str) -> float:
     return float(_TIMES[kind](num_bytes, ranks, 1, fabric))
 
 
-def _case(index: int, row: Mapping[str, str], exclude: str) -> TimedCase:
+def _case(row: Mapping[str, str], exclude: str) -> TimedCase:
     measured = None
     try:
         measured = _measured_s(row)
         predicted = _predicted_s(row, exclude)
     except SpecError as error:
-        return TimedCase(index=index, measured_s=measured, reason=reason_of(error))
+        return TimedCase(measured_s=measured, reason=reason_of(error))
     if measured is None or not np.isfinite(predicted):
         reason = "no time or bandwidth stated" if measured is None else "the prediction is not finite"
-        return TimedCase(index=index, measured_s=measured, reason=reason)
-    return TimedCase(index=index, measured_s=measured, predicted_s=predicted)
+        return TimedCase(measured_s=measured, reason=reason)
+    return TimedCase(measured_s=measured, predicted_s=predicted)
 
 
 def collective_cases(table: MeasuredTable, *, exclude: str = "") -> list[TimedCase]:
@@ -155,4 +154,4 @@ def collective_cases(table: MeasuredTable, *, exclude: str = "") -> list[TimedCa
 
     `exclude` is a family of measured rows that the constants must not have seen.
     """
-    return [_case(index, row, exclude) for index, row in enumerate(table.rows)]
+    return [_case(row, exclude) for row in table.rows]

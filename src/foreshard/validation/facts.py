@@ -13,26 +13,13 @@ from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.plan import RECOMPUTE_MODULES, check_recompute
 
-# XLA keeps what its policy names and recomputes the rest of the layer.
-_REMAT = (
-    ("save_qkv_out_proj", "selective:core_attn+mlp+layernorm"),
-    ("save_qkv_proj", "selective:core_attn+mlp+layernorm"),
-    ("ffn1", "selective:core_attn+mlp+layernorm"),
-    ("mlpwi", "selective:core_attn+mlp+layernorm"),
-    ("qkv_proj_offloaded", "selective:core_attn+mlp+layernorm"),
-    ("save_dot", "selective:core_attn+layernorm"),
-    ("minimal", "selective:core_attn+layernorm"),
-)
-
-
-_FULL = re.compile(
-    "full|true|yes|on|1|enabled|all|blocks?|(per)?layer|checkpoint(ing)?|(activation|gradient)checkpointing|"
-    "ac|remat|recompute"
-)
-
-
 _MOST = 2**31
 """Above every size, count and batch of a published run."""
+
+
+def _rules(section: str) -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = shipped("cell_facts.toml", "foreshard.validation")[section]
+    return rules
 
 
 def number(raw: Mapping[str, str], key: str) -> float | None:
@@ -73,21 +60,12 @@ def precision_of(text: str, device: Device) -> tuple[str, tuple[str, ...]]:
         if "int8" not in device.peak_flops_per_s:
             raise SpecError(f"{device.name} has no int8", key="dtype", value=text)
         return "fp8", ("int8 products read as 8-bit ones at the device's int8 rate",)
-    if "nvfp4" in low or "fp4" in low:
-        precision = "nvfp4"
-    elif re.search("mxfp8|fp8-?mx|sub-channel", low):
-        precision = "mxfp8"
-    elif "fp8" in low or "e4m3" in low:
-        precision = "fp8"
-    else:
-        found = re.search("bf16|fp16|tf32|fp32", low)
-        if found is None and not mixed:
-            raise SpecError(
-                f"unknown dtype {text!r}", key="dtype", value=text, rule="A known training precision"
-            )
-        precision = found[0] if found else widest(device)
-        if found is None or (mixed and precision in ("fp32", "tf32")):
-            return widest(device), (f"dtype {text!r} read as {widest(device)}",)
+    named = ((rule, re.search(rule["pattern"], low)) for rule in _rules("precision"))
+    precision = next((rule.get("precision", found[0]) for rule, found in named if found), "")
+    if not precision and not mixed:
+        raise SpecError(f"unknown dtype {text!r}", key="dtype", value=text, rule="A known training precision")
+    if mixed and precision in ("", "fp32", "tf32"):
+        return widest(device), (f"dtype {text!r} read as {widest(device)}",)
     if precision == "mxfp8" and not device.supports("mxfp8") and device.supports("fp8"):
         return "fp8", (f"{device.name} has no block-scaled fp8: sub-channel scaling read as fp8",)
     return precision, ()
@@ -101,28 +79,24 @@ def recompute_of(text: str) -> tuple[str, str, tuple[str, ...]]:
     notes = (
         (f"activation offload of part of the layers: {rest.strip() or head}",) if offload != "none" else ()
     )
-    for word, rule in _REMAT:
-        if word in low.replace("-", "_"):
-            return check_recompute(rule), offload, (*notes, f"remat policy {text!r} read as {rule}")
     head = head.strip().replace(" ", "")
-    if head in ("", "none", "false", "no", "off", "0", "disabled") or head.startswith(("no-", "without")):
-        return "none", offload, notes
-    if _FULL.fullmatch(head) or (not head.startswith(("full", "selective", "every")) and "full" in head):
-        return "full", offload, notes if head == "full" else (*notes, f"recompute {text!r} read as full")
-    if head.startswith("partial") or (not head.startswith("selective") and "selective" in head):
-        head = "selective" + head.partition("selective")[2]
-    every = re.fullmatch(r"every-?(\d+)(?:nd|rd|th)?(?:-?(?:layers?|blocks?))?", head)
-    if every:
-        return check_recompute(f"every-{every[1]}"), offload, notes
-    if head.startswith("selective"):
-        wanted = [part for part in re.split(r"[:+,()]", head.removeprefix("selective")) if part]
-        if wanted and wanted[0].isdecimal():
-            return check_recompute(f"every-{wanted[0]}"), offload, notes
-        known = [part for part in wanted if part in RECOMPUTE_MODULES] or ["core_attn"]
-        lost = [part for part in wanted if part not in RECOMPUTE_MODULES]
-        if lost or not wanted:
-            notes = (*notes, f"recompute {text!r} read as selective:{'+'.join(known)}")
-        return check_recompute("selective:" + "+".join(known)), offload, notes
+    cells = {"policy": low.replace("-", "_"), "head": head}
+    for named in _rules("recompute"):
+        found = re.search(named["pattern"], cells[named["of"]])
+        if found:
+            rule = check_recompute(found.expand(named["rule"]))
+            if named["of"] == "policy":
+                notes = (*notes, f"remat policy {text!r} read as {rule}")
+            elif rule == "full" and head != "full":
+                notes = (*notes, f"recompute {text!r} read as full")
+            return rule, offload, notes
+    if head.startswith("partial") or "selective" in head:
+        rule, exact = _selective(head.partition("selective")[2])
+        return (
+            check_recompute(rule),
+            offload,
+            notes if exact else (*notes, f"recompute {text!r} read as {rule}"),
+        )
     try:
         return check_recompute(head), offload, notes
     except SpecError:
@@ -131,26 +105,23 @@ def recompute_of(text: str) -> tuple[str, str, tuple[str, ...]]:
         raise
 
 
+def _selective(listed: str) -> tuple[str, bool]:
+    """Return the rule that recomputes the modules of a list, and whether it is just what the list says."""
+    wanted = [part for part in re.split(r"[:+,()]", listed) if part]
+    known = [part for part in wanted if part in RECOMPUTE_MODULES]
+    return f"selective:{'+'.join(known or ['core_attn'])}", bool(wanted) and known == wanted
+
+
 def sharding_of(text: str, default: int) -> tuple[int, int | None, str]:
     """Return (ZeRO stage, shard size or None, FSDP flavour or '') of a zero_stage_or_fsdp cell."""
     low = text.lower()
     size = re.search(r"over (\d+) |fsdp (?:in slice \(ici\) )?(\d+)|fsdp[^,;]* (\d+) \(ici\)", low)
     shard = next((int(part) for part in size.groups() if part), None) if size else None
-    stage = re.search(r"zero[-_ ]?(?:stage[-_ ]?)?(\d)|stage[-_ ]?(\d)|^z?(\d)(?:\.0)?$", low)
-    if not low:
-        return default, None, ""
-    if "megatron" in low and "fsdp" in low:
-        return 3, None, "megatron-fsdp"
-    if stage:
-        return int(next(part for part in stage.groups() if part)), shard, ""
-    if "shard_grad_op" in low:
-        return 2, shard, "fsdp"
-    if re.search("fsdp|full_shard|full shard|hybrid_shard|hsdp", low):
-        return 3, shard, "fsdp"
-    if re.search("distributed[ _-]optimizer|dist[_ -]?opt", low):
-        return 1, shard, ""
-    if low.startswith(("none", "ddp", "no", "false", "off")):
-        return 0, None, ""
+    for rule in _rules("sharding"):
+        found = re.search(rule["pattern"], low)
+        if found:
+            stage = rule["stage"] if "stage" in rule else int(next(filter(None, found.groups())))
+            return stage, shard if rule.get("shards", True) else None, rule.get("flavour", "")
     return default, None, ""
 
 
@@ -171,7 +142,7 @@ def stated(framework: Framework, raw: Mapping[str, str]) -> Framework:
     graphs = raw.get("in_cuda_graph", "") or _release_graphs(raw.get("in_other", ""))
     cells = {**raw, "in_cuda_graph": graphs}
     facts: dict[str, Any] = {}
-    for fact in shipped("cell_facts.toml", "foreshard.validation")["facts"]:
+    for fact in _rules("facts"):
         found = re.search(fact["pattern"], cells.get(fact["column"], "").lower())
         if found and "takes" in fact:
             facts[fact["takes"]] = _VALUES.get(found[1], found[1])

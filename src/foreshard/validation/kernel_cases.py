@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +19,14 @@ from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.errors import SpecError
 from foreshard.spec.codec import spelled
 from foreshard.validation.collective_cases import NOT_MODELLED, TimedCase, reason_of
-from foreshard.validation.tables import MeasuredTable
+from foreshard.validation.tables import MeasuredTable, table_rules
 
 Rows = list[Mapping[str, str]]
+Sizes = Mapping[str, NDArray[np.float64]]
+"""Columns of a table as numbers, one a row."""
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
 _STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
-
-
-def _column(rows: Rows, key: str) -> NDArray[np.float64]:
-    try:
-        return np.array([float(row[key]) for row in rows])
-    except ValueError:
-        raise SpecError(f"a cell of {key} is not a number", key=key, rule="Sizes are numbers") from None
 
 
 @cache
@@ -47,18 +41,15 @@ def _with_overhead(kernels: KernelModel, table: str, device: str, field: str) ->
     return kernels if overhead_s is None else replace(kernels, **{field: overhead_s})
 
 
-def _gemm(rows: Rows) -> NDArray[np.float64]:
-    dtype = rows[0]["dtype"].lower()
-    precision = spelled(dtype, tuple(_BYTES))
+def _gemm(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
+    precision = spelled(shared["dtype"].lower(), tuple(_BYTES))
     if precision not in _BYTES:
-        raise SpecError(NOT_MODELLED, key="dtype", value=dtype)
-    kernels = _kernels(rows[0]["device"], precision)
-    batch: Any = 1.0
-    if "b" in rows[0]:  # NeuSight times calls from the host
-        kernels = _with_overhead(kernels, "gemm_fp32", rows[0]["device"], "gemm_launch_s")
-        batch = _column(rows, "b")
-    m, n, k = (_column(rows, key) for key in "mnk")
-    return gemm_s(m, n, k, kernels, bytes_per_element=_BYTES[precision], batch=batch)
+        raise SpecError(NOT_MODELLED)
+    kernels = _kernels(shared["device"], precision)
+    if "b" in sizes:  # NeuSight times calls from the host
+        kernels = _with_overhead(kernels, "gemm_fp32", shared["device"], "gemm_launch_s")
+    width, batch = _BYTES[precision], sizes.get("b", np.float64(1.0))
+    return gemm_s(sizes["m"], sizes["n"], sizes["k"], kernels, bytes_per_element=width, batch=batch)
 
 
 def _attention_kernel(device: str, framework: str) -> str:
@@ -68,139 +59,113 @@ def _attention_kernel(device: str, framework: str) -> str:
     return {"hopper": "fa3", "blackwell": "cudnn"}.get(resolve_device(device).arch, "fa2")
 
 
-def _attention(rows: Rows) -> NDArray[np.float64]:
-    kernels = _kernels(rows[0]["device"], "bf16", _attention_kernel(rows[0]["device"], rows[0]["framework"]))
-    batch, seq, heads, kv_heads, head_dim = (
-        _column(rows, key) for key in ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim")
-    )
-    kv_heads = np.where(kv_heads > 0, kv_heads, heads)
+def _attention(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
+    device = shared["device"]
+    kernels = _kernels(device, "bf16", _attention_kernel(device, shared["framework"]))
+    heads, seq, head_dim = sizes["num_heads"], sizes["seq_len"], sizes["head_dim"]
+    kv_heads = np.where(sizes["num_kv_heads"] > 0, sizes["num_kv_heads"], heads)
     return flash_attention_forward_s(
-        batch, heads, kv_heads, seq, seq, head_dim, head_dim, kernels, causal=True
+        sizes["batch"], heads, kv_heads, seq, seq, head_dim, head_dim, kernels, causal=True
     )
 
 
-def _elementwise(rows: Rows) -> NDArray[np.float64]:
-    device = rows[0]["device"]
+def _elementwise(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
+    device = shared["device"]
     kernels = _with_overhead(_kernels(device, "fp32"), "elementwise", device, "stream_launch_s")
     passes = np.array([_STREAMS.get(row["op"], 2) for row in rows], float)
-    return stream_s(4.0 * _column(rows, "b") * _column(rows, "h") * passes, kernels)
+    return stream_s(4.0 * sizes["b"] * sizes["h"] * passes, kernels)
 
 
-def _deepbench(rows: Rows) -> NDArray[np.float64]:
-    sheet = rows[0]["sheet_precision"]
-    if rows[0]["section"] != "Dense Matrix Multiplication" or "FP32" not in sheet:
-        raise SpecError(NOT_MODELLED, key="section", value=rows[0]["section"])
+def _deepbench(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
     found = [re.search(r"M=(\d+);N=(\d+);K=(\d+)", row["params"]) for row in rows]
-    if not all(found):
-        raise SpecError(NOT_MODELLED, key="params")
+    dense = shared["section"] == "Dense Matrix Multiplication" and "FP32" in shared["sheet_precision"]
+    if not dense or not all(found):
+        raise SpecError(NOT_MODELLED)
     m, n, k = np.array([[float(part) for part in match.groups()] for match in found if match]).T
-    kernels = _kernels(rows[0]["device"].replace("_", " ").replace("NV ", ""), "fp32")
+    kernels = _kernels(shared["device"].replace("_", " ").replace("NV ", ""), "fp32")
     return gemm_s(m, n, k, kernels, bytes_per_element=4)
 
 
-def _grouped(rows: Rows) -> NDArray[np.float64]:
+def _grouped(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
     """Return a fused expert layer: two grouped products, and gather, activation and weighted sum."""
-    kernels = _kernels(rows[0]["device"], "bf16")
-    tokens = _column(rows, "num_tokens") * _column(rows, "topk") / _column(rows, "moe_ep")
-    experts = _column(rows, "experts") / _column(rows, "moe_ep")
-    hidden, inner = _column(rows, "hidden"), _column(rows, "inter") / _column(rows, "moe_tp")
+    kernels = _kernels(shared["device"], "bf16")
+    tokens = sizes["num_tokens"] * sizes["topk"] / sizes["moe_ep"]
+    experts = sizes["experts"] / sizes["moe_ep"]
+    hidden, inner = sizes["hidden"], sizes["inter"] / sizes["moe_tp"]
     moved = tokens * 2.0 * (2.0 * hidden + 3.0 * inner + 2.0 * hidden)
     first = grouped_gemm_s(tokens, experts, 2.0 * inner, hidden, kernels)
     return first + grouped_gemm_s(tokens, experts, hidden, inner, kernels) + stream_s(moved, kernels)
 
 
-# layout -> (columns that a vectorised call shares, seconds of rows)
-_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Rows], NDArray[np.float64]]]] = {
-    "gemm": (("device", "dtype"), _gemm),
-    "op-gemm": (("device", "dtype", "op"), _gemm),
-    "attention": (("device", "framework"), _attention),
-    "grouped-gemm": (("device",), _grouped),
-    "elementwise": (("device", "dtype"), _elementwise),
-    "deepbench": (("device", "section", "sheet_precision"), _deepbench),
+_Cost = Callable[[Mapping[str, str], Rows, Sizes], NDArray[np.float64]]
+_LAYOUTS: Mapping[str, _Cost] = {
+    "gemm": _gemm,
+    "op-gemm": _gemm,
+    "attention": _attention,
+    "grouped-gemm": _grouped,
+    "elementwise": _elementwise,
+    "deepbench": _deepbench,
 }
-# Columns of a measured time, the first that a table has, and their units.
-_TIME_COLUMNS = {
-    "latency_ms": 1e-3,
-    "measured_e2e_ms": 1e-3,
-    "fwd_us": 1e-6,
-    "time_ms": 1e-3,
-    "time_s": 1.0,
-    "step_time_ms": 1e-3,
-    "measured_iter_s": 1.0,
-    "measured_s": 1.0,
-    "run_time_s": 1.0,
-}
+"""Seconds of rows, by layout; their first argument has the cells that all rows share."""
 
 
 def _stated_s(row: Mapping[str, str]) -> float | None:
     """Return a positive measured time in seconds, None when blank, zero or not a number."""
-    column = next((name for name in _TIME_COLUMNS if name in row), "")
+    column, unit = next(
+        ((name, unit) for name, unit in table_rules()["times"].items() if name in row), ("", 1)
+    )
+    value = _number(row.get(column, "")) or 0.0
+    return value * unit if 0.0 < value * unit < float("inf") else None
+
+
+def _number(text: str) -> float | None:
     try:
-        value = float(row[column]) * _TIME_COLUMNS[column]
-    except (KeyError, ValueError):
+        return float(text)
+    except ValueError:
         return None
-    return value if 0.0 < value < float("inf") else None
 
 
 def not_modelled(table: MeasuredTable) -> list[TimedCase]:
     """Return a skipped case per row of a kind that has no model yet."""
-    return [
-        TimedCase(index=i, measured_s=_stated_s(row), reason=NOT_MODELLED) for i, row in enumerate(table.rows)
-    ]
+    return [TimedCase(measured_s=_stated_s(row), reason=NOT_MODELLED) for row in table.rows]
 
 
 def kernel_cases(table: MeasuredTable) -> list[TimedCase]:
     """Return one case per row of a table of kernels; layouts without a cost are `not modelled`."""
     if table.layout not in _LAYOUTS:
         return not_modelled(table)
-    shared, seconds = _LAYOUTS[table.layout]
+    rules = table_rules()["kernels"][table.layout]
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(table.rows):
-        groups.setdefault(tuple(row[key] for key in shared), []).append(index)
+        groups.setdefault(tuple(row.get(key, "") for key in rules["shared"]), []).append(index)
     cases: dict[int, TimedCase] = {}
-    for indices in groups.values():
+    for cells, indices in groups.items():
+        shared = dict(zip(rules["shared"], cells, strict=True))
         rows = [table.rows[i] for i in indices]
-        measured = [_stated_s(row) for row in rows]
-        predicted, reasons = _predicted(rows, seconds)
-        for place, (index, row, time_s, value) in enumerate(
-            zip(indices, rows, measured, predicted, strict=True)
-        ):
-            why = reasons.get(place) or _refusal(row, time_s, float(value))
-            cases[index] = TimedCase(
-                index=index, measured_s=time_s, predicted_s=None if why else float(value), reason=why
-            )
+        cases |= zip(indices, _cases(shared, rows, rules["sizes"], _LAYOUTS[table.layout]), strict=True)
     return [cases[i] for i in range(len(table.rows))]
 
 
-def _predicted(
-    rows: Rows, seconds: Callable[[Rows], NDArray[np.float64]]
-) -> tuple[NDArray[np.float64], dict[int, str]]:
-    """Return seconds of rows that share a call, and why some have none; a bad cell costs its own row only."""
-    values = np.full(len(rows), np.nan)
-    reasons: dict[int, str] = {}
-    left = list(range(len(rows)))
-    while left:
-        try:
-            with np.errstate(all="ignore"):
-                values[left] = seconds([rows[i] for i in left])
-            break
-        except SpecError as error:
-            text = reason_of(error)
-            key = error.key or ""
-            bad = {i for i in left if key in rows[i] and not _is_number(rows[i][key])}
-            if not error.what.endswith("is not a number") or not bad:
-                bad = set(left)
-            reasons |= dict.fromkeys(bad, text)
-            left = [i for i in left if i not in bad]
-    return values, reasons
-
-
-def _is_number(text: str) -> bool:
+def _cases(shared: Mapping[str, str], rows: Rows, sizes: Sequence[str], cost: _Cost) -> Iterator[TimedCase]:
+    """Yield the cases of rows that share a call; a cell that is no number costs its own row only."""
+    numbers = [[_number(row.get(key, "")) for key in sizes] for row in rows]
+    bad = {i: sizes[found.index(None)] for i, found in enumerate(numbers) if None in found}
+    good = [i for i in range(len(rows)) if i not in bad]
+    columns = np.array([numbers[i] for i in good], float).reshape(len(good), len(sizes)).T
+    predicted, failed = np.full(len(rows), np.nan), None
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        with np.errstate(all="ignore"):
+            predicted[good] = cost(shared, [rows[i] for i in good], dict(zip(sizes, columns, strict=True)))
+    except SpecError as error:
+        failed = reason_of(error)
+    for i, row in enumerate(rows):
+        measured = _stated_s(row)
+        why = failed or (_not_a_number(bad[i]) if i in bad else _refusal(row, measured, float(predicted[i])))
+        yield TimedCase(measured_s=measured, predicted_s=None if why else float(predicted[i]), reason=why)
+
+
+def _not_a_number(key: str) -> str:
+    return reason_of(SpecError(f"a cell of {key} is not a number", key=key, rule="Sizes are numbers"))
 
 
 def _refusal(row: Mapping[str, str], measured_s: float | None, predicted_s: float) -> str | None:

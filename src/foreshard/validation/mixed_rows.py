@@ -1,6 +1,7 @@
 """Published runs on mixed clusters as cases: Sailor's full plans and AMP's trials.
 
-Both print stages and their layers; what they leave unsaid is declared here and listed in every row.
+Both print stages and their layers; what they leave unsaid is in ``data/mixed_runs.toml`` and listed in every
+row.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
@@ -26,30 +28,18 @@ from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.rows import Skipped, TrainingRow
 from foreshard.validation.tables import MeasuredTable
 
-SAILOR = (
-    "sequence not stated: 2048, the models' own",
-    "precision not stated: fp32, no 16-bit mode in the repository's ds_config.json; TF32 products where "
-    "every device has them (GH200 runs exceed fp32)",
-    "framework not stated: Megatron-DeepSpeed, on which Sailor's trainer is built",
-    "sharding and recompute not stated: replicated, none (zero_optimization {} in ds_config.json)",
-    "ranks take the devices of gpu_mix in its order",
-)
-AMP = (
-    "fp16 training by Megatron-DeepSpeed with full recompute, as AMP's repository launches it",
-    "layer 1 of the 30 pipeline entries is the embedding, 3 to 26 the blocks, 29 the head",
-    "ranks take the p3.8xlarge nodes first, the g4dn.12xlarge last",
-)
-_AMP_CLUSTERS = {
-    "homogeneous": (("4x4xt4", "50 Gb/s"),),
-    "het_cluster": (("3x4xv100-sxm-16gb", "10 Gb/s"), ("1x4xt4", "50 Gb/s")),
-}
 _AMP_ENTRIES_BEFORE = 3  # cast, embedding, transpose
 _AMP_ENTRIES_AFTER = 3  # transpose back, norm, head
 
 
-def _joined(parts: Sequence[tuple[str, str | None]], name: str) -> Cluster:
+def _layouts() -> Mapping[str, Any]:
+    layouts: Mapping[str, Any] = shipped("mixed_runs.toml", "foreshard.validation")
+    return layouts
+
+
+def _joined(shorthands: Sequence[str], name: str) -> Cluster:
     """Return one cluster of several shorthands, each with its own NIC rate."""
-    clusters = [load_cluster(text + (f"@{rate.replace(' ', '')}" if rate else "")) for text, rate in parts]
+    clusters = [load_cluster(text) for text in shorthands]
     nodes = tuple(group for cluster in clusters for group in cluster.nodes)
     notes = tuple(dict.fromkeys(line for cluster in clusters for line in cluster.assumptions))
     return Cluster(name=name, nodes=nodes, assumptions=notes)
@@ -71,11 +61,11 @@ def _sailor_parts(raw: Mapping[str, str], model: Model) -> tuple[Cluster, tuple[
     mix = re.findall(r"(\d+)[xX]([A-Za-z0-9-]+)", raw["gpu_mix"])
     if not mix:
         raise SpecError("no devices are stated", key="gpu_mix", value=raw["gpu_mix"])
-    parts: list[tuple[str, str | None]] = []
+    parts = []
     for count, gpu in mix:
         device = resolve_device(gpu)
         per_node = min(int(count), usual_node_size(device))
-        parts.append((f"{int(count) // per_node}x{per_node}x{device.name}", None))
+        parts.append(f"{int(count) // per_node}x{per_node}x{device.name}")
     dp, tp, layers = (json.loads(raw[key])[0] for key in ("dp_per_stage", "tp_per_stage", "layers_per_stage"))
     if sum(layers) != model.num_layers + 2:
         what = f"{sum(layers)} layers are cut, the model has {model.num_layers} and two ends"
@@ -87,14 +77,14 @@ def _sailor_parts(raw: Mapping[str, str], model: Model) -> tuple[Cluster, tuple[
     return _joined(parts, raw["gpu_mix"]), _stages(spans, widths, degrees, "none")
 
 
-def _sailor(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan, tuple[str, ...]]:
+def _sailor(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan]:
     model = load_model(raw["model"])
     cluster, stages = _sailor_parts(raw, model)
     batch, micro = integer(raw, "global_batch") or 0, integer(raw, "micro_batch") or 1
     group = Group(share=batch, stages=stages, micro_batch=micro * stages[0].inner_dp, sp=False)
     precision = "tf32" if all(device.supports("tf32") for device in cluster.devices) else "fp32"
     plan = _plan(batch, 2048, group, precision)
-    return model, cluster, plan, SAILOR
+    return model, cluster, plan
 
 
 def _plan(batch: int, seq_len: int, group: Group, precision: str) -> Plan:
@@ -114,11 +104,12 @@ def _amp_model(raw: Mapping[str, str]) -> tuple[Model, int]:
     return resolve_row_model(cells | {"gated_mlp": "False"}), seq_len
 
 
-def _amp(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan, tuple[str, ...]]:
+def _amp(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan]:
     model, seq_len = _amp_model(raw)
-    if raw["experiment"] not in _AMP_CLUSTERS:
+    clusters = _layouts()["amp-trials"]["clusters"]
+    if raw["experiment"] not in clusters:
         raise SpecError(NOT_MODELLED, key="experiment", value=raw["experiment"])
-    cluster = _joined(_AMP_CLUSTERS[raw["experiment"]], raw["experiment"])
+    cluster = _joined(clusters[raw["experiment"]], raw["experiment"])
     tp, dp, pp = (integer(raw, key) or 1 for key in ("tp", "dp", "pp"))
     cuts = json.loads(raw["partition"])
     last = model.num_layers + _AMP_ENTRIES_BEFORE + _AMP_ENTRIES_AFTER
@@ -133,22 +124,19 @@ def _amp(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan, tuple[str, ...]]
     batch, micro = integer(raw, "global_batch") or 0, integer(raw, "micro_batch") or 1
     stages = _stages(spans, [tp * dp] * pp, [tp] * pp, "full")
     group = Group(share=batch, stages=stages, micro_batch=micro * dp, sp=False)
-    return model, cluster, _plan(batch, seq_len, group, "fp16"), AMP
+    return model, cluster, _plan(batch, seq_len, group, "fp16")
 
 
-# layout -> (reader, column of the time, columns that rows compared by rank share)
-_LAYOUTS = {
-    "sailor-runs": (_sailor, "measured_iter_s", ("model", "gpu_mix", "global_batch")),
-    "amp-trials": (_amp, "measured_s", ("model", "experiment", "num_gpus", "global_batch")),
-}
+_READERS = {"sailor-runs": _sailor, "amp-trials": _amp}
 
 
 def _case(table: MeasuredTable, index: int) -> TrainingRow:
     raw = table.rows[index]
-    build, column, compared = _LAYOUTS[table.layout]
+    layout = _layouts()[table.layout]
+    column = layout["time"]
     measured = float(raw[column]) if raw[column] else None
     failed = measured == float("inf")
-    model, cluster, plan, notes = build(raw)
+    model, cluster, plan = _READERS[table.layout](raw)
     if not plan.ranks or min(plan.global_batch, *(len(stage.ranks) for stage in plan.groups[0].stages)) < 1:
         raise SpecError("a plan without devices or samples", key=column, value=raw[column])
     peak = raw.get("measured_max_mem_bytes", "")
@@ -168,8 +156,8 @@ def _case(table: MeasuredTable, index: int) -> TrainingRow:
         memory_kind="unknown" if peak else "",
         oom=False,
         config_key=(table.stem, *inputs),
-        rank_key=(table.families[index], *(raw[key] for key in compared)),
-        assumptions=(*notes, *cluster.assumptions, *model.assumptions),
+        rank_key=(table.families[index], *(raw[key] for key in layout["compared"])),
+        assumptions=(*layout["notes"], *cluster.assumptions, *model.assumptions),
         remark="failed trial, cause unknown" if failed else "",
     )
 
@@ -182,12 +170,12 @@ def mixed_rows(table: MeasuredTable) -> tuple[list[TrainingRow], list[Skipped]]:
     rows, skipped = [], []
     for index, (row_id, family, raw) in enumerate(zip(table.ids, table.families, table.rows, strict=True)):
         measured, reason = None, NOT_MODELLED
-        if table.layout in _LAYOUTS:
+        if table.layout in _READERS:
             try:
                 rows.append(_case(table, index))
                 continue
             except (SpecError, ValueError, KeyError, IndexError, TypeError) as error:
-                stated = raw[_LAYOUTS[table.layout][1]]
+                stated = raw[_layouts()[table.layout]["time"]]
                 measured = float(stated) if re.fullmatch(r"[0-9.]+(?:e[+-]?\d+)?", stated) else None
                 reason = error.what if isinstance(error, SpecError) else f"a cell does not parse: {error}"
         skipped.append(Skipped(id=row_id, family=family, measured_s=measured, reason=reason))

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
@@ -66,10 +67,16 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
     return lines[0], lines[1:]
 
 
+def table_rules() -> Mapping[str, Any]:
+    """Return ``data/tables.toml``: which tables are known, and how their rows are read."""
+    rules: Mapping[str, Any] = shipped("tables.toml", "foreshard.validation")
+    return rules
+
+
 def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, str]:
     """Return (kind, layout) of a table with these columns."""
     have = set(columns)
-    known = shipped("tables.toml", "foreshard.validation")
+    known = table_rules()
     for table in known["tables"]:
         if have.issuperset(table["columns"]):
             return table["kind"], table["layout"]

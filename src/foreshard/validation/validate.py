@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,19 +14,14 @@ from foreshard.validation.kernel_cases import kernel_cases, not_modelled
 from foreshard.validation.mixed_rows import mixed_rows
 from foreshard.validation.rows import TrainingRow, table_rows
 from foreshard.validation.scoring import RowOutcome, score
-from foreshard.validation.tables import COLLECTIVE, KERNEL, MIXED, TRAINING, MeasuredTable, read_table
-
-_PROVENANCE = ("id", "source", "url_or_repo_path", "notes", "check", "quality")
-_RESULTS = (
-    "time",
-    "latency",
-    "busbw",
-    "algbw",
-    "tflops_derived",
-    "throughput",
-    "measured",
-    "derived",
-    "samples_per",
+from foreshard.validation.tables import (
+    COLLECTIVE,
+    KERNEL,
+    MIXED,
+    TRAINING,
+    MeasuredTable,
+    read_table,
+    table_rules,
 )
 
 
@@ -72,29 +67,30 @@ def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
     )
 
 
-def _inputs(row: Any) -> Hashable:
+def _inputs(row: Mapping[str, str]) -> Hashable:
     """Return all cells of a row but provenance and results: rows equal in them are repeats."""
+    other = table_rules()["not_inputs"]
     return tuple(
         value
         for key, value in row.items()
-        if key not in _PROVENANCE and not any(word in key for word in _RESULTS)
+        if key not in other["provenance"] and not any(word in key for word in other["results"])
     )
 
 
-def _case_outcomes(table: MeasuredTable, cases: Iterable[TimedCase], predict_s: float) -> list[RowOutcome]:
+def _case_outcomes(table: MeasuredTable, cases: Sequence[TimedCase], predict_s: float) -> list[RowOutcome]:
     each = predict_s / max(1, len(table.rows))
     return [
         RowOutcome(
-            id=table.ids[case.index],
-            family=table.families[case.index],
+            id=row_id,
+            family=family,
             status="skipped" if case.reason else "ok",
             reason=case.reason,
             measured_s=case.measured_s,
             predicted_s=case.predicted_s,
             predict_s=None if case.reason else each,
-            config_key=_inputs(table.rows[case.index]),
+            config_key=_inputs(row),
         )
-        for case in cases
+        for row_id, family, row, case in zip(table.ids, table.families, table.rows, cases, strict=True)
     ]
 
 

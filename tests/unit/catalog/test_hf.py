@@ -20,6 +20,13 @@ def test_every_family_is_in_the_golden_table():
     assert {case["config"]["model_type"] for case in GOLDEN["cases"]} == set(FAMILIES)
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "mpt"])
+def test_a_length_stated_under_another_key_is_no_assumption(model_type):
+    case = next(case for case in GOLDEN["cases"] if case["config"]["model_type"] == model_type)
+    assert "max_position_embeddings" not in case["config"]
+    assert not model_from_config(case["config"], name="x").assumptions
+
+
 def without(key):
     return {name: value for name, value in LLAMA.items() if name != key}
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from foreshard.errors import SpecError
-from foreshard.profile.calibration import calibrate
+from foreshard.profile.calibration import calibrate, fitted_links, floor_and_rate
 from foreshard.profile.layer_times import profile_layers
-from foreshard.profile.link_fit import fitted_links, floor_and_rate
 from foreshard.profile.link_times import counts_of, pairs_of
 from foreshard.profile.profile_file import load_profile
 from foreshard.runtime.engine.executor import through

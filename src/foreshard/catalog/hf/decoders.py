@@ -1,145 +1,262 @@
-"""Decoders with RMS norms and gated MLPs: llama, mistral, qwen2, qwen3, gemma 1-3, phi3 (and nemotron)."""
+"""Decoders of Hugging Face, read as ``data/architectures.toml`` says for each model_type.
+
+The table names keys, defaults and constants; the rules below compute what depends on several keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from foreshard.catalog.hf.reader import Reader
 from foreshard.spec.model import Block, Model, decoder
 
+Entry = Mapping[str, Any]
+_SIZES = {"hidden", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "ffn"}
+_FIELDS = {field.name for field in fields(Block)} - _SIZES
 
-def attention_sizes(reader: Reader, head_dim: int | None = None) -> dict[str, Any]:
-    """Return hidden, heads, key/value heads and head size; `head_dim` is the family's default."""
-    hidden = reader.size("hidden_size")
-    if head_dim is None and reader.config.get("head_dim") is None:
-        heads = reader.heads(hidden, "num_attention_heads")
-    else:
-        heads = reader.size("num_attention_heads")
-    width = reader.size("head_dim", default=head_dim or hidden // heads)
-    return {
-        "hidden": hidden,
-        "num_heads": heads,
-        "num_kv_heads": reader.kv_heads(heads, "num_key_value_heads"),
-        "head_dim": width,
-        "value_head_dim": width,
+
+def decoder_of(reader: Reader, entry: Entry) -> Model:
+    """Return the decoder of a configuration; `entry` is that of its model_type in the table."""
+    reader = reader.with_defaults(**entry.get("defaults", {}))
+    layers = reader.layers(*entry["layers"])
+    own = {name: reader.value(reading) for name, reading in entry.items() if name in _FIELDS}
+    block = attention_sizes(reader, entry) | own
+    block["ffn"] = _ffn(reader, entry, block["hidden"])
+    if "block_rule" in entry:
+        block |= _BLOCK_RULES[entry["block_rule"]](reader, block)
+    routed, sparse = [False] * layers, block
+    if "experts" in entry:
+        routed, sparse = _expert_layers(reader, entry["experts"], layers), block | experts_of(reader, entry)
+    windows = _windows(reader, entry["sliding"], layers) if "sliding" in entry else [0] * layers
+    kinds = {
+        (routes, window): Block(window=window, **(sparse if routes else block))
+        for routes, window in set(zip(routed, windows, strict=True))
     }
-
-
-def biases(reader: Reader, default: bool = False) -> dict[str, bool]:
-    """Return whether attention has biases; `default` is the family's."""
-    bias = reader.flag("attention_bias", default)
-    return {"qkv_bias": bias, "proj_bias": bias}
-
-
-def gated_block(reader: Reader, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
-    """Return the sizes of a block with a gated MLP; `head_dim` is the family's default."""
-    return attention_sizes(reader, head_dim) | {"ffn": reader.size("intermediate_size"), "gated": True} | more
-
-
-def uniform(
-    reader: Reader, block: Mapping[str, Any], *layers: str, tied: bool = False, **kwargs: Any
-) -> Model:
-    """Return a decoder of blocks that are all the same; `layers` are the keys of their number."""
-    count = reader.layers(*layers or ("num_hidden_layers",))
-    return finish(reader, (Block(**block),) * count, tied=tied, **kwargs)
-
-
-def windowed(
-    reader: Reader, block: Mapping[str, Any], windows: Sequence[int], *, tied: bool = False, **kwargs: Any
-) -> Model:
-    """Return a decoder of one block per window, equal ones shared."""
-    kinds = {window: Block(window=window, **block) for window in set(windows)}
-    return finish(reader, tuple(kinds[window] for window in windows), tied=tied, **kwargs)
-
-
-def finish(reader: Reader, blocks: tuple[Block, ...], *, tied: bool, **kwargs: Any) -> Model:
-    """Return the decoder; `tied` is the family's default of tie_word_embeddings."""
-    kwargs.setdefault("max_seq_len", reader.positions("max_position_embeddings", default=2048))
+    ends = _END_RULES[entry["end_rule"]](reader, block) if "end_rule" in entry else {}
+    positions = reader.positions(*entry["positions"], default=entry["positions_default"] or None)
+    if "learned_positions" in entry:
+        ends["learned_positions"] = positions + entry["learned_positions"]
     return decoder(
         name=reader.name,
-        blocks=blocks,
+        blocks=tuple(kinds[kind] for kind in zip(routed, windows, strict=True)),
         vocab=reader.size("vocab_size"),
-        tied_embeddings=reader.flag("tie_word_embeddings", tied),
+        tied_embeddings=reader.flag("tie_word_embeddings", entry["tied"]),
+        max_seq_len=positions,
         source=reader.file or "",
         assumptions=tuple(reader.assumptions),
-        **kwargs,
+        **ends,
     )
 
 
-def _sliding_window(reader: Reader, unstated: int = 0) -> int:
-    """Return the window: null means full attention, an absent key the default of transformers."""
-    default = 0 if "sliding_window" in reader.config else unstated
-    return reader.window(default)
+def attention_sizes(reader: Reader, entry: Entry) -> dict[str, Any]:
+    """Return hidden, heads, key/value heads and head size of a block."""
+    if entry.get("latent"):
+        return _latent_attention(reader)
+    hidden = reader.size(*entry["hidden"])
+    keys, usual = entry.get("head_dim_keys", ()), entry.get("head_dim")
+    free = usual or any(reader.config.get(key) is not None for key in keys)
+    heads = reader.size(*entry["num_heads"]) if free else reader.heads(hidden, *entry["num_heads"])
+    kv_heads = reader.kv_heads(heads, *entry["num_kv_heads"]) if "num_kv_heads" in entry else heads
+    width = usual or hidden // heads
+    if keys:
+        width = reader.size(*keys, default=width)
+    sizes = {"hidden": hidden, "num_heads": heads, "num_kv_heads": kv_heads}
+    return sizes | {"head_dim": width, "value_head_dim": width}
 
 
-def llama_block(reader: Reader) -> dict[str, Any]:
-    """Return the sizes of a block of Llama, which may have biases."""
-    return gated_block(reader, **biases(reader), mlp_bias=reader.flag("mlp_bias", False))
+def _latent_attention(reader: Reader) -> dict[str, int]:
+    """Return the sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+    heads = reader.size("num_attention_heads")
+    rope = reader.size("qk_rope_head_dim")
+    return {
+        "hidden": reader.size("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": reader.size("qk_nope_head_dim") + rope,
+        "value_head_dim": reader.size("v_head_dim"),
+        "q_lora": reader.size("q_lora_rank", default=0, minimum=0),
+        "kv_lora": reader.size("kv_lora_rank"),
+        "rope_head_dim": rope,
+    }
 
 
-def llama(reader: Reader) -> Model:
-    """Llama 1 to 3.x."""
-    return uniform(reader, llama_block(reader))
+def _ffn(reader: Reader, entry: Entry, hidden: int) -> int:
+    """Return the width of the dense MLP, 0 of a model that has experts only."""
+    factor, keys = entry.get("ffn_over_hidden"), entry.get("ffn", ())
+    if "expansion" in entry:
+        return reader.size(entry["expansion"], default=factor) * hidden
+    if factor:
+        return reader.size(*keys, default=factor * hidden) if keys else factor * hidden
+    return reader.size(*keys) if keys else 0
 
 
-def mistral(reader: Reader) -> Model:
-    """Mistral: llama with a sliding window in every layer."""
-    return uniform(reader, gated_block(reader, window=_sliding_window(reader, 4096)))
+def _windows(reader: Reader, sliding: Entry, layers: int) -> Sequence[int]:
+    """Return the reach of attention in every layer, 0 where it is full."""
+    rule = sliding["layers"]
+    every = reader.value(sliding.get("every", 0))
+    full = not reader.flag(sliding["switch"], False) if "switch" in sliding else False
+    null = sliding.get("null_is_full") and sliding["key"] in reader.config
+    least = sliding.get("minimum", 0)
+    default = 0 if null else sliding["default"]
+    window = 0 if full else reader.size(sliding["key"], default=default, minimum=least, maximum=2**31)
+    slides = _SLIDING[rule](reader, layers, every)
+    if rule in ("all", "listed"):
+        return [window * layer for layer in slides]
+    return reader.layer_windows(layers, window, slides)
 
 
-def qwen_windows(reader: Reader) -> Sequence[int]:
-    """Return the windows of Qwen layers: those from max_window_layers on slide, if the switch is on."""
-    layers = reader.layers("num_hidden_layers")
-    window = _sliding_window(reader, 4096) if reader.flag("use_sliding_window", False) else 0
+def _late(reader: Reader, layers: int, _: int) -> list[bool]:
     first = reader.layers("max_window_layers", default=28, minimum=0)
-    return reader.layer_windows(layers, window, [layer >= first for layer in range(layers)])
+    return [layer >= first for layer in range(layers)]
 
 
-def qwen2(reader: Reader) -> Model:
-    """Qwen2 and 2.5: biases on query, key and value only."""
-    return windowed(reader, gated_block(reader, qkv_bias=True), qwen_windows(reader))
+def _without_rotary(reader: Reader, layers: int, _: int) -> list[bool]:
+    """Return whether each layer leaves queries and keys unturned: every fourth, if the file does not say."""
+    every = reader.layers("no_rope_layer_interval", default=4)
+    stated = reader.list("no_rope_layers")
+    if stated is None:
+        return [(layer + 1) % every == 0 for layer in range(layers)]
+    if len(stated) != layers or any(entry not in (0, 1) for entry in stated):
+        rule = f"no_rope_layers has 0 or 1 for each of the {layers} layers"
+        raise reader.error("no_rope_layers", str(stated)[:60], f"{len(stated)} entries", rule)
+    return [not entry for entry in stated]
 
 
-def qwen3(reader: Reader) -> Model:
-    """Qwen3 dense: norms on queries and keys."""
-    return windowed(reader, gated_block(reader, 128, qk_norm=True, **biases(reader)), qwen_windows(reader))
+def _listed(reader: Reader, layers: int, _: int) -> list[bool]:
+    """Return whether each layer is local from ``[[["global", "local"], 12]]``."""
+    groups = reader.list("attention_types") or [[["global", "local"], (layers + 1) // 2]]
+    kinds: list[str] = []
+    for group in groups:
+        names, repeats = group if isinstance(group, list) and len(group) == 2 else ([], 0)
+        if not isinstance(names, list) or not isinstance(repeats, int):
+            break
+        for _repeat in range(min(repeats, layers)):
+            kinds.extend(names[:layers])
+            if len(kinds) >= layers:
+                break
+    if len(kinds) < layers or any(kind not in ("global", "local") for kind in kinds):
+        rule = f"attention_types lists global or local for {layers} layers"
+        raise reader.error("attention_types", str(groups)[:60], f"{len(kinds)} layers listed", rule)
+    return [kind == "local" for kind in kinds[:layers]]
 
 
-def _gemma(reader: Reader, *, norms: int, qk_norm: bool, pattern: int) -> Model:
-    """Gemma; every `pattern`-th layer has full attention, the others slide (0: all full)."""
-    layers = reader.layers("num_hidden_layers")
-    block = gated_block(reader, 256, num_norms=norms, qk_norm=qk_norm, **biases(reader))
-    sliding = [bool(pattern and (layer + 1) % pattern) for layer in range(layers)]
-    windows = reader.layer_windows(layers, reader.window(4096) if pattern else 0, sliding)
-    return windowed(reader, block, windows, tied=True)
+_SLIDING: Mapping[str, Callable[[Reader, int, int], list[bool]]] = {
+    "all": lambda reader, layers, every: [True] * layers,
+    "late": _late,
+    "listed": _listed,
+    "pattern": lambda reader, layers, every: [(layer + 1) % every > 0 for layer in range(layers)],
+    "without_rotary": _without_rotary,
+}
+"""Which layers slide, by the name of the rule; the last argument is the period that the entry states."""
 
 
-def gemma(reader: Reader) -> Model:
-    """Gemma 1."""
-    return _gemma(reader, norms=2, qk_norm=False, pattern=0)
+def experts_of(reader: Reader, entry: Entry) -> dict[str, Any]:
+    """Return what a block with experts has instead of its dense MLP."""
+    experts = entry["experts"]
+    num_experts = reader.size(*experts["count"])
+    used = experts.get("used", ("num_experts_per_tok",))
+    top_k = reader.size(*used)
+    if top_k > num_experts:
+        raise reader.error(used[0], top_k, f"{top_k} experts per token", f"There are {num_experts} experts")
+    width = reader.size(experts["width"])
+    found = {"ffn": 0, "num_experts": num_experts, "top_k": top_k, "expert_ffn": width}
+    if "num_shared" in experts:
+        found["shared_ffn"] = reader.value(experts["num_shared"]) * width
+    return found | {name: reader.value(experts[name]) for name in _FIELDS & experts.keys()}
 
 
-def gemma2(reader: Reader) -> Model:
-    """Gemma 2: four norms, windows in every other layer."""
-    return _gemma(reader, norms=4, qk_norm=False, pattern=2)
+def _expert_layers(reader: Reader, experts: Entry, layers: int) -> list[bool]:
+    """Return whether each layer has experts, by the rule of the entry."""
+    match experts["layers"]:
+        case "qwen":
+            step = reader.layers("decoder_sparse_step", default=1)
+            only = reader.list("mlp_only_layers") or []
+            return [layer not in only and (layer + 1) % step == 0 for layer in range(layers)]
+        case "after_dense":
+            dense = reader.layers("first_k_dense_replace", default=0, minimum=0)
+            if dense > layers:
+                rule = f"There are {layers} layers"
+                raise reader.error("first_k_dense_replace", dense, f"{dense} dense layers", rule)
+            return [layer >= dense for layer in range(layers)]
+        case "interleaved":
+            step = reader.layers("interleave_moe_layer_step", default=1)
+            stated = reader.list("moe_layers") or range(step - 1, layers, step)
+            return [layer in stated for layer in range(layers)]
+    return [True] * layers
 
 
-def gemma3(reader: Reader) -> Model:
-    """Gemma 3 text: four norms, query/key norms, five windowed layers to one full.
-
-    Published files leave out what equals the defaults of transformers' Gemma3TextConfig.
-    """
-    reader = reader.with_defaults(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4)
-    pattern = reader.layers("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    return _gemma(reader, norms=4, qk_norm=True, pattern=pattern)
+def _whole_norms(reader: Reader, block: Entry) -> dict[str, Any]:
+    """Norms of all channels of queries and keys; a block counts one head of each."""
+    return {"other_params": (block["num_heads"] + block["num_kv_heads"] - 2) * block["head_dim"]}
 
 
-def phi3(reader: Reader) -> Model:
-    """Phi-3: fused projections, same counts as llama."""
-    return uniform(reader, gated_block(reader, window=_sliding_window(reader)))
+def _stablelm(reader: Reader, block: Entry) -> dict[str, Any]:
+    """One norm where both parts read it; the norms of heads have scales without biases."""
+    scales = block["num_heads"] + block["num_kv_heads"] - 4  # a block counts two with biases
+    more = block["qk_norm"] * scales * block["head_dim"]
+    return {"num_norms": 1 if block["parallel"] else 2, "other_params": more}
 
 
-def nemotron(reader: Reader) -> Model:
-    """Nemotron 3 and 4: squared ReLU (two matrices), layer norms, rotary positions."""
-    return uniform(reader, llama_block(reader) | {"gated": False, "norm_params": 2})
+def _falcon(reader: Reader, block: Entry) -> dict[str, Any]:
+    grouped, parallel = reader.flag("new_decoder_architecture", False), reader.flag("parallel_attn", True)
+    norms = reader.size("num_ln_in_parallel_attn", default=2, maximum=2) if grouped else 1
+    kv_heads = block["num_heads"]
+    if grouped:
+        kv_heads = reader.kv_heads(kv_heads, "num_kv_heads", "n_head_kv")
+    elif reader.flag("multi_query", True):
+        kv_heads = 1
+    norms = norms if parallel else 2
+    return {"parallel": parallel or grouped, "num_norms": norms, "num_kv_heads": kv_heads}
+
+
+def _mpt(reader: Reader, block: Entry) -> dict[str, Any]:
+    if not reader.flag("no_bias", True):
+        rule = "Published MPT models have none"
+        raise reader.error("no_bias", False, "MPT with biases is not modelled", rule)
+    return {}
+
+
+_BLOCK_RULES: Mapping[str, Callable[[Reader, Entry], dict[str, Any]]] = {
+    "falcon": _falcon,
+    "mpt": _mpt,
+    "sinks": lambda reader, block: {"other_params": block["num_heads"]},
+    "stablelm": _stablelm,
+    "whole_norms": _whole_norms,
+}
+"""Fields of a block that follow from several keys, by the name that an entry gives the rule."""
+
+
+def _opt(reader: Reader, block: Entry) -> dict[str, Any]:
+    before = reader.flag("do_layer_norm_before", True)
+    width = reader.size("word_embed_proj_dim", default=block["hidden"])
+    return {
+        "embedding_dim": 0 if width == block["hidden"] else width,
+        "final_norm": before and not reader.flag("_remove_final_layer_norm", False),
+    }
+
+
+def _next_token(reader: Reader, block: Entry) -> dict[str, Any]:
+    extra = reader.layers("num_nextn_predict_layers", default=0, minimum=0)
+    if extra:
+        reader.assumptions.append(
+            f"{extra} next-token module(s) trained; not in num_params, as in transformers"
+        )
+    return {"num_next_token": extra}
+
+
+def _chunks(reader: Reader, block: Entry) -> dict[str, Any]:
+    if reader.config.get("attention_chunk_size") is not None:
+        chunk = reader.size("attention_chunk_size", maximum=2**31)
+        reader.assumptions.append(f"attention chunks of {chunk} counted as full attention")
+    return {}
+
+
+_END_RULES: Mapping[str, Callable[[Reader, Entry], dict[str, Any]]] = {
+    "bloom": lambda reader, block: {"embedding_norm": True},
+    "chunks": _chunks,
+    "next_token": _next_token,
+    "opt": _opt,
+}
+"""Arguments of `decoder` beside the blocks, by the name that an entry gives the rule."""

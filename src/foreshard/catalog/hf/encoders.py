@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foreshard.catalog.hf.gpt import plain_block
+from foreshard.catalog.hf.decoders import attention_sizes
 from foreshard.catalog.hf.reader import Reader
 from foreshard.spec.model import Block, Model
 
@@ -15,11 +15,24 @@ def _model(reader: Reader, blocks: tuple[Block, ...], *assumptions: str, **count
     return Model(**counts, blocks=blocks, assumptions=(*reader.assumptions, *assumptions))
 
 
-def _encoder(reader: Reader, **more: Any) -> tuple[Block, ...]:
+_WIDTHS = {"hidden": ["hidden_size"], "num_heads": ["num_attention_heads"]}
+
+
+def _encoder(reader: Reader, *, qkv_bias: bool = True, dropout: float) -> tuple[Block, ...]:
     """Return the blocks of an encoder whose attention sees the whole sequence."""
     ffn = reader.size("intermediate_size")
-    block = plain_block(reader, ffn=ffn, causal=False, **more)
-    return (Block(**block),) * reader.layers("num_hidden_layers")
+    block = Block(
+        **attention_sizes(reader, _WIDTHS),
+        ffn=ffn,
+        gated=False,
+        norm_params=2,
+        qkv_bias=qkv_bias,
+        proj_bias=True,
+        mlp_bias=True,
+        causal=False,
+        dropout=dropout,
+    )
+    return (block,) * reader.layers("num_hidden_layers")
 
 
 def bert(reader: Reader) -> Model:

@@ -5,59 +5,26 @@ from __future__ import annotations
 import json
 import os.path
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foreshard.catalog.hf import decoders, encoders, gpt, moe, open_decoders
+from foreshard.catalog.hf.decoders import decoder_of
+from foreshard.catalog.hf.encoders import bert, t5, vit
 from foreshard.catalog.hf.reader import Reader
+from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.codec import read_text
 from foreshard.spec.model import Model
 
-FAMILIES: dict[str, Callable[[Reader], Model]] = {
-    "bert": encoders.bert,
-    "bloom": gpt.bloom,
-    "deepseek_v2": moe.deepseek,
-    "deepseek_v3": moe.deepseek,
-    "falcon": gpt.falcon,
-    "gemma": decoders.gemma,
-    "gemma2": decoders.gemma2,
-    "gemma3_text": decoders.gemma3,
-    "glm": open_decoders.glm,
-    "gpt2": gpt.gpt2,
-    "gpt_neo": gpt.gpt_neo,
-    "gpt_neox": gpt.gpt_neox,
-    "gpt_oss": moe.gpt_oss,
-    "kimi_k2": moe.deepseek,
-    "llama": decoders.llama,
-    "llama4_text": moe.llama4,
-    "mistral": decoders.mistral,
-    "mixtral": moe.mixtral,
-    "mpt": gpt.mpt,
-    "nemotron": decoders.nemotron,
-    "olmo": open_decoders.olmo,
-    "olmo2": open_decoders.olmo2,
-    "olmo3": open_decoders.olmo3,
-    "opt": gpt.opt,
-    "phi3": decoders.phi3,
-    "qwen2": decoders.qwen2,
-    "qwen2_moe": moe.qwen2_moe,
-    "qwen3": decoders.qwen3,
-    "qwen3_moe": moe.qwen3_moe,
-    "smollm3": open_decoders.smollm3,
-    "stablelm": open_decoders.stablelm,
-    "t5": encoders.t5,
-    "vit": encoders.vit,
+_TABLE = shipped("architectures.toml")
+_DECODERS: dict[str, Callable[[Reader], Model]] = {
+    name: partial(decoder_of, entry=inherited(name, _TABLE["decoders"], "abstract"))
+    for name, own in _TABLE["decoders"].items()
+    if "abstract" not in own
 }
-NOT_MODELLED = {
-    "gemma3": "a vision tower beside the text model; give its text_config with model_type gemma3_text",
-    "jamba": "a hybrid of Mamba and attention",
-    "llama4": "a vision tower beside the text model; give its text_config with model_type llama4_text",
-    "mamba": "a state-space model",
-    "mamba2": "a state-space model",
-    "nemotron_h": "a hybrid of Mamba and attention",
-    "qwen3_next": "a hybrid of linear and full attention",
-}
+FAMILIES = dict(sorted((_DECODERS | {"bert": bert, "t5": t5, "vit": vit}).items()))
+"""The reader of a configuration, by model_type."""
 MAX_CONFIG_BYTES = 4 * 2**20  # published files have some kilobytes; more is another file
 _HINT = "Fetch the file again, or see 'foreshard models' for those that need none"
 
@@ -81,8 +48,8 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str | None 
 
 def _unknown(reader: Reader, model_type: str) -> SpecError:
     """Return the error of a model_type that has no family here, with what comes nearest."""
-    if model_type in NOT_MODELLED:
-        rule = f"It is {NOT_MODELLED[model_type]}"
+    if model_type in _TABLE["not_modelled"]:
+        rule = f"It is {_TABLE['not_modelled'][model_type]}"
         return reader.error("model_type", model_type, f"{model_type} is not modelled", rule)
     shown = model_type[:60]
     fix = did_you_mean(shown, FAMILIES)

@@ -55,16 +55,19 @@ class Reader:
         """Return a number of layers."""
         return self.size(*keys, maximum=MAX_LAYERS, **kwargs)
 
-    def positions(self, *keys: str, default: Any = _ABSENT) -> int:
+    def positions(self, *keys: str, default: int | None = None) -> int:
         """Return a sequence length; a default is recorded as an assumption."""
-        length = self.size(*keys, default=default, maximum=MAX_POSITIONS)
+        length = self.size(*keys, default=_ABSENT if default is None else default, maximum=MAX_POSITIONS)
         if all(self.config.get(key) is None for key in keys):
             self.assumptions.append(f"{keys[0]} not stated: {length}")
         return length
 
-    def window(self, default: int) -> int:
-        """Return the reach of attention that slides, 0 where it is full."""
-        return self.size("sliding_window", default=default, minimum=0, maximum=2**31)
+    def value(self, reading: Any) -> Any:
+        """Return a constant as it is, or what ``{ flag | fraction | size | layers = KEYS, ... }`` reads."""
+        if not isinstance(reading, Mapping):
+            return reading
+        (kind, keys), *options = reading.items()
+        return getattr(self, kind)(*keys, **dict(options))
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
