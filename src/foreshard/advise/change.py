@@ -16,6 +16,7 @@ from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS, check_recompute
 from foreshard.spec.prediction import Prediction
+from foreshard.units import number_of
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
@@ -62,7 +63,8 @@ def apply(request: Request, change: str) -> Request:
             raise SpecError(what, key="--change", value=part.strip(), rule="A change is KEY=VALUE", fix=fix)
         if not equals or key not in KEYS:
             rule = "A change is KEY=VALUE with KEY one of"
-            raise unknown("change", part, _spelled(KEYS), key="--change", rule=rule)
+            fix = "Write it like --change tp=4"
+            raise unknown("change", part, _spelled(KEYS), key="--change", rule=rule, otherwise=fix)
         request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
     return request
 
@@ -84,9 +86,21 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         return _with_shares(request, value)
     if key == "recompute":
         return request.with_choice(key, check_recompute(value, key=f"--change {key}"))
+    if key == "framework":
+        _check_framework(value)
     if key in _CHOICES:
         return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
     return request.with_choice(key, value)
+
+
+def _check_framework(value: str) -> None:
+    from foreshard.catalog.frameworks import load_framework
+
+    try:
+        load_framework(value)
+    except SpecError as error:
+        error.key = "--change framework"
+        raise
 
 
 def _resize(request: Request, key: str) -> Request:
@@ -117,7 +131,8 @@ def _with_shares(request: Request, value: str) -> Request:
     if len(shares) != len(plan.groups) or sum(shares) != plan.global_batch:
         what = f"{value} does not split {plan.global_batch} samples over {len(plan.groups)} groups"
         rule = "shares has one number per group and sums to the global batch"
-        raise SpecError(what, key="--change shares", value=value, rule=rule)
+        fix = f"Give {number_of(len(plan.groups), 'number')} that sum to {plan.global_batch}"
+        raise SpecError(what, key="--change shares", value=value, rule=rule, fix=fix)
     groups = tuple(replace(group, share=n) for group, n in zip(plan.groups, shares, strict=True))
     return replace(request, plan=replace(plan, groups=groups))
 
@@ -140,7 +155,8 @@ def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
         if len(cluster.nodes) != 1:
             what = "a cluster of several node groups has no one number of nodes"
             rule = "nodes= needs a cluster of equal nodes"
-            raise SpecError(what, key="--change nodes", value=value, rule=rule)
+            fix = "Predict the other cluster by itself"
+            raise SpecError(what, key="--change nodes", value=value, rule=rule, fix=fix)
         count = _whole(key, value, 1, 2**20)
         resized = replace(cluster.nodes[0], count=count)
         return replace(cluster, nodes=(resized,), name=f"{cluster.name} with {count} nodes")

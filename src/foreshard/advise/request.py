@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
@@ -87,7 +87,8 @@ class Request:
         unknown = sorted(set(self.choices) - {*DEGREES, *OPTIONS})
         if unknown:
             rule = f"Options are {', '.join((*DEGREES, *OPTIONS))}"
-            raise SpecError(f"unknown option {unknown[0]!r}", key=unknown[0], rule=rule)
+            near = did_you_mean(unknown[0], (*DEGREES, *OPTIONS), otherwise="Leave it out")
+            raise SpecError(f"unknown option {unknown[0]!r}", key=unknown[0], rule=rule, fix=near)
 
     @property
     def trained(self) -> Model:

@@ -68,8 +68,14 @@ def _vendors() -> tuple[str, ...]:
     "--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
 )
 @click.option("--objective", type=Words(*OBJECTIVES), default="time", help="What to minimise.")
-@click.option("--max-usd", type=Amount(), help="Limit on the price of the run (with --tokens).")
-@click.option("--max-hours", type=Amount(), help="Limit on the time of the run (with --tokens).")
+@click.option(
+    "--max-usd",
+    type=Amount(dimension="usd", unit="USD"),
+    help="Limit on the price of the run (with --tokens).",
+)
+@click.option(
+    "--max-hours", type=Amount(dimension="s", unit="h"), help="Limit on the time of the run (with --tokens)."
+)
 @click.option("--tokens", type=Amount(), help="Tokens of the whole run.")
 @click.option("--max-devices", type=Count(), help="Devices to use at most.")
 @click.option("--framework", metavar="NAME[@RELEASE]", help="Default megatron-core.")
@@ -88,9 +94,13 @@ def _vendors() -> tuple[str, ...]:
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
 @click.option("--engine", type=Word("analytical", "graph"), help="Times the best plans found; default graph.")
 @click.option("--top", type=Count(1, 1000), help="Plans to show (default 5).")
-@click.option("--budget-s", type=Amount(), help="Seconds to search (default 60).")
+@click.option("--budget-s", type=Amount(dimension="s"), help="Seconds to search (default 60).")
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="Where to search (default local).")
-@click.option("--usd-per-device-hour", type=Amount(), help="Price instead of the catalog's.")
+@click.option(
+    "--usd-per-device-hour",
+    type=Amount(dimension="usd_per_h", unit="USD/h"),
+    help="Price instead of the catalog's.",
+)
 @click.option("--costs", metavar="FILE", help="Measured costs (foreshard calibrate) instead of formulas.")
 @click.option(
     "--compare-with",
