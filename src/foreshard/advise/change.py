@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from foreshard.advise.request import DEGREES, Request
+from foreshard.advise.request import DEGREES, Request, flag_of
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
@@ -30,6 +30,7 @@ _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
 _OTHERS = ("zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_HARDWARE, *_FLAG_NAMES)
+_SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
 _ON = {"on": True, "true": True, "off": False, "false": False}
 
 
@@ -64,7 +65,7 @@ def apply(request: Request, change: str) -> Request:
         if not equals or key not in KEYS:
             rule = "A change is KEY=VALUE with KEY one of"
             fix = "Write it like --change tp=4"
-            raise unknown("change", part, _spelled(KEYS), key="--change", rule=rule, otherwise=fix)
+            raise unknown("change", part, _SPELLED, key="--change", rule=rule, otherwise=fix)
         request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
     return request
 
@@ -114,12 +115,6 @@ def _resize(request: Request, key: str) -> Request:
     return replace(request, choices={k: v for k, v in request.choices.items() if k != "dp"})
 
 
-def _spelled(keys: Sequence[str]) -> list[str]:
-    """Return the keys as flags spell them, each once."""
-    names = {name: flag for flag, name in _FLAG_NAMES.items()}
-    return list(dict.fromkeys(names.get(key, key).replace("_", "-") for key in keys))
-
-
 def _with_shares(request: Request, value: str) -> Request:
     """Return the request with other samples per group of its plan file, written 24:8."""
     if request.plan is None:
@@ -140,13 +135,13 @@ def _with_shares(request: Request, value: str) -> Request:
 def _whole(key: str, value: str, low: int, high: int) -> int:
     if value.isascii() and value.isdecimal() and len(value) < 12 and low <= int(value) <= high:
         return int(value)
-    flag = _spelled((key,))[0]
+    flag = flag_of(key).removeprefix("--")
     rule = f"Must be a whole number from {low} to {high}"
     raise invalid(value, rule, key=f"--change {flag}", name=flag)
 
 
 def _one_of(key: str, value: str, known: Sequence[str]) -> str:
-    flag = _spelled((key,))[0]
+    flag = flag_of(key).removeprefix("--")
     return str(one_of(value, known, key=f"--change {flag}", name=flag))
 
 

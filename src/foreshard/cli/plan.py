@@ -169,16 +169,16 @@ def command(
         name = model if source is None else source.name
         return plan_screen(result, name, target, gains=gains, others=others, pressed=bool(pressed))
 
-    _write_plan(ctx, [one.plan for one in result.plans[:1]])
+    _write_plan(ctx, [ranked.plan for ranked in result.plans[:1]])
     if report and result.plans:
         from foreshard.report.pages.plan_page import plan_page
 
         save_page(report, plan_page(result, target, screen(), gains, others))
     elif report:
         say(f"report: no plan to draw, {report} not written")
-    more: dict[str, Any] = {"explain": [one.to_dict() for one in gains]} if explain else {}
+    more: dict[str, Any] = {"explain": [gain.to_dict() for gain in gains]} if explain else {}
     if compare_with:
-        more["against"] = [one.to_dict() for one in others]
+        more["against"] = [planner.to_dict() for planner in others]
     give(result.to_dict() | more, screen)
     _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
@@ -219,7 +219,7 @@ def _compared(
     named = (names,) if isinstance(names, str) else names
     result, judged = beside_others(model, cluster, result, named, **asked)
     ours_s = result.plans[0].prediction.step_time_s if result.plans else None
-    return result, tuple(compared(one, ours_s) for one in judged)
+    return result, tuple(compared(planner, ours_s) for planner in judged)
 
 
 def _only_where_one_cluster_is_planned(
@@ -253,7 +253,7 @@ def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], vendors: str 
         asked["instances"] = [name for name in instances() if name.partition("-")[0] in vendors]
     with watched(asked.get("budget_s")) as pressed:
         result = rent(model, **asked)
-    plans = [one.ranked.plan for one in result.offers[:1]]
+    plans = [offer.ranked.plan for offer in result.offers[:1]]
     _write_plan(ctx, plans)
     give(result.to_dict(), lambda: rental_screen(result, model.name, pressed=bool(pressed)))
     _leave(ctx, plans, result.infeasible, bool(pressed))

@@ -175,8 +175,8 @@ class Words(click.ParamType):  # type: ignore[type-arg]
         words = tuple(word.strip() for word in str(value).split(","))
         known = (*self.known, *(self.load() if self.load else ()))
         if known:
-            one = Word(*(self.alone if len(words) == 1 else ()), *known)
-            words = tuple(one.convert(word, param, ctx) for word in words)
+            word_type = Word(*(self.alone if len(words) == 1 else ()), *known)
+            words = tuple(word_type.convert(word, param, ctx) for word in words)
         if len(set(words)) < len(words):
             self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
         return words[0] if self.single and len(words) == 1 else words
@@ -196,5 +196,5 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         """Return the numbers, or fail naming the range."""
         if isinstance(value, tuple):
             return value
-        one = Count(1, self.high)
-        return tuple(sorted({one.convert(word.strip(), param, ctx) for word in str(value).split(",")}))
+        count = Count(1, self.high)
+        return tuple(sorted({count.convert(word.strip(), param, ctx) for word in str(value).split(",")}))
