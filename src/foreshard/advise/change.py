@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from foreshard.advise.request import DEGREES, Request
+from foreshard.advise.request import DEGREES, Request, flag_of
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS, check_recompute
 from foreshard.spec.prediction import Prediction
+from foreshard.units import number_of
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
@@ -29,6 +30,7 @@ _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
 _OTHERS = ("zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_HARDWARE, *_FLAG_NAMES)
+_SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
 _ON = {"on": True, "true": True, "off": False, "false": False}
 
 
@@ -62,7 +64,8 @@ def apply(request: Request, change: str) -> Request:
             raise SpecError(what, key="--change", value=part.strip(), rule="A change is KEY=VALUE", fix=fix)
         if not equals or key not in KEYS:
             rule = "A change is KEY=VALUE with KEY one of"
-            raise unknown("change", part, _spelled(KEYS), key="--change", rule=rule)
+            fix = "Write it like --change tp=4"
+            raise unknown("change", part, _SPELLED, key="--change", rule=rule, otherwise=fix)
         request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
     return request
 
@@ -84,9 +87,21 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         return _with_shares(request, value)
     if key == "recompute":
         return request.with_choice(key, check_recompute(value, key=f"--change {key}"))
+    if key == "framework":
+        _check_framework(value)
     if key in _CHOICES:
         return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
     return request.with_choice(key, value)
+
+
+def _check_framework(value: str) -> None:
+    from foreshard.catalog.frameworks import load_framework
+
+    try:
+        load_framework(value)
+    except SpecError as error:
+        error.key = "--change framework"
+        raise
 
 
 def _resize(request: Request, key: str) -> Request:
@@ -100,12 +115,6 @@ def _resize(request: Request, key: str) -> Request:
     return replace(request, choices={k: v for k, v in request.choices.items() if k != "dp"})
 
 
-def _spelled(keys: Sequence[str]) -> list[str]:
-    """Return the keys as flags spell them, each once."""
-    names = {name: flag for flag, name in _FLAG_NAMES.items()}
-    return list(dict.fromkeys(names.get(key, key).replace("_", "-") for key in keys))
-
-
 def _with_shares(request: Request, value: str) -> Request:
     """Return the request with other samples per group of its plan file, written 24:8."""
     if request.plan is None:
@@ -117,7 +126,8 @@ def _with_shares(request: Request, value: str) -> Request:
     if len(shares) != len(plan.groups) or sum(shares) != plan.global_batch:
         what = f"{value} does not split {plan.global_batch} samples over {len(plan.groups)} groups"
         rule = "shares has one number per group and sums to the global batch"
-        raise SpecError(what, key="--change shares", value=value, rule=rule)
+        fix = f"Give {number_of(len(plan.groups), 'number')} that sum to {plan.global_batch}"
+        raise SpecError(what, key="--change shares", value=value, rule=rule, fix=fix)
     groups = tuple(replace(group, share=n) for group, n in zip(plan.groups, shares, strict=True))
     return replace(request, plan=replace(plan, groups=groups))
 
@@ -125,13 +135,13 @@ def _with_shares(request: Request, value: str) -> Request:
 def _whole(key: str, value: str, low: int, high: int) -> int:
     if value.isascii() and value.isdecimal() and len(value) < 12 and low <= int(value) <= high:
         return int(value)
-    flag = _spelled((key,))[0]
+    flag = flag_of(key).removeprefix("--")
     rule = f"Must be a whole number from {low} to {high}"
     raise invalid(value, rule, key=f"--change {flag}", name=flag)
 
 
 def _one_of(key: str, value: str, known: Sequence[str]) -> str:
-    flag = _spelled((key,))[0]
+    flag = flag_of(key).removeprefix("--")
     return str(one_of(value, known, key=f"--change {flag}", name=flag))
 
 
@@ -140,7 +150,8 @@ def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
         if len(cluster.nodes) != 1:
             what = "a cluster of several node groups has no one number of nodes"
             rule = "nodes= needs a cluster of equal nodes"
-            raise SpecError(what, key="--change nodes", value=value, rule=rule)
+            fix = "Predict the other cluster by itself"
+            raise SpecError(what, key="--change nodes", value=value, rule=rule, fix=fix)
         count = _whole(key, value, 1, 2**20)
         resized = replace(cluster.nodes[0], count=count)
         return replace(cluster, nodes=(resized,), name=f"{cluster.name} with {count} nodes")

@@ -7,13 +7,13 @@ and reports all start from one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
@@ -40,6 +40,10 @@ ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observ
 """What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
+SPLIT_EVENLY = (
+    "the cluster mixes devices and flags split the work evenly: every stage and rank takes the same "
+    "share, the fast wait for the slow; a plan file (--plan) can give groups their own shares"
+)
 _FLAGS = {"seq_len": "--seq", "precision": "--dtype"}
 
 
@@ -87,7 +91,8 @@ class Request:
         unknown = sorted(set(self.choices) - {*DEGREES, *OPTIONS})
         if unknown:
             rule = f"Options are {', '.join((*DEGREES, *OPTIONS))}"
-            raise SpecError(f"unknown option {unknown[0]!r}", key=unknown[0], rule=rule)
+            near = did_you_mean(unknown[0], (*DEGREES, *OPTIONS), otherwise="Leave it out")
+            raise SpecError(f"unknown option {unknown[0]!r}", key=unknown[0], rule=rule, fix=near)
 
     @property
     def trained(self) -> Model:
@@ -166,9 +171,9 @@ class Request:
         return plan
 
     def _with_assumptions(self, made: Prediction) -> Prediction:
-        from foreshard.advise.unstated import unstated
-
-        return replace(made, assumptions=(*made.assumptions, *unstated(self, made.plan)))
+        """Add the defaults that shaped the plan, and what its options leave as it is."""
+        unstated = (*_defaults(self, made.plan), *_left_alone(self, made.plan))
+        return replace(made, assumptions=(*made.assumptions, *unstated))
 
     def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Return the parts of the peak memory of each stage of each group, bytes."""
@@ -193,6 +198,29 @@ class Request:
 
     def _asked(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ASKED}
+
+
+def _defaults(request: Request, plan: Plan) -> Iterator[str]:
+    """Yield the defaults of a run stated by flags; a plan file states everything."""
+    if request.plan is not None:
+        return
+    choices = request.choices
+    if choices.get("seq_len") is None:
+        yield f"sequence {plan.seq_len}, not stated (--seq): that of the model"
+    if choices.get("global_batch") is None:
+        yield f"global batch {plan.global_batch}, not stated (--global-batch): dp x pp in whole micro-batches"
+    if choices.get("zero") is None:
+        level = plan.groups[0].stages[0].zero
+        yield f"zero {level}, not stated (--zero): the default of {plan.framework}"
+    if len({node.device.name for node in request.cluster.nodes}) > 1:
+        yield SPLIT_EVENLY
+
+
+def _left_alone(request: Request, plan: Plan) -> Iterator[str]:
+    if not any(block.num_experts for block, _ in request.model.block_kinds()):
+        return
+    if any(stage.tp > 1 and stage.etp == 1 for group in plan.groups for stage in group.stages):
+        yield "experts are not cut over tp (etp 1)"
 
 
 def _with_adapters(model: Model, text: str) -> Model:

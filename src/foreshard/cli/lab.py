@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,7 +11,7 @@ import click
 from foreshard.cli import run
 from foreshard.cli.options.answer import give, say
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.options.training import needs_torch, resumable
+from foreshard.cli.options.training import needs_torch
 from foreshard.errors import SpecError
 from foreshard.report.lab_screen import lab_screen
 
@@ -98,14 +99,6 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as network:
         if network is not None:
             say(f"rank of slow factor 1: {network.unit_cores:.2f} of a core")
-        with (
-            resumable(options["out"]),
-            run.progress_of(options["out"], options["steps"], predicted_s) as progress,
-        ):
-            emulation = emulation_of(lab_file, ranks=len(lab.slow), network=network)
-            outcome = launch(
-                job, plan_file, local=len(lab.slow), emulation=emulation, progress=progress, **options
-            )
-    if outcome is not None:
-        run.print_outcome(outcome, predicted_s, lab_file)
-        say(f"written to {options['out']}/")
+        emulation = emulation_of(lab_file, ranks=len(lab.slow), network=network)
+        start = partial(launch, job, plan_file, local=len(lab.slow), emulation=emulation, **options)
+        run.train(start, options, predicted_s, lab_file)

@@ -68,8 +68,14 @@ def _vendors() -> tuple[str, ...]:
     "--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
 )
 @click.option("--objective", type=Words(*OBJECTIVES), default="time", help="What to minimise.")
-@click.option("--max-usd", type=Amount(), help="Limit on the price of the run (with --tokens).")
-@click.option("--max-hours", type=Amount(), help="Limit on the time of the run (with --tokens).")
+@click.option(
+    "--max-usd",
+    type=Amount(dimension="usd", unit="USD"),
+    help="Limit on the price of the run (with --tokens).",
+)
+@click.option(
+    "--max-hours", type=Amount(dimension="s", unit="h"), help="Limit on the time of the run (with --tokens)."
+)
 @click.option("--tokens", type=Amount(), help="Tokens of the whole run.")
 @click.option("--max-devices", type=Count(), help="Devices to use at most.")
 @click.option("--framework", metavar="NAME[@RELEASE]", help="Default megatron-core.")
@@ -88,9 +94,13 @@ def _vendors() -> tuple[str, ...]:
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
 @click.option("--engine", type=Word("analytical", "graph"), help="Times the best plans found; default graph.")
 @click.option("--top", type=Count(1, 1000), help="Plans to show (default 5).")
-@click.option("--budget-s", type=Amount(), help="Seconds to search (default 60).")
+@click.option("--budget-s", type=Amount(dimension="s"), help="Seconds to search (default 60).")
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="Where to search (default local).")
-@click.option("--usd-per-device-hour", type=Amount(), help="Price instead of the catalog's.")
+@click.option(
+    "--usd-per-device-hour",
+    type=Amount(dimension="usd_per_h", unit="USD/h"),
+    help="Price instead of the catalog's.",
+)
 @click.option("--costs", metavar="FILE", help="Measured costs (foreshard calibrate) instead of formulas.")
 @click.option(
     "--compare-with",
@@ -159,16 +169,16 @@ def command(
         name = model if source is None else source.name
         return plan_screen(result, name, target, gains=gains, others=others, pressed=bool(pressed))
 
-    _write_plan(ctx, [one.plan for one in result.plans[:1]])
+    _write_plan(ctx, [ranked.plan for ranked in result.plans[:1]])
     if report and result.plans:
         from foreshard.report.pages.plan_page import plan_page
 
         save_page(report, plan_page(result, target, screen(), gains, others))
     elif report:
         say(f"report: no plan to draw, {report} not written")
-    more: dict[str, Any] = {"explain": [one.to_dict() for one in gains]} if explain else {}
+    more: dict[str, Any] = {"explain": [gain.to_dict() for gain in gains]} if explain else {}
     if compare_with:
-        more["against"] = [one.to_dict() for one in others]
+        more["against"] = [planner.to_dict() for planner in others]
     give(result.to_dict() | more, screen)
     _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
@@ -209,7 +219,7 @@ def _compared(
     named = (names,) if isinstance(names, str) else names
     result, judged = beside_others(model, cluster, result, named, **asked)
     ours_s = result.plans[0].prediction.step_time_s if result.plans else None
-    return result, tuple(compared(one, ours_s) for one in judged)
+    return result, tuple(compared(planner, ours_s) for planner in judged)
 
 
 def _only_where_one_cluster_is_planned(
@@ -243,7 +253,7 @@ def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], vendors: str 
         asked["instances"] = [name for name in instances() if name.partition("-")[0] in vendors]
     with watched(asked.get("budget_s")) as pressed:
         result = rent(model, **asked)
-    plans = [one.ranked.plan for one in result.offers[:1]]
+    plans = [offer.ranked.plan for offer in result.offers[:1]]
     _write_plan(ctx, plans)
     give(result.to_dict(), lambda: rental_screen(result, model.name, pressed=bool(pressed)))
     _leave(ctx, plans, result.infeasible, bool(pressed))

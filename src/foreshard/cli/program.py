@@ -34,7 +34,9 @@ class _Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in VERBS:
-            raise unknown("verb", args[0], VERBS, key="verb", rule="Verbs are")
+            raise unknown(
+                "verb", args[0], VERBS, key="verb", rule="Verbs are", otherwise="See foreshard --help"
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

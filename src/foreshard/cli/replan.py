@@ -19,7 +19,9 @@ _LOOK_S = 0.2  # between two looks at the events
 @verb_command("replan")
 @click.argument("run", metavar="RUN")
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--wait-s", type=Amount(), default=600.0, help="How long to wait until it is adopted.")
+@click.option(
+    "--wait-s", type=Amount(dimension="s"), default=600.0, help="How long to wait until it is adopted."
+)
 def command(run: str, plan_file: str, wait_s: float) -> None:
     """Let the job that trains in the folder RUN adopt the plan file PLAN after its present step.
 
@@ -37,7 +39,8 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
     while time.monotonic() < until:
         answer = next((line for line in follow.lines(events) if line.get("request") == number), None)
         if answer is not None and answer["kind"] == "request refused":
-            raise SpecError(answer["text"], file=plan_file, key="PLAN")
+            rule, fix = "A plan is adopted only as a whole", "Correct it, or give another"
+            raise SpecError(answer["text"], file=plan_file, key="PLAN", rule=rule, fix=fix)
         if answer is not None:
             say(f"adopted after step {answer['step'] - 1}")
             give({"schema_version": 1, "request": number, "step": answer["step"]}, Screen)

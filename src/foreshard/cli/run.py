@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,19 +147,31 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         local = options["local"]
         ranks = int(os.environ["WORLD_SIZE"]) if local is None else local
         emulation = emulation_of(lab, ranks=ranks)
-    with resumable(options["out"]), progress_of(options["out"], options["steps"], predicted_s) as progress:
-        outcome = launch(job, plan_file, progress=progress, emulation=emulation, **options)
+    start = partial(launch, job, plan_file, emulation=emulation, **options)
+    train(start, options, predicted_s, lab)
+
+
+def train(
+    start: Callable[..., RunOutcome | None],
+    options: dict[str, Any],
+    predicted_s: float | None,
+    lab: str | None,
+) -> None:
+    """Start a run, show its progress, print its outcome, and leave with its exit code."""
+    out = options["out"]
+    with resumable(out), progress_of(out, options["steps"], predicted_s) as progress:
+        outcome = start(progress=progress)
     if outcome is None:
         return  # a rank of torchrun that does not lead; the first one answers
     print_outcome(outcome, predicted_s, lab)
-    say(f"written to {options['out']}/")
+    say(f"written to {out}/")
     if outcome.stopped:
-        say(f"ended after step {outcome.steps - 1}, as asked; {how_to_resume(options['out'])}")
+        say(f"ended after step {outcome.steps - 1}, as asked; {how_to_resume(out)}")
         raise SystemExit(128 + signal.SIGTERM)
     if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
             f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} differ among ranks",
-            file=f"{options['out']}/samples.jsonl",
+            file=f"{out}/samples.jsonl",
             rule="Every sample of a step is trained once",
             fix="Report it with the folder of the run",
         )

@@ -41,7 +41,7 @@ def command(name: str | None) -> None:
         )
         return
     if name not in NAMES:
-        raise unknown("format", name, NAMES, key="name", rule="Names are")
+        raise unknown("format", name, NAMES, key="name", rule="Names are", otherwise="See 'foreshard schema'")
     found = read(name)
     give({"schema_version": 1, "name": name} | found, lambda: _screen(found))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from foreshard import quantity
 from foreshard.advise.request import Request
@@ -69,8 +69,7 @@ def _all(request: Request, prediction: Prediction) -> dict[str, str]:
     }
 
 
-def _sum(parts: Mapping[str, float], names: tuple[str, ...], show: object) -> str:
-    assert callable(show)
+def _sum(parts: Mapping[str, float], names: tuple[str, ...], show: Callable[[float], str]) -> str:
     return " + ".join(f"{name} {show(parts[name])}" for name in names if parts.get(name))
 
 

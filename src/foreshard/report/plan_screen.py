@@ -10,9 +10,10 @@ from foreshard import quantity
 from foreshard.advise.baseline_comparison import beyond
 from foreshard.report.plan_words import RARER, degrees, distinct_names
 from foreshard.report.screen import Box, Screen, Table, listing, spans, table, without_empty
+from foreshard.report.summary import step_box
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
-from foreshard.spec.prediction import Money, Prediction
+from foreshard.spec.prediction import Money
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
@@ -184,13 +185,6 @@ def gains_table(gains: Sequence[Gain]) -> Table:
         "note": lambda gain: gain.note,
     }
     return without_empty(listing("What other hardware would gain", gains, columns))
-
-
-def step_box(prediction: Prediction) -> Box:
-    """Return the step time of the chosen plan with its interval."""
-    low, high = prediction.step_time_interval_s
-    note = f"{quantity.seconds_range(low, high)}, {quantity.percent(prediction.interval, 0)}"
-    return Box(title="Step", value=quantity.seconds(prediction.step_time_s), note=note)
 
 
 _BOUNDS = {

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -83,10 +83,16 @@ def spans(numbers: Sequence[int]) -> str:
 def without_empty(made: Table) -> Table:
     """Return a table without the columns that say nothing in any row."""
     kept = [i for i in range(len(made.columns)) if any(row[i] not in ("", "-") for row in made.rows)]
-    names = {made.columns[i] for i in kept}
-    return Table(
-        title=made.title,
-        columns=tuple(made.columns[i] for i in kept),
+    return only_columns(made, kept)
+
+
+def only_columns(made: Table, kept: Sequence[int]) -> Table:
+    """Return a table of these columns of another."""
+    columns = tuple(made.columns[i] for i in kept)
+    return replace(
+        made,
+        columns=columns,
         rows=tuple(tuple(row[i] for i in kept) for row in made.rows),
-        spare=tuple(name for name in made.spare if name in names),
+        total=None if made.total is None else tuple(made.total[i] for i in kept),
+        spare=tuple(name for name in made.spare if name in columns),
     )

@@ -8,7 +8,7 @@ from functools import partial
 from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.group_times import GroupTime, uneven
-from foreshard.advise.unstated import SPLIT_EVENLY
+from foreshard.advise.request import SPLIT_EVENLY
 from foreshard.report.plan_words import place_of, plan_line
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
@@ -18,17 +18,12 @@ NOTHING_HELPS = "What would help: no single change tried wins one per cent or mo
 
 def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
     """Return the three headline numbers."""
-    low, high = prediction.step_time_interval_s
     memory = prediction.memory
     price = prediction.cost.usd_per_1b_tokens
     dated = _prices(prediction.cost.price_date)
     whole = "" if prediction.run_time_s is None else f", {run_line(prediction)}"
     return (
-        Box(
-            title="Step",
-            value=quantity.seconds(prediction.step_time_s),
-            note=f"{quantity.seconds_range(low, high)}, {quantity.percent(prediction.interval, 0)}",
-        ),
+        step_box(prediction),
         Box(
             title="Peak",
             value=_of_capacity(memory),
@@ -41,6 +36,13 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
             note=("give --usd-per-device-hour" if price is None else dated) + whole,
         ),
     )
+
+
+def step_box(prediction: Prediction) -> Box:
+    """Return the step time with its interval."""
+    low, high = prediction.step_time_interval_s
+    note = f"{quantity.seconds_range(low, high)}, {quantity.percent(prediction.interval, 0)}"
+    return Box(title="Step", value=quantity.seconds(prediction.step_time_s), note=note)
 
 
 def _prices(price_date: str | None) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foreshard.report.screen import Box, Screen, Table
+from foreshard.report.screen import Box, Screen, Table, only_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,19 +113,9 @@ def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
     for name in table.spare:
         if _least_width(table) <= width:
             break
-        i = table.columns.index(name)
         left_out.append(name.removeprefix(">"))
-        table = replace(
-            table,
-            columns=_without(table.columns, i),
-            rows=tuple(_without(row, i) for row in table.rows),
-            total=_without(table.total, i) if table.total else None,
-        )
+        table = only_columns(table, [i for i, column in enumerate(table.columns) if column != name])
     return table, tuple(left_out)
-
-
-def _without(cells: tuple[str, ...], i: int) -> tuple[str, ...]:
-    return cells[:i] + cells[i + 1 :]
 
 
 def _least_width(table: Table) -> int:

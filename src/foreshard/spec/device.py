@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from foreshard.errors import SpecError
-
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+from foreshard.spec.plan import PRECISIONS
 
 # The peak that bounds the matrix products of a training precision.
 _PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}

@@ -139,9 +139,17 @@ def lora(model: Model, rank: int, targets: Iterable[str] = ("q", "k", "v", "o"))
     if unknown or not targets:
         what = f"unknown LoRA target {unknown[0]!r}" if unknown else "no LoRA target"
         rule = f"Targets are {', '.join(LORA_TARGETS)}"
-        raise SpecError(what, key="lora_targets", value=unknown[0] if unknown else None, rule=rule)
+        raise SpecError(
+            what,
+            key="lora_targets",
+            value=unknown[0] if unknown else None,
+            rule=rule,
+            fix="Name some of them",
+        )
     if rank < 1:
-        raise SpecError(f"LoRA rank {rank}", key="lora_rank", value=rank, rule="The rank is at least 1")
+        raise SpecError(
+            f"LoRA rank {rank}", key="lora_rank", value=rank, rule="The rank is at least 1", fix="Use 16"
+        )
     for block, _ in model.block_kinds():
         on_mlp = {"gate", "up", "down"} & set(targets)
         if block.kv_lora or block.scan_state or (on_mlp and not block.ffn) or block.cross_attention:
@@ -169,7 +177,11 @@ def freeze(model: Model, layers: Iterable[int]) -> Model:
     outside = sorted(layer for layer in chosen if not 0 <= layer <= last)
     if outside:
         raise SpecError(
-            f"no layer {outside[0]}", key="layers", value=outside[0], rule=f"Layers are 0 to {last}"
+            f"no layer {outside[0]}",
+            key="layers",
+            value=outside[0],
+            rule=f"Layers are 0 to {last}",
+            fix="Leave it out",
         )
     if model.tied_embeddings and (0 in chosen) != (last in chosen):
         what = "embedding and head are one matrix"

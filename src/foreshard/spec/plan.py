@@ -151,6 +151,7 @@ def check_recompute(value: Any, *, key: str = "recompute", file: str | None = No
     rule = "Must be none, selective[:MODULE(+MODULE)*], full[:uniform:N|:block:N] or every-N"
     if not isinstance(value, str):
         raise invalid(value, rule, key=key, file=file)
+    stated, value = value, value.strip().lower()
     head, _, rest = value.partition(":")
     if value in ("none", "full"):
         return value
@@ -159,13 +160,13 @@ def check_recompute(value: Any, *, key: str = "recompute", file: str | None = No
         if kind in ("uniform", "block") and _is_count(count):
             return value
     if head == "selective":
-        modules = list(dict.fromkeys(rest.split("+"))) if rest else ["core_attn"]
+        modules = list(dict.fromkeys(rest.replace("-", "_").split("+"))) if rest else ["core_attn"]
         if all(module in RECOMPUTE_MODULES for module in modules):
             return "selective:" + "+".join(modules)
     if value.startswith("every-") and _is_count(value[6:]):
         return value
     fix = f"Known modules: {', '.join(RECOMPUTE_MODULES)}"
-    raise invalid(value, rule, key=key, fix=fix, file=file)
+    raise invalid(stated, rule, key=key, fix=fix, file=file)
 
 
 def _is_count(text: str) -> bool:

@@ -115,7 +115,9 @@ def load_scenario(path: str | Path) -> Scenario:
     file = str(path)
     data = codec.parse_toml(codec.read_text(path), file=file)
     if "file" in data:
-        raise SpecError("unknown key 'file'", file=file, key="file", rule="Unknown keys are errors")
+        raise SpecError(
+            "unknown key 'file'", file=file, key="file", rule="Unknown keys are errors", fix="Leave it out"
+        )
     found = codec.decode(Scenario, data | {"file": file}, file=file)
     for index, process in enumerate(found.process):
         _check_process(process, file, f"process[{index}]")
@@ -142,16 +144,28 @@ def _check_process(process: Process, file: str, key: str) -> None:
             f"{process.how!r} does not drive {process.what}",
             f"{process.what} is driven by {', '.join(forms)}",
             process.how,
+            f"Use one of {', '.join(forms)}",
         )
     for name in _NEEDS[process.how]:
         if getattr(process, name) in (None, ()):
             raise error(name, f"'{name}' is missing", f"how = {process.how!r} needs it", fix="Add it")
     if process.ranks and not _RANKS.fullmatch(process.ranks):
-        raise error("ranks", f"cannot read {process.ranks!r}", "Ranks are written '0-3, 8'", process.ranks)
+        raise error(
+            "ranks",
+            f"cannot read {process.ranks!r}",
+            "Ranks are numbers and ranges",
+            process.ranks,
+            "Write them like '0-3, 8'",
+        )
     if process.ranks and process.what in _OF_LINKS:
         raise error("ranks", "a link is not of ranks", "Links are named by racks", fix="Use 'between'")
     if process.between and process.what not in _OF_LINKS:
-        raise error("between", "only links lie between racks", "between goes with what = 'bandwidth'")
+        raise error(
+            "between",
+            "only links lie between racks",
+            "between goes with what = 'bandwidth'",
+            fix="Leave it out",
+        )
 
 
 def _check_budget(budget: BudgetTable, file: str, key: str) -> None:
@@ -228,5 +242,6 @@ def ranks_of(text: str, num_devices: int) -> tuple[int, ...]:
         found += range(int(first), int(last or first) + 1)
     if max(found, default=0) >= num_devices or len(set(found)) < len(found) or not found:
         rule = f"Ranks are 0 to {num_devices - 1}, each once"
-        raise SpecError(f"ranks {text!r} are not on the cluster", key="ranks", value=text, rule=rule)
+        what = f"ranks {text!r} are not on the cluster"
+        raise SpecError(what, key="ranks", value=text, rule=rule, fix="Name others, or enlarge the cluster")
     return tuple(found)

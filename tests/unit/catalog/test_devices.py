@@ -9,7 +9,7 @@ import pytest
 from foreshard.catalog.devices import device_assumption, devices, normalise, resolve_device
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
-from foreshard.spec.device import PRECISIONS
+from foreshard.spec.plan import PRECISIONS
 
 MEASURED = Path(
     os.environ.get("FORESHARD_MEASURED", Path(__file__).resolve().parents[4] / "shared" / "measured" / "dev")

@@ -70,3 +70,20 @@ def test_ranks_that_were_not_there_at_the_end_are_told():
     left_out = [box for box in run_screen(replace(OUTCOME, absent=(1, 3))).boxes if box.alarm]
     assert [(box.title, box.value) for box in left_out] == [("Ranks left out", "1, 3")]
     assert not any(box.alarm for box in run_screen(OUTCOME).boxes)
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "said"),
+    [({"lost": 2}, 1, "2 samples lost"), ({"stopped": True}, 143, "ended after step 3, as asked")],
+)
+@pytest.mark.parametrize("words", [["run", "--local", 4, "--lab"], ["lab"]])
+def test_a_run_and_a_lab_end_with_the_same_codes(shell, tmp_path, monkeypatch, words, ended, code, said):
+    monkeypatch.setattr(launch, "launch", lambda *given, **more: replace(OUTCOME, **ended))
+    told = [*words, LABS / "mixed4.toml", "--plan", "p.json", "--out", tmp_path, JOB]
+    if code == 143:
+        with pytest.raises(SystemExit) as left:
+            shell(*told)
+        assert left.value.code == code
+        return
+    answer = shell(*told)
+    assert answer.code == code and said in answer.err

@@ -89,9 +89,13 @@ def _question_options(with_engine: bool) -> list[click.Option]:
         *(engine if with_engine else []),
         click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
         click.Option(["--tokens"], type=Amount(), help="Tokens of the whole run, for its time and cost."),
-        click.Option(["--usd-per-device-hour"], type=Amount(), help="Your price."),
         click.Option(
-            ["--observed-step-s"], type=Amount(), help="One measured step to correct the prediction by."
+            ["--usd-per-device-hour"], type=Amount(dimension="usd_per_h", unit="USD/h"), help="Your price."
+        ),
+        click.Option(
+            ["--observed-step-s"],
+            type=Amount(dimension="s"),
+            help="One measured step to correct the prediction by.",
         ),
     ]
 

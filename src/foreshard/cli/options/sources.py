@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from foreshard.cli.options.answer import answering
 from foreshard.cli.options.values import Text
 from foreshard.cli.verbs import VERBS, verb
-from foreshard.errors import SpecError, unknown
+from foreshard.errors import SpecError, did_you_mean, unknown
 from foreshard.spec.codec import parse_toml, read_text
 
 # A file of every option of every verb takes 20 kB.
@@ -151,7 +151,11 @@ def _load(path: str) -> dict[str, Any]:
     for key, value in data.items():
         if isinstance(value, dict) and key not in VERBS:
             raise SpecError(
-                f"unknown table [{key}]", file=path, key=key, rule=f"Tables are {', '.join(VERBS)}"
+                f"unknown table [{key}]",
+                file=path,
+                key=key,
+                rule=f"Tables are {', '.join(VERBS)}",
+                fix=did_you_mean(key, VERBS, otherwise="Leave it out"),
             )
     return data
 
@@ -163,10 +167,16 @@ def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str
         flag = _flag(key)
         if flag not in spelled:
             rule = "Keys are the verb's flags without dashes:"
-            raise unknown("option", key, spelled, file=path, key=where + key, rule=rule)
+            raise unknown(
+                "option", key, spelled, file=path, key=where + key, rule=rule, otherwise="Leave it out"
+            )
         if not isinstance(value, _CONFIGURABLE):
             raise SpecError(
-                f"{value!r} is not a value", file=path, key=where + key, rule="Give a number or a string"
+                f"{value!r} is not a value",
+                file=path,
+                key=where + key,
+                rule="A value is a number, a string, true or false",
+                fix=f"Write it as --{flag} takes it",
             )
         found[spelled[flag]] = value
     return found

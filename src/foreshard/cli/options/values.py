@@ -32,45 +32,66 @@ class Count(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number, or fail naming the range."""
-        text = str(value)
-        digits = re.sub("[,_]", "", text) if _GROUPED.fullmatch(text) else text.strip()
-        number = Decimal(digits) if len(text) < 40 and _WHOLE.fullmatch(digits) else Decimal("nan")
+        digits = _ungrouped(str(value))
+        number = Decimal(digits) if len(digits) < 40 and _WHOLE.fullmatch(digits) else Decimal("nan")
         if number.is_finite() and self.low <= number <= self.high and number == number.to_integral_value():
             return int(number)
-        self.fail(f"{text[:40]!r} is not a whole number from {self.low} to {self.high}", param, ctx)
+        what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
+        self.fail(what + _suffix_hint(digits), param, ctx)
 
 
 _GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+")
 _WHOLE = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,3})?")
+_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
+
+
+def _ungrouped(text: str) -> str:
+    """Return a number without the marks between its thousands, other text as it is."""
+    text = text.strip()
+    return re.sub("[,_]", "", text) if _GROUPED.fullmatch(text) else text
+
+
+def _suffix_hint(text: str) -> str:
+    """Return how to write a number with a letter for thousands, which can mean 1000 or 1024."""
+    suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text[:40].lower())
+    return f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
 
 
 class Amount(click.ParamType):  # type: ignore[type-arg]
-    """A finite number above zero, or from `low` to `high`; of a dimension also with a unit, as 5 min."""
+    """A finite number above zero, or from `low` to `high`; of a dimension also with a unit, as 5 min.
+
+    `unit` is the one of numbers without a unit.
+    """
 
     name = "X"
 
-    def __init__(self, low: float = 0.0, high: float = MAX_AMOUNT, *, dimension: str | None = None):
-        self.low, self.high, self.dimension = low, high, dimension
+    def __init__(
+        self,
+        low: float = 0.0,
+        high: float = MAX_AMOUNT,
+        *,
+        dimension: str | None = None,
+        unit: str | None = None,
+    ):
+        self.low, self.high, self.dimension, self.unit = low, high, dimension, unit or dimension
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or fail."""
-        number = math.nan
+        number, text = math.nan, _ungrouped(str(value))
+        if self.dimension in ("usd", "usd_per_h"):
+            text = _ungrouped(text.removeprefix("$"))
         with suppress(ValueError, OverflowError):
-            number = float(value)
+            number = float(text)
         if math.isnan(number) and self.dimension is not None:
             with suppress(SpecError):
-                number = parse(str(value), self.dimension)
+                number = parse(text, self.dimension) / parse(f"1 {self.unit}", self.dimension)
         if number > 0 and self.low <= number <= self.high:
             return number
-        text = str(value)[:40]
-        suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text.lower())
-        hint = f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
-        hint = "" if self.dimension is not None else hint
+        hint = _suffix_hint(text) if self.dimension is None else f". Write it like 5 or '5 {self.unit}'"
         limits = f"from {self.low:g} to {self.high:g}" if self.low else "above zero"
-        self.fail(f"{text!r} is not a number {limits}{hint}", param, ctx)
+        self.fail(f"{str(value)[:40]!r} is not a number {limits}{hint}", param, ctx)
 
 
-_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
 _MEANT = {
     "float": "fp32",
     "e4m3": "fp8",
@@ -154,8 +175,8 @@ class Words(click.ParamType):  # type: ignore[type-arg]
         words = tuple(word.strip() for word in str(value).split(","))
         known = (*self.known, *(self.load() if self.load else ()))
         if known:
-            one = Word(*(self.alone if len(words) == 1 else ()), *known)
-            words = tuple(one.convert(word, param, ctx) for word in words)
+            word_type = Word(*(self.alone if len(words) == 1 else ()), *known)
+            words = tuple(word_type.convert(word, param, ctx) for word in words)
         if len(set(words)) < len(words):
             self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
         return words[0] if self.single and len(words) == 1 else words
@@ -175,5 +196,5 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         """Return the numbers, or fail naming the range."""
         if isinstance(value, tuple):
             return value
-        one = Count(1, self.high)
-        return tuple(sorted({one.convert(word.strip(), param, ctx) for word in str(value).split(",")}))
+        count = Count(1, self.high)
+        return tuple(sorted({count.convert(word.strip(), param, ctx) for word in str(value).split(",")}))

@@ -1,0 +1,78 @@
+"""Ordinary spellings of amounts, counts and words are read; others are refused with what to write."""
+
+import click
+import pytest
+
+from foreshard.cli.options.values import Amount, Count
+from foreshard.errors import SpecError
+from foreshard.spec.plan import check_recompute
+from foreshard.spec.scenario import ranks_of
+
+HOURS = Amount(dimension="s", unit="h")
+DOLLARS = Amount(dimension="usd", unit="USD")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (Amount(), "15,000,000", 15e6),
+        (Amount(), "15_000", 15e3),
+        (Amount(dimension="s"), "350 ms", 0.35),
+        (HOURS, "12", 12.0),
+        (HOURS, "3 days", 72.0),
+        (HOURS, "90 min", 1.5),
+        (DOLLARS, "$1,500", 1500.0),
+        (DOLLARS, "500 USD", 500.0),
+        (Amount(dimension="usd_per_h", unit="USD/h"), "2.5 USD/h", 2.5),
+        (Count(), " 4,096 ", 4096),
+    ],
+)
+def test_spellings_that_are_read(kind, text, value):
+    assert kind.convert(text, None, None) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "fix"),
+    [
+        (Amount(), "15T", "Write it like 15e12"),
+        (Count(), "4k", "Write it like 4e3"),
+        (HOURS, "3 fortnights", "Write it like 5 or '5 h'"),
+        (HOURS, "-3 days", "Write it like 5 or '5 h'"),
+        (DOLLARS, "$", "Write it like 5 or '5 USD'"),
+    ],
+)
+def test_spellings_that_are_refused_say_what_to_write(kind, text, fix):
+    with pytest.raises(click.BadParameter, match=fix):
+        kind.convert(text, None, None)
+
+
+def test_a_price_and_a_time_with_units_predict_as_without(shell):
+    run = ("predict", "llama3-8b", "1x8xh100-sxm", "--tp", "2", "--json")
+    plain = shell(*run, "--usd-per-device-hour", "2.5", "--observed-step-s", "0.35").json
+    units = shell(*run, "--usd-per-device-hour", "$2.5", "--observed-step-s", "350 ms").json
+    assert units["cost"] == pytest.approx(plain["cost"])
+    assert units["step_time_s"] == pytest.approx(plain["step_time_s"])
+
+
+def test_recompute_rules_are_read_in_any_case():
+    assert check_recompute("Full") == "full"
+    assert check_recompute("selective:core-attn+MLP") == "selective:core_attn+mlp"
+
+
+def test_an_unknown_framework_of_a_change_is_bad_input(shell):
+    answer = shell("whatif", "llama3-8b", "1x8xh100-sxm", "--tp", "2", "--change", "framework=zzz")
+    assert answer.code == 2
+    assert "--change framework: unknown framework 'zzz'" in answer.err
+    assert "See 'foreshard schema frameworks'" in answer.err
+
+
+def test_mistakes_have_a_fix(shell, tmp_path):
+    config = tmp_path / "options.toml"
+    config.write_text("[predcit]\ntp = 2\n")
+    answer = shell("predict", "llama3-8b", "1x8xh100-sxm", "--config", config)
+    assert answer.code == 2
+    assert "Did you mean 'predict'?" in answer.err
+    assert "See 'foreshard schema'" in shell("schema", "zzzzz").err
+    with pytest.raises(SpecError) as error:
+        ranks_of("0-9", 8)
+    assert error.value.fix
