@@ -55,7 +55,7 @@ class Pipeline:
         )
         mine.succeed()
         yield mine & theirs
-        yield self.env.timeout(self.prices.send_forward_s[s])
+        yield self.env.timeout(self.prices.send_s[s])
 
     def call(self, *messages):
         yield self.env.all_of([self.env.process(self.message(*message)) for message in messages])

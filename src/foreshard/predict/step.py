@@ -18,7 +18,7 @@ from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, Case, build_batch
 from foreshard.predict.explanation import explanations
-from foreshard.predict.interval import interval_evidence, step_interval
+from foreshard.predict.interval import LEVEL, interval_evidence, step_interval
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
 from foreshard.spec.checks import check_plan
@@ -249,7 +249,7 @@ def _assemble(
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=interval,
-        interval=0.9,
+        interval=LEVEL,
         tokens_per_s=plan.tokens / step_s,
         samples_per_s=plan.global_batch / step_s,
         tokens_per_s_per_device=plan.tokens / step_s / num_devices,
