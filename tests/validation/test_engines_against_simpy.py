@@ -18,9 +18,9 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.graph.buckets import bucket_sync_s
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.graph.prices import group_prices
+from foreshard.predict.tasks.collectives import gradient_sync_s
 from foreshard.spec.plan import Group, Plan, Stage
 
 CONSTANTS = replace(TrainingConstants(), jitter=0.0)
@@ -55,7 +55,7 @@ class Pipeline:
         )
         mine.succeed()
         yield mine & theirs
-        yield self.env.timeout(self.prices.send_forward_s[s])
+        yield self.env.timeout(self.prices.send_s[s])
 
     def call(self, *messages):
         yield self.env.all_of([self.env.process(self.message(*message)) for message in messages])
@@ -123,7 +123,7 @@ class Pipeline:
             bucket += units.params[i]
             share += units.backward[i]
             if (bucket >= self.bucket_elements and not whole) or i == 0:
-                out.append((share, float(bucket_sync_s(np.array([bucket]), np.zeros(1), machine)[0][0])))
+                out.append((share, float(gradient_sync_s(np.array([bucket]), np.zeros(1), machine)[0][0])))
                 bucket = share = 0.0
         return out
 

@@ -83,29 +83,17 @@ class RunSetup:
             precision=self.precision,
         )
 
-    def rank(
-        self,
-        *,
-        tp: Any,
-        cp: Any,
-        ep: Any,
-        etp: Any,
-        dp: Any,
-        shard: Any,
-        zero: Any,
-        sp: Any,
-        micro_batch: Any,
-        copies: Any = 1.0,
-        offload_optimizer: Any = 0.0,
-        offload_activations: Any = 0.0,
-        **strides: Any,
-    ) -> RankShape:
+    def rank(self, *, tp: Any, ep: Any, etp: Any, **given: Any) -> RankShape:
         """Return how ranks execute layers; fields as in `RankShape`, floats or arrays that broadcast.
 
+        Sizes that the run fixes are not given. Without `copies` there is one group, without offloads none.
         Strides that are not given are those of ranks that follow each other: tp fastest, then cp, then dp.
         """
         low, four = self.precision in _LOW, self.precision == "nvfp4"
-        packed = {
+        defaults = {
+            "copies": 1.0,
+            "offload_optimizer": 0.0,
+            "offload_activations": 0.0,
             "tp_stride": 1.0,
             "cp_stride": tp,
             "ep_stride": etp,
@@ -117,23 +105,14 @@ class RunSetup:
         }
         return RankShape(
             tp=tp,
-            cp=cp,
             ep=ep,
             etp=etp,
-            dp=dp,
-            copies=copies,
-            sp=sp,
-            zero=zero,
-            shard=shard,
-            micro_batch=micro_batch,
             seq_len=float(self.seq_len),
             low=float(low),
             four_bit=float(four),
             matrix_bytes=0.5 if four else 1.0 if low else self.element_bytes,
             element_bytes=self.element_bytes,
-            offload_optimizer=offload_optimizer,
-            offload_activations=offload_activations,
-            **(packed | strides),
+            **(defaults | given),
         )
 
     @property

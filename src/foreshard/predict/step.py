@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from foreshard.catalog.devices import catalog_version
@@ -18,7 +18,7 @@ from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, Case, build_batch
 from foreshard.predict.explanation import explanations
-from foreshard.predict.interval import interval_evidence, step_interval
+from foreshard.predict.interval import LEVEL, interval_evidence, step_interval
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
 from foreshard.spec.checks import check_plan
@@ -122,20 +122,18 @@ def predict_timeline(
     case = Case(model=model, cluster=cluster, plan=plan, framework=framework)
     batch = build_batch([case], constants, fidelity=fidelity)
     parts, events = _times(case, batch, engine, timeline)
-    asked = _Asked(engine=engine, costs=costs, fidelity=fidelity, tokens=tokens, usd=usd_per_device_hour)
-    prediction = _assemble(case, batch, parts, asked, observed_step_s, started)
-    return prediction, events
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """How to predict, as the caller asked."""
-
-    engine: str
-    costs: str
-    fidelity: str
-    tokens: float | None
-    usd: float | None
+    prediction = _assemble(
+        case,
+        batch,
+        parts,
+        engine=engine,
+        costs=costs,
+        fidelity=fidelity,
+        tokens=tokens,
+        usd_per_device_hour=usd_per_device_hour,
+        observed_step_s=observed_step_s,
+    )
+    return replace(prediction, predict_s=time.perf_counter() - started), events
 
 
 def _number(key: str, value: Any, *, zero: bool = False) -> None:
@@ -227,16 +225,19 @@ def _assemble(
     case: Case,
     batch: Batch,
     parts: dict[str, float],
-    asked: _Asked,
+    *,
+    engine: str,
+    costs: str,
+    fidelity: str,
+    tokens: float | None,
+    usd_per_device_hour: float | None,
     observed_step_s: float | None,
-    started: float,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
     plan, evidence = case.plan, _evidence(case)
     step_s = sum(parts.values())
     known = interval_evidence(evidence, {device.arch for device, _ in devices_of(case)})
-    interval = step_interval(case, step_s, parts, evidence=known, fidelity=asked.fidelity)
-    fidelity = asked.fidelity
+    interval = step_interval(case, step_s, parts, evidence=known, fidelity=fidelity)
     learned: tuple[str, ...] = ()
     if observed_step_s is not None:
         learned = (_learned(step_s, interval, float(observed_step_s)),)
@@ -248,27 +249,26 @@ def _assemble(
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=interval,
-        interval=0.9,
+        interval=LEVEL,
         tokens_per_s=plan.tokens / step_s,
         samples_per_s=plan.global_batch / step_s,
         tokens_per_s_per_device=plan.tokens / step_s / num_devices,
         **rates,
         time_breakdown_s=parts,
         memory=memory,
-        cost=money(case.cluster, step_s, plan.tokens, tokens=asked.tokens, usd_per_device_hour=asked.usd),
+        cost=money(case.cluster, step_s, plan.tokens, tokens=tokens, usd_per_device_hour=usd_per_device_hour),
         goodput=None,
-        run_time_s=None if asked.tokens is None else asked.tokens * step_s / plan.tokens,
+        run_time_s=None if tokens is None else tokens * step_s / plan.tokens,
         bottleneck=_bottleneck(parts),
         plan=plan,
         model=case.model.name,
         cluster=case.cluster.name,
         framework=case.framework.label,
-        engine=asked.engine,
-        costs=asked.costs,
+        engine=engine,
+        costs=costs,
         fidelity=fidelity,
         evidence=evidence,
         assumptions=(*learned, *assumptions(case)),
-        explain=explanations(case, batch, parts, engine=asked.engine, measured=bool(learned)) | texts,
+        explain=explanations(case, batch, parts, engine=engine, measured=bool(learned)) | texts,
         catalog_version=catalog_version(),
-        predict_s=time.perf_counter() - started,
     )

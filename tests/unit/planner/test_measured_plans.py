@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foreshard.lab.lab import Lab
-from foreshard.planner.measured.places import Places, kinds_of
+from foreshard.planner.measured.places import Places
 from foreshard.planner.measured.plans import plan_measured
 from foreshard.planner.measured.prices import priced, work_bound_s
 from foreshard.planner.solver.problem import Arrangement, StageSpan
@@ -126,7 +126,7 @@ def test_one_table_and_the_program_over_tables_give_one_bound():
 def test_prices_are_those_of_the_engine_where_nothing_overlaps():
     rng = np.random.default_rng(2)
     told, cluster = costs(rng, 4, {"a": 1.0, "b": 2.0}), lab("ab")
-    problem = priced(told, cluster, kinds_of(cluster), SIZES, 8)
+    problem = priced(told, Places(cluster), SIZES, 8)
     option = problem.names.index((1, 2, 1))
     made = Arrangement(templates=((StageSpan(option=option, start=0, stop=4),),), shares=(6,))
     stage = Stage(ranks=(1,), layers=((0, 4),), zero=0)
@@ -231,7 +231,7 @@ def test_no_plan_with_ranks_that_compute_together_beats_the_search(seed):
 def test_ranks_that_compute_together_are_of_one_node():
     node = lab("a").nodes[0]
     cluster = replace(lab("a"), nodes=(replace(node, count=2, per_node=3),))
-    places = Places(cluster, kinds_of(cluster))
+    places = Places(cluster)
     assert list(places.blocks(0, 2)) == [(0, 1), (3, 4)]
     assert places.given([(0, 1), (0, 2), (0, 2), (0, 1)]) == [(2,), (0, 1), (3, 4), (5,)]
     assert places.given([(0, 2)] * 3) is None

@@ -13,8 +13,8 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.predict.batch import Case, build_batch
-from foreshard.predict.flops import model_flops, recomputed_flops
 from foreshard.predict.machine import sustained
+from foreshard.predict.rates import model_flops, recomputed_flops
 from foreshard.predict.tasks.collectives import contention, message_s, region_times, shard_times, sync_times
 from foreshard.predict.tasks.formula import end_times, layer_times
 from foreshard.predict.tasks.host import offload_s, optimizer_s

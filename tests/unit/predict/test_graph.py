@@ -77,7 +77,7 @@ def test_pipeline_of_two_by_hand():
     case = case_of("1x2xh100-sxm", pp=2, global_batch=2, zero=0)
     (prices,) = prices_of(case)
     (f0, f1), (b0, b1) = prices.op_s[FORWARD, :, 0, 0], prices.op_s[BACKWARD, :, 0, 0]
-    message = prices.send_forward_s[0]
+    message = prices.send_s[0]
     # Stage 1 is the longer: its first backward ends after stage 0 has the second forward ready.
     assert f1 + b1 > f0
     last_start = f0 + message + f1 + b1 + message + f1 + b1 + message
@@ -169,9 +169,7 @@ def test_tied_table_is_summed_between_the_ends():
 def test_stages_in_one_link_domain_use_the_links():
     """Four devices to a node, but NVLink joins 72."""
     inside, outside = (
-        prices_of(case_of(cluster, pp=2, tp=4, global_batch=8, framework="megatron-core"))[0].send_forward_s[
-            0
-        ]
+        prices_of(case_of(cluster, pp=2, tp=4, global_batch=8, framework="megatron-core"))[0].send_s[0]
         for cluster in ("2x4xgb200-nvl72", "2x4xh100-sxm")
     )
     assert outside > 3.0 * inside
@@ -180,7 +178,7 @@ def test_stages_in_one_link_domain_use_the_links():
 def test_deepspeed_exchanges_messages_in_turn():
     times = [
         parts_of(case_of(framework=framework, pp=4, tp=4, global_batch=32, zero=0))["pipeline_comm"]
-        / prices_of(case_of(framework=framework, pp=4, tp=4, global_batch=32, zero=0))[0].send_forward_s[0]
+        / prices_of(case_of(framework=framework, pp=4, tp=4, global_batch=32, zero=0))[0].send_s[0]
         for framework in ("megatron-lm@2021", "megatron-deepspeed@2022")
     ]
     assert times[1] > 1.5 * times[0]

@@ -13,33 +13,23 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.spec.cluster import Cluster
 
 
-def kinds_of(cluster: Cluster) -> list[list[int]]:
-    """Return the ranks of each kind of device: alike in name and memory."""
-    kinds: dict[tuple[str, float], list[int]] = defaultdict(list)
-    for rank in range(cluster.num_devices):
-        device = cluster.device_of(rank)
-        kinds[device.name, device.capacity_bytes].append(rank)
-    return list(kinds.values())
-
-
 class Places:
-    """The devices of every kind, by node.
+    """The devices of a cluster by kind, alike in name and memory, and by node."""
 
-    Parameters
-    ----------
-    cluster : Cluster
-    kinds : sequence of ranks alike
-    """
-
-    def __init__(self, cluster: Cluster, kinds: Sequence[Sequence[int]]):
-        self._cluster = cluster
-        self._nodes = [self._by_node(ranks) for ranks in kinds]
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        kinds: dict[tuple[str, float], list[int]] = defaultdict(list)
+        for rank in range(cluster.num_devices):
+            device = cluster.device_of(rank)
+            kinds[device.name, device.capacity_bytes].append(rank)
+        self.kinds = list(kinds.values())
+        self._nodes = [self._by_node(ranks) for ranks in self.kinds]
 
     def _by_node(self, ranks: Sequence[int]) -> list[list[int]]:
         nodes: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
-            alone = self._cluster.node_group_of(rank).per_node == 1
-            nodes[-1 if alone else self._cluster.node_of(rank)].append(rank)
+            alone = self.cluster.node_group_of(rank).per_node == 1
+            nodes[-1 if alone else self.cluster.node_of(rank)].append(rank)
         return list(nodes.values())
 
     def blocks(self, kind: int, size: int) -> Iterator[tuple[int, ...]]:
@@ -63,7 +53,7 @@ class Places:
 
     def degrees(self, costs: MeasuredCosts, kind: int) -> tuple[int, ...]:
         """Return the tp above 1 that a kind's devices can have: measured, and enough of them on a node."""
-        device = self._cluster.device_of(self._nodes[kind][0][0]).name
+        device = self.cluster.device_of(self._nodes[kind][0][0]).name
         own = costs.parts.get(device if device in costs.tables else "", {})
         known = set(own) & set(costs.parts.get("", {}))  # sums and bytes are those of the first device
         return tuple(sorted(tp for tp in known if next(self.blocks(kind, tp), None) is not None))

@@ -8,7 +8,7 @@ micro-batches and cuts are moved while a step gets shorter.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,7 +17,7 @@ import numpy as np
 
 from foreshard.errors import InfeasibleError
 from foreshard.planner.measured.balancing import balanced
-from foreshard.planner.measured.places import Places, kinds_of
+from foreshard.planner.measured.places import Places
 from foreshard.planner.measured.prices import priced, work_bound_s
 from foreshard.planner.pricing.judged import JudgedPlans
 from foreshard.planner.result import PlanResult, Ranked
@@ -75,14 +75,13 @@ def plan_measured(
         For devices that were not measured.
     """
     started = time.perf_counter()
-    kinds = kinds_of(cluster)
     sizes = [m for m in _SIZES if m <= min(global_batch, costs.largest * _REACH)]
-    places = Places(cluster, kinds)
-    degrees = sorted({tp for kind in range(len(kinds)) for tp in places.degrees(costs, kind)})
+    places = Places(cluster)
+    degrees = sorted({tp for kind in range(len(places.kinds)) for tp in places.degrees(costs, kind)})
     bound_s = work_bound_s(costs, cluster, sizes, global_batch, degrees)
     searched = []
     for tp in (1, *degrees):  # measured costs price stages of one tp above 1
-        problem = priced(costs, cluster, kinds, sizes, global_batch, tp)
+        problem = priced(costs, places, sizes, global_batch, tp)
         part_s = budget_s * _SEARCH_FRAC / (1 + len(degrees))
         searched.append((problem, solve(problem, budget_s=part_s, target_gap=_TARGET_GAP)))
     solutions = [solution for _, solution in searched]
@@ -97,15 +96,22 @@ def plan_measured(
         framework="foreshard",
     )
     equal = [
-        _equal_shares(blank, len(costs.layers), list(_blocks(costs, places, len(kinds), tp)), max(sizes))
+        _equal_shares(blank, len(costs.layers), list(_blocks(costs, places, tp)), max(sizes))
         for tp in (1, *degrees)
         if global_batch >= cluster.num_devices
     ]
     source = MeasuredSteps(costs=costs, cluster=cluster)
     judged = JudgedPlans(source)
     deadline = max(started + budget_s, time.perf_counter() + budget_s * _BALANCE_FRAC)
-    found = [plan for at in searched for plan in _plans(blank, places, at[0], _found(*at))]
-    alone = [plan for at in searched for plan in _plans(blank, places, at[0], _alone(*at))]
+    found, alone = (
+        [
+            plan
+            for problem, solution in searched
+            for arrangement in arrangements(problem, solution)
+            if (plan := _plan(blank, problem, arrangement, places)) is not None
+        ]
+        for arrangements in (_found, _alone)
+    )
     starts = judged.ranked([*found, *alone, *equal])[:_BALANCED]
     better = [balanced(plan, judged, sizes, deadline) for plan in starts]
     ranked = judged.ranked([*better, *found, *equal])
@@ -173,16 +179,6 @@ def _alone(problem: Problem, solution: Solution) -> list[Arrangement]:
     return sorted(alone, key=partial(step_seconds, problem))[:_JUDGED]
 
 
-def _plans(
-    blank: Plan, places: Places, problem: Problem, arrangements: Iterable[Arrangement]
-) -> Iterator[Plan]:
-    """Yield the plans of arrangements for which there are ranks."""
-    for arrangement in arrangements:
-        plan = _plan(blank, problem, arrangement, places)
-        if plan is not None:
-            yield plan
-
-
 def _shown(ranked: Sequence[Plan], equal: Sequence[Plan], top: int) -> list[Plan]:
     """Return the first plans; the last gives its place to equal shares if there are none among them."""
     best = list(ranked[:top])
@@ -237,9 +233,9 @@ def _equal_shares(blank: Plan, num_layers: int, blocks: Sequence[tuple[int, ...]
     )
 
 
-def _blocks(costs: MeasuredCosts, places: Places, num_kinds: int, tp: int) -> Iterator[tuple[int, ...]]:
+def _blocks(costs: MeasuredCosts, places: Places, tp: int) -> Iterator[tuple[int, ...]]:
     """Return all devices: in blocks of a tp where they can have it, the others alone."""
-    for kind in range(num_kinds):
+    for kind in range(len(places.kinds)):
         together = list(places.blocks(kind, tp)) if tp == 1 or tp in places.degrees(costs, kind) else []
         taken = {rank for block in together for rank in block}
         yield from together

@@ -18,20 +18,14 @@ _COPIES = 16
 
 
 def priced(
-    costs: MeasuredCosts,
-    cluster: Cluster,
-    kinds: Sequence[Sequence[int]],
-    sizes: Sequence[int],
-    global_batch: int,
-    tp: int = 1,
+    costs: MeasuredCosts, places: Places, sizes: Sequence[int], global_batch: int, tp: int = 1
 ) -> Problem:
     """Return the problem: an option is (kind of device, micro-batch, tp), every interval a type.
 
     Parameters
     ----------
     costs : MeasuredCosts
-    cluster : Cluster
-    kinds : sequence of ranks alike
+    places : Places
     sizes : sequence of int
         Micro-batches to choose from.
     global_batch : int
@@ -39,7 +33,7 @@ def priced(
         That stages may have besides 1, on kinds that can.
     """
     types, starts, stops = _intervals(len(costs.layers))
-    places = Places(cluster, kinds)
+    cluster, kinds = places.cluster, places.kinds
     options = [
         (k, m, degree)
         for k in range(len(kinds))

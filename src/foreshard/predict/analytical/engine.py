@@ -20,13 +20,12 @@ from foreshard.predict.tasks.collectives import (
     bucket_elements,
     contention,
     every_reduce_s,
-    expert_replicas,
+    gradient_sync_s,
     message_s,
     region_times,
     sharded_layer_s,
     sharded_table_s,
     sharing_of,
-    sync_times,
     tied_sync_s,
 )
 from foreshard.predict.tasks.formula import EndTimes, LayerTimes, end_times, layer_times
@@ -281,15 +280,10 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     """Return what precedes the first micro-batch and follows the last one on each run of stages."""
     machine, p = batch.machine, batch.pipeline
     rank, traits = machine.rank, machine.traits
-    reduce, gather = (np.zeros(batch.multiplicity.shape) for _ in range(2))
-    for params, ranks, stride, own in (
-        (stage.params, rank.dp * rank.cp, rank.sync_stride, rank.own_stride),
-        (stage.expert_params, expert_replicas(rank), rank.expert_stride, rank.own_expert_stride),
-    ):
-        if np.count_nonzero(params):
-            more = sync_times(params, ranks, stride, machine, own_stride=own)
-            reduce, gather = reduce + more[0], gather + more[1]
-    reduce, gather = (np.where(rank.zero >= 3, 0.0, seconds) for seconds in (reduce, gather))
+    reduce, gather = (
+        np.where(rank.zero >= 3, 0.0, seconds)
+        for seconds in gradient_sync_s(stage.params, stage.expert_params, machine)
+    )
     first, last = _bucket_shares(batch, stage)
     # Chunks of layers end one passage of the pipeline after another.
     chunks, apart = p.num_chunks, (p.num_chunks - 1.0) / p.num_chunks * p.num_stages

@@ -8,7 +8,7 @@ import numpy as np
 
 from foreshard.predict.graph.prices import Units
 from foreshard.predict.machine import Machine
-from foreshard.predict.tasks.collectives import bucket_elements, expert_replicas, sync_times
+from foreshard.predict.tasks.collectives import bucket_elements, gradient_sync_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +38,7 @@ def chunk_buckets(units: Units, machine: Machine, *, first: bool) -> Buckets:
             start, filled = i + 1, 0.0
     dense = np.array([units.params[::-1][a:b].sum() for a, b in bounds])
     expert = np.array([units.expert_params[::-1][a:b].sum() for a, b in bounds])
-    reduce_s, gather_s = bucket_sync_s(dense, expert, machine)
+    reduce_s, gather_s = gradient_sync_s(dense, expert, machine)
     return Buckets(bounds=bounds, reduce_s=reduce_s, gather_s=gather_s)
 
 
@@ -49,26 +49,3 @@ def slowdown_s(seconds: np.ndarray, moved: np.ndarray, contention: float) -> np.
         tax[b] = contention * min(pending, busy)
         pending = max(0.0, pending - busy - tax[b]) + after
     return tax
-
-
-def bucket_sync_s(
-    params: np.ndarray, expert_params: np.ndarray, machine: Machine
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds of reducing each bucket and of gathering its updated weights.
-
-    `params` are the trained parameters of this rank in each bucket; the machine is of one stage.
-    """
-    rank = machine.rank
-    reduce, gather = sync_times(
-        params, rank.dp * rank.cp, rank.sync_stride, machine, own_stride=rank.own_stride
-    )
-    if np.any(expert_params):
-        more = sync_times(
-            expert_params,
-            expert_replicas(rank),
-            rank.expert_stride,
-            machine,
-            own_stride=rank.own_expert_stride,
-        )
-        reduce, gather = reduce + more[0], gather + more[1]
-    return np.broadcast_to(reduce, params.shape), np.broadcast_to(gather, params.shape)

@@ -1,6 +1,6 @@
 """Engine `graph`: a step as a program of tasks, executed; the answer is read off the critical rank.
 
-Single tasks come from `predict.formula`; everything above them is order and dependency. One rank stands
+Single tasks come from `predict.tasks`; everything above them is order and dependency. One rank stands
 for all ranks of a stage, one group for all equal groups.
 """
 

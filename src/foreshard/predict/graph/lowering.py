@@ -437,8 +437,8 @@ def durations_of(shape: PipelineShape, price: GroupPrices) -> np.ndarray:
         backward_s=seconds[Op.BACKWARD],
         backward_input_s=seconds[Op.BACKWARD_INPUT],
         backward_weight_s=seconds[Op.BACKWARD_WEIGHT],
-        send_forward_s=price.send_forward_s[:boundaries],
-        send_backward_s=price.send_backward_s[:boundaries],
+        send_forward_s=price.send_s[:boundaries],
+        send_backward_s=price.send_s[:boundaries],
     )
     if float(price.machines[0].traits.p2p_in_turn) > 0 and price.schedule == "1f1b":
         forward, backward = shape.kind == Kind.SEND_FORWARD, shape.kind == Kind.SEND_BACKWARD

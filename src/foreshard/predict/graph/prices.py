@@ -1,6 +1,6 @@
 """Single tasks of every stage of a plan, priced once: what the graph engine lines up.
 
-Every duration comes from `predict.formula`; this file only picks, per stage and chunk, the rows of the
+Every duration comes from `predict.tasks`; this file only picks, per stage and chunk, the rows of the
 batch, and keeps each op's seconds by part.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.predict.batch import Batch, Case, short_samples, stage_rows
+from foreshard.predict.batch import Batch, Case, short_samples
 from foreshard.predict.graph.ops import op_parts, with_host
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import crosses_node, link_domains
@@ -69,8 +69,7 @@ class GroupPrices:
     spans: list[list[tuple[int, int]]]
     # per stage, every field a number
     machines: list[Machine]
-    send_forward_s: np.ndarray
-    send_backward_s: np.ndarray
+    send_s: np.ndarray  # of a message over each boundary, one way
     crosses: np.ndarray  # per boundary, the last joins the ends: whether messages leave a link domain
     optimizer_s: np.ndarray
     across_s: np.ndarray  # per stage: summing sharded gradients over the groups, once a step
@@ -116,7 +115,6 @@ class GroupPrices:
 
 def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
     """Return the prices of every distinct group of the plan; equal groups appear once."""
-    row_of = _rows_of_stages(case)
     layers = [layer_times(kind, batch.machine, batch.recompute) for kind in batch.kinds]
     kinds = {block: i for i, (block, _) in enumerate(case.model.block_kinds())}
     shape = batch.multiplicity.shape
@@ -125,6 +123,10 @@ def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
         for name in _LAYER_FIELDS
     }
     distinct = dict.fromkeys(first_of_equals(case))
+    # Runs of equal stages follow each other, so their lengths tell the row of every stage.
+    row_of = {
+        g: np.repeat(np.arange(shape[0]), batch.multiplicity[:, g].astype(int)).tolist() for g in distinct
+    }
     return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct]
 
 
@@ -133,17 +135,6 @@ def first_of_equals(case: Case) -> list[int]:
     domains = link_domains(case.cluster)
     first: dict[Any, int] = {}
     return [first.setdefault(_identity(case, group, domains), g) for g, group in enumerate(case.plan.groups)]
-
-
-def _rows_of_stages(case: Case) -> list[list[int]]:
-    """Row of the batch on which each stage of each group lies."""
-    rows: list[list[int]] = [[0] * len(group.stages) for group in case.plan.groups]
-    seen = [0] * len(case.plan.groups)
-    for row in stage_rows(case):
-        for stage in row.stages:
-            rows[row.group][stage] = seen[row.group]
-        seen[row.group] += 1
-    return rows
 
 
 def _identity(case: Case, group: Group, domains: np.ndarray) -> Any:
@@ -246,8 +237,7 @@ class _GroupPricer:
             units=units,
             spans=self.spans,
             machines=self.machines,
-            send_forward_s=send_s,
-            send_backward_s=send_s,
+            send_s=send_s,
             crosses=crosses,
             optimizer_s=once_s,
             across_s=across_s,

@@ -105,16 +105,13 @@ def rank_times(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> list[RankT
 def _rank_times(step: MeasuredStep, times: critical_path.TaskTimes) -> list[RankTimes]:
     found = []
     for rank, tasks in sorted(step.ranks.items()):
-        work = tasks.work
         done_s = float(times.end_s[list(tasks.gradients.values())].max())
-        busy_s = work.compute_s + work.recompute_s + work.tensor_s
+        busy_s = sum(tasks.work_s.values())
         synced_s, end_s = float(times.start_s[tasks.optimizer]), float(times.end_s[tasks.optimizer])
         found.append(
             RankTimes(
                 rank=rank,
-                compute_s=work.compute_s,
-                recompute_s=work.recompute_s,
-                tensor_s=work.tensor_s,
+                **tasks.work_s,
                 waiting_s=_gap(done_s, busy_s),
                 sync_s=synced_s - done_s,
                 optimizer_s=end_s - synced_s,

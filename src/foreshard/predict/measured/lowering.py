@@ -14,7 +14,7 @@ from typing import Any
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_shape
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
-from foreshard.predict.measured.passes import PassSeconds, RankWork
+from foreshard.predict.measured.passes import PassSeconds
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -25,7 +25,7 @@ class RankTasks:
 
     stage: Stage
     part: int  # of the layers that `stage.tp` ranks share out
-    work: RankWork
+    work_s: dict[str, float]  # of its passes, as `PassSeconds.of_rank`
     gradients: dict[int, int]  # the task of its stage that completes the gradients of each layer
     reduced: int | None = None  # the last ring that the rank takes part in
     optimizer: int = -1
@@ -99,8 +99,9 @@ def _add_group(
             layer: task for task, span in zip(chunks[s], stage.layers, strict=True) for layer in range(*span)
         }
         for place, rank in enumerate(stage.ranks):
-            work = passes.of_rank[rank]
-            ranks[rank] = RankTasks(stage=stage, part=place % stage.tp, work=work, gradients=gradients)
+            ranks[rank] = RankTasks(
+                stage=stage, part=place % stage.tp, work_s=passes.of_rank[rank], gradients=gradients
+            )
     return ranks
 
 

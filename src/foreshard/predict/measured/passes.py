@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,14 +11,7 @@ from foreshard.predict.measured.memory import counts_of, recomputed_share
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankWork:
-    """Busy seconds of a rank in all passes of a step."""
-
-    compute_s: float
-    recompute_s: float
-    tensor_s: float
+_BUSY = ("compute_s", "recompute_s", "tensor_s")
 
 
 class PassSeconds:
@@ -36,7 +28,8 @@ class PassSeconds:
         self._distinct = np.unique(self.sizes, return_inverse=True, return_counts=True)
         shape = (len(group.stages), group.num_chunks, len(self.sizes))
         self.forward, self.backward, self.backward_input = np.zeros((3, *shape))
-        self.of_rank: dict[int, RankWork] = {}
+        self.of_rank: dict[int, dict[str, float]] = {}
+        """Seconds of a rank in all passes of a step: `compute_s`, `recompute_s`, `tensor_s`."""
         for s in range(len(group.stages)):
             self._add_stage(s)
         self.backward_input[0, 0] = 0.0  # nobody is before the first stage: all of its backward can wait
@@ -60,8 +53,7 @@ class PassSeconds:
                         (self.backward_input, inputs + sum_backward),
                     ):
                         table[s, c] = np.maximum(table[s, c], seconds[which])
-                compute_s, recompute_s, tensor_s = total.tolist()
-                self.of_rank[rank] = RankWork(compute_s=compute_s, recompute_s=recompute_s, tensor_s=tensor_s)
+                self.of_rank[rank] = dict(zip(_BUSY, total.tolist(), strict=True))
 
     def _passes(self, s: int, c: int, rank: int, samples: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the seconds of forward, backward, its part for the input, and what runs again in both."""

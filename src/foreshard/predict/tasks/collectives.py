@@ -304,6 +304,23 @@ def sync_times(
     return np.where(rank.zero == 2, 0.0, reduce), cut.time_s(traits.param_bytes * params) * factor
 
 
+def gradient_sync_s(params: Any, expert_params: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return seconds of reducing a rank's gradients, dense and expert, and of gathering its updated weights.
+
+    `params` and `expert_params` are trained parameters of a rank: of a stage, or of each of its buckets.
+    """
+    rank = machine.rank
+    reduce, gather = np.zeros((2, *np.shape(params)))
+    for held, ranks, stride, own in (
+        (params, rank.dp * rank.cp, rank.sync_stride, rank.own_stride),
+        (expert_params, expert_replicas(rank), rank.expert_stride, rank.own_expert_stride),
+    ):
+        if np.count_nonzero(held):
+            more = sync_times(held, ranks, stride, machine, own_stride=own)
+            reduce, gather = reduce + more[0], gather + more[1]
+    return reduce, gather
+
+
 def bucket_elements(own: Any, replicas: Any, first: Any) -> Any:
     """Return the elements after which a bucket leaves.
 
