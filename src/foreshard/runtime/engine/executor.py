@@ -147,7 +147,9 @@ class Executor:
         for number, (op, chunk, batch) in enumerate(self.order):
             self.phase("forward" if op == Op.FORWARD else "backward")
             if self.zero is not None:
-                self.zero.before(chunk)
+                self.zero.before(chunk, backward=op != Op.FORWARD)
+                if op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+                    self.zero.await_all()  # no gradient of a layer's outputs tells when it is its turn
             span = self._span(batch)
             if span[0] < span[1]:
                 if op == Op.FORWARD:
@@ -259,7 +261,7 @@ class Executor:
         """Return what a chunk gives for whole samples, without gradients."""
         self.clock.begin()
         if self.zero is not None:
-            self.zero.before(chunk)
+            self.zero.before(chunk, backward=False)
         with torch.no_grad():
             outputs = self._run_layers(0, chunk, inputs, range(len(inputs[0])), whole=True)
         if self.zero is not None:
@@ -279,6 +281,8 @@ class Executor:
 
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
                 for layer in range(lo, hi):
+                    if self.zero is not None:
+                        self.zero.await_layer(layer)
                     given = through(
                         self.modules[layer],
                         layer,
@@ -291,6 +295,8 @@ class Executor:
                     is_last = layer == self.job.num_layers - 1
                     check_sendable(given, layer, samples=len(positions), is_last=is_last)
                     self.tensor.forget_input()
+                    if self.zero is not None:
+                        _await_in_backward(self.zero, layer, given)
                 return given
 
             with computing_in(self.layout.plan.precision, self.device):
@@ -402,6 +408,13 @@ def through(
     """Return the outputs of a layer for the samples at the positions."""
     with sample_randomness(seed=seed, step=step, layer=layer, positions=positions, windows=windows):
         return as_tuple(module(*values))
+
+
+def _await_in_backward(zero: ZeroExchange, layer: int, outputs: tuple[Any, ...]) -> None:
+    """Wait for the values of a layer when the gradient of an output comes: its own backward is next."""
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: zero.await_layer(layer))
 
 
 def _run_backward(outputs: list[Tensor], grads: list[Tensor] | None) -> None:
