@@ -17,6 +17,7 @@ from rehearsal import gradients, rehearse, values, worst_error
 from small_jobs import JOBS, gpt
 from small_plans import ALONE, PLANS
 
+from foreshard.runtime.state import buckets
 from foreshard.runtime.trainer import Options
 
 RANKS = range(4)
@@ -42,6 +43,19 @@ def test_gradients_are_those_of_one_process(job: str, dtype: str, plan: str) -> 
     _, expected, _ = reference(job, dtype, 4)
     assert {key for _, held in found.values() for key in held} == set(expected)
     assert worst_error(found, expected) <= GRADIENT_ERROR[dtype]
+
+
+@pytest.mark.parametrize(
+    "plan", ["uneven replicas", "interleaved", "two uneven pipelines", "three stages, zb-h1", "recompute"]
+)
+@pytest.mark.parametrize("job", JOBS)
+def test_gradients_are_exact_where_each_is_a_bucket(
+    job: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sum starts inside the last backward, as those of large models do."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    found = rehearse(JOBS[job](torch.float64), PLANS[plan], steps=1, after=gradients, ranks=RANKS)
+    assert worst_error(found, reference(job, "fp64", 4)[1]) <= GRADIENT_ERROR["fp64"]
 
 
 def through(names: list[str], every: int) -> dict:

@@ -141,7 +141,7 @@ class StageRuntime:
             self.feed,
             exchange,
             zero=self._zero,
-            on_gradients=self._sync.layers_done,
+            sync=self._sync,
         )
 
     def _make_channels(self, rank: int) -> dict[Channel, PeerGroup]:

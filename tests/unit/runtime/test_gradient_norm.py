@@ -15,7 +15,7 @@ from foreshard.runtime.run_settings import Options
 
 
 def bucket(flat: Any, *owners: int) -> SimpleNamespace:
-    return SimpleNamespace(flat=flat, segment=SimpleNamespace(owners=owners))
+    return SimpleNamespace(flat=flat, owners=owners)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from foreshard.errors import SpecError
+from foreshard.runtime.engine import counter_rng
 from foreshard.runtime.engine.counter_rng import at_least, bits, key_of, normal, uniform
 from foreshard.runtime.engine.randomness import sample_randomness
 
@@ -193,6 +194,14 @@ def test_bits_are_those_of_splitmix64() -> None:
     assert [[v & mask for v in row] for row in found.flatten(1).tolist()] == [
         [one(key, place) for place in range(100)] for key in keys
     ]
+
+
+def test_devices_and_the_host_finish_bits_alike() -> None:
+    drawn = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
+    on_host = drawn.clone()
+    counter_rng._finish(drawn)
+    counter_rng._finish_on_host(on_host)
+    assert torch.equal(drawn, on_host)
 
 
 def test_large_rows_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,6 +15,7 @@ from foreshard.runtime.job.job import Job
 from foreshard.runtime.state.layout import layout_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import parameters_of
+from foreshard.runtime.state.zero import ZeroExchange
 from foreshard.spec.plan_file import parse_plan
 
 GIB = 2.0**30
@@ -52,3 +56,39 @@ def test_every_parameter_has_one_updater() -> None:
     sharding = sharding_of({0: 1.0, 1: 1e12, 2: 3e9})
     found = [key for rank in range(3) for key in sharding.updated(rank)]
     assert len(found) == len(set(found)) == 60
+
+
+class Stage:
+    """A rank of a stage of two, which notes what is sent and waited for; nothing arrives."""
+
+    def __init__(self, modules: list[nn.Linear]):
+        self.notes: list[str] = []
+        self.names = {m.weight.numel(): f"layer {i}" for i, m in enumerate(modules)}
+        parameters = {(i, "weight"): m.weight for i, m in enumerate(modules)}
+        group = {"share": 2, "micro_batch": 2, "zero": 3, "stages": [{"ranks": [0, 1], "layers": [[0, 3]]}]}
+        plan = parse_plan({"global_batch": 2, "seq_len": 8, "precision": "fp32", "groups": [group]})
+        users = {key: (key[0],) for key in parameters}
+        stage = plan.groups[0].stages[0]
+        self.zero = ZeroExchange(self, stage, [0, 1], 0, dict.fromkeys(parameters, 1), parameters, users)
+
+    def broadcast(self, flat: torch.Tensor, place: int) -> Any:
+        name = self.names[flat.numel()]
+        self.notes.append(f"begin {name}")
+        return SimpleNamespace(wait=lambda: self.notes.append(f"have {name}"))
+
+
+def test_the_values_of_the_next_layer_come_while_one_computes() -> None:
+    stage = Stage([nn.Linear(1, width, bias=False) for width in (1, 2, 3)])
+    stage.zero.before(0, backward=False)
+    stage.zero.await_layer(0)
+    assert stage.notes == ["begin layer 0", "begin layer 1", "have layer 0"]
+    stage.zero.await_layer(0)
+    stage.zero.await_layer(2)
+    assert stage.notes[3:] == ["begin layer 2", "have layer 1", "have layer 2"]
+    stage.zero.after(0, summed=False)
+    stage.notes.clear()
+    stage.zero.before(0, backward=True)
+    stage.zero.await_layer(2)
+    assert stage.notes == ["begin layer 2", "begin layer 1", "have layer 2"]
+    stage.zero.after(0, summed=False)
+    assert stage.notes[3:] == ["begin layer 0", "have layer 1", "have layer 0"]

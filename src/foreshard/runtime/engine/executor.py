@@ -7,8 +7,8 @@ samples are summed, so that nothing depends on how samples were cut into micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from foreshard.graph.schedules import Op, stage_order
 from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
 from foreshard.runtime.engine.exchange import Exchange, Peer, Span, check_sendable
+from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.engine.randomness import Windows, sample_randomness
 from foreshard.runtime.engine.split_backward import Delayed, input_half, weight_half
 from foreshard.runtime.job.data import Feed
@@ -68,8 +69,8 @@ class _InFlight:
 class Executor:
     """Runs a rank's part of a step, with the rank's state arranged for the layout.
 
-    Where each rank of the stage keeps a part of the parameters, `zero` gathers those of a chunk.
-    `on_gradients` is called with layers that have passed their last backward of the step.
+    Where each rank of the stage keeps a part of the parameters, `zero` gathers those of a chunk. `sync` sums
+    the gradients of layers that have passed their last backward of the step.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class Executor:
         exchange: Exchange,
         *,
         zero: ZeroExchange | None,
-        on_gradients: Callable[[frozenset[int]], None],
+        sync: GradientSync,
     ):
         self.job, self.clock, self.device = context.job, context.clock, context.device
         self.on_action, self.phase, self.seed = context.on_action, context.phase, context.options.seed
         self.layout, self.rank, self.modules = layout, state.rank, state.modules
-        self.feed, self.exchange, self.zero, self.on_gradients = feed, exchange, zero, on_gradients
+        self.feed, self.exchange, self.zero, self.sync = feed, exchange, zero, sync
         self.tensor, self.windows, rank = state.ranks, state.draws.windows, state.rank
         self.loss_scale = 1.0
         self.tensor.bytes_summed = [] if context.clock.virtual else None
@@ -146,7 +147,9 @@ class Executor:
         for number, (op, chunk, batch) in enumerate(self.order):
             self.phase("forward" if op == Op.FORWARD else "backward")
             if self.zero is not None:
-                self.zero.before(chunk)
+                self.zero.before(chunk, backward=op != Op.FORWARD)
+                if op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+                    self.zero.await_all()  # no gradient of a layer's outputs tells when it is its turn
             span = self._span(batch)
             if span[0] < span[1]:
                 if op == Op.FORWARD:
@@ -154,17 +157,29 @@ class Executor:
                 elif op == Op.BACKWARD_WEIGHT:
                     self._backward_weight(chunk, batch, sums)
                 else:
-                    self._backward(chunk, batch, sums, inputs_only=op == Op.BACKWARD_INPUT)
+                    with self._summing(number, chunk):
+                        self._backward(chunk, batch, sums, inputs_only=op == Op.BACKWARD_INPUT)
             if self.zero is not None:
                 self.zero.after(chunk, summed=op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
             if self._last_action.get(chunk) == number:
-                self.on_gradients(frozenset(self._layers(chunk)))
+                self.sync.layers_done(frozenset(self._layers(chunk)))
         self.exchange.wait_for_sends()
         self._read_clock(sums)
         for total, count in self._losses:
             sums.loss += float(total)
             sums.count += float(count)
         return sums
+
+    def _summing(self, number: int, chunk: int) -> AbstractContextManager[None]:
+        """Sum gradients with peers as the body makes them, if it is the last backward of a chunk.
+
+        ZeRO 2 brings them to the rank that keeps them first, and on a virtual clock no time passes in a
+        backward that the sums could fill.
+        """
+        keeps_gradients = self.zero is not None and self.stage.zero >= 2
+        if keeps_gradients or self.clock.virtual or self._last_action.get(chunk) != number:
+            return nullcontext()
+        return self.sync.last_backward(frozenset(self._layers(chunk)))
 
     def await_device(self) -> None:
         """Wait until the device has done what was begun, such as sums with peers."""
@@ -246,7 +261,7 @@ class Executor:
         """Return what a chunk gives for whole samples, without gradients."""
         self.clock.begin()
         if self.zero is not None:
-            self.zero.before(chunk)
+            self.zero.before(chunk, backward=False)
         with torch.no_grad():
             outputs = self._run_layers(0, chunk, inputs, range(len(inputs[0])), whole=True)
         if self.zero is not None:
@@ -266,6 +281,8 @@ class Executor:
 
             def block(*given: Any, lo: int = lo, hi: int = hi) -> Any:
                 for layer in range(lo, hi):
+                    if self.zero is not None:
+                        self.zero.await_layer(layer)
                     given = through(
                         self.modules[layer],
                         layer,
@@ -278,6 +295,8 @@ class Executor:
                     is_last = layer == self.job.num_layers - 1
                     check_sendable(given, layer, samples=len(positions), is_last=is_last)
                     self.tensor.forget_input()
+                    if self.zero is not None:
+                        _await_in_backward(self.zero, layer, given)
                 return given
 
             with computing_in(self.layout.plan.precision, self.device):
@@ -389,6 +408,13 @@ def through(
     """Return the outputs of a layer for the samples at the positions."""
     with sample_randomness(seed=seed, step=step, layer=layer, positions=positions, windows=windows):
         return as_tuple(module(*values))
+
+
+def _await_in_backward(zero: ZeroExchange, layer: int, outputs: tuple[Any, ...]) -> None:
+    """Wait for the values of a layer when the gradient of an output comes: its own backward is next."""
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: zero.await_layer(layer))
 
 
 def _run_backward(outputs: list[Tensor], grads: list[Tensor] | None) -> None:

@@ -1,16 +1,19 @@
 """Sums the gradients of a step over all ranks that hold a parameter: one all-reduce per bucket.
 
-The all-reduce of a bucket starts as soon as its last layer has passed its last backward, so that it overlaps
-with the backwards of other layers.
+The all-reduce of a bucket starts as soon as the last backward of the step has made its last gradient, so that
+it overlaps with the backward of the layers before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.state.buckets import Bucket
@@ -22,15 +25,17 @@ GroupOf = Callable[[tuple[int, ...], str], Any]
 class GradientSync:
     """An all-reduce per bucket, in place, started as soon as the bucket is complete.
 
-    All ranks ask `group_of` for process groups in one order, or they would wait for each other.
+    All ranks ask `group_of` for process groups in one order, or they would wait for each other. For the same
+    reason the buckets of a group start in their order, also where a later one is complete first.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group_of: GroupOf, clock: Clock):
         self._buckets, self._clock = list(buckets), clock
-        owners = sorted({b.segment.owners for b in buckets if len(b.segment.owners) > 1})
+        owners = sorted({b.owners for b in buckets if len(b.owners) > 1})
         self._groups = {ranks: group_of(ranks, "sync") for ranks in owners}
         self._clock_groups = {ranks: group_of(ranks, "clock") for ranks in owners if clock.virtual}
         self._missing: list[set[int]] = []
+        self._waiting: dict[tuple[int, ...], deque[int]] = {}
         self._works: list[Any] = []
         self._ready_s: list[float] = []
         self._free_s = 0.0
@@ -38,8 +43,38 @@ class GradientSync:
     def begin(self) -> None:
         """Start a step."""
         self._missing = [set(bucket.layers) for bucket in self._buckets]
+        self._waiting = {bucket.owners: deque() for bucket in self._buckets}
+        for number, bucket in enumerate(self._buckets):
+            self._waiting[bucket.owners].append(number)
         self._works = [None] * len(self._buckets)
         self._ready_s = [0.0] * len(self._buckets)
+
+    @contextmanager
+    def last_backward(self, layers: frozenset[int]) -> Iterator[None]:
+        """Start buckets in the body, the last backward of these layers, as soon as their gradients are made.
+
+        Where the backward makes no gradient of a parameter, `layers_done` starts its bucket.
+        """
+        handles: list[Any] = []
+        for number, missing in enumerate(self._missing):
+            if missing and missing <= layers:
+                handles += self._watched(number)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _watched(self, number: int) -> list[Any]:
+        """Return the handles of hooks that start a bucket when they have seen all of its gradients."""
+        awaited = {gradient.parameter for gradient in self._buckets[number].gradients}
+
+        def made(parameter: nn.Parameter) -> None:
+            awaited.discard(parameter)
+            if not awaited:
+                self._complete(number)
+
+        return [parameter.register_post_accumulate_grad_hook(made) for parameter in awaited]
 
     def layers_done(self, layers: frozenset[int]) -> None:
         """Note layers whose gradients are complete, and start the buckets that they complete."""
@@ -47,32 +82,38 @@ class GradientSync:
             if missing:
                 missing -= layers
                 if not missing:
-                    self._start(number)
+                    self._complete(number)
 
     def finish(self) -> None:
         """Return when every bucket holds the sum; layers without samples on this rank are started now."""
         for number, missing in enumerate(self._missing):
             if missing:
-                missing.clear()
-                self._start(number)
+                self._complete(number)
         for number, work in enumerate(self._works):
             if work is not None:
                 work.wait()
                 if self._clock.virtual:
                     self._advance_clock(number)
 
+    def _complete(self, number: int) -> None:
+        """Start a bucket, and those that waited for it, unless it waits for one before it."""
+        self._missing[number].clear()
+        waiting = self._waiting[self._buckets[number].owners]
+        while waiting and not self._missing[waiting[0]]:
+            self._start(waiting.popleft())
+
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
         bucket.fill()
         self._ready_s[number] = self._clock.now()
-        owners = bucket.segment.owners
+        owners = bucket.owners
         if len(owners) > 1:
             self._works[number] = self._groups[owners].allreduce([bucket.flat])
 
     def _advance_clock(self, number: int) -> None:
         """Move the virtual clock to where the slowest owner and the links let the all-reduce end."""
         bucket = self._buckets[number]
-        owners = bucket.segment.owners
+        owners = bucket.owners
         start = torch.tensor([max(self._ready_s[number], self._free_s)], dtype=torch.float64)
         latest(self._clock_groups[owners], start)
         size = bucket.flat.numel() * bucket.flat.element_size()

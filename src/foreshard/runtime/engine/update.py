@@ -54,7 +54,7 @@ class Update:
         options = self._options
         if options.clip_norm is None and not options.track_norm and self.scale is None:
             return 0.0
-        mine = [b.flat for b in state.buckets if b.segment.owners[0] == state.rank]
+        mine = [b.flat for b in state.buckets if b.owners[0] == state.rank]
         norms = [n for flat in mine for n in torch._foreach_norm(flat.split(_SUMMED), dtype=_summed_in(flat))]
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 

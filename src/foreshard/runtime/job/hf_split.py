@@ -43,18 +43,9 @@ class _Family:
 
 
 _LLAMA = _Family(inner="model", words="embed_tokens", blocks="layers", norm="norm", rotary="rotary_emb")
+_LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "olmo3", "smollm3", "stablelm", "glm")
 _FAMILIES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "phi3": _LLAMA,
-    "olmo": _LLAMA,
-    "olmo2": _LLAMA,
-    "olmo3": _LLAMA,
-    "smollm3": _LLAMA,
-    "stablelm": _LLAMA,
-    "glm": _LLAMA,
+    **dict.fromkeys(("llama", *_LIKE_LLAMA), _LLAMA),
     "gpt2": _Family(inner="transformer", words="wte", places="wpe", drop="drop", blocks="h", norm="ln_f"),
     "gpt_neox": _Family(
         inner="gpt_neox",

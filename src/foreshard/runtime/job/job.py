@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, default_collate
 from foreshard.errors import SpecError
 from foreshard.profile.batches import as_tuple
 from foreshard.runtime.job.layer_builders import SEEDING, Builder, Key, Tied, builders_of, layers_of
-from foreshard.runtime.job.user_code import user_code
+from foreshard.runtime.job.user_code import in_file, user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
 OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan", "on_step", "evaluate")
@@ -47,6 +47,7 @@ _RULE = "A job defines model(), dataset(), loss(output, batch) and optimizer(par
 _LR_RULE = "It returns the factor on the learning rate, a number"
 _TIED_RULE = "tied has groups of (layer, parameter name)"
 _LOSS_RULE = "It returns the sum over what is counted, and the count"
+_OPTIMIZER_RULE = "It returns a torch.optim.Optimizer over the parameters it is given"
 _BATCH_STATISTICS = (
     "BatchNorm in training takes its statistics from the samples of one micro-batch on one rank: the result "
     "depends on the plan. See docs/runtime_jobs.md for norms that do not."
@@ -156,23 +157,22 @@ class Job:
             For callables; modules are tied by holding the same parameter.
         """
         path, model = more.get("path"), layers
-        _check_parts(more, path)
-        layers = layers_of(model, path)
-        builders, found = builders_of(layers, seed, _keys(tied, path), path)
+        with in_file(path):
+            _check_parts(more)
+            layers = layers_of(model, path)
+            builders, found = builders_of(layers, seed, _keys(tied))
+            _check_readable(dataset)
         if hasattr(model, "config"):
             more["names"] = _whole_names(model, layers)
             more["config"] = json.loads(model.config.to_json_string(use_diff=False))
             more["config"]["architectures"] = [type(model).__name__]
-        for name in ("collate", "inputs", "on_step"):
+        checks = {"collate": None, "inputs": None, "on_step": None, "lr": _checked_factor}
+        for name, check in {**checks, "evaluate": _checked_values}.items():
             if more.get(name) is not None:
-                more[name] = _guarded(more[name], name, path)
-        if more.get("lr") is not None:
-            more["lr"] = _guarded_lr(more["lr"], path)
-        if more.get("evaluate") is not None:
-            more["evaluate"] = _guarded_evaluation(more["evaluate"], path)
-        more["optimizer"] = _guarded_optimizer(optimizer, path)
-        loss = _guarded_loss(loss, path)
-        return cls(builders=builders, dataset=_readable(dataset, path), loss=loss, tied=found, **more)
+                more[name] = _guarded(more[name], name, path, check)
+        loss = _guarded(loss, "loss", path, _checked_loss)
+        optimizer = _guarded_optimizer(optimizer, path)
+        return cls(builders=builders, dataset=dataset, loss=loss, optimizer=optimizer, tied=found, **more)
 
 
 def load_job(path: str, *, seed: int = 0) -> Job:
@@ -247,7 +247,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _keys(tied: Iterable[Iterable[Key]], path: str | None) -> Tied:
+def _keys(tied: Iterable[Iterable[Key]]) -> Tied:
     try:
         groups = tuple(tuple((layer, name) for layer, name in group) for group in tied)
     except (TypeError, ValueError):
@@ -255,11 +255,11 @@ def _keys(tied: Iterable[Iterable[Key]], path: str | None) -> Tied:
     for layer, name in (key for group in groups for key in group):
         if not isinstance(layer, int) or layer < 0 or not isinstance(name, str):
             fix = 'Write it like [((0, "words.weight"), (7, "scores.weight"))]'
-            raise SpecError(f"{name!r} is no name", file=path, key="tied", rule=_TIED_RULE, fix=fix)
+            raise SpecError(f"{name!r} is no name", key="tied", rule=_TIED_RULE, fix=fix)
     return groups
 
 
-def _check_parts(parts: Mapping[str, Any], path: str | None) -> None:
+def _check_parts(parts: Mapping[str, Any]) -> None:
     """Raise for an optional part of a job that is not what it should be: it would be left out in silence."""
     functions = ("collate", "inputs", "lr", "on_step", "evaluate")
     kinds: dict[str, tuple[Callable[[Any], bool], str]]
@@ -271,7 +271,6 @@ def _check_parts(parts: Mapping[str, Any], path: str | None) -> None:
         if value is not None and not is_right(value):
             raise SpecError(
                 f"{name} is of type {type(value).__name__}",
-                file=path,
                 key=name,
                 rule=f"{name} is {what}",
                 fix="Leave it out, or see docs/runtime_jobs.md",
@@ -294,129 +293,96 @@ def _warn_of_unread(module: Any, path: str) -> None:
             warnings.warn(f"{path} defines {name}, which is not read. Did you mean {near!r}?", stacklevel=2)
 
 
-def _guarded(function: Any, name: str, path: str | None) -> Any:
-    """Return a function of the job whose errors name the job."""
+def _guarded(function: Any, name: str, path: str | None, check: Callable[..., Any] | None = None) -> Any:
+    """Return a function of the job whose errors name the job.
+
+    `check` takes what it returns and what it was given, and returns what the runtime takes.
+    """
 
     def guarded(*given: Any) -> Any:
         with user_code(name, path):
-            return function(*given)
+            found = function(*given)
+        if check is None:
+            return found
+        with in_file(path):
+            return check(found, *given)
 
     return functools.update_wrapper(guarded, function) if hasattr(function, "__name__") else guarded
 
 
-def _guarded_lr(function: Any, path: str | None) -> Any:
-    """Return the factor on the learning rate with a check that it is a finite number."""
-
-    def guarded(step: int) -> float:
-        with user_code("lr", path, rule=_LR_RULE):
-            factor = float(function(step))
-        if not math.isfinite(factor):
-            what = f"lr gave {factor:g} for step {step}"
-            raise SpecError(
-                what, file=path, key="lr", value=step, rule=_LR_RULE, fix="Return 1.0 for no change"
-            )
-        return factor
-
-    return guarded
+def _checked_factor(found: Any, step: int) -> float:
+    """Return the factor on the learning rate, which is a finite number."""
+    try:
+        factor = float(found)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not math.isfinite(factor):
+        what, fix = f"lr gave {found} for step {step}", "Return 1.0 for no change"
+        raise SpecError(what, key="lr", value=step, rule=_LR_RULE, fix=fix)
+    return factor
 
 
 def _guarded_optimizer(function: Any, path: str | None) -> Any:
     """Return the optimizer with a check; one of `named_parameters` gets names with the parameters."""
-    make = _guarded(function, "optimizer", path)
+    make = _guarded(function, "optimizer", path, _checked_optimizer)
     code = getattr(function, "__code__", None)
     takes_names = code is not None and code.co_varnames[:1] == ("named_parameters",)
 
     def guarded(params: list[Any]) -> torch.optim.Optimizer:
         named = [p if isinstance(p, tuple) else (str(number), p) for number, p in enumerate(params)]
-        given = [parameter for _, parameter in named]
-        found = make(named if takes_names else given)
-        if not isinstance(found, torch.optim.Optimizer):
-            raise SpecError(
-                f"optimizer(params) gave {type(found).__name__}",
-                file=path,
-                key="optimizer",
-                rule="It returns a torch.optim.Optimizer over the parameters it is given",
-                fix="Return torch.optim.AdamW(params, lr=1e-3), or another",
-            )
-        taken = {id(parameter) for group in found.param_groups for parameter in group["params"]}
-        if taken - set(map(id, given)):
-            raise SpecError(
-                "optimizer(params) gave an optimizer of other parameters",
-                file=path,
-                key="optimizer",
-                rule="It returns a torch.optim.Optimizer over the parameters it is given",
-                fix="Give it params: they are those that a rank updates",
-            )
+        found: torch.optim.Optimizer = make(named if takes_names else [parameter for _, parameter in named])
         return found
 
     return guarded
 
 
-def _guarded_loss(function: Any, path: str | None) -> Any:
-    """Return the loss with checks that it is a sum and a count: gradients are added up over ranks."""
-
-    def guarded(output: Any, batch: Any) -> tuple[Tensor, Any]:
-        with user_code("loss", path):
-            found = function(output, batch)
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise SpecError(
-                f"loss gave {type(found).__name__}",
-                file=path,
-                key="loss",
-                rule=_LOSS_RULE,
-                fix="Use reduction='sum' and return (sum, number of targets)",
-            )
-        total, count = found
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            what = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-            raise SpecError(
-                f"loss gave a sum {what}", file=path, key="loss", rule=_LOSS_RULE, fix="Use reduction='sum'"
-            )
-        if not isinstance(count, Real | Tensor) or (isinstance(count, Tensor) and count.numel() != 1):
-            raise SpecError(
-                f"loss gave a count that is a {type(count).__name__}, not a number",
-                file=path,
-                key="loss",
-                rule=_LOSS_RULE,
-                fix="Return (sum, number of targets)",
-            )
-        trains = torch.is_grad_enabled() and any(
-            isinstance(each, Tensor) and each.requires_grad for each in as_tuple(output)
-        )
-        if trains and not total.requires_grad:
-            raise SpecError(
-                "loss gave a sum without a gradient",
-                file=path,
-                key="loss",
-                rule="It returns a sum that depends on the output: nothing would be trained",
-                fix="Leave out detach() and no_grad()",
-            )
-        if not 0 <= float(count) < math.inf:
-            raise SpecError(
-                f"loss gave a count of {float(count):g}",
-                file=path,
-                key="loss",
-                rule=_LOSS_RULE,
-                fix="Return (sum, number of targets); 0 where a micro-batch has none",
-            )
-        return total, count
-
-    return guarded
+def _checked_optimizer(found: Any, params: list[Any]) -> torch.optim.Optimizer:
+    """Return an optimizer, which is one of the parameters that it was given."""
+    given = {id(each[1] if isinstance(each, tuple) else each) for each in params}
+    if not isinstance(found, torch.optim.Optimizer):
+        what, fix = f"gave {type(found).__name__}", "Return torch.optim.AdamW(params, lr=1e-3), or another"
+    elif {id(parameter) for group in found.param_groups for parameter in group["params"]} - given:
+        what = "gave an optimizer of other parameters"
+        fix = "Give it params: they are those that a rank updates"
+    else:
+        return found
+    raise SpecError(f"optimizer(params) {what}", key="optimizer", rule=_OPTIMIZER_RULE, fix=fix)
 
 
-def _guarded_evaluation(function: Any, path: str | None) -> Any:
-    """Return the evaluation with a check that it gives named numbers."""
-    evaluate = _guarded(function, "evaluate", path)
+def _checked_loss(found: Any, output: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Return a loss, which is a sum and a count: gradients are added up over ranks."""
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        fix = "Use reduction='sum' and return (sum, number of targets)"
+        raise _refused_loss(type(found).__name__, fix)
+    total, count = found
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        kind = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise _refused_loss(f"a sum {kind}", "Use reduction='sum'")
+    if not isinstance(count, Real | Tensor) or (isinstance(count, Tensor) and count.numel() != 1):
+        what = f"a count that is a {type(count).__name__}, not a number"
+        raise _refused_loss(what, "Return (sum, number of targets)")
+    trains = torch.is_grad_enabled() and any(
+        isinstance(each, Tensor) and each.requires_grad for each in as_tuple(output)
+    )
+    if trains and not total.requires_grad:
+        rule = "It returns a sum that depends on the output: nothing would be trained"
+        raise _refused_loss("a sum without a gradient", "Leave out detach() and no_grad()", rule)
+    if not 0 <= float(count) < math.inf:
+        fix = "Return (sum, number of targets); 0 where a micro-batch has none"
+        raise _refused_loss(f"a count of {float(count):g}", fix)
+    return total, count
 
-    def guarded(model: Any, step: int) -> dict[str, float]:
-        found = evaluate(model, step)
-        if isinstance(found, Mapping) and all(_is_number(value) for value in found.values()):
-            return {str(name): float(value) for name, value in found.items()}
-        what = f"evaluate gave {type(found).__name__}"
-        rule = "It returns numbers by name"
-        raise SpecError(what, file=path, key="evaluate", rule=rule, fix='Return {"loss": total / count}')
 
-    return guarded
+def _refused_loss(given: str, fix: str, rule: str = _LOSS_RULE) -> SpecError:
+    return SpecError(f"loss gave {given}", key="loss", rule=rule, fix=fix)
+
+
+def _checked_values(found: Any, model: Any, step: int) -> dict[str, float]:
+    """Return what an evaluation gives, which are numbers by name."""
+    if isinstance(found, Mapping) and all(_is_number(value) for value in found.values()):
+        return {str(name): float(value) for name, value in found.items()}
+    what, rule = f"evaluate gave {type(found).__name__}", "It returns numbers by name"
+    raise SpecError(what, key="evaluate", rule=rule, fix='Return {"loss": total / count}')
 
 
 def _is_number(value: Any) -> bool:
@@ -425,18 +391,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, np.ndarray) and value.size == 1)
 
 
-def _readable(dataset: Any, path: str | None) -> Any:
+def _check_readable(dataset: Any) -> None:
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     has_no_samples = isinstance(dataset, str | bytes | Mapping | DataLoader)  # texts, splits by name, batches
     if has_no_samples or (not is_map and not hasattr(dataset, "__iter__")):
         raise SpecError(
             f"dataset() gave {type(dataset).__name__}",
-            file=path,
             key="dataset",
             rule="A dataset has __len__ and __getitem__, or __iter__, and gives single samples",
             fix="Return one of torch.utils.data, a list or a tensor; of a loader its dataset",
         )
-    return dataset
 
 
 def _imported(path: str) -> Any:

@@ -21,13 +21,11 @@ SEEDING = threading.RLock()
 """Held while the process's random generators are seeded: all threads share them."""
 
 
-def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[list[Builder], Tied]:
+def builders_of(layers: Sequence[Any], seed: int, tied: Tied) -> tuple[list[Builder], Tied]:
     """Return a builder for each layer of a model, and the groups of tied names."""
-    layers = layers_of(model, path)
     if not layers:
         raise SpecError(
             "model() gave no layers",
-            file=path,
             key="model",
             rule="A model has a layer or more",
             fix="Return a list of layers",
@@ -36,51 +34,43 @@ def builders_of(model: Any, seed: int, tied: Tied, path: str | None) -> tuple[li
         if tied:
             raise SpecError(
                 "tied names parameters of modules",
-                file=path,
                 key="tied",
                 rule="Modules are tied by holding one parameter",
                 fix="Leave tied out, or give callables",
             )
         return [_copier(layer) for layer in layers], tied_parameters(layers)
     if all(callable(layer) and not isinstance(layer, nn.Module) for layer in layers):
-        builders = [_seeded(layer, seed, index, path) for index, layer in enumerate(layers)]
-        return _with_tied(builders, tied, path), tied
+        builders = [_seeded(layer, seed, index) for index, layer in enumerate(layers)]
+        return _with_tied(builders, tied), tied
     odd = next((each for each in layers if not callable(each)), None)
     if odd is not None:
         raise SpecError(
             f"model() gave a {type(odd).__name__} among its layers",
-            file=path,
             key="model",
             rule="A layer is a module, or a callable that gives one",
             fix="See examples/jobs/gpt_job.py",
         )
     raise SpecError(
         "model() gave modules and callables mixed",
-        file=path,
         key="model",
         rule="The list holds modules only or callables that give modules only",
         fix="Write lambda: before each module, or before none; a function is wrapped in a module",
     )
 
 
-def layers_of(model: Any, path: str | None) -> list[Any]:
+def layers_of(model: Any, path: str | None = None) -> list[Any]:
     """Return the layers that a job gives as a model."""
     if isinstance(model, nn.Sequential | nn.ModuleList | list | tuple):
         return list(model)
     if isinstance(model, nn.Module):
         from foreshard.runtime.job.hf_split import split
 
-        try:
-            return split(model)
-        except SpecError as error:
-            error.file = path
-            raise
+        return split(model)
     if isinstance(model, Iterable):
         with user_code("model", path):
             return list(model)
     raise SpecError(
         f"model() gave {type(model).__name__}",
-        file=path,
         key="model",
         rule="It returns a list of layers, an nn.Sequential, or a model of transformers",
         fix="See examples/jobs/gpt_job.py",
@@ -91,7 +81,7 @@ def _copier(layer: nn.Module) -> Builder:
     return lambda: copy.deepcopy(layer)
 
 
-def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
+def _seeded(build: Builder, seed: int, index: int) -> Builder:
     def built() -> nn.Module:
         with SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * 1_000_003 + index)
@@ -99,7 +89,6 @@ def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
         if not isinstance(layer, nn.Module):
             raise SpecError(
                 f"layer {index} gave {type(layer).__name__}",
-                file=path,
                 key="model",
                 rule="A callable of the list gives a module",
                 fix="Return the module it builds",
@@ -109,9 +98,9 @@ def _seeded(build: Builder, seed: int, index: int, path: str | None) -> Builder:
     return built
 
 
-def _with_tied(builders: list[Builder], tied: Tied, path: str | None) -> list[Builder]:
+def _with_tied(builders: list[Builder], tied: Tied) -> list[Builder]:
     """Return builders whose tied parameters start with the values of the first of their group."""
-    _check_tied(builders, tied, path)
+    _check_tied(builders, tied)
     first = {key: group[0] for group in tied for key in group[1:]}
 
     def built(index: int, names: list[str]) -> nn.Module:
@@ -129,7 +118,7 @@ def _with_tied(builders: list[Builder], tied: Tied, path: str | None) -> list[Bu
     ]
 
 
-def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> None:
+def _check_tied(builders: Sequence[Builder], tied: Tied) -> None:
     """Check that tied names are parameters of one shape, each in one group."""
     shapes: dict[Key, torch.Size] = {}
     keys = [key for group in tied for key in group]
@@ -137,7 +126,6 @@ def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> No
         if not 0 <= layer < len(builders):
             raise SpecError(
                 f"no layer {layer}",
-                file=path,
                 key="tied",
                 value=layer,
                 rule=f"The model has layers 0..{len(builders) - 1}",
@@ -148,7 +136,6 @@ def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> No
         if name not in parameters:
             raise SpecError(
                 f"layer {layer} has no parameter {name}",
-                file=path,
                 key="tied",
                 value=name,
                 rule=f"It has {', '.join(parameters) or 'none'}",
@@ -160,7 +147,6 @@ def _check_tied(builders: Sequence[Builder], tied: Tied, path: str | None) -> No
             names = ", ".join(f"({layer}, {name!r}): {list(shapes[layer, name])}" for layer, name in group)
             raise SpecError(
                 f"{names} cannot be one parameter",
-                file=path,
                 key="tied",
                 rule="A group has two or more names of one shape, a name one group",
                 fix="Tie parameters of one shape",

@@ -1,16 +1,21 @@
-"""Gradients in flat buckets, one per segment: gradients that the same ranks sum go as one message."""
+"""Gradients in flat buckets: gradients that the same ranks sum go as one message, or as few."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from foreshard.runtime.state.layout import Segment
 from foreshard.runtime.state.shard_keys import ParameterKey
 from foreshard.runtime.state.slices import WHOLE, Interval, SliceCut
+
+BUCKET_BYTES = 25 << 20
+"""From which on a bucket is full: DistributedDataParallel's bucket_cap_mb.
+
+Smaller ones start earlier in the backward, but more of the time of each goes to latency.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,6 +26,7 @@ class Gradient:
     slices of it the rank computes. Of ranks that compute the same gradient only one `adds` it.
     """
 
+    name: ParameterKey
     parameter: nn.Parameter
     flat: Tensor
     cut: SliceCut | None = None
@@ -39,12 +45,12 @@ class Gradient:
 
 @dataclass(slots=True)
 class Bucket:
-    """The gradients of a segment, one after another in one tensor, in the order of its names.
+    """Gradients that its owners, in rising order, sum: one after another in one tensor, in order of names.
 
     It is complete when its layers have passed their last backward.
     """
 
-    segment: Segment
+    owners: tuple[int, ...]
     flat: Tensor
     gradients: list[Gradient] = field(default_factory=list)
     layers: frozenset[int] = frozenset()
@@ -77,5 +83,18 @@ class Bucket:
 
     def named(self) -> Iterator[tuple[ParameterKey, Tensor]]:
         """Yield the gradients by name of the parameter or slice."""
-        for name, gradient in zip(self.segment.names, self.gradients, strict=True):
-            yield name, gradient.flat.view(gradient.shape)
+        for gradient in self.gradients:
+            yield gradient.name, gradient.flat.view(gradient.shape)
+
+
+def cut_in_buckets(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+    """Return gradients, which are in layer order, in parts of a bucket each: last layers first."""
+    parts: list[list[Gradient]] = []
+    room = 0
+    for gradient in reversed(gradients):
+        if room <= 0:
+            parts.append([])
+            room = BUCKET_BYTES
+        parts[-1].insert(0, gradient)
+        room -= gradient.flat.numel() * gradient.flat.element_size()
+    return parts

@@ -131,27 +131,6 @@ def micro_batches(group: Group) -> tuple[tuple[int, int], ...]:
     return tuple((lo, min(lo + size, group.share)) for lo in range(0, group.share, size))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Parameters whose gradients the same ranks sum: one bucket.
-
-    Owners are in rising order, names in layer order; of tied parameters the first.
-    """
-
-    owners: tuple[int, ...]
-    names: tuple[tuple[int, str], ...]
-
-
-def segments_of(summed_by: Mapping[tuple[int, str], tuple[int, ...]]) -> tuple[Segment, ...]:
-    """Group parameters by the ranks that keep the sum of their gradients."""
-    found: dict[tuple[int, ...], list[tuple[int, str]]] = {}
-    for name, owners in summed_by.items():
-        found.setdefault(tuple(sorted(owners)), []).append(name)
-    return tuple(
-        Segment(owners=owners, names=tuple(sorted(names))) for owners, names in sorted(found.items())
-    )
-
-
 def _check_supported(plan: Plan) -> None:
     """Raise for features that the runtime does not run: none is approximated in silence."""
     if plan.precision not in RUN_PRECISIONS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from foreshard.runtime.job.job import Job
+from foreshard.runtime.job.user_code import in_file
 from foreshard.runtime.state.shard_keys import ParameterKey, ShardKey
 from foreshard.runtime.state.slices import SliceCut, parse_name
 from foreshard.runtime.tensor.sequence import SequenceLayer
@@ -57,7 +58,8 @@ def parameters_of(job: Job) -> Parameters:
         names.update(name for name, _ in module.named_modules() if name)
         if isinstance(module, SequenceLayer):
             sequential.append(layer)
-        split = split_of(module, job.tensor_plan, job.path, [own for at, own in first if at == layer])
+        with in_file(job.path):
+            split = split_of(module, job.tensor_plan, [own for at, own in first if at == layer])
         if split is not None:
             splits[layer] = split
         for name, parameter in module.named_parameters():
@@ -65,7 +67,8 @@ def parameters_of(job: Job) -> Parameters:
                 key = first.get((layer, name), (layer, name))
                 sizes[key] = parameter.numel()
                 users.setdefault(key, []).append(layer)
-    check_declared(job.tensor_plan, names, job.path)
+    with in_file(job.path):
+        check_declared(job.tensor_plan, names)
     return Parameters(
         sizes=sizes,
         users={key: tuple(layers) for key, layers in users.items()},

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from foreshard.errors import SpecError
 from foreshard.runtime.job.job import Job
-from foreshard.runtime.state.buckets import Bucket, Gradient
-from foreshard.runtime.state.layout import RankLayout, Segment, segments_of
+from foreshard.runtime.state.buckets import Bucket, Gradient, cut_in_buckets
+from foreshard.runtime.state.layout import RankLayout
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import Parameters
 from foreshard.runtime.state.shard_keys import ParameterKey, ShardKey, Shards, TensorKey
@@ -262,29 +262,30 @@ class RankState:
             bucket.clear()
 
     def _make_buckets(self, own: list[ParameterKey], sharding: OptimizerSharding) -> None:
-        names = [name for key in own for name in sharding.names(self.rank, key)]
-        self.buckets = []
+        """Make buckets of the gradients that the same ranks sum; all these ranks cut them alike."""
         for module in self.modules.values():
             module.zero_grad(set_to_none=True)  # views of the buckets before
-        for segment in segments_of({name: sharding.summed_by(name) for name in names}):
-            if self.rank not in segment.owners:
-                continue
-            dtypes = {name: self.parameter(name[0], parse_name(name[1])[0]).dtype for name in segment.names}
-            for dtype in sorted(set(dtypes.values()), key=str):
-                same = tuple(name for name in segment.names if dtypes[name] == dtype)
-                self.buckets.append(self._bucket(Segment(owners=segment.owners, names=same), dtype, sharding))
+        alike: dict[tuple[tuple[int, ...], str], list[Gradient]] = {}
+        for key in own:
+            for name in sharding.names(self.rank, key):
+                owners = sharding.summed_by(name)
+                if self.rank in owners:
+                    found = alike.setdefault((owners, str(self.parameter(*key).dtype)), [])
+                    found.append(self._gradient(name, sharding))
+        self.buckets = []
+        for (owners, _), gradients in sorted(alike.items()):
+            gradients.sort(key=lambda gradient: gradient.name)
+            self.buckets += [self._bucket(owners, part) for part in cut_in_buckets(gradients)]
         self.zero_gradients()
 
-    def _bucket(self, segment: Segment, dtype: torch.dtype, sharding: OptimizerSharding) -> Bucket:
-        gradients = [self._gradient(name, sharding) for name in segment.names]
-        flat = torch.zeros(sum(g.flat.numel() for g in gradients), dtype=dtype, device=self.device)
-        offset = 0
-        for gradient in gradients:
-            gradient.flat = flat[offset : offset + gradient.flat.numel()]
-            offset += gradient.flat.numel()
-        keys = [(layer, parse_name(name)[0]) for layer, name in segment.names]
+    def _bucket(self, owners: tuple[int, ...], gradients: list[Gradient]) -> Bucket:
+        sizes, dtype = [g.flat.numel() for g in gradients], gradients[0].parameter.dtype
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+        for gradient, part in zip(gradients, flat.split(sizes), strict=True):
+            gradient.flat = part
+        keys = [(layer, parse_name(name)[0]) for layer, name in (g.name for g in gradients)]
         layers = frozenset(layer for key in keys for layer, _ in self._held_names(key))
-        return Bucket(segment, flat, gradients, layers)
+        return Bucket(owners, flat, gradients, layers)
 
     def _gradient(self, name: ParameterKey, sharding: OptimizerSharding) -> Gradient:
         """Return the gradient of a parameter or a slice, with a placeholder for its place in a bucket."""
@@ -292,11 +293,12 @@ class RankState:
         key = name[0], whole
         parameter, adds = self.parameter(*key), sharding.adds(self.rank, key)
         part = within((index, index + 1, num), self.interval(key))
-        size = torch.empty(parameter.numel() * (part[1] - part[0]) // part[2], device="meta")
+        count = parameter.numel() * (part[1] - part[0]) // part[2]
+        size = torch.empty(count, dtype=parameter.dtype, device="meta")
         if part[:2] == (0, part[2]):
-            return Gradient(parameter=parameter, flat=size, adds=adds)
+            return Gradient(name=name, parameter=parameter, flat=size, adds=adds)
         cut = self.parameters.cuts[key]
-        return Gradient(parameter=parameter, flat=size, cut=cut, part=part, adds=adds)
+        return Gradient(name=name, parameter=parameter, flat=size, cut=cut, part=part, adds=adds)
 
     def keep_optimizer_state(self) -> None:
         """Keep the optimizer's state by name: parameters are about to change ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +14,19 @@ from foreshard.spec.plan import Stage
 
 Sharded = list[tuple[int, list[nn.Parameter]]]
 """Parameters by the place of their updater in the group, in an order that all ranks share."""
+_LayerValues = tuple[int, Sharded]
+"""(layer, its parameters)."""
+_Broadcast = tuple[Any, Tensor, list[nn.Parameter]]
+"""(work, values, parameters that take them)."""
 
 
 class ZeroExchange:
     """Brings values and gradients to the ranks that need them.
 
     Level 1: after the update, new values to all. Level 2: after each backward, gradients to the rank that
-    keeps them. Level 3: before each use, values to all, whose storage is freed after it. `ranks`, those of
-    the group in order, are those of the stage that hold the same parts.
+    keeps them. Level 3: before each use, values to all, whose storage is freed after it; those of the next
+    layer come while one computes. `ranks`, those of the group in order, are those of the stage that hold the
+    same parts.
     """
 
     def __init__(
@@ -35,20 +41,43 @@ class ZeroExchange:
     ):
         self._group, self._level, self._place = group, stage.zero, list(ranks).index(rank)
         self._all = _by_updater(ranks, updaters, parameters, list(parameters))
-        self._chunks = []
+        self._chunks: list[Sharded] = []
+        self._by_layer: list[dict[bool, list[_LayerValues]]] = []
+        self._coming: deque[_LayerValues] = deque()
+        self._under_way: list[_Broadcast] = []
         for lo, hi in stage.layers:
             used = [key for key in parameters if any(lo <= layer < hi for layer in users[key])]
             self._chunks.append(_by_updater(ranks, updaters, parameters, used))
+            orders: dict[bool, list[_LayerValues]] = {}
+            for backward, layers in ((False, range(lo, hi)), (True, range(hi - 1, lo - 1, -1))):
+                left, orders[backward] = set(used), []
+                for layer in layers:  # a tied parameter comes with the first of its layers
+                    own = [key for key in used if key in left and layer in users[key]]
+                    left.difference_update(own)
+                    orders[backward].append((layer, _by_updater(ranks, updaters, parameters, own)))
+            self._by_layer.append(orders)
         if self._level >= 3:
             self._free(self._all)
 
-    def before(self, chunk: int) -> None:
-        """Get the values that a chunk uses."""
+    def before(self, chunk: int, *, backward: bool) -> None:
+        """Begin to get the values that a chunk uses, in the order in which its layers use them."""
         if self._level >= 3:
-            self._broadcast(self._chunks[chunk])
+            self._coming = deque(self._by_layer[chunk][backward])
+            self._begin_next()
+
+    def await_layer(self, layer: int) -> None:
+        """Wait for the values of a layer, and begin to get those of the next."""
+        while any(layer == coming for coming, _ in self._coming):
+            self._await_next()
+
+    def await_all(self) -> None:
+        """Wait for the values of all layers: those that this rank does not use pass to others."""
+        while self._coming:
+            self._await_next()
 
     def after(self, chunk: int, *, summed: bool) -> None:
         """Reduce gradients to their keepers if the chunk's backward made some, and free values."""
+        self.await_all()
         if summed and self._level >= 2:
             self._reduce(self._chunks[chunk])
         if self._level >= 3:
@@ -57,20 +86,36 @@ class ZeroExchange:
     def after_update(self) -> None:
         """Get the values that other ranks have updated."""
         if self._level < 3:
-            self._broadcast(self._all)
+            for place, parameters in self._all:
+                self._finish(self._begin(place, parameters))
 
-    def _broadcast(self, sharded: Sharded) -> None:
-        for place, parameters in sharded:
-            if place == self._place:
-                flat = torch.cat([p.data.reshape(-1) for p in parameters])
-            else:
-                size, first = sum(p.numel() for p in parameters), parameters[0]
-                flat = torch.empty(size, dtype=first.dtype, device=first.device)
-            self._group.broadcast(flat, place).wait()
-            if place != self._place:
-                for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
-                    restore_storage(parameter)
-                    parameter.data.copy_(values)
+    def _begin_next(self) -> None:
+        sharded = self._coming[0][1] if self._coming else []
+        self._under_way = [self._begin(place, parameters) for place, parameters in sharded]
+
+    def _await_next(self) -> None:
+        arriving = self._under_way
+        self._coming.popleft()
+        self._begin_next()
+        for broadcast in arriving:
+            self._finish(broadcast)
+
+    def _begin(self, place: int, parameters: list[nn.Parameter]) -> _Broadcast:
+        """Begin to send values that this rank keeps, or to receive those of another rank."""
+        if place == self._place:
+            flat = torch.cat([p.data.reshape(-1) for p in parameters])
+        else:
+            size, first = sum(p.numel() for p in parameters), parameters[0]
+            flat = torch.empty(size, dtype=first.dtype, device=first.device)
+        return self._group.broadcast(flat, place), flat, [] if place == self._place else parameters
+
+    def _finish(self, broadcast: _Broadcast) -> None:
+        work, flat, parameters = broadcast
+        work.wait()
+        if parameters:
+            for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
+                restore_storage(parameter)
+                parameter.data.copy_(values)
 
     def _reduce(self, sharded: Sharded) -> None:
         """Add the gradients of the other ranks to the bucket of the keeper."""

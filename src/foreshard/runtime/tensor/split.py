@@ -91,9 +91,7 @@ class LayerSplit:
         return 1 if may_stay and not self.cuts[name].divides(self.shapes[name], degree) else degree
 
 
-def split_of(
-    module: nn.Module, declared: Mapping[str, str], path: str | None = None, tied: Collection[str] = ()
-) -> LayerSplit | None:
+def split_of(module: nn.Module, declared: Mapping[str, str], tied: Collection[str] = ()) -> LayerSplit | None:
     """Return how a layer is cut, or None where no plan names its modules.
 
     The module may be without storage. `declared` are the job's roles, for layers without a plan of their own;
@@ -106,13 +104,13 @@ def split_of(
     roles = {}
     for name, _ in module.named_modules():
         for role in [role for wanted, role in plan.roles.items() if name and _means(wanted, name)][:1]:
-            roles[name] = _parse_role(role, path)
+            roles[name] = _parse_role(role)
     for wanted in plan.roles if own is not None else ():
         if not any(_means(wanted, name) for name in roles):
-            raise _no_module("the layer has no", wanted, path)
+            raise _no_module("the layer has no", wanted)
     if not roles:
         return None
-    cuts, shared = _cuts(module, roles, path)
+    cuts, shared = _cuts(module, roles)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, why in _uncut(parameters, cuts, tied).items():
         owner = name.rpartition(".")[0]
@@ -124,17 +122,17 @@ def split_of(
     return LayerSplit(plan=plan, roles=roles, cuts=cuts, shared=shared, shapes=shapes) if roles else None
 
 
-def check_declared(declared: Mapping[str, str], names: Collection[str], path: str | None) -> None:
+def check_declared(declared: Mapping[str, str], names: Collection[str]) -> None:
     """Raise for roles of a job that are none, or that no module of a layer has: they would be left out."""
     for wanted, role in declared.items():
-        _parse_role(role, path)
+        _parse_role(role)
         if not any(_means(wanted, name) for name in names):
-            raise _no_module("no layer has a", wanted, path)
+            raise _no_module("no layer has a", wanted)
 
 
-def _no_module(who: str, wanted: str, path: str | None) -> SpecError:
+def _no_module(who: str, wanted: str) -> SpecError:
     rule = "A plan names modules of the layers"
-    return SpecError(f"{who} module {wanted!r}", file=path, key="tensor_plan", value=wanted, rule=rule)
+    return SpecError(f"{who} module {wanted!r}", key="tensor_plan", value=wanted, rule=rule)
 
 
 def _uncut(
@@ -270,19 +268,19 @@ def _means(wanted: str, name: str) -> bool:
     return name == wanted or name.endswith(f".{wanted}")
 
 
-def _parse_role(role: Any, path: str | None) -> tuple[str, tuple[int, ...]]:
+def _parse_role(role: Any) -> tuple[str, tuple[int, ...]]:
     """Return the kind of a role and the relative sizes of its blocks."""
     kind, _, rest = str(role).partition(":")
     sizes = rest.split(",") if rest else ["1"]
     plain = kind in ("row", "shared", "gather", "words") and not rest
     if not plain and (kind != "column" or not all(size.strip().isdecimal() and int(size) for size in sizes)):
-        raise SpecError(f"{role!r} is no role", file=path, key="tensor_plan", value=str(role), rule=RULE)
+        raise SpecError(f"{role!r} is no role", key="tensor_plan", value=str(role), rule=RULE)
     numbers = tuple(int(size) for size in sizes)
     return kind, (1,) * numbers[0] if len(numbers) == 1 else numbers
 
 
 def _cuts(
-    module: nn.Module, roles: Mapping[str, tuple[str, tuple[int, ...]]], path: str | None
+    module: nn.Module, roles: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> tuple[dict[str, SliceCut], frozenset[str]]:
     cuts: dict[str, SliceCut] = {}
     shared: list[str] = []
@@ -292,10 +290,10 @@ def _cuts(
             shared += [f"{name}.{own}" for own, _ in part.named_parameters()]
             continue
         if kind == "words":
-            _check_embedding(part, name, path)
+            _check_embedding(part, name)
             cuts[f"{name}.weight"] = SliceCut(dim=0)
             continue
-        first = _outputs_first(part, name, path)
+        first = _outputs_first(part, name)
         dim = 0 if (kind != "row") == first else 1
         cuts[f"{name}.weight"] = SliceCut(dim=dim, blocks=blocks)
         if kind != "row" and getattr(part, "bias", None) is not None:
@@ -303,12 +301,11 @@ def _cuts(
     return cuts, frozenset(shared)
 
 
-def _check_embedding(part: nn.Module, name: str, path: str | None) -> None:
+def _check_embedding(part: nn.Module, name: str) -> None:
     plain = type(part) is nn.Embedding and not (part._forward_hooks or part._forward_pre_hooks)
     if not plain or part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
         raise SpecError(
             f"{name} is a {type(part).__name__}: its rows cannot be cut",
-            file=path,
             key="tensor_plan",
             value=name,
             rule="An nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
@@ -316,7 +313,7 @@ def _check_embedding(part: nn.Module, name: str, path: str | None) -> None:
         )
 
 
-def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
+def _outputs_first(part: nn.Module, name: str) -> bool:
     """Return whether a weight is (outputs, inputs), as in nn.Linear, or (inputs, outputs)."""
     kind = type(part)
     hooked = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
@@ -327,7 +324,6 @@ def _outputs_first(part: nn.Module, name: str, path: str | None) -> bool:
     what = "a module with hooks" if hooked else f"a {kind.__name__}"
     raise SpecError(
         f"{name} is {what}: it cannot be cut",
-        file=path,
         key="tensor_plan",
         value=name,
         rule="What is cut is a plain nn.Linear, or the Conv1D of transformers",
