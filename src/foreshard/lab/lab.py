@@ -88,7 +88,7 @@ class Lab:
             "clock": self.clock,
             "ranks": [
                 {"rank": rank, "device": self.devices[rank], "slow": self.slow[rank]}
-                | {key: self._stated(key, rank) for key in stated}
+                | {key: self.stated(key, rank) for key in stated}
                 for rank in range(len(self.slow))
             ],
             "network": {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, "latency_s": self.latency_s},
@@ -96,7 +96,8 @@ class Lab:
             "table_s": dict(self.table_s),
         }
 
-    def _stated(self, name: str, rank: int) -> float | None:
+    def stated(self, name: str, rank: int) -> float | None:
+        """Return what the file states of a rank; None where it does not."""
         values: tuple[float | None, ...] = getattr(self, name)
         return values[rank] if values else None
 
@@ -157,11 +158,11 @@ class Lab:
             NodeGroup(
                 count=1,
                 per_node=1,
-                device=_device(name, self._stated("memory_bytes", rank)),
-                usd_per_h=self._stated("usd_per_h", rank),
-                busy_w=self._stated("busy_w", rank),
-                idle_w=self._stated("idle_w", rank),
-                carbon_kg_per_kwh=self._stated("kg_per_kwh", rank),
+                device=_device(name, self.stated("memory_bytes", rank)),
+                usd_per_h=self.stated("usd_per_h", rank),
+                busy_w=self.stated("busy_w", rank),
+                idle_w=self.stated("idle_w", rank),
+                carbon_kg_per_kwh=self.stated("kg_per_kwh", rank),
                 nic_bytes_per_s=self.bandwidth_bytes_per_s,
                 nic_latency_s=self.latency_s,
                 nvlink_domain=1,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from foreshard.lab.fault_schedule import await_turn, come_and_go
 from foreshard.lab.lab import load_lab
 from foreshard.runtime import worker
+from foreshard.runtime.device_memory import DeviceMemory
 from foreshard.runtime.hardware import Hardware
 from foreshard.runtime.membership.member import Membership
 from foreshard.runtime.run_settings import RunSettings
+from foreshard.runtime.state.rank_state import RankState
 
 
 class LabHardware(Hardware):
@@ -20,11 +23,16 @@ class LabHardware(Hardware):
         self._lab, self._rank, self._step = load_lab(settings.emulated), rank, [0]
         self.clock = self._lab.make_clock(self._step)
         self.cluster = self._lab.cluster()
+        limit_bytes = self.memory_bytes()
+        self._memory = None if limit_bytes is None else DeviceMemory(rank, limit_bytes, settings.emulated)
 
     def memory_bytes(self) -> float | None:
         """Return the memory that the lab states for the rank."""
-        stated = self._lab.memory_bytes
-        return stated[self._rank] if self._rank < len(stated) else None
+        return self._lab.stated("memory_bytes", self._rank)
+
+    def within_memory(self, state: RankState) -> AbstractContextManager[None]:
+        """End the run where the rank holds more than the lab states."""
+        return nullcontext() if self._memory is None else self._memory.within(state)
 
     def await_turn(self, metrics: Path, steps: int) -> None:
         """Stay away until the lab lets the rank join."""

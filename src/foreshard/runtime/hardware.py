@@ -7,6 +7,7 @@ its own; the runtime knows nothing else about it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock, CudaClock
 from foreshard.runtime.membership.member import Membership
+from foreshard.runtime.state.rank_state import RankState
 from foreshard.spec.cluster import Cluster
 
 
@@ -72,6 +74,10 @@ class Hardware:
         if not self.owns_device:
             return None
         return float(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def within_memory(self, state: RankState) -> AbstractContextManager[None]:
+        """Return the context of a rank's part of a step; a real device refuses by itself what is too much."""
+        return nullcontext()
 
     def await_turn(self, metrics: Path, steps: int) -> None:
         """Wait until the rank may join the run: at once, unless it is emulated."""

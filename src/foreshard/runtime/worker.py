@@ -174,6 +174,7 @@ class RankWorker:
             on_action=self.trace.add if self.trace is not None else None,
             ledger=self.ledger,
             memory_bytes=self.hardware.memory_bytes(),
+            within_memory=self.hardware.within_memory,
             readers=self.readers,
             before_step=self._before_step,
             on_step=self._report_step,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreshard.errors import ForeshardError, SpecError
+from foreshard.errors import ForeshardError, InfeasibleError, SpecError
 from foreshard.profile.address import own_address
 from foreshard.runtime.membership.leader_failover import (
     Rendezvous,
@@ -417,8 +417,10 @@ def _ended_by_timer(log: Path) -> bool:
 
 def _as_error(fault: dict[str, Any]) -> ForeshardError:
     """Return the error that `ForeshardError.to_dict` describes."""
-    kind = SpecError if fault["code"] == SpecError.exit_code else ForeshardError
-    return kind(fault["what"], **{key: fault.get(key) for key in ("file", "key", "value", "rule", "fix")})
+    kinds = {kind.exit_code: kind for kind in (SpecError, InfeasibleError)}
+    return kinds.get(fault["code"], ForeshardError)(
+        fault["what"], **{key: fault.get(key) for key in ("file", "key", "value", "rule", "fix")}
+    )
 
 
 def _port_taken(address: str, port: int) -> SpecError:
