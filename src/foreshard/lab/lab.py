@@ -20,6 +20,7 @@ from foreshard.spec.device import Device
 from foreshard.units import parse
 
 MAX_RANKS = 1024
+"""Ranks are processes of this machine: more are a typing error."""
 # Lower rates are typing errors: a message of a layer would take hours.
 _LEAST_BYTES_PER_S = 1e3
 # Of links in a lab that states none: Ethernet of a small machine room.
@@ -224,19 +225,19 @@ class LabFile:
 def load_lab(path: str) -> Lab:
     """Return the lab of a TOML file."""
     file = decode(LabFile, parse_toml(read_text(path), file=path), file=path)
-    ranks = [one for one in file.ranks for _ in range(one.count)]
+    ranks = [table for table in file.ranks for _ in range(table.count)]
     _check_ranks(file, len(ranks), path)
     _check_table(file, path)
     made = Lab(
         name=Path(path).stem if file.name is None else file.name,
         clock=file.clock,
-        devices=tuple(one.device or f"cpu-{one.slow:g}x" for one in ranks),
-        slow=tuple(one.slow for one in ranks),
-        memory_bytes=tuple(one.memory for one in ranks),
-        usd_per_h=tuple(one.usd_per_h for one in ranks),
-        busy_w=tuple(one.power for one in ranks),
-        idle_w=tuple(_idle_w(one) for one in ranks),
-        kg_per_kwh=tuple(one.carbon_kg_per_kwh for one in ranks),
+        devices=tuple(rank.device or f"cpu-{rank.slow:g}x" for rank in ranks),
+        slow=tuple(rank.slow for rank in ranks),
+        memory_bytes=tuple(rank.memory for rank in ranks),
+        usd_per_h=tuple(rank.usd_per_h for rank in ranks),
+        busy_w=tuple(rank.power for rank in ranks),
+        idle_w=tuple(_idle_w(rank) for rank in ranks),
+        kg_per_kwh=tuple(rank.carbon_kg_per_kwh for rank in ranks),
         bandwidth_bytes_per_s=file.network.bandwidth,
         latency_s=file.network.latency,
         changes=tuple(sorted(file.change, key=lambda change: change.at_step)),

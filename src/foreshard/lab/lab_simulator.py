@@ -17,6 +17,7 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.plan_moves import layers_of, moves_between
 
 _PROBE_BYTES = 2.0**20
+"""Of a message that measures a link: large enough that its rate and not its latency decides."""
 
 
 class LabSimulator:

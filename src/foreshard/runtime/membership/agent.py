@@ -47,6 +47,7 @@ _HOUR_S = 3600.0
 _STOP_S = 120.0
 """How long the present step and its checkpoint may take after SIGTERM; then the run ends as it is."""
 _SUPERVISOR_STARTS = 5
+"""Attempts in a row to start a supervisor, after which the run ends with its log."""
 _STACK_BYTES = 65536
 """Of the end of a log in which stacks are looked for."""
 
