@@ -36,14 +36,15 @@ class DeviceMemory:
     """The memory of one rank.
 
     What is saved for backwards is counted in the first step of each plan, and taken to be the same in the
-    others: counting takes time, which a clock of processor time would see.
+    others: counting takes time, which a clock of processor time would see. `saved_bytes` is there now,
+    `most_saved_bytes` was at most under this plan.
     """
 
     def __init__(self, rank: int, limit_bytes: float, file: str):
         self._rank, self._limit_bytes, self._file = rank, limit_bytes, file
         self._buckets: Any = None
         self._state_bytes = 0
-        self._saved_bytes = self._most_saved_bytes = 0
+        self.saved_bytes = self.most_saved_bytes = 0
         self._saved: dict[int, int] = {}
 
     @contextmanager
@@ -52,10 +53,10 @@ class DeviceMemory:
         own = _storages(_tensors_of(state))
         self._state_bytes = sum(own.values())
         if state.buckets is self._buckets:
-            self._check(self._most_saved_bytes)
+            self._check(self.most_saved_bytes)
             yield
             return
-        self._buckets, self._most_saved_bytes = state.buckets, 0
+        self._buckets, self.most_saved_bytes = state.buckets, 0
         self._check(0)
         with saved_tensors_hooks(
             lambda tensor: _Saved(tensor, self, counts=_storage_of(tensor)[0] not in own),
@@ -68,16 +69,16 @@ class DeviceMemory:
         users = self._saved.get(storage, 0)
         self._saved[storage] = users + 1
         if not users:
-            self._saved_bytes += size_bytes
-            self._most_saved_bytes = max(self._most_saved_bytes, self._saved_bytes)
-            self._check(self._saved_bytes)
+            self.saved_bytes += size_bytes
+            self.most_saved_bytes = max(self.most_saved_bytes, self.saved_bytes)
+            self._check(self.saved_bytes)
 
     def drop(self, storage: int, size_bytes: int) -> None:
         """Count a saved tensor no more: its backward is done."""
         self._saved[storage] -= 1
         if not self._saved[storage]:
             del self._saved[storage]
-            self._saved_bytes -= size_bytes
+            self.saved_bytes -= size_bytes
 
     def _check(self, saved_bytes: int) -> None:
         held = self._state_bytes + saved_bytes
