@@ -24,8 +24,7 @@ from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.slots import Budget, Chain, State
 from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
-from foreshard.runtime.adaptive.pass_times import PassTimes
-from foreshard.runtime.adaptive.structure_times import StepTiming
+from foreshard.runtime.adaptive.pass_times import PassTimes, StepTiming
 from foreshard.spec.online import StepMeasured
 from foreshard.spec.plan import Group, Plan, Stage
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from foreshard.errors import SpecError
 from foreshard.lab.lab import load_lab
 from foreshard.lab.network import LabNetwork
-from foreshard.runtime.hardware import Emulation, no_words
+from foreshard.runtime.hardware import Emulation
 
 
 def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) -> Emulation:
@@ -22,12 +23,12 @@ def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) ->
         rule = "Only `foreshard lab` makes slow ranks and links, as root"
         fix = 'Use foreshard lab, or clock = "cpu"'
         raise SpecError(what, file=file, key="clock", value="wall", rule=rule, fix=fix)
-    return Emulation(
+    emulation = Emulation(
         worker="foreshard.lab.rank_hardware",
         file=str(Path(file).resolve()),
         cluster=lab.cluster(),
         expected=[rank for rank in range(ranks) if lab.there_at(0, rank)],
-        address=None if network is None else network.address,
-        command=no_words if network is None else network.command,
-        watch=None if network is None else network.follow,
     )
+    if network is None:
+        return emulation
+    return replace(emulation, address=network.address, command=network.command, watch=network.follow)

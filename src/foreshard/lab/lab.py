@@ -20,6 +20,7 @@ from foreshard.spec.device import Device
 from foreshard.units import parse
 
 MAX_RANKS = 1024
+"""Ranks are processes of this machine: more are a typing error."""
 # Lower rates are typing errors: a message of a layer would take hours.
 _LEAST_BYTES_PER_S = 1e3
 # Of links in a lab that states none: Ethernet of a small machine room.
@@ -88,7 +89,7 @@ class Lab:
             "clock": self.clock,
             "ranks": [
                 {"rank": rank, "device": self.devices[rank], "slow": self.slow[rank]}
-                | {key: self._stated(key, rank) for key in stated}
+                | {key: self.stated(key, rank) for key in stated}
                 for rank in range(len(self.slow))
             ],
             "network": {"bandwidth_bytes_per_s": self.bandwidth_bytes_per_s, "latency_s": self.latency_s},
@@ -96,7 +97,8 @@ class Lab:
             "table_s": dict(self.table_s),
         }
 
-    def _stated(self, name: str, rank: int) -> float | None:
+    def stated(self, name: str, rank: int) -> float | None:
+        """Return what the file states of a rank; None where it does not."""
         values: tuple[float | None, ...] = getattr(self, name)
         return values[rank] if values else None
 
@@ -157,11 +159,11 @@ class Lab:
             NodeGroup(
                 count=1,
                 per_node=1,
-                device=_device(name, self._stated("memory_bytes", rank)),
-                usd_per_h=self._stated("usd_per_h", rank),
-                busy_w=self._stated("busy_w", rank),
-                idle_w=self._stated("idle_w", rank),
-                carbon_kg_per_kwh=self._stated("kg_per_kwh", rank),
+                device=_device(name, self.stated("memory_bytes", rank)),
+                usd_per_h=self.stated("usd_per_h", rank),
+                busy_w=self.stated("busy_w", rank),
+                idle_w=self.stated("idle_w", rank),
+                carbon_kg_per_kwh=self.stated("kg_per_kwh", rank),
                 nic_bytes_per_s=self.bandwidth_bytes_per_s,
                 nic_latency_s=self.latency_s,
                 nvlink_domain=1,
@@ -223,19 +225,19 @@ class LabFile:
 def load_lab(path: str) -> Lab:
     """Return the lab of a TOML file."""
     file = decode(LabFile, parse_toml(read_text(path), file=path), file=path)
-    ranks = [one for one in file.ranks for _ in range(one.count)]
+    ranks = [table for table in file.ranks for _ in range(table.count)]
     _check_ranks(file, len(ranks), path)
     _check_table(file, path)
     made = Lab(
         name=Path(path).stem if file.name is None else file.name,
         clock=file.clock,
-        devices=tuple(one.device or f"cpu-{one.slow:g}x" for one in ranks),
-        slow=tuple(one.slow for one in ranks),
-        memory_bytes=tuple(one.memory for one in ranks),
-        usd_per_h=tuple(one.usd_per_h for one in ranks),
-        busy_w=tuple(one.power for one in ranks),
-        idle_w=tuple(_idle_w(one) for one in ranks),
-        kg_per_kwh=tuple(one.carbon_kg_per_kwh for one in ranks),
+        devices=tuple(rank.device or f"cpu-{rank.slow:g}x" for rank in ranks),
+        slow=tuple(rank.slow for rank in ranks),
+        memory_bytes=tuple(rank.memory for rank in ranks),
+        usd_per_h=tuple(rank.usd_per_h for rank in ranks),
+        busy_w=tuple(rank.power for rank in ranks),
+        idle_w=tuple(_idle_w(rank) for rank in ranks),
+        kg_per_kwh=tuple(rank.carbon_kg_per_kwh for rank in ranks),
         bandwidth_bytes_per_s=file.network.bandwidth,
         latency_s=file.network.latency,
         changes=tuple(sorted(file.change, key=lambda change: change.at_step)),

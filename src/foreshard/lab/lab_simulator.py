@@ -11,11 +11,13 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.engine import rank_times
 from foreshard.predict.measured.memory import measured_memory
 from foreshard.runtime.adaptive.idle_probe import PROBE_EVERY, PROBED_LAYERS
+from foreshard.runtime.device_memory import does_not_fit
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_moves import layers_of, moves_between
 
 _PROBE_BYTES = 2.0**20
+"""Of a message that measures a link: large enough that its rate and not its latency decides."""
 
 
 class LabSimulator:
@@ -52,6 +54,13 @@ class LabSimulator:
     def holds(self, plan: Plan) -> bool:
         """Return whether every rank of a plan has memory for its part, as it runs."""
         return measured_memory(self._costs, self.cluster, plan).fits
+
+    def check_memory(self, plan: Plan, step: int) -> None:
+        """Raise where a rank of a plan that runs has no memory for its part: the run would end there."""
+        held = measured_memory(self._costs, self.cluster, plan)
+        if not held.fits and self.lab.stated("memory_bytes", held.peak_rank) is not None:
+            parts = f"with the plan of step {step}"
+            raise does_not_fit(held.peak_rank, held.peak_bytes, held.capacity_bytes, parts, self.lab.name)
 
     def move_s(self, step: int, old: Plan, new: Plan) -> float:
         """Return the seconds in which ranks get what they lack, from who is there, over the links then."""

@@ -29,13 +29,17 @@ _NET = 0x40000000
 """CLONE_NEWNET of setns(2)."""
 _SUBNET = "10.77.0"
 _MAX_RANKS = 200
+"""The subnet has 254 addresses, the last of which is that of the rendezvous."""
 _BURST_S, _MIN_BURST_BYTES = 4e-3, 64 * 1024
 """A bucket holds what passes in a tick of the kernel, and the largest packet that the stack hands over."""
 _QUEUE_MS = 50
+"""How long a packet may wait for the bucket before it is dropped."""
 _PERIOD_US, _MIN_QUOTA_US = 20_000, 1_000
+"""A rank that has used its portion of a period pauses to its end; the kernel takes quotas from 1 ms."""
 _USED = 0.8
 """Portion of all cores that the ranks get together, so that each can have its own at any time."""
 _MAX_LATENCY_S = 1e-3
+"""Of a link that is stated: nothing makes delays, and what the links have by themselves is below."""
 _count = itertools.count()
 
 

@@ -1,15 +1,31 @@
-"""One rank of a run in a lab: its clock, its memory and its losses are those that the lab states."""
+"""One rank of a run in a lab: its clock, its memory and its losses are those that the lab states.
+
+A rank kills itself and joins at stated steps, so that a run with losses can be repeated.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from foreshard.lab.fault_schedule import await_turn, come_and_go
-from foreshard.lab.lab import load_lab
+from foreshard.lab.lab import Lab, load_lab
 from foreshard.runtime import worker
+from foreshard.runtime.device_memory import DeviceMemory
 from foreshard.runtime.hardware import Hardware
 from foreshard.runtime.membership.member import Membership
 from foreshard.runtime.run_settings import RunSettings
+from foreshard.runtime.state.rank_state import RankState
+
+_LOOK_S = 0.05
+"""Between looks at the end of the metrics, each a small read."""
+PATIENCE_S = 60.0
+"""How long a step waits for who is due at the next: loading torch takes seconds, tens on a busy machine."""
+_TAIL_BYTES = 65536
+"""Of metrics: more than the longest line."""
 
 
 class LabHardware(Hardware):
@@ -20,11 +36,16 @@ class LabHardware(Hardware):
         self._lab, self._rank, self._step = load_lab(settings.emulated), rank, [0]
         self.clock = self._lab.make_clock(self._step)
         self.cluster = self._lab.cluster()
+        limit_bytes = self.memory_bytes()
+        self._memory = None if limit_bytes is None else DeviceMemory(rank, limit_bytes, settings.emulated)
 
     def memory_bytes(self) -> float | None:
         """Return the memory that the lab states for the rank."""
-        stated = self._lab.memory_bytes
-        return stated[self._rank] if self._rank < len(stated) else None
+        return self._lab.stated("memory_bytes", self._rank)
+
+    def within_memory(self, state: RankState) -> AbstractContextManager[None]:
+        """End the run where the rank holds more than the lab states."""
+        return nullcontext() if self._memory is None else self._memory.within(state)
 
     def await_turn(self, metrics: Path, steps: int) -> None:
         """Stay away until the lab lets the rank join."""
@@ -38,6 +59,47 @@ class LabHardware(Hardware):
         if hasattr(self.clock, "slow"):
             self.clock.slow = self._lab.slow_at(step, self._rank)
         return come
+
+
+def await_turn(lab: Lab, rank: int, metrics: Path, steps: int) -> None:
+    """Stay away while the lab says so; come to the door during the step before this rank is there.
+
+    The process ends when all steps are done without it.
+    """
+    while lab.has_absences:
+        step = steps_told(metrics)
+        if lab.there_at(step + (step > 0), rank):
+            return
+        if step >= steps:
+            raise SystemExit(0)
+        time.sleep(_LOOK_S)
+
+
+def come_and_go(lab: Lab, rank: int, step: int, membership: Membership, *, waits: bool) -> bool:
+    """Die where the lab says so; if asked, wait until who is due at the next step is at the door.
+
+    Returns whether everybody who is due has come.
+    """
+    if not lab.there_at(step, rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks = range(len(lab.slow))
+    due = any(lab.there_at(step + 1, other) and not lab.there_at(step, other) for other in ranks)
+    until = time.monotonic() + PATIENCE_S
+    while step > 0 and due and waits and not membership.wanted():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def steps_told(metrics: Path) -> int:
+    """Return how many steps a run has done, by its metrics."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+    return int(json.loads(lines[-1])["step"]) + 1 if lines else 0
 
 
 if __name__ == "__main__":

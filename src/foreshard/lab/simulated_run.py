@@ -138,6 +138,8 @@ class _Play:
             before = self._there
             now = self._plan_of(step, running)
             lost = frozenset(before) - frozenset(self._there)
+            if not step or now != running:
+                self._world.check_memory(now, step)
             if not step:
                 plans = [(0, now)]
             elif now != running:

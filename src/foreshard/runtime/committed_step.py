@@ -41,20 +41,9 @@ class StepDone:
 class TrainingProgress:
     """How far a rank has come.
 
-    Attributes
-    ----------
-    step : int
-        That it trains next.
-    reduced : bool
-        Whether its gradients of that step are summed, and only the vote is missing.
-    trained_in : int
-        The generation in which they were.
-    vote : Vote or None
-        Of the last step.
-    last : StepDone or None
-        That step.
-    reported : int
-        The last step that this rank wrote to the run's metrics; -1 for none.
+    It trains `step` next; `reduced` says that its gradients of that step are summed, in the generation
+    `trained_in`, and only the vote is missing. `vote` and `last` are of the last step, `reported` is the last
+    one that this rank wrote to the run's metrics; -1 for none.
     """
 
     step: int = 0

@@ -20,6 +20,7 @@ from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import Group, Plan, Stage
 
 _TIMEOUT_S = 120.0
+"""After which a comparison whose ranks wait for each other has failed."""
 Gradients = dict[ParameterKey, torch.Tensor]
 
 

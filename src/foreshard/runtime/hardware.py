@@ -7,6 +7,7 @@ its own; the runtime knows nothing else about it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,22 +15,17 @@ import torch
 
 from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock, CudaClock
+from foreshard.runtime.membership.agent import WORKER
 from foreshard.runtime.membership.member import Membership
+from foreshard.runtime.state.rank_state import RankState
 from foreshard.spec.cluster import Cluster
 
 
 class Hardware:
     """The machine that a rank runs on.
 
-    Attributes
-    ----------
-    clock : Clock
-    cluster : Cluster or None
-        That is emulated; None where the options of the run name it.
-    device : torch.device
-        That the rank computes on.
-    owns_device : bool
-        Whether it is an accelerator that no other rank uses: NCCL connects no others.
+    `cluster` is the one that is emulated; None where the options of the run name it. A rank that
+    `owns_device` has an accelerator that no other rank uses: NCCL connects no others.
     """
 
     cluster: Cluster | None = None
@@ -42,16 +38,8 @@ class Hardware:
     def use_device(self, kind: str, local_rank: int, local_ranks: int) -> None:
         """Take the rank's device; ranks of a host that has fewer GPUs share them in turn.
 
-        Parameters
-        ----------
-        kind : {'auto', 'cpu', 'cuda'}
-        local_rank, local_ranks : int
-            Number of the rank on its host, and of all ranks there.
-
-        Raises
-        ------
-        SpecError
-            Where 'cuda' is asked for and there is no such device.
+        `kind` is 'auto', 'cpu' or 'cuda', which is an error where there is no such device. The rank is the
+        `local_rank`-th of `local_ranks` on its host.
         """
         count = torch.cuda.device_count() if kind != "cpu" else 0
         if kind == "cuda" and not count:
@@ -73,6 +61,10 @@ class Hardware:
             return None
         return float(torch.cuda.get_device_properties(self.device).total_memory)
 
+    def within_memory(self, state: RankState) -> AbstractContextManager[None]:
+        """Return the context of a rank's part of a step; a real device refuses by itself what is too much."""
+        return nullcontext()
+
     def await_turn(self, metrics: Path, steps: int) -> None:
         """Wait until the rank may join the run: at once, unless it is emulated."""
 
@@ -81,36 +73,20 @@ class Hardware:
         return True
 
 
-def no_words(rank: int) -> list[str]:
-    """Return nothing to put before a rank's command line."""
-    return []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
-    """How a test bed starts ranks.
+    """How a test bed starts ranks; by default as on this machine.
 
-    Attributes
-    ----------
-    worker : str
-        Module that a rank is started from.
-    file : str
-        Of the test bed, read by the worker.
-    cluster : Cluster
-    expected : sequence of int
-        Ranks that are there at first.
-    address : str or None
-        Of the rendezvous.
-    command : callable of rank
-        Words put before a rank's command line.
-    watch : callable of Path, optional
-        Called with the run's metrics file again and again.
+    A rank is started from the module `worker`, which reads the `file` of the test bed, with the words of
+    `command` before its command line. `cluster` is what is emulated, `expected` are the ranks that are there
+    at first (all if not given), `address` is that of the rendezvous. `watch` is called with the run's metrics
+    file again and again.
     """
 
-    worker: str
-    file: str
-    cluster: Cluster
-    expected: Sequence[int]
+    worker: str = WORKER
+    file: str | None = None
+    cluster: Cluster | None = None
+    expected: Sequence[int] | None = None
     address: str | None = None
-    command: Callable[[int], list[str]] = no_words
+    command: Callable[[int], list[str]] = lambda rank: []
     watch: Callable[[Path], None] | None = None

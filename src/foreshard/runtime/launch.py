@@ -15,8 +15,8 @@ from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
-from foreshard.runtime.hardware import Emulation, no_words
-from foreshard.runtime.membership.agent import WORKER, Agent
+from foreshard.runtime.hardware import Emulation
+from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
 from foreshard.runtime.membership.secret import VARIABLE, awaited_secret, checked_secret, make_secret
 from foreshard.runtime.membership.supervisor_state import has_run, reopen
@@ -81,13 +81,12 @@ def launch(
     if dtype is not None:  # in double precision the job's layers are built as such: autocast stays off
         plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
     check_runnable(plan, file=plan_file)
-    ranks = local if local is not None else int(os.environ["WORLD_SIZE"])
+    ranks, test_bed = local if local is not None else int(os.environ["WORLD_SIZE"]), emulation or Emulation()
     _check_ranks(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
     folder = Path(out).resolve()
-    options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, emulation=emulation)
+    options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, test_bed=test_bed)
     if options is not None:
-        emulated = None if emulation is None else emulation.cluster
-        config = config_of(options, plan, emulated, steps=steps, out=folder)
+        config = config_of(options, plan, test_bed.cluster, steps=steps, out=folder)
         _check_ranks(plan, config.cluster.num_devices, "--cluster")
         config.check()
     # a torchrun that restarts all agents means the run to continue
@@ -104,7 +103,7 @@ def launch(
         steps=steps,
         seed=seed,
         resume=resume,
-        emulated=None if emulation is None else emulation.file,
+        emulated=test_bed.file,
         interface=interface,
         device=device if emulation is None else "cpu",
         trackers=tuple(name for name, on in (("tensorboard", tensorboard), ("wandb", wandb)) if on),
@@ -114,14 +113,19 @@ def launch(
         policy=options,
     )
     agent = (
-        _local(plan, work, local, interface, port, emulation)
+        _local(plan, work, local, interface, port, test_bed)
         if local is not None
-        else _under_torchrun(plan, work, interface, port, secret_file, emulation)
+        else _under_torchrun(plan, work, interface, port, secret_file, test_bed)
     )
     agent.max_starts = max_starts or (MAX_STARTS if max_starts_per_hour is None else sys.maxsize)
     agent.max_starts_per_hour = max_starts_per_hour
-    watches = [progress, None if emulation is None else emulation.watch]
-    restarts = agent.run(_watch_metrics([watch for watch in watches if watch is not None], folder))
+    watches = [watch for watch in (progress, test_bed.watch) if watch is not None]
+
+    def watch_all() -> None:
+        for watch in watches:
+            watch(folder / "metrics.jsonl")
+
+    restarts = agent.run(watch_all)
     if not agent.supervises:
         return None
     if trace is not None:
@@ -153,7 +157,7 @@ def _policy_options(
     cluster: str | None,
     costs: str | None,
     model: str | None,
-    emulation: Emulation | None,
+    test_bed: Emulation,
 ) -> dict[str, Any] | None:
     """Return the options from which ranks build the policy, or None for a plan that stays."""
     if policy == "static":
@@ -166,7 +170,7 @@ def _policy_options(
                 fix="Add --policy lyapunov",
             )
         return None
-    if cluster is None and emulation is None:
+    if cluster is None and test_bed.cluster is None:
         raise SpecError(
             f"--policy {policy} without a cluster",
             key="--policy",
@@ -191,23 +195,21 @@ def _local(
     local: int,
     interface: str | None,
     port: int,
-    emulation: Emulation | None,
+    test_bed: Emulation,
 ) -> Agent:
     secret = make_secret(Path(work.out) / "secret")
-    address, expected = interface or "127.0.0.1", list(range(local))
-    if emulation is not None:
-        address, expected = emulation.address or address, list(emulation.expected)
+    address = test_bed.address or interface or "127.0.0.1"
     return Agent(
         out=Path(work.out),
         plan=plan,
         work=replace(work, interface=address),
         ranks=range(local),
-        expected=expected,
+        expected=range(local) if test_bed.expected is None else test_bed.expected,
         secret_file=secret,
         address=address,
         port=port,
-        command=no_words if emulation is None else emulation.command,
-        worker=WORKER if emulation is None else emulation.worker,
+        command=test_bed.command,
+        worker=test_bed.worker,
         local_ranks=local,
     )
 
@@ -218,7 +220,7 @@ def _under_torchrun(
     interface: str | None,
     port: int,
     secret_file: str | None,
-    emulation: Emulation | None,
+    test_bed: Emulation,
 ) -> Agent:
     """Return the agent of one rank of torchrun.
 
@@ -245,7 +247,7 @@ def _under_torchrun(
         supervises=rank == 0 and running is None,  # else another host has the run, and this rank joins it
         own=own,
         takeover_s=max(2 * work.detect_s, 5.0),
-        worker=WORKER if emulation is None else emulation.worker,
+        worker=test_bed.worker,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
@@ -326,11 +328,3 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
             fix="Add --resume to continue from its latest checkpoint, or name another folder",
         )
     reopen(folder, plan, list(range(ranks)))
-
-
-def _watch_metrics(watches: Sequence[Watch], folder: Path) -> Callable[[], None]:
-    def watch_all() -> None:
-        for watch in watches:
-            watch(folder / "metrics.jsonl")
-
-    return watch_all

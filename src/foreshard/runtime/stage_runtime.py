@@ -60,7 +60,7 @@ class StageRuntime:
         sums = StepSums()
         if self._executor is not None:
             self._executor.loss_scale = loss_scale
-            with in_file(self.context.job.path):
+            with in_file(self.context.job.path), self.context.within_memory(self._state):
                 sums = self._executor.run(step)
         self.context.phase("all-reduce")
         self._sync.finish()

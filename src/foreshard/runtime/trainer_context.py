@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from foreshard.runtime.membership.fixed_membership import GroupMembership
 from foreshard.runtime.records.durable_jsonl import OnEvent
 from foreshard.runtime.records.ledger import Ledger
 from foreshard.runtime.run_settings import Options
+from foreshard.runtime.state.rank_state import RankState
 
 OnAction = Callable[[str, int, int, float, float], None]
 """Called after each action with (name, chunk, micro_batch, start_s, end_s)."""
@@ -44,6 +46,9 @@ class TrainerContext:
         Records which samples were trained.
     memory_bytes : float or None
         Of this rank's device: ZeRO divides a stage's parameters in proportion to it.
+    within_memory : callable of RankState
+        Gives the context in which a rank computes its part of a step: it raises where the rank holds more
+        than its device has.
     readers : Readers or None
         Processes that read samples.
     before_step : callable of step
@@ -64,6 +69,7 @@ class TrainerContext:
     on_event: OnEvent = lambda kind, text, **facts: None
     ledger: Ledger | None = None
     memory_bytes: float | None = None
+    within_memory: Callable[[RankState], AbstractContextManager[None]] = lambda state: nullcontext()
     readers: Readers | None = None
     before_step: Callable[[int], None] = lambda step: None
     on_step: Callable[[StepDone], None] = lambda done: None

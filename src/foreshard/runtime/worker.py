@@ -37,8 +37,7 @@ from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
-from foreshard.runtime.records.ledger import Ledger
-from foreshard.runtime.records.ledger_backup import LedgerBackup
+from foreshard.runtime.records.ledger import Ledger, LedgerBackup
 from foreshard.runtime.records.metrics import Metrics
 from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
 from foreshard.runtime.run_settings import JOB_FAULT, READER_LOST, REPORT_FD, RunSettings
@@ -174,6 +173,7 @@ class RankWorker:
             on_action=self.trace.add if self.trace is not None else None,
             ledger=self.ledger,
             memory_bytes=self.hardware.memory_bytes(),
+            within_memory=self.hardware.within_memory,
             readers=self.readers,
             before_step=self._before_step,
             on_step=self._report_step,

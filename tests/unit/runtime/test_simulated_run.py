@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreshard.errors import SpecError
+from foreshard.errors import InfeasibleError, SpecError
 from foreshard.lab.lab import load_lab
 from foreshard.lab.simulated_run import simulate_lab
 from foreshard.predict.measured.costs import load_costs
@@ -276,6 +276,18 @@ def test_no_steered_run_is_ever_on_more_memory_than_a_rank_has(files, seed):
         cluster = load_lab(str(lab)).cluster()
         assert all(measured_memory(costs, cluster, one).fits for _, one in run.plans)
         assert run.refused == 0, "nothing is ordered that does not fit"
+
+
+def test_a_plan_that_starts_on_more_memory_than_a_rank_has_is_named(files):
+    """A run in this lab would end in its first step; an order that does not fit is refused instead."""
+    asked = files("")
+    costs, plan, lab = load_costs(asked["costs"]), load_plan(asked["plan"]), Path(asked["lab"])
+    held = measured_memory(costs, load_lab(str(lab)).cluster(), plan)
+    lab.write_text(
+        lab.read_text().replace("count = 2\n", f"count = 2\nmemory = '{0.9 * held.peak_bytes} B'\n")
+    )
+    with pytest.raises(InfeasibleError, match=f"rank {held.peak_rank} holds .*with the plan of step 0"):
+        simulate_lab(**asked, steps=4, policies=("static",))
 
 
 def test_an_order_that_does_not_fit_is_refused_and_counted(files, monkeypatch):

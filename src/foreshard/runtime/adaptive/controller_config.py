@@ -19,9 +19,9 @@ from foreshard.control.slots import MP_OVER_DP, Chain, WorkerPipeline
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import load_costs
 from foreshard.runtime.adaptive.budgets import budget_of, check_budgets
+from foreshard.runtime.adaptive.pass_times import StepTiming
 from foreshard.runtime.adaptive.stage_balancer import StageBalancer
 from foreshard.runtime.adaptive.starting_costs import StartingCosts, starting_costs
-from foreshard.runtime.adaptive.structure_times import StepTiming
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.online import Command, Event
 from foreshard.spec.plan import Group, Plan

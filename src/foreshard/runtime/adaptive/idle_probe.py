@@ -22,7 +22,9 @@ PROBE_EVERY = 2
 PROBED_LAYERS = 2
 """The first layers of a job, which idle ranks are timed with: their inputs are at hand."""
 MESSAGE_BYTES = 2**16
+"""Of a probe of a link, which is sent within a step."""
 _TAG = 1 << 28
+"""Of no message of a step."""
 
 
 class Probe:

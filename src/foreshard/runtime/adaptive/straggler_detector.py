@@ -14,7 +14,9 @@ from statistics import median, median_low
 from typing import Any
 
 WINDOW_STEPS = 15
+"""Latest steps whose median says what a rank takes now; odd, so that the median is one of them."""
 LEARNED_STEPS = 51
+"""Steps whose median says what a rank takes when it is well."""
 SLOW, RECOVERED = 1.5, 1.2
 """Times as long as before, from which a rank is slow, and up to which it has recovered."""
 

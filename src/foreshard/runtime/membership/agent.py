@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreshard.errors import ForeshardError, SpecError
+from foreshard.errors import ForeshardError, InfeasibleError, SpecError
 from foreshard.profile.address import own_address
 from foreshard.runtime.membership.leader_failover import (
     Rendezvous,
@@ -47,6 +47,7 @@ _HOUR_S = 3600.0
 _STOP_S = 120.0
 """How long the present step and its checkpoint may take after SIGTERM; then the run ends as it is."""
 _SUPERVISOR_STARTS = 5
+"""Attempts in a row to start a supervisor, after which the run ends with its log."""
 _STACK_BYTES = 65536
 """Of the end of a log in which stacks are looked for."""
 
@@ -417,8 +418,10 @@ def _ended_by_timer(log: Path) -> bool:
 
 def _as_error(fault: dict[str, Any]) -> ForeshardError:
     """Return the error that `ForeshardError.to_dict` describes."""
-    kind = SpecError if fault["code"] == SpecError.exit_code else ForeshardError
-    return kind(fault["what"], **{key: fault.get(key) for key in ("file", "key", "value", "rule", "fix")})
+    kinds = {kind.exit_code: kind for kind in (SpecError, InfeasibleError)}
+    return kinds.get(fault["code"], ForeshardError)(
+        fault["what"], **{key: fault.get(key) for key in ("file", "key", "value", "rule", "fix")}
+    )
 
 
 def _port_taken(address: str, port: int) -> SpecError:

@@ -17,6 +17,7 @@ from foreshard.runtime.membership.store import Client
 from foreshard.runtime.membership.supervisor_state import write_json
 
 _ANSWERS_S = 2.0
+"""How long a rendezvous may take to say whether its run is under way; one that is gone never answers."""
 _FILE = "rendezvous.json"
 
 

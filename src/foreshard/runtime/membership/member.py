@@ -30,6 +30,7 @@ _PATIENCE_S = 120.0
 _LAST_PATIENCE_S = 30.0
 """The same after the last step, when nothing can be lost any more."""
 _POLL_S = 0.1
+"""Between looks whether a peer has left while ranks connect."""
 _GROUP_TIMEOUT = timedelta(days=365)
 """After which gloo and NCCL give up by themselves; the membership ends waits in vain long before."""
 DEVICE_GROUPS = ("forward", "backward", "sync", "stage", "tensor")

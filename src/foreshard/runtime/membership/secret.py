@@ -11,7 +11,9 @@ from foreshard.errors import SpecError
 
 VARIABLE = "FORESHARD_SECRET"
 _PATIENCE_S = 60.0
+"""How long ranks of torchrun wait for the secret that rank 0 writes: it loads torch first."""
 _LEAST_BYTES = 16
+"""128 bits: not to be guessed."""
 
 
 def make_secret(path: Path) -> Path:

@@ -34,9 +34,11 @@ strangers can neither use up threads nor keep ranks out."""
 ANSWER_S = 20.0
 """Silence of the server after which a client reconnects; questions are answered in at most 5 s."""
 _BIND_S = 10.0
+"""How long a port may stay taken by connections of an earlier server."""
 _ONCE_KEPT = 4096
 """Answers kept for questions that may be asked twice; a client asks one at a time."""
 _LOCATE_S = 0.5
+"""Least time between looks where the rendezvous is: a file that all hosts read."""
 
 
 class StoreServer:

@@ -21,7 +21,9 @@ from foreshard.errors import SpecError
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Bounds what a peer can make this process allocate; the largest message is a status of all shards."""
 HANDSHAKE_S = 5.0
+"""How long a connection and the proofs of both sides may take: a stranger holds a thread no longer."""
 _NONCE_BYTES, _PROOF_BYTES = 32, 32
+"""A proof is as long as SHA-256 makes it, and a nonce too: it never comes twice."""
 _REFUSAL = b"refused".ljust(_PROOF_BYTES, b"\0")
 
 

@@ -22,7 +22,9 @@ from foreshard.errors import ForeshardError
 OnEvent = Callable[..., None]
 """Writes the operator's log: (kind, text, **facts)."""
 _RETRY_S = 0.2
+"""Least time between attempts while writing is blocked: every attempt may wait for a file server."""
 _LONGEST_LINE_BYTES = 16 * 2**20
+"""How far back the end of the last whole line is looked for."""
 
 
 class DurableJsonl:
