@@ -5,26 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from foreshard.errors import SpecError
-from foreshard.spec.online import (
-    CarbonChanged,
-    Command,
-    DeviceSeen,
-    Event,
-    LinkSeen,
-    Policy,
-    PriceChanged,
-    RankLost,
-    StepMeasured,
-    Together,
-)
+from foreshard.spec.online import Command, Event, Policy, StepMeasured, Together
 
-_EVENTS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (StepMeasured, DeviceSeen, RankLost, PriceChanged, CarbonChanged, LinkSeen, Together)
-}
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def event_line(event: Event) -> str:

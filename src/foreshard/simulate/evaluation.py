@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import numpy as np
 
 from foreshard.control.search.subsets import COSTS
 from foreshard.control.slots import MP_OVER_DP, Budget
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, unknown
 from foreshard.simulate.clairvoyant_bound import Bound, bound_of
 from foreshard.simulate.dynamics import describe, draw
 from foreshard.simulate.environment import Environment
@@ -286,15 +285,8 @@ def evaluate_policies(
 def _known(name: str, file: str | None, key: str) -> None:
     known = (*POLICIES, STAGES, PIPELINES)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        raise SpecError(
-            f"unknown policy {name!r}",
-            file=file,
-            key=key,
-            value=name,
-            rule=f"Policies are {', '.join(known)}",
-            fix=f"Did you mean {near[0]!r}?" if near else "Use one of them",
-        )
+        rule, otherwise = "Policies are", "Use one of them"
+        raise unknown("policy", name, known, key=key, file=file, rule=rule, otherwise=otherwise)
 
 
 def _round(

@@ -26,13 +26,7 @@ def best_subset(
     there. Each is played on stretches of the path; when none keeps the budgets, the least above is taken.
     """
     stretch = _stretches(environment.path)
-    part = Environment(
-        work=environment.work,
-        path=stretch,
-        pause_s=environment.pause_s,
-        apart=environment.apart,
-        _memo=environment._memo,
-    )
+    part = replace(environment, path=stretch)
     best, least = None, np.inf
     for devices in _candidates(environment, budgets):
         rule = BY_SHARES[name](part, on_subset(part, devices))
@@ -85,12 +79,4 @@ def _stretches(path: Path) -> Path:
     slots = path.num_slots
     step = max(1, slots // _SAMPLED)
     kept = np.flatnonzero((np.arange(slots) // 8) % step == 0)
-    return Path(
-        condition=path.condition[kept],
-        pattern=path.pattern[kept],
-        speed=path.speed,
-        price=path.price,
-        link=path.link,
-        available=path.available,
-        carbon=path.carbon,
-    )
+    return replace(path, condition=path.condition[kept], pattern=path.pattern[kept])

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foreshard.errors import SpecError
-from foreshard.simulate.dynamics import draw
-from foreshard.simulate.environment import Environment
-from foreshard.simulate.evaluation import Evaluation, apart_of, evaluate_policies
+from foreshard.simulate.clairvoyant_bound import bound_of
+from foreshard.simulate.evaluation import Evaluation, environment_of, evaluate_policies, run_of
 from foreshard.simulate.hindsight import violation
 from foreshard.simulate.policy_adapter import controller_rule
-from foreshard.simulate.slot_loop import play
-from foreshard.simulate.workload import model_of, workload
+from foreshard.simulate.workload import cluster_of, model_of, workload
 from foreshard.spec.scenario import Process, Scenario
 
 FACTORS = (1.0, 1.5, 2.0, 3.0, 3.9, 6.0, 8.0)
@@ -125,27 +123,19 @@ def rates(scenario: Scenario, slots: int) -> list[dict[str, float]]:
 
 def front(scenario: Scenario, slots: int) -> list[dict[str, float]]:
     """Return time and excess over the budget as V grows."""
-    found = evaluate_policies(scenario, policies=("greedy-fastest",), slots=slots)
-    first = found.rounds[0]
-    path = draw(scenario, found.cluster, slots=slots, seed=first.seed)
-    work = workload(scenario, model_of(scenario), found.cluster)
-    environment = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
+    cluster = cluster_of(scenario)
+    work = workload(scenario, model_of(scenario), cluster)
+    environment, budgets, _ = environment_of(scenario, cluster, work, slots=slots, seed=scenario.seed)
+    bound_s = bound_of(environment, budgets).mean_step_time_s
     rows = []
     for weight in WEIGHTS:
-        rule = controller_rule(environment, first.budgets, scenario, weight=weight)
-        run = play(
-            rule,
-            environment,
-            path,
-            kinds=environment.cost_kinds,
-            sees_now=scenario.sees_now,
-            batches=scenario.batches,
-        )
+        rule = controller_rule(environment, budgets, scenario, weight=weight)
+        run = run_of(rule, environment, scenario)
         rows.append(
             {
                 "weight": weight,
-                "over_bound": float(run.time_s.mean()) / first.bound.mean_step_time_s - 1.0,
-                "excess": violation(run, first.budgets) if first.budgets else 0.0,
+                "over_bound": float(run.time_s.mean()) / bound_s - 1.0,
+                "excess": violation(run, budgets) if budgets else 0.0,
                 "reconfigurations": 1000.0 * run.reconfigurations / slots,
             }
         )

@@ -81,16 +81,6 @@ class Level:
         """Return the standard error of the estimate, as a part of it."""
         return self._spread * math.sqrt(GAIN / (2.0 - GAIN) + 1.0 / (1.0 + self.steps))
 
-    @property
-    def dwell_steps(self) -> float:
-        """Return how long a level is expected to last: one change before the first step is assumed."""
-        return (self.steps + 50.0) / (self.changes + 1.0)
-
-    @property
-    def change_chance(self) -> float:
-        """Return the chance of a change in a step."""
-        return 1.0 / self.dwell_steps
-
     def see(self, value: float, times: int = 1) -> bool:
         """Take in a value, or the mean of several; return whether the level was found to have changed."""
         changed = False
@@ -119,11 +109,8 @@ class Level:
                 wide = self._spread + GAIN * (1.25 * abs(surprise) - self._spread)
                 self._spread = max(wide, _LEAST_SPREAD)
         if not self._grid or changed or abs(self._log - self._shown) > 0.75 * self._grid + self.uncertainty:
-            self._shown = self._on_grid()
+            self._shown = self._rounded(self._log)
         return changed
-
-    def _on_grid(self) -> float:
-        return self._rounded(self._log)
 
     def _rounded(self, log: float) -> float:
         return self._grid * round(log / self._grid) if self._grid else log
@@ -139,7 +126,7 @@ class Level:
         """Take a value that is known."""
         if 0.0 < value < math.inf:
             self._log = math.log(value)
-            self._shown = self._on_grid()
+            self._shown = self._rounded(self._log)
             self._up = self._down = 0.0
             self._recent.clear()
         else:
@@ -271,11 +258,6 @@ class Links:
         best[(best < 0.0) | (best > math.exp(-APART))] = 1.0
         return np.minimum(best[:, None], best[None, :])
 
-    @property
-    def change_chance(self) -> float:
-        """Return the chance that some link changes in a step."""
-        return sum(level.change_chance for level in self.common.values())
-
 
 def _differ(one: float, other: float) -> bool:
     return one > 0.0 and math.isfinite(one) and bool(abs(math.log(other / one)) > APART)
@@ -327,11 +309,6 @@ class Estimates:
         believed = is_speed(relative, float(self._stated.speed[rank]))
         self.not_believed += not believed
         return believed
-
-    @property
-    def dwell_steps(self) -> float:
-        """Return for how many steps the cluster is expected to stay as it is."""
-        return 1.0 / min(1.0, sum(level.change_chance for level in self.speed) + self.links.change_chance)
 
     def state(self) -> State:
         """Return the state that structures are chosen for: on a grid, the same while little changes."""

@@ -10,13 +10,12 @@ _STATES = 256
 
 
 def device_classes(
-    chain: Chain, state: State, apart: frozenset[int], links: dict[bytes, list[int]]
+    chain: Chain, state: State, apart: frozenset[int], places: list[int], *, by_memory: bool = True
 ) -> list[int]:
     """Return the class of every worker; those that budgets count apart are alone in theirs.
 
-    `links` remembers, between states, which workers have the same links.
+    `places` are those of `link_kinds`. Workers that differ in memory are alike where nothing of it counts.
     """
-    places = _link_kinds(state, links)
     rows = [hash(row.tobytes()) for row in np.asarray(chain.layer_s)]
     known: dict[object, int] = {}
     kinds = []
@@ -24,7 +23,7 @@ def device_classes(
         rows,
         places,
         state.speed.tolist(),
-        chain.memory_bytes.tolist(),
+        (chain.memory_bytes if by_memory else np.zeros(chain.num_workers)).tolist(),
         state.available.tolist(),
         state.usd_per_h.tolist(),
         state.busy_w.tolist(),
@@ -38,7 +37,8 @@ def device_classes(
     return kinds
 
 
-def _link_kinds(state: State, known: dict[bytes, list[int]]) -> list[int]:
+def remembered_link_kinds(state: State, known: dict[bytes, list[int]]) -> list[int]:
+    """Return `link_kinds`, which are looked up where another state had the same links."""
     key = b"".join(
         np.ascontiguousarray(table).tobytes()
         for table in (state.bandwidth_bytes_per_s, state.latency_s, state.usd_per_byte)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from foreshard.control.budgets.objective import Weights
+from foreshard.control.search.costs import message_s, ring_s
 from foreshard.control.slots import Chain, State, WorkerPipeline
 
 _MOST_ROWS = 1000
@@ -57,7 +58,9 @@ class PipelineTable:
         stage_s = (chain.before_s[orders, stop] - chain.before_s[orders, first]) / state.speed[orders]
         a, b, size = orders[:, :-1], orders[:, 1:], chain.boundary_bytes[first[:, 1:] - 1]
         period, sent = micro_batch * stage_s, np.zeros(stage_s.shape)
-        period[:, 1:] += 2.0 * state.latency_s[a, b] + micro_batch * size / state.bandwidth_bytes_per_s[a, b]
+        period[:, 1:] += message_s(
+            micro_batch * size, state.bandwidth_bytes_per_s[a, b], state.latency_s[a, b]
+        )
         sent[:, :-1] += 0.5 * size * state.usd_per_byte[a, b]
         sent[:, 1:] += 0.5 * size * state.usd_per_byte[b, a]
         return PipelineTable(
@@ -71,14 +74,7 @@ class PipelineTable:
 
     def rows(self, at: np.ndarray | slice) -> PipelineTable:
         """Return some rows."""
-        return PipelineTable(
-            worker=self.worker[at],
-            cuts=self.cuts[at],
-            fill_s=self.fill_s[at],
-            slowest_s=self.slowest_s[at],
-            stage_s=self.stage_s[at],
-            sent_usd=self.sent_usd[at],
-        )
+        return PipelineTable(**{column.name: getattr(self, column.name)[at] for column in fields(self)})
 
     def places(self, pipeline: WorkerPipeline) -> np.ndarray:
         """Return in which row a pipeline is, shape (rows,)."""
@@ -157,7 +153,7 @@ def weighed(
     batch, micro_batch : int, samples
     """
     rows = len(table.fill_s)
-    sync_s, ring = ring_s(chain, state, table, others, weights)
+    sync_s, ring = rings_beside(chain, state, table, others, weights)
 
     def columns(own: np.ndarray, rest: list[np.ndarray]) -> np.ndarray:
         return np.stack([own, *(np.full(rows, float(one[0])) for one in rest)], axis=1)
@@ -174,7 +170,7 @@ def weighed(
     return np.asarray(max(weights.time + active, 0.0) * end_s + (sample * share).sum(1) + ring)
 
 
-def ring_s(
+def rings_beside(
     chain: Chain, state: State, table: PipelineTable, others: Sequence[PipelineTable], weights: Weights
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds in which gradients are summed beside other pipelines, and what rings weigh."""
@@ -187,7 +183,7 @@ def ring_s(
     for one, other in itertools.permutations([owner, *fixed], 2):
         rate = np.minimum(rate, state.bandwidth_bytes_per_s[one, other])
         delay = np.maximum(delay, state.latency_s[one, other])
-    each_s = 2.0 * (num - 1) * (delay + chain.sync_bytes / (num * rate))
+    each_s = ring_s(num, 1, chain.sync_bytes, rate, delay)
     before = np.concatenate([np.zeros((rows, 1)), np.cumsum(each_s, axis=1)], axis=1)
     total = np.zeros(rows)
     for pipeline in (table, *others):

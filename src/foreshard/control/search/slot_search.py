@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from foreshard.control.budgets.objective import Objective
-from foreshard.control.search import pipelines, wide_stages
 from foreshard.control.search.cache import Cells, SearchCache
 from foreshard.control.search.candidates import built, every_structure, neighbours, renamed, repaired
 from foreshard.control.search.pipelines import PipelineStates
@@ -34,7 +33,7 @@ from foreshard.control.slots import (
     Structure,
     workers_apart,
 )
-from foreshard.errors import InfeasibleError, SpecError
+from foreshard.errors import InfeasibleError, unknown
 
 MAX_STAGES = 8
 _STATES = 512
@@ -450,12 +449,7 @@ def slots_of(
 ) -> PipelineSearch | ReplicaSearch:
     """Return the slots of a reading: stages of several workers, pipelines, or replicas without stages."""
     if reading not in (DP_OVER_MP, MP_OVER_DP):
-        raise SpecError(
-            f"unknown reading {reading!r}",
-            key="reading",
-            value=reading,
-            rule=f"Plans are read as {DP_OVER_MP} or {MP_OVER_DP}",
-        )
+        raise unknown("reading", reading, (DP_OVER_MP, MP_OVER_DP), key="reading", rule="Plans are read as")
     if reading == DP_OVER_MP and max_stages == 1:
         return ReplicaSearch(chain, budgets, **asked)
     return PipelineSearch(chain, budgets, max_stages=max_stages, reading=reading, **asked)
@@ -464,11 +458,6 @@ def slots_of(
 def reshare(
     chain: Chain, state: State, structure: Structure, objective: Objective, *, batch: int, micro_batch: int
 ) -> Choice:
-    """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
-
-    Every group keeps at least one sample, and so does every worker of a stage of several: the structure is
-    what it was.
-    """
-    best_shares = wide_stages.reshared if structure.reading == MP_OVER_DP else pipelines.reshared
-    weights = objective.weights(state)
-    return best_shares(chain, state, structure, weights, batch=batch, micro_batch=micro_batch)
+    """Return the best shares of a structure that is kept (`StateCache.reshared`)."""
+    reshared = _STATES_OF[structure.reading].reshared
+    return reshared(chain, state, structure, objective.weights(state), batch=batch, micro_batch=micro_batch)

@@ -17,7 +17,7 @@ from foreshard.control.budgets.objective import Weights
 from foreshard.control.search.cache import Cells, SearchCache
 from foreshard.control.search.cached_structures import CachedStructures, StructureRow
 from foreshard.control.search.costs import slowest_link
-from foreshard.control.search.device_classes import device_classes
+from foreshard.control.search.device_classes import device_classes, remembered_link_kinds
 from foreshard.control.slots import Chain, Choice, State, Structure
 
 _DEAR = 4.0
@@ -69,7 +69,8 @@ class StateCache(ABC):
         self.batch, self.micro_batch = batch, micro_batch
         self.max_stages = min(max_stages, chain.num_layers)
         self.alive = [int(worker) for worker in np.flatnonzero(state.available & (state.speed > 0))]
-        self.device_class = device_classes(chain, state, apart, cache.links)
+        places = remembered_link_kinds(state, cache.links)
+        self.device_class = device_classes(chain, state, apart, places)
         self.structures = CachedStructures(chain.num_workers)
         self.everything: Sequence[Cells] | None = None
         self.visits = 0
@@ -116,7 +117,8 @@ class StateCache(ABC):
         free = not weights.busy.any() and not weights.sent.any()
         if free and structure in self._kept:
             return self._kept[structure]
-        found = self.reshared(structure, weights)
+        asked = {"batch": self.batch, "micro_batch": self.micro_batch}
+        found = self.reshared(self.chain, self.state, structure, weights, **asked)
         if free:
             self._kept[structure] = found
         return found
@@ -159,9 +161,15 @@ class StateCache(ABC):
     def as_is(self, structure: Structure, weights: Weights) -> StructureRow | None:
         """Return a structure with its own order and cuts; None where it cannot run."""
 
+    @staticmethod
     @abstractmethod
-    def reshared(self, structure: Structure, weights: Weights) -> Choice:
-        """Return a structure with its best shares; its time is infinite where it cannot run."""
+    def reshared(
+        chain: Chain, state: State, structure: Structure, weights: Weights, *, batch: int, micro_batch: int
+    ) -> Choice:
+        """Return a structure that is kept with its best shares; its time is infinite where it cannot run.
+
+        Every group keeps at least one sample, and so does every worker of a stage of several.
+        """
 
     @abstractmethod
     def chosen(self, row: StructureRow, structure: Structure, weights: Weights) -> Choice:

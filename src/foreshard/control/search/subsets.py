@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.control.search.costs import ring_s
+from foreshard.control.search.device_classes import device_classes
 from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline, link_kinds
 from foreshard.errors import InfeasibleError, SpecError
 
@@ -173,7 +175,6 @@ def _members(
     chain: Chain, state: State, micro_batch: int, apart: frozenset[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Group the available devices that hold the model and that no subset can tell apart."""
-    found: dict[tuple[object, ...], list[int]] = {}
     holds = chain.before_state[-1] + micro_batch * chain.before_saved[-1] <= chain.memory_bytes
     there = np.flatnonzero(state.available & holds)
     if not len(there):
@@ -186,18 +187,11 @@ def _members(
     # Devices that could change places; bytes between those of a class are counted as free.
     places = link_kinds(state)
     paid = (state.usd_per_byte > 0.0) & (np.array(places)[:, None] == places)
-    for rank in there:
-        key = (
-            places[rank],
-            chain.layer_s[rank].tobytes(),
-            float(state.speed[rank]),
-            float(state.usd_per_h[rank]),
-            float(state.busy_w[rank]),
-            float(state.idle_w[rank]),
-            float(state.kg_per_j[rank]),
-            int(rank) if rank in apart or paid[rank].any() else -1,
-        )
-        found.setdefault(key, []).append(int(rank))
+    alone = apart.union(np.flatnonzero(paid.any(1)).tolist())
+    classes = device_classes(chain, state, alone, places, by_memory=False)
+    found: dict[int, list[int]] = {}
+    for rank in there.tolist():
+        found.setdefault(classes[rank], []).append(rank)
     return tuple(tuple(ranks) for ranks in found.values())
 
 
@@ -210,7 +204,7 @@ def _priced(
     compute_s = batch / (counts @ (1.0 / each_s))
     rate, delay = _rings(state, members, counts)
     size = chain.sync_bytes.sum()
-    sync_s = 2.0 * (total - 1.0) * (chain.num_layers * delay + size / (total * rate))
+    sync_s = ring_s(total, chain.num_layers, size, rate, delay)
     time_s = compute_s + sync_s
     rent = counts @ (state.usd_per_h[first] / 3600.0) * time_s
     egress = _hop_usd(state, members, counts) * 2.0 * (total - 1.0) / total * size
