@@ -155,8 +155,8 @@ def change_of(old: Choice, new: Choice) -> str:
         return "re-cut"
     if after.reading == DP_OVER_MP:
         shares = [
-            {g.workers: share for g, share in zip(one.structure.groups, one.shares, strict=True)}
-            for one in (old, new)
+            {g.workers: share for g, share in zip(choice.structure.groups, choice.shares, strict=True)}
+            for choice in (old, new)
         ]
         return "keep" if shares[0] == shares[1] else "re-share"
     return "keep" if old.shares == new.shares else "re-share"

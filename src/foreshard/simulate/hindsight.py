@@ -42,9 +42,9 @@ def best_subset(
 def violation(run: Run, budgets: Sequence[Budget]) -> float:
     """Return by how much of a budget the mean cost is above it: the largest, negative when all are kept."""
     over = []
-    for one in budgets:
-        allowed = float(one.allowance(float(run.time_s.mean())))
-        over.append(float(run.costs[one.key].mean()) / allowed - 1.0)
+    for budget in budgets:
+        allowed = float(budget.allowance(float(run.time_s.mean())))
+        over.append(float(run.costs[budget.key].mean()) / allowed - 1.0)
     return max(over, default=0.0)
 
 

@@ -62,10 +62,10 @@ def uneven(scenario: Scenario, slots: int) -> list[dict[str, float]]:
     'ours' and 'ideal' keep the budgets, equal shares do not; 'free' is balanced shares without budgets.
     """
     rows = []
-    straggling = any(one.how == "one-at-a-time" for one in scenario.process)
+    straggling = any(process.how == "one-at-a-time" for process in scenario.process)
     for value in FACTORS if straggling else POWERS:
         changed = replace(
-            scenario, process=tuple(_uneven(one, value, straggling) for one in scenario.process)
+            scenario, process=tuple(_uneven(process, value, straggling) for process in scenario.process)
         )
         found = _tried(changed, ("lyapunov", "equal-share", "greedy-fastest"), slots)
         if found is None:
@@ -95,7 +95,7 @@ def _uneven(process: Process, value: float, straggling: bool) -> Process:
     return replace(
         process,
         factor=None if process.factor is None else process.factor**value,
-        factors=tuple(one**value for one in process.factors),
+        factors=tuple(factor**value for factor in process.factors),
         swing=None if process.swing is None else process.swing**value,
     )
 
@@ -105,8 +105,10 @@ def rates(scenario: Scenario, slots: int) -> list[dict[str, float]]:
     rows = []
     for rate in RATES:
         quick = tuple(
-            one if one.stay is None else replace(one, stay=max(0.0, 1.0 - rate * (1.0 - one.stay)))
-            for one in scenario.process
+            process
+            if process.stay is None
+            else replace(process, stay=max(0.0, 1.0 - rate * (1.0 - process.stay)))
+            for process in scenario.process
         )
         found = _tried(replace(scenario, process=quick, slot=rate * scenario.slot), _COMPARED, slots)
         if found is None:

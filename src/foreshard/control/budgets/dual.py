@@ -105,11 +105,11 @@ def table_of(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], weight: Sequence[float], budgets: Sequence[Budget]
 ) -> DualTable:
     """Return the table of states, each with seconds, shape (n,), and costs, shape (n, budgets)."""
-    time_s, costs = np.concatenate([one[0] for one in rows]), np.concatenate([one[1] for one in rows])
-    allowed = [allowances(one, time_s) for one in budgets]
+    time_s, costs = np.concatenate([state[0] for state in rows]), np.concatenate([state[1] for state in rows])
+    allowed = [allowances(budget, time_s) for budget in budgets]
     total = np.asarray(weight, float)
     return DualTable(
-        starts=np.cumsum([0, *(len(one[0]) for one in rows[:-1])]),
+        starts=np.cumsum([0, *(len(state[0]) for state in rows[:-1])]),
         weight=total / total.sum(),
         time_s=time_s,
         excess=costs - np.stack(allowed, axis=1) if allowed else np.zeros((len(time_s), 0)),
@@ -136,7 +136,9 @@ def solve(table: DualTable, budgets: Sequence[Budget]) -> Dual:
         # Where nothing keeps the budgets the dual has no end: the bound is then that without budgets.
         multipliers = multipliers if feasible else np.zeros(len(budgets))
         value, _ = table.value(multipliers)
-    return Dual(value_s=value, multipliers=tuple(float(one) for one in multipliers), feasible=feasible)
+    return Dual(
+        value_s=value, multipliers=tuple(float(multiplier) for multiplier in multipliers), feasible=feasible
+    )
 
 
 def _is_separable(table: DualTable) -> bool:
@@ -185,7 +187,7 @@ def least_excess(
     """
 
     def raised(part: float) -> list[Budget]:
-        return [replace(one, limit=one.limit * (1.0 + part)) for one in budgets]
+        return [replace(budget, limit=budget.limit * (1.0 + part)) for budget in budgets]
 
     def is_too_little(part: float) -> bool:
         return _is_separable(table_of(rows, weight, raised(part)))
@@ -208,7 +210,7 @@ def least_excess(
 def _ascend(table: DualTable, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:
     """Return multipliers that maximise the dual, one budget after another, and whether they are finite."""
     found = np.zeros(len(budgets))
-    scale = table.time_s.max() / np.array([max(one.limit, 1e-300) for one in budgets])
+    scale = table.time_s.max() / np.array([max(budget.limit, 1e-300) for budget in budgets])
     feasible, best = True, -np.inf
     for _ in range(_ROUNDS if len(budgets) > 1 else 1):
         for i in range(len(budgets)):

@@ -181,9 +181,9 @@ class Links:
             rate = amount / moving
             if not is_rate(rate, float(self._stated.bandwidth_bytes_per_s[source, target])):
                 continue
-            one = self._level(source, target, rate)
+            level = self._level(source, target, rate)
             self._last[source, target] = self._now
-            if one.see(rate, times):
+            if level.see(rate, times):
                 changed = True
                 self._end_moved[[source, target]] = self._now
             together.setdefault(int(self._class[source, target]), {})[source, target] = rate
@@ -217,11 +217,11 @@ class Links:
         pair, expected = (source, target), float(self._rates[source, target])
         if pair not in self.single:
             self.single[pair] = Level(expected if 0.0 < expected < math.inf else rate)
-        one = self.single[pair]
+        level = self.single[pair]
         stale = pair in self._last and not self._is_fresh(pair)
-        if stale and abs(math.log(expected / rate)) < abs(math.log(one.value / rate)):
-            one.set(expected)
-        return one
+        if stale and abs(math.log(expected / rate)) < abs(math.log(level.value / rate)):
+            level.set(expected)
+        return level
 
     def _first(self, source: int, target: int, rate: float) -> float:
         stated = float(self._stated.bandwidth_bytes_per_s[source, target])
@@ -259,8 +259,8 @@ class Links:
         return np.minimum(best[:, None], best[None, :])
 
 
-def _differ(one: float, other: float) -> bool:
-    return one > 0.0 and math.isfinite(one) and bool(abs(math.log(other / one)) > APART)
+def _differ(before: float, after: float) -> bool:
+    return before > 0.0 and math.isfinite(before) and bool(abs(math.log(after / before)) > APART)
 
 
 def _middle(rates: Mapping[tuple[int, int], float]) -> float:

@@ -77,5 +77,5 @@ class CachedStructures:
     def table(self, state: State, budgets: Sequence[Budget]) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds and costs, shape (n, budgets), of structures with these shares."""
         found = self._rows[: len(self.layouts)]
-        weigh = [Weights.of(state, 0.0, {one.name: 1.0}, (one,)).row() for one in budgets]
+        weigh = [Weights.of(state, 0.0, {budget.name: 1.0}, (budget,)).row() for budget in budgets]
         return found[:, 0].copy(), found @ np.array(weigh).reshape(len(budgets), found.shape[1]).T

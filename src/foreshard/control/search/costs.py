@@ -54,7 +54,7 @@ class Costs(dict[str, float]):
 
     def __init__(self, worker: np.ndarray, by_kind: Mapping[str, np.ndarray]):
         super().__init__({kind: float(values.sum()) for kind, values in by_kind.items() if kind != "duty"})
-        self._place = {int(one): at for at, one in enumerate(worker)}
+        self._place = {int(rank): at for at, rank in enumerate(worker)}
         self._kinds = by_kind
 
     def by_worker(self, kind: str) -> np.ndarray:

@@ -223,7 +223,7 @@ class PipelineStates(StateCache):
 
     def _by_class(self, cell: Sequence[int]) -> dict[int, list[int]]:
         members: dict[int, list[int]] = {}
-        for worker in sorted(cell, key=lambda one: (self.device_class[one], one)):
+        for worker in sorted(cell, key=lambda worker: (self.device_class[worker], worker)):
             members.setdefault(self.device_class[worker], []).append(worker)
         return members
 
@@ -310,7 +310,7 @@ class PipelineStates(StateCache):
             return table.rows(slice(int(worth.argmin()), int(worth.argmin()) + 1))
 
         own = [table.rows(table.places(group)) for table, group in zip(tables, groups, strict=True)]
-        starts = [own] if all(len(one.fill_s) for one in own) else []
+        starts = [own] if all(len(pipeline.fill_s) for pipeline in own) else []
         for order in (groups[0].workers, groups[0].workers[::-1]):
             some = tables[0].rows((tables[0].worker == order).all(1))
             if len(some.fill_s):

@@ -56,8 +56,8 @@ class StageArrays:
             stage=stage,
             begin=begin,
             group=group,
-            first=np.array([cut for one in groups for cut in one.cuts[:-1]], dtype=int),
-            stop=np.array([cut for one in groups for cut in one.cuts[1:]], dtype=int),
+            first=np.array([cut for group in groups for cut in group.cuts[:-1]], dtype=int),
+            stop=np.array([cut for group in groups for cut in group.cuts[1:]], dtype=int),
         )
 
     @property
@@ -200,9 +200,9 @@ def hop_s(chain: Chain, state: State, stages: StageArrays, micro_batch: int) -> 
         rate, latency = state.bandwidth_bytes_per_s[before, after], state.latency_s[before, after]
     else:
         members = [stages.workers_of(k) for k in range(len(stages.first))]
-        links = [stage_link(state, members[k - 1], members[k]) for k in inner]
         wide = np.array([min(len(members[k - 1]), len(members[k])) for k in inner])
-        rate, latency = wide * np.array([one for one, _ in links]), np.array([one for _, one in links])
+        rate, latency = np.transpose([stage_link(state, members[k - 1], members[k]) for k in inner])
+        rate = wide * rate
     found[inner] = message_s(micro_batch * chain.boundary_bytes[stages.first[inner] - 1], rate, latency)
     return found
 

@@ -309,7 +309,7 @@ class _SlotSearch:
         """Return the best of the shortlist in whole samples."""
         best: Choice | None = None
         least = math.inf
-        for place, at in enumerate(sorted(self.found, key=lambda one: (self.found[one], one))):
+        for place, at in enumerate(sorted(self.found, key=lambda at: (self.found[at], at))):
             if self.found[at] >= least or (place >= _MOST_WHOLE and best is not None):
                 break
             row = self.structures.layouts[at]

@@ -72,7 +72,7 @@ def counts_of(members: Sequence[int], most: int = _MAX_SUBSETS) -> np.ndarray:
             rule=f"At most {most} subsets are listed",
             fix="Let devices change together, or at fewer levels",
         )
-    return np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
+    return np.stack([count.ravel() for count in np.indices(shape)], axis=1)[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class SubsetClasses:
             For more than `most` subsets.
         """
         members = _members(chain, state, micro_batch, apart)
-        counts = counts_of([len(one) for one in members], most)
+        counts = counts_of([len(kind) for kind in members], most)
         time_s, busy_s, costs, floor = _priced(chain, state, batch, members, counts)
         return SubsetClasses(
             members=members, counts=counts, time_s=time_s, busy_s=busy_s, costs=costs, floor=floor
@@ -130,11 +130,11 @@ class SubsetClasses:
     def column(self, budgets: Sequence[Budget], *, floor: bool = False) -> np.ndarray:
         """Return what every subset costs of some budgets, shape (subsets, budgets); or the least of it."""
         found = np.zeros((len(self.time_s), len(budgets)))
-        for i, one in enumerate(budgets):
-            if one.worker is None:
-                found[:, i] = (self.floor if floor else self.costs)[:, COSTS.index(one.kind)]
+        for i, budget in enumerate(budgets):
+            if budget.worker is None:
+                found[:, i] = (self.floor if floor else self.costs)[:, COSTS.index(budget.kind)]
             elif not floor:
-                found[:, i] = self._of_worker(one)
+                found[:, i] = self._of_worker(budget)
         return found
 
     def _of_worker(self, budget: Budget) -> np.ndarray:
@@ -167,7 +167,7 @@ class SubsetClasses:
             if rank not in place:
                 return None
             counts[place[rank]] += 1
-        shape = [len(one) + 1 for one in self.members]
+        shape = [len(kind) + 1 for kind in self.members]
         return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
 
 
@@ -247,7 +247,7 @@ def _hop_usd(state: State, members: tuple[tuple[int, ...], ...], counts: np.ndar
     some = counts.T > 0
     present = [np.logical_or.reduce(some[kinds]) for kinds in parts]
     head = [members[kinds[0]][0] for kinds in parts]
-    codes = sum(one.astype(np.int64) << i for i, one in enumerate(present))
+    codes = sum(is_present.astype(np.int64) << i for i, is_present in enumerate(present))
     for code in np.unique(codes).tolist():
         here = [device for i, device in enumerate(head) if code >> i & 1]
         usd = sum(float(state.usd_per_byte[u, v]) for u, v in zip(here, [*here[1:], *here[:1]], strict=True))

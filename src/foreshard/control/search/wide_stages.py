@@ -99,7 +99,7 @@ class StageSplitter:
             fastest.append(period_s.argmin(0) if cost is None else None)
             period_s = period_s.min(0) if cost is None else period_s
             tables.append((period_s, weight * period_s + (0.0 if cost is None else cost)))
-        found = self._least(tables, [one.sync_s for one in joint], weight)
+        found = self._least(tables, [stage.sync_s for stage in joint], weight)
         if found is None:
             return None
         shares: list[int] = []
@@ -132,7 +132,7 @@ class StageSplitter:
             found = points(search, grain, each, least)
             if not each:
                 found = itertools.islice(found, 1)
-            cut = min(found, key=lambda one: one.weighed + each * one.slowest_s, default=None)
+            cut = min(found, key=lambda cut: cut.weighed + each * cut.slowest_s, default=None)
             if cut is None or cut.weighed + each * cut.slowest_s >= least:
                 return best
             longest_s = max(
