@@ -168,33 +168,33 @@ class Controller:
         if isinstance(event, StepMeasured):
             self._measured(event)
             return ""
-        assert not isinstance(event, Together)
+        refused = self._refused(event)
+        self.ignored += bool(refused)
+        return f"{refused}: ignored" if refused else ""
+
+    def _refused(self, event: Event) -> str:
+        """Take in a fact that is not of a step; return what of it is not believed, or nothing."""
+        assert not isinstance(event, StepMeasured | Together)
         ends = (event.source, event.target) if isinstance(event, LinkSeen) else (event.rank,)
         for rank in ends:
             if not 0 <= rank < self.chain.num_workers:
-                self.ignored += 1
-                return f"rank {rank} is unknown: ignored"
+                return f"rank {rank} is unknown"
         if isinstance(event, LinkSeen):
             if not self.estimates.links.set(event.source, event.target, event.bytes_per_s):
-                self.ignored += 1
-                return f"link {event.source}-{event.target} at {event.bytes_per_s} B/s: ignored"
-            return ""
-        if isinstance(event, DeviceSeen):
+                return f"link {event.source}-{event.target} at {event.bytes_per_s} B/s"
+        elif isinstance(event, DeviceSeen):
             if not self.estimates.available[event.rank]:
                 self.experts.forget()
             self.estimates.available[event.rank] = True
             if event.relative_speed is not None:
                 self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
-            return ""
-        if isinstance(event, PriceChanged):
+        elif isinstance(event, PriceChanged):
             if not is_cost(event.usd_per_h, MOST_USD_PER_H):
-                self.ignored += 1
-                return f"rank {event.rank} at {event.usd_per_h} $/h: ignored"
+                return f"rank {event.rank} at {event.usd_per_h} $/h"
             self.estimates.usd_per_h[event.rank] = event.usd_per_h
         elif isinstance(event, CarbonChanged):
             if not is_cost(event.kg_per_kwh, MOST_KG_PER_KWH):
-                self.ignored += 1
-                return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh: ignored"
+                return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh"
             self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
         else:
             self.estimates.available[event.rank] = False

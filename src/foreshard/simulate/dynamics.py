@@ -25,6 +25,7 @@ Source: 636 pairs of jobs on one V100 in simulation_throughputs.json of stanford
 (Gavel, OSDI 2020, MIT licence).
 """
 _MAX_TRACE_ROWS = 10**6
+"""Rows of a trace: more would take seconds to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

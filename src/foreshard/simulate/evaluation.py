@@ -48,9 +48,11 @@ PIPELINES = "lyapunov-pipelines"
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
 _SERIES = 100
+"""Points of a series in the object: what a plot shows, and a page stays small."""
 KEPT = 0.01
 """Excess over a budget that still counts as keeping it."""
 FIXED = "equal-share@budget"
+"""Equal shares on the best fixed devices that keep the budgets."""
 LEAST_CUT = 0.01
 """Ideal cut below which a part of it says nothing."""
 
@@ -310,10 +312,7 @@ def _round(
 
 def run_of(rule: Rule, environment: Environment, scenario: Scenario) -> Run:
     """Return how a policy fares on the path of its environment."""
-    seen, batches = scenario.sees_now, scenario.batches
-    return play(
-        rule, environment, environment.path, kinds=environment.cost_kinds, sees_now=seen, batches=batches
-    )
+    return play(rule, environment, sees_now=scenario.sees_now, batches=scenario.batches)
 
 
 def environment_of(

@@ -14,7 +14,10 @@ from foreshard.simulate.environment import Environment
 from foreshard.simulate.policies import BY_SHARES, on_subset
 from foreshard.simulate.slot_loop import Run, play
 
-_TRIED, _SAMPLED = 24, 400
+_TRIED = 24
+"""Subsets that are played to find the best, spread over the front of time and cost."""
+_SAMPLED = 400
+"""Slots that each is played on, in stretches of eight over the whole path."""
 
 
 def best_subset(
@@ -25,12 +28,11 @@ def best_subset(
     Candidates are the subsets, by device class of the mean state, that no other beats in both time and cost
     there. Each is played on stretches of the path; when none keeps the budgets, the least above is taken.
     """
-    stretch = _stretches(environment.path)
-    part = replace(environment, path=stretch)
+    part = replace(environment, path=_stretches(environment.path))
     best, least = None, np.inf
     for devices in _candidates(environment, budgets):
         rule = BY_SHARES[name](part, on_subset(part, devices))
-        run = play(rule, part, stretch, kinds=part.cost_kinds, sees_now=sees_now, batches=batches)
+        run = play(rule, part, sees_now=sees_now, batches=batches)
         over = violation(run, budgets)
         rank = float(run.time_s.mean()) if over <= 0.0 else 1e9 * (1.0 + over)
         if rank < least:

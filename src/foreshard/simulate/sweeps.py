@@ -14,13 +14,18 @@ from foreshard.simulate.workload import cluster_of, model_of, workload
 from foreshard.spec.scenario import Process, Scenario
 
 FACTORS = (1.0, 1.5, 2.0, 3.0, 3.9, 6.0, 8.0)
+"""By which the one straggler is slower; 3.9 is that of PAPER_FACTOR."""
 POWERS = (0.0, 0.5, 1.0, 1.5, 2.0)
+"""Of all factors of a scenario: none of its unevenness, its own in the middle, its square."""
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""How many times as fast everything changes."""
 WEIGHTS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""V, up to the most that a run takes by itself."""
 PAPER_CUT, PAPER_FACTOR = 0.6859, 3.91
 """Largest cut of batch time that Ling et al. (IEEE TPDS 36(2), 2025) report, and the straggler among four
 equal workers that alone would give it: 1 - 4 / (3 s + 1)."""
 _LONGEST = 2000
+"""Slots of a sweep: each of its runs takes seconds."""
 _COMPARED = ("lyapunov", "static-best")
 
 

@@ -15,16 +15,30 @@ import numpy as np
 
 from foreshard.control.slots import SECONDS, Budget
 
-_ROUNDS, _STEPS = 12, 60
-_DIRECTIONS, _FEW = 256, 64
-_MANY, _PARTS = 256, 64
-_MOST_CUTS, _NONE = 24, 1e-9
-"""Cuts in which weights are sought that show budgets to be incompatible, and the excess that is none."""
+_ROUNDS = 12
+"""Most times that all multipliers are climbed in turn; a round that gains less than 1e-9 is the last."""
+_STEPS = 60
+"""Halvings of the interval of a multiplier: the 53 bits of a float and some to spare."""
+_DIRECTIONS = 256
+"""Random weights of several budgets whose best rows are kept: one product of matrices."""
+_FEW = 64
+"""Rows of a state up to which all are kept: corners are looked for to carry fewer, and these are few."""
+_MANY = 256
+"""Points beyond which a hull first leaves out those above a rough one: its loop is Python."""
+_PARTS = 64
+"""Parts whose lowest points make the rough hull: of the thousands of rows of a state."""
+_MOST_CUTS = 24
+"""Cuts in which weights are sought that show budgets to be incompatible: their corners are all listed."""
+_NONE = 1e-9
+"""Excess that is none, as a part of the largest excess of a budget: rounding."""
 _EXACT = 1e-4
-"""To which the least excess is found, as a part of the budget and the excess."""
+"""To which the least excess is found, as a part of the budget and the excess: measured costs are no finer."""
 _RATIO_STEPS = 50
 """Newton steps for the weight of a second; a handful is needed."""
-_TEMPERATURES, _NEWTON = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003), 12
+_TEMPERATURES = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
+"""Of the smoothed duals, as parts of the mean least step: each about a third of the one before."""
+_NEWTON = 12
+"""Most Newton steps at a temperature: each starts near its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

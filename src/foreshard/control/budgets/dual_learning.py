@@ -45,6 +45,7 @@ LEAST_WEIGHT = 100.0
 MOST_WEIGHT = 1000.0
 """V of long runs: the excess after N steps is O(V / N), so that V may not grow with them."""
 _MOST_STATES = 2048
+"""States kept, some dozen rows each, since an update goes over all; the rarest are forgotten first."""
 Rows = Sequence[tuple[np.ndarray, np.ndarray]]
 
 

@@ -18,17 +18,24 @@ from foreshard.control.slots import State, link_kinds
 
 GAIN = 0.1
 """Part of a surprise that the level takes over."""
-_SLACK, _ALARM, _CLIP = 0.5, 8.0, 6.0
-"""Drift that is let pass, sum that rings the alarm, and the most one value adds, in spreads (Page 1954)."""
-_LEAST_SPREAD, _FIRST_SPREAD = 0.02, 0.1
+_SLACK = 0.5
+"""Drift of a value that is let pass, in spreads: half of the least change to find (Page 1954)."""
+_CLIP = 6.0
+"""Most that one value adds to the sum, in spreads: below the alarm, so that an outlier alone rings none."""
+_ALARM = 8.0
+"""Sum of drifts that rings the alarm, in spreads: the second value far off does (2 (6 - 0.5) > 8)."""
+_LEAST_SPREAD = 0.02
+"""Least spread of values, in the logarithm: without noise every rounding would be a change."""
+_FIRST_SPREAD = 0.1
+"""Spread before anything is measured, in the logarithm: twice the noise of the scenarios."""
 _SUSPECT = 0.25
-"""Logarithm by which a value must be off to be suspected of a change before the alarm rings."""
+"""Logarithm by which a value must be off to be suspected before the alarm rings: five steps of _GRID."""
 _GRID = 0.05
 """Estimates are handed out in steps of this size in the logarithm, so that noise does not make new states."""
 MOST_REPEATS = 3
 """Steps reported at once count as at most so many values: enough to ring the alarm."""
 APART = 0.25
-"""Logarithm by which a link must differ from those like it to go by its own rate."""
+"""Logarithm by which a link must differ from those like it to go by its own rate: well beyond noise."""
 
 
 class Level:
@@ -134,7 +141,7 @@ class Level:
 
 
 _SETTLED = 3
-"""Measurements after which a link that has changed is known again."""
+"""Measurements after which a link that has changed is known again: the alarm rings at the second."""
 
 
 class Links:

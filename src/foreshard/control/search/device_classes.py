@@ -6,7 +6,8 @@ import numpy as np
 
 from foreshard.control.slots import Chain, State, link_kinds
 
-_STATES = 256
+_MOST_LINKS = 256
+"""Sets of links whose classes are kept, one number a worker each: as many as states."""
 
 
 def device_classes(
@@ -44,7 +45,7 @@ def remembered_link_kinds(state: State, known: dict[bytes, list[int]]) -> list[i
         for table in (state.bandwidth_bytes_per_s, state.latency_s, state.usd_per_byte)
     )
     if key not in known:
-        if len(known) > _STATES:
+        if len(known) > _MOST_LINKS:
             known.clear()
         known[key] = link_kinds(state)
     return known[key]

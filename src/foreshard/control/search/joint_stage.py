@@ -18,7 +18,7 @@ from foreshard.control.search.shares import whole_shares
 from foreshard.control.slots import Chain, State
 
 _ALL_SPLITS = 24
-"""Ways to split a micro-batch up to which all are looked at."""
+"""Ways to split a micro-batch up to which all are looked at; each is a table of all spans of layers."""
 _SLOWER = (1.1, 1.25, 1.5, 2.0, 3.0)
 """Of more ways: those that give the workers that are cheap when busy most, so many times slower."""
 

@@ -18,7 +18,7 @@ from foreshard.control.search.costs import message_s, ring_s
 from foreshard.control.slots import Chain, State, WorkerPipeline
 
 _MOST_ROWS = 1000
-"""Orders times cuts up to which all are compared; else those near the front in any order."""
+"""Orders times cuts up to which all are compared, a millisecond; else those near the front in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,7 +10,6 @@ import numpy as np
 
 from foreshard.control.budgets.objective import Weights
 from foreshard.control.search.cache import Cells, SearchCache
-from foreshard.control.search.cached_structures import StructureRow
 from foreshard.control.search.costs import message_s
 from foreshard.control.search.cuts import LONG_CHAIN, DeviceClasses, PipelineCut, front
 from foreshard.control.search.pipeline_table import PipelineTable, rows_of, weighed
@@ -25,7 +24,7 @@ from foreshard.control.search.pricing import (
     sync_usd,
 )
 from foreshard.control.search.shares import Split, counted, linear_shares, water_filling, whole_shares
-from foreshard.control.search.state_cache import Level, StateCache
+from foreshard.control.search.state_cache import Level, StateCache, StructureRow
 from foreshard.control.slots import Chain, Choice, State, Structure, WorkerPipeline
 
 EXHAUSTIVE = 220
@@ -35,8 +34,9 @@ _LEVEL = 16.0
 _GRAIN = 0.02
 """In long chains, slowest stages closer than this part are one point of the front: estimates are no finer."""
 _BETTER = 1.0 - 1e-9
+"""Factor below which an objective is better: more than rounding, or turns between equals would never end."""
 _LEAST_ROUNDS = 4.0
-"""In long chains points are left out that are best only for fewer micro-batches."""
+"""In long chains points are left out that are best only for fewer micro-batches than these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

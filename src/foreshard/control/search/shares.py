@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _NEVER = 1e300
+"""Seconds of an end that is never reached; finite, so that differences of ends are numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

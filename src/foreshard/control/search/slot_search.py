@@ -36,20 +36,22 @@ from foreshard.control.slots import (
 from foreshard.errors import InfeasibleError, unknown
 
 MAX_STAGES = 8
-_STATES = 512
-"""States whose subsets of replicas are kept."""
+"""Stages of a pipeline at most where nothing is said: orders grow with their factorial."""
+_MOST_LISTED = 512
+"""States whose subsets of replicas are kept: up to some megabytes each, mostly kilobytes."""
 _MOST_SUBSETS = 20_000
 """Subsets of replicas that are listed in every new state: some milliseconds."""
 _MOST_STRUCTURES = 10_000
+"""Structures of replicas that are kept by their workers, so that equal ones are one object."""
 _COLD_LOOKS = 2000
 """New structures that a slot looks at where nothing runs yet, or workers are few: a second at most."""
 _WARM_LOOKS, _WARM_EFFORT = 12, 50
 """New structures, and tables of cuts beyond the first structure, that any other slot has time for: a few
 milliseconds. A state that comes back is looked at further."""
 _STARTS = 2
-"""Structures from which tentative moves are made."""
+"""Structures from which tentative moves are made: a second one leads out of what is best nearby."""
 _SHORTLIST = 6
-"""Structures that are weighed with the best shares, the change to them included."""
+"""Structures of which better orders and cuts are sought in any case if busy seconds or bytes weigh."""
 _MOST_WHOLE = 30
 """Structures that are compared in whole samples: few micro-batches are far from parts of samples."""
 _MOST_IMPROVED = 32
@@ -57,6 +59,7 @@ _MOST_IMPROVED = 32
 _VISITS = 6
 """Slots of a state in which built structures are looked at; later ones only move on from the best."""
 _BETTER = 1.0 - 1e-12
+"""Factor below which an objective is better: more than rounding, or walks between equals would never end."""
 _STATES_OF: Mapping[str, type[StateCache]] = {DP_OVER_MP: PipelineStates, MP_OVER_DP: StageStates}
 _FEW_WORKERS = {DP_OVER_MP: 6, MP_OVER_DP: 4}
 """Workers up to which every slot has time for all structures."""
@@ -438,7 +441,7 @@ class ReplicaSearch:
                 self._known[key] = kinds, kinds.column(self.budgets)
             except TooManyError:
                 self._known[key] = None
-            if len(self._known) > _STATES:
+            if len(self._known) > _MOST_LISTED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]

@@ -20,6 +20,7 @@ from foreshard.errors import InfeasibleError, SpecError
 COSTS = ("usd", "rent_usd", "egress_usd", "joule", "carbon_kg")
 """Columns of :attr:`SubsetClasses.costs`."""
 _MAX_SUBSETS = 200_000
+"""Subsets that are listed at most: tens of megabytes and a tenth of a second."""
 
 
 class TooManyError(SpecError):
@@ -122,10 +123,7 @@ class SubsetClasses:
         """
         members = _members(chain, state, micro_batch, apart)
         counts = counts_of([len(kind) for kind in members], most)
-        time_s, busy_s, costs, floor = _priced(chain, state, batch, members, counts)
-        return SubsetClasses(
-            members=members, counts=counts, time_s=time_s, busy_s=busy_s, costs=costs, floor=floor
-        )
+        return _priced(chain, state, batch, members, counts)
 
     def column(self, budgets: Sequence[Budget], *, floor: bool = False) -> np.ndarray:
         """Return what every subset costs of some budgets, shape (subsets, budgets); or the least of it."""
@@ -197,7 +195,7 @@ def _members(
 
 def _priced(
     chain: Chain, state: State, batch: int, members: tuple[tuple[int, ...], ...], counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> SubsetClasses:
     first = np.array([kind[0] for kind in members])
     total = counts.sum(1)
     each_s = sample_s(chain, state)[first]
@@ -215,7 +213,14 @@ def _priced(
         more = scale * (state.busy_w - state.idle_w)[first] * each_s
         costs.append(busy * compute_s + idle * sync_s)
         floor.append(idle * time_s + np.where(used, more[:, None], np.inf).min(0) * batch)
-    return time_s, compute_s, np.stack(costs, axis=1), np.stack(floor, axis=1)
+    return SubsetClasses(
+        members=members,
+        counts=counts,
+        time_s=time_s,
+        busy_s=compute_s,
+        costs=np.stack(costs, axis=1),
+        floor=np.stack(floor, axis=1),
+    )
 
 
 def _rings(

@@ -12,18 +12,19 @@ import numpy as np
 
 from foreshard.control.budgets.objective import Weights
 from foreshard.control.search.cache import Cells, SearchCache
-from foreshard.control.search.cached_structures import StructureRow
 from foreshard.control.search.costs import Costs, message_s, slowest_link, stage_link
 from foreshard.control.search.cuts import LONG_CHAIN, CutSearch, PipelineCut, Tables, points
 from foreshard.control.search.joint_stage import JointStage, splits_of
 from foreshard.control.search.pricing import evaluate
-from foreshard.control.search.state_cache import Level, StateCache
+from foreshard.control.search.state_cache import Level, StateCache, StructureRow
 from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure, WorkerPipeline
 
-_FEW_WORKERS, EXHAUSTIVE, EXHAUSTIVE_FEW = 6, 220, 1000
-"""Structures up to which all are compared, and of so few workers: each takes about a millisecond."""
+_FEW_WORKERS = 6
+"""Workers of which a new state is searched to the end at once, in up to a second."""
+EXHAUSTIVE, EXHAUSTIVE_FEW = 220, 1000
+"""Structures up to which all are compared, and of few workers: each takes about a millisecond."""
 _GRAIN = 0.01
-"""In long chains, slowest stages closer than this part are one."""
+"""In long chains, slowest stages closer than this part are one: estimates are no finer."""
 
 Found = tuple[tuple[int, ...], tuple[int, ...]]
 """Where stages begin, and the end; samples of a micro-batch by worker, stage after stage."""
