@@ -100,7 +100,7 @@ def played(
     adapter.policy = Noisy(adapter.policy, noise)
     run = run_of(adapter, environment, scenario)
     mean_s = float(run.time_s.mean())
-    excess = [float(run.costs[one.key].mean()) - float(one.allowance(mean_s)) for one in budgets]
+    excess = [float(run.costs[budget.key].mean()) - float(budget.allowance(mean_s)) for budget in budgets]
     priced_s = mean_s + float(np.dot(bound.multipliers, excess))
     return Played(
         priced=priced_s / bound.mean_step_time_s - 1.0,
@@ -143,9 +143,9 @@ def main() -> None:
         cells, ratios = [], []
         for stem in names:
             runs, base = found[name, stem], found[asked.rules[0], stem]
-            priced, was = (1.0 + float(np.mean([one.priced for one in some])) for some in (runs, base))
+            priced, was = (1.0 + float(np.mean([run.priced for run in some])) for some in (runs, base))
             ratios.append(priced / was - 1.0)
-            excess, changes = max(one.excess for one in runs), float(np.mean([one.changes for one in runs]))
+            excess, changes = max(run.excess for run in runs), float(np.mean([run.changes for run in runs]))
             cells.append(f"{100 * (priced - 1):.1f} ({100 * excess:.1f}, {changes:.0f})")
         print(f"| {name} |", " | ".join(cells), f"| {100 * float(np.mean(ratios)):+.2f} % |", flush=True)
 

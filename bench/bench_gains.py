@@ -236,8 +236,7 @@ class Match:
 
     def play(self, rule: Rule) -> Run:
         """Return how a rule fares."""
-        environment = self.environment
-        return play(rule, environment, environment.path, kinds=environment.cost_kinds, sees_now=False)
+        return play(rule, self.environment, sees_now=False)
 
     def controller(self, **asked: Any) -> Run:
         """Return how the controller fares; options are its own."""

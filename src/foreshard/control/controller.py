@@ -155,9 +155,9 @@ class Controller:
             return (Command(kind="keep", reason=f"step {event.step} came after step {self.step}: ignored"),)
         self.step = max(self.step, event.step)
         facts = event.events if isinstance(event, Together) else (event,)
-        ignored = [self._received(one) for one in facts]
+        ignored = [self._received(fact) for fact in facts]
         running = list(self.choice.structure.workers)
-        steps = sum(max(one.steps, 1) for one in facts if isinstance(one, StepMeasured))
+        steps = sum(max(fact.steps, 1) for fact in facts if isinstance(fact, StepMeasured))
         reasons = [reason for reason in ignored if reason]
         if len(reasons) == len(facts):
             return (Command(kind="keep", reason="; ".join(reasons)),)
@@ -168,33 +168,33 @@ class Controller:
         if isinstance(event, StepMeasured):
             self._measured(event)
             return ""
-        assert not isinstance(event, Together)
+        refused = self._refused(event)
+        self.ignored += bool(refused)
+        return f"{refused}: ignored" if refused else ""
+
+    def _refused(self, event: Event) -> str:
+        """Take in a fact that is not of a step; return what of it is not believed, or nothing."""
+        assert not isinstance(event, StepMeasured | Together)
         ends = (event.source, event.target) if isinstance(event, LinkSeen) else (event.rank,)
         for rank in ends:
             if not 0 <= rank < self.chain.num_workers:
-                self.ignored += 1
-                return f"rank {rank} is unknown: ignored"
+                return f"rank {rank} is unknown"
         if isinstance(event, LinkSeen):
             if not self.estimates.links.set(event.source, event.target, event.bytes_per_s):
-                self.ignored += 1
-                return f"link {event.source}-{event.target} at {event.bytes_per_s} B/s: ignored"
-            return ""
-        if isinstance(event, DeviceSeen):
+                return f"link {event.source}-{event.target} at {event.bytes_per_s} B/s"
+        elif isinstance(event, DeviceSeen):
             if not self.estimates.available[event.rank]:
                 self.experts.forget()
             self.estimates.available[event.rank] = True
             if event.relative_speed is not None:
                 self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
-            return ""
-        if isinstance(event, PriceChanged):
+        elif isinstance(event, PriceChanged):
             if not is_cost(event.usd_per_h, MOST_USD_PER_H):
-                self.ignored += 1
-                return f"rank {event.rank} at {event.usd_per_h} $/h: ignored"
+                return f"rank {event.rank} at {event.usd_per_h} $/h"
             self.estimates.usd_per_h[event.rank] = event.usd_per_h
         elif isinstance(event, CarbonChanged):
             if not is_cost(event.kg_per_kwh, MOST_KG_PER_KWH):
-                self.ignored += 1
-                return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh: ignored"
+                return f"rank {event.rank} at {event.kg_per_kwh} kg/kWh"
             self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
         else:
             self.estimates.available[event.rank] = False
@@ -227,7 +227,7 @@ class Controller:
 
     def _judge(self, took: float, costs: Mapping[str, float], steps: int) -> None:
         """Let experts know what the plan of the forecast came to: as measured, or by the state that was."""
-        measured = np.array([took, *(costs[one.name] for one in self.budgets)])
+        measured = np.array([took, *(costs[budget.name] for budget in self.budgets)])
         state, plan = self.estimates.seen(), self._forecast
         self.experts.measured(state, self.choice, measured, steps)
         if not math.isfinite(plan.time_s):
@@ -240,7 +240,7 @@ class Controller:
 
     def _row(self, choice: Choice) -> np.ndarray:
         """Return seconds and costs of a choice."""
-        return np.array([choice.time_s, *(choice.costs[one.key] for one in self.budgets)])
+        return np.array([choice.time_s, *(choice.costs[budget.key] for budget in self.budgets)])
 
     def _priced(self, state: State, structure: Structure, shares: Sequence[int]) -> np.ndarray:
         return self._row(evaluate(self.chain, state, structure, shares, **self._asked))
@@ -310,7 +310,7 @@ class Controller:
         if orders.change_of(old, self._forecast) not in ("keep", "re-share"):
             self.regret = 0.0
             time_s, costs = self._change_of(old.structure, best, state)
-            self._unpaid += np.array([time_s, *(costs.get(one.key, 0.0) for one in self.budgets)])
+            self._unpaid += np.array([time_s, *(costs.get(budget.key, 0.0) for budget in self.budgets)])
         return why
 
     def _forecast_shares(self) -> str:
@@ -340,7 +340,7 @@ class Controller:
         for fixed, record in records.items():
             if fixed == self._fixed or record.error(self._weighed) > WRONG:
                 gains[fixed] = (record.gain if fixed == self._fixed else record.sure_gain)(self._weighed)
-        best = max(gains, key=lambda one: gains[one])
+        best = max(gains, key=lambda fixed: gains[fixed])
         to = self._forecast.structure if best is None else best[0]
         price = self._price(self.choice.structure, to, state)
         gain, (_, gross) = gains[best] - gains[self._fixed], self._weighed(self.experts.recent.rows[1])
@@ -373,7 +373,7 @@ class Controller:
         if not np.isfinite(row).all():
             return math.inf, math.inf
         time_weight, costs = self.queues.weights()
-        spent = sum(costs[one.name] * row[1 + i] for i, one in enumerate(self.budgets))
+        spent = sum(costs[budget.name] * row[1 + i] for i, budget in enumerate(self.budgets))
         gross = abs(self.queues.second_weight()) * row[0] + spent
         return float(time_weight * row[0] + spent), float(gross)
 
@@ -401,9 +401,9 @@ class Controller:
         time_weight, cost_weights = self.queues.weights()
         time_s, costs = self._change_of(old, new, state)
         spent = 0.0
-        for one in self.budgets:
-            cost = costs.get(one.key, 0.0)
-            spent += cost_weights[one.name] * cost + 0.5 * (cost / self.queues[one.name].unit) ** 2
+        for budget in self.budgets:
+            cost = costs.get(budget.key, 0.0)
+            spent += cost_weights[budget.name] * cost + 0.5 * (cost / self.queues[budget.name].unit) ** 2
         return max(time_weight * time_s + spent, 0.0)
 
     def _with_best_shares(self, structure: Structure) -> Choice:

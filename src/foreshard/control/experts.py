@@ -160,7 +160,7 @@ class Experts:
 
     def outcomes(self) -> np.ndarray:
         """Return mean seconds and costs of late, of the forecast's plan and of those judged long enough."""
-        return np.array([self.recent.rows[1], *(one.rows[2] for one in self._mature.values())])
+        return np.array([self.recent.rows[1], *(record.rows[2] for record in self._mature.values())])
 
     def measured(self, state: State, ran: Choice, measured: np.ndarray, steps: int) -> None:
         """Take in what a plan took and cost, to know how far off the model is."""
@@ -218,11 +218,17 @@ class Experts:
         stays : Fixed, optional
             That runs, which is not forgotten.
         """
-        old = {fixed: one for fixed, one in self._proposed.items() if one.steps >= REVIEW or fixed == stays}
+        old = {
+            fixed: record
+            for fixed, record in self._proposed.items()
+            if record.steps >= REVIEW or fixed == stays
+        }
         for fixed, record in old.items():
             if fixed != stays and record.gain(weigh) <= 0.0:
                 del self._proposed[fixed]
-        worst = sorted((one for one in old if one in self._proposed), key=lambda one: old[one].gain(weigh))
+        worst = sorted(
+            (fixed for fixed in old if fixed in self._proposed), key=lambda fixed: old[fixed].gain(weigh)
+        )
         for fixed in worst[: max(len(self._proposed) - _MOST_PROPOSED, 0)]:
             if fixed != stays:
                 del self._proposed[fixed]

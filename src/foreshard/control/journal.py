@@ -5,26 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from foreshard.errors import SpecError
-from foreshard.spec.online import (
-    CarbonChanged,
-    Command,
-    DeviceSeen,
-    Event,
-    LinkSeen,
-    Policy,
-    PriceChanged,
-    RankLost,
-    StepMeasured,
-    Together,
-)
+from foreshard.spec.online import Command, Event, Policy, StepMeasured, Together
 
-_EVENTS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (StepMeasured, DeviceSeen, RankLost, PriceChanged, CarbonChanged, LinkSeen, Together)
-}
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def event_line(event: Event) -> str:
@@ -34,15 +20,15 @@ def event_line(event: Event) -> str:
 
 def _encoded(event: Event) -> dict[str, Any]:
     if isinstance(event, Together):
-        return {"event": "Together", "step": event.step, "events": [_encoded(one) for one in event.events]}
+        return {"event": "Together", "step": event.step, "events": [_encoded(fact) for fact in event.events]}
     data: dict[str, Any] = {"event": type(event).__name__}
-    for one in fields(event):
-        value = getattr(event, one.name)
-        if one.name == "relative_speed" and isinstance(event, StepMeasured):
+    for field in fields(event):
+        value = getattr(event, field.name)
+        if field.name == "relative_speed" and isinstance(event, StepMeasured):
             value = {str(rank): speed for rank, speed in value.items()}
-        if one.name == "link_s":
+        if field.name == "link_s":
             value = [[*pair, *amount] for pair, amount in value.items()]
-        data[one.name] = dict(value) if one.name == "costs" else value
+        data[field.name] = dict(value) if field.name == "costs" else value
     return data
 
 
@@ -65,7 +51,7 @@ def event_of(line: str) -> Event:
 def _decoded(data: dict[str, Any]) -> Event:
     kind = _EVENTS[data.pop("event")]
     if kind is Together:
-        return Together(step=data["step"], events=tuple(_decoded(one) for one in data["events"]))  # type: ignore[misc]
+        return Together(step=data["step"], events=tuple(_decoded(fact) for fact in data["events"]))  # type: ignore[misc]
     if kind is StepMeasured and "relative_speed" in data:
         data["relative_speed"] = {int(rank): float(speed) for rank, speed in data["relative_speed"].items()}
     if "link_s" in data:

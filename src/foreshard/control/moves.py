@@ -47,8 +47,8 @@ def move(chain: Chain, state: State, old: Structure, new: Structure) -> LayerMov
             lacks -= float(before[high] - before[low])
         if lacks <= 0.0:
             continue
-        sources = left if worker not in held else [one for one in left if one != worker]
-        sources = sources or [one for one in range(len(state.speed)) if one != worker]
+        sources = left if worker not in held else [source for source in left if source != worker]
+        sources = sources or [source for source in range(len(state.speed)) if source != worker]
         if not sources:
             continue
         rates = state.bandwidth_bytes_per_s[sources, worker]

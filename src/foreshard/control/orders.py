@@ -105,30 +105,20 @@ def plan_of(
     stage = replace(first.stages[0], rank_shares=None, tp=1, cp=1, ep=1, etp=1)
     size = micro_batch or first.micro_batch
     if structure.reading == MP_OVER_DP:
-        stages, at = [], 0
+        wide, at = [], 0
         for group in structure.groups:
             parts = choice.shares[at : at + len(group.workers)]
             at += len(group.workers)
             layers = ((group.cuts[0], group.cuts[1]),)
             shares = parts if len(parts) > 1 else None
-            stages.append(replace(stage, ranks=group.workers, layers=layers, rank_shares=shares))
-        whole = Group(
-            share=batch or running.global_batch,
-            stages=tuple(stages),
-            micro_batch=size,
-            schedule=first.schedule,
-            sp=first.sp,
-        )
-        return replace(running, groups=(whole,))
+            wide.append(replace(stage, ranks=group.workers, layers=layers, rank_shares=shares))
+        pipelines = [(batch or running.global_batch, tuple(wide))]
+    else:
+        shared = zip(structure.groups, choice.shares, strict=True)
+        pipelines = [(int(share), _stages(stage, group)) for group, share in shared]
     groups = tuple(
-        Group(
-            share=int(share),
-            micro_batch=size,
-            schedule=first.schedule,
-            sp=first.sp,
-            stages=_stages(stage, group),
-        )
-        for group, share in zip(structure.groups, choice.shares, strict=True)
+        Group(share=share, micro_batch=size, schedule=first.schedule, sp=first.sp, stages=stages)
+        for share, stages in pipelines
     )
     return replace(running, groups=groups)
 
@@ -155,8 +145,8 @@ def change_of(old: Choice, new: Choice) -> str:
         return "re-cut"
     if after.reading == DP_OVER_MP:
         shares = [
-            {g.workers: share for g, share in zip(one.structure.groups, one.shares, strict=True)}
-            for one in (old, new)
+            {g.workers: share for g, share in zip(choice.structure.groups, choice.shares, strict=True)}
+            for choice in (old, new)
         ]
         return "keep" if shares[0] == shares[1] else "re-share"
     return "keep" if old.shares == new.shares else "re-share"

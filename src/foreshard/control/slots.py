@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Chain:
     saved_bytes : ndarray, shape (L,), bytes per sample
         Activations kept for backward.
     memory_bytes : ndarray, shape (W,), bytes
-    before_s, before_state, before_saved : ndarray
+    before_s, before_state, before_saved, before_sync : ndarray
         Sums over the layers before each.
     """
 
@@ -51,12 +51,14 @@ class Chain:
     before_s: np.ndarray = field(init=False)
     before_state: np.ndarray = field(init=False)
     before_saved: np.ndarray = field(init=False)
+    before_sync: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         """Add up layers."""
-        object.__setattr__(self, "before_s", _before(np.asarray(self.layer_s, float)))
-        object.__setattr__(self, "before_state", _before(np.asarray(self.state_bytes, float)))
-        object.__setattr__(self, "before_saved", _before(np.asarray(self.saved_bytes, float)))
+        object.__setattr__(self, "boundary_bytes", np.asarray(self.boundary_bytes, float))
+        for kind in ("s", "state", "saved", "sync"):
+            name = "layer_s" if kind == "s" else f"{kind}_bytes"
+            object.__setattr__(self, f"before_{kind}", _before(np.asarray(getattr(self, name), float)))
 
     @property
     def num_workers(self) -> int:
@@ -106,8 +108,9 @@ class State:
         """Return what is equal for equal states, for solvers to remember them by."""
         if not self._key:
             digest = hashlib.blake2b(digest_size=16)
-            for name in STATE_FIELDS:
-                digest.update(np.ascontiguousarray(getattr(self, name)).tobytes())
+            for column in fields(self):
+                if column.init:
+                    digest.update(np.ascontiguousarray(getattr(self, column.name)).tobytes())
             self._key.append(digest.digest())
         return self._key[0]
 
@@ -131,19 +134,6 @@ def link_kinds(state: State) -> list[int]:
             kinds.append(len(first))
             first.append(worker)
     return kinds
-
-
-STATE_FIELDS = (
-    "speed",
-    "available",
-    "bandwidth_bytes_per_s",
-    "latency_s",
-    "usd_per_h",
-    "busy_w",
-    "idle_w",
-    "usd_per_byte",
-    "kg_per_j",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ Source: 636 pairs of jobs on one V100 in simulation_throughputs.json of stanford
 (Gavel, OSDI 2020, MIT licence).
 """
 _MAX_TRACE_ROWS = 10**6
+"""Rows of a trace: more would take seconds to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,10 @@ def draw(scenario: Scenario, cluster: Cluster, *, slots: int, seed: int) -> Path
             columns = _columns(process, cluster)
             drawn = _drawn(process, scenario, columns, slots, rng)
         except SpecError as error:
-            raise _placed(error, scenario, index) from None
+            place = f"process[{index}]"
+            error.file = error.file or scenario.file
+            error.key = f"{place}.{error.key}" if error.key else place
+            raise
         if process.what == "availability":
             available[:, columns] &= drawn > 0.5
         else:
@@ -104,18 +108,6 @@ def draw(scenario: Scenario, cluster: Cluster, *, slots: int, seed: int) -> Path
         link=joined[:, 2 * width : 2 * width + num_links],
         available=patterns,
         carbon=joined[:, 2 * width + num_links :],
-    )
-
-
-def _placed(error: SpecError, scenario: Scenario, index: int) -> SpecError:
-    key = f"process[{index}].{error.key}" if error.key else f"process[{index}]"
-    return SpecError(
-        error.what,
-        file=error.file or scenario.file,
-        key=key,
-        value=error.value,
-        rule=error.rule,
-        fix=error.fix,
     )
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import numpy as np
 
 from foreshard.control.search.subsets import COSTS
 from foreshard.control.slots import MP_OVER_DP, Budget
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, unknown
 from foreshard.simulate.clairvoyant_bound import Bound, bound_of
 from foreshard.simulate.dynamics import describe, draw
 from foreshard.simulate.environment import Environment
@@ -49,9 +48,11 @@ PIPELINES = "lyapunov-pipelines"
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Quantiles 0.975 of Student's distribution for 1 to 15 degrees of freedom; 1.96 beyond."""
 _SERIES = 100
+"""Points of a series in the object: what a plot shows, and a page stays small."""
 KEPT = 0.01
 """Excess over a budget that still counts as keeping it."""
 FIXED = "equal-share@budget"
+"""Equal shares on the best fixed devices that keep the budgets."""
 LEAST_CUT = 0.01
 """Ideal cut below which a part of it says nothing."""
 
@@ -128,14 +129,14 @@ class Evaluation:
     def times(self, name: str) -> np.ndarray:
         """Return the mean step time of a policy by seed; of 'bound' and 'equal' that of these bounds."""
         if name == "bound":
-            return np.array([one.bound.mean_step_time_s for one in self.rounds])
+            return np.array([played.bound.mean_step_time_s for played in self.rounds])
         if name == "equal":
-            return np.array([one.equal.mean_step_time_s for one in self.rounds])
-        return np.array([one.runs[name].time_s.mean() for one in self.rounds])
+            return np.array([played.equal.mean_step_time_s for played in self.rounds])
+        return np.array([played.runs[name].time_s.mean() for played in self.rounds])
 
     def violations(self, name: str) -> np.ndarray:
         """Return the largest excess over a budget by seed, at least 0."""
-        return np.array([max(0.0, violation(one.runs[name], one.budgets)) for one in self.rounds])
+        return np.array([max(0.0, violation(played.runs[name], played.budgets)) for played in self.rounds])
 
     def cut(self, name: str, of: str = "equal") -> EqualShareCut:
         """Return by how much a policy is faster than equal shares at the same budgets.
@@ -143,7 +144,7 @@ class Evaluation:
         Those are the bound of equal shares, or a policy.
         """
         equal = self.times(of)
-        kept = all(one.equal.feasible for one in self.rounds)
+        kept = all(played.equal.feasible for played in self.rounds)
         if of != "equal":
             kept = bool((self.violations(of) <= KEPT).all())
         return EqualShareCut(
@@ -161,26 +162,26 @@ class Evaluation:
             "scenario": self.scenario.name,
             "slots": self.slots,
             "batches": self.scenario.batches,
-            "seeds": [one.seed for one in self.rounds],
+            "seeds": [played.seed for played in self.rounds],
             "policies": {name: self._policy(name) for name in self.policies},
             "bound": {
                 "mean_step_time_s": float(bound.mean()),
                 "ci95_s": half_width(bound),
-                "feasible": all(one.bound.feasible for one in self.rounds),
-                "least_excess": max(one.bound.least_excess for one in self.rounds),
-                "states": [one.bound.num_states for one in self.rounds],
-                "multipliers": [list(one.bound.multipliers) for one in self.rounds],
+                "feasible": all(played.bound.feasible for played in self.rounds),
+                "least_excess": max(played.bound.least_excess for played in self.rounds),
+                "states": [played.bound.num_states for played in self.rounds],
+                "multipliers": [list(played.bound.multipliers) for played in self.rounds],
                 "plans": self.bounded,
             },
             "equal_share_in_budget": self._equal(),
-            "path": [dict(one.path) for one in self.rounds],
+            "path": [dict(played.path) for played in self.rounds],
         }
 
     def _equal(self) -> dict[str, object]:
         found: dict[str, object] = {
             "mean_step_time_s": float(self.times("equal").mean()),
             "ci95_s": half_width(self.times("equal")),
-            "feasible": all(one.equal.feasible for one in self.rounds),
+            "feasible": all(played.equal.feasible for played in self.rounds),
         }
         if "lyapunov" in self.policies:
             cut = self.cut("lyapunov")
@@ -197,11 +198,11 @@ class Evaluation:
         return found
 
     def _policy(self, name: str) -> dict[str, object]:
-        runs = [one.runs[name] for one in self.rounds]
+        runs = [played.runs[name] for played in self.rounds]
         times, over = self.times(name), self.violations(name)
         means = {kind: float(np.mean([run.costs[kind].mean() for run in runs])) for kind in COSTS}
         limits = {
-            budget.name: float(np.mean([one.budgets[i].limit for one in self.rounds]))
+            budget.name: float(np.mean([played.budgets[i].limit for played in self.rounds]))
             for i, budget in enumerate(self.rounds[0].budgets)
         }
         gap = times / self.times("bound") - 1.0
@@ -273,9 +274,9 @@ def evaluate_policies(
     names = POLICIES if policies is None else tuple(dict.fromkeys(policies))
     for name in names:
         _known(name, None, "--policy")
-    for one in scenario.budget:
-        if one.of:
-            _known(one.of, scenario.file, "budget.of")
+    for table in scenario.budget:
+        if table.of:
+            _known(table.of, scenario.file, "budget.of")
     cluster = cluster_of(scenario)
     work = workload(scenario, model or model_of(scenario), cluster)
     length = scenario.slots if slots is None else slots
@@ -286,15 +287,8 @@ def evaluate_policies(
 def _known(name: str, file: str | None, key: str) -> None:
     known = (*POLICIES, STAGES, PIPELINES)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        raise SpecError(
-            f"unknown policy {name!r}",
-            file=file,
-            key=key,
-            value=name,
-            rule=f"Policies are {', '.join(known)}",
-            fix=f"Did you mean {near[0]!r}?" if near else "Use one of them",
-        )
+        rule, otherwise = "Policies are", "Use one of them"
+        raise unknown("policy", name, known, key=key, file=file, rule=rule, otherwise=otherwise)
 
 
 def _round(
@@ -318,10 +312,7 @@ def _round(
 
 def run_of(rule: Rule, environment: Environment, scenario: Scenario) -> Run:
     """Return how a policy fares on the path of its environment."""
-    seen, batches = scenario.sees_now, scenario.batches
-    return play(
-        rule, environment, environment.path, kinds=environment.cost_kinds, sees_now=seen, batches=batches
-    )
+    return play(rule, environment, sees_now=scenario.sees_now, batches=scenario.batches)
 
 
 def environment_of(
@@ -330,7 +321,7 @@ def environment_of(
     """Return a path, the budgets in numbers, and the runs of the policies that they are a part of."""
     path = draw(scenario, cluster, slots=slots, seed=seed)
     environment = Environment(work=work, path=path, pause_s=scenario.pause, apart=apart_of(scenario, work))
-    spenders = {one.of for one in scenario.budget if one.of}
+    spenders = {table.of for table in scenario.budget if table.of}
     for name in spenders:
         if name not in _FREE:
             raise SpecError(
@@ -350,24 +341,24 @@ def environment_of(
 def apart_of(scenario: Scenario, work: Workload) -> frozenset[int]:
     """Return the ranks that budgets count one by one."""
     found = set()
-    for index, one in enumerate(scenario.budget):
-        if one.rank is not None:
-            if one.rank >= work.num_devices:
+    for index, table in enumerate(scenario.budget):
+        if table.rank is not None:
+            if table.rank >= work.num_devices:
                 raise SpecError(
-                    f"rank {one.rank} of {work.num_devices}",
+                    f"rank {table.rank} of {work.num_devices}",
                     file=scenario.file,
                     key=f"budget[{index}].rank",
-                    value=one.rank,
+                    value=table.rank,
                     rule="Duty is of a device of the cluster",
                 )
-            found.add(one.rank)
-        if one.kind == "carbon_kg" and not scenario.carbon_g_per_kwh:
+            found.add(table.rank)
+        if table.kind == "carbon_kg" and not scenario.carbon_g_per_kwh:
             raise SpecError(
                 "no carbon",
                 file=scenario.file,
                 key="carbon_g_per_kwh",
                 value=scenario.carbon_g_per_kwh,
-                rule=f"Budget {one.name} counts it",
+                rule=f"Budget {table.name} counts it",
                 fix="State carbon_g_per_kwh",
             )
     return frozenset(found)
@@ -376,14 +367,14 @@ def apart_of(scenario: Scenario, work: Workload) -> frozenset[int]:
 def _budget(scenario: Scenario, index: int, spent: Mapping[str, Run]) -> Budget:
     """Return a budget with its limit in numbers."""
     table = scenario.budget[index]
-    one = Budget(name=table.name, kind=table.kind, limit=1.0, per=table.per, worker=table.rank)
+    budget = Budget(name=table.name, kind=table.kind, limit=1.0, per=table.per, worker=table.rank)
     limit = table.limit
     if table.of is not None:
         run = spent[table.of]
-        mean = float(run.costs[one.key].mean()) / one.allowance(float(run.time_s.mean()))
+        mean = float(run.costs[budget.key].mean()) / budget.allowance(float(run.time_s.mean()))
         limit = (table.share or 1.0) * mean
     assert limit is not None
-    return replace(one, limit=limit)
+    return replace(budget, limit=limit)
 
 
 _FREE: Mapping[str, Callable[[Environment], Rule]] = {

@@ -14,7 +14,10 @@ from foreshard.simulate.environment import Environment
 from foreshard.simulate.policies import BY_SHARES, on_subset
 from foreshard.simulate.slot_loop import Run, play
 
-_TRIED, _SAMPLED = 24, 400
+_TRIED = 24
+"""Subsets that are played to find the best, spread over the front of time and cost."""
+_SAMPLED = 400
+"""Slots that each is played on, in stretches of eight over the whole path."""
 
 
 def best_subset(
@@ -25,18 +28,11 @@ def best_subset(
     Candidates are the subsets, by device class of the mean state, that no other beats in both time and cost
     there. Each is played on stretches of the path; when none keeps the budgets, the least above is taken.
     """
-    stretch = _stretches(environment.path)
-    part = Environment(
-        work=environment.work,
-        path=stretch,
-        pause_s=environment.pause_s,
-        apart=environment.apart,
-        _memo=environment._memo,
-    )
+    part = replace(environment, path=_stretches(environment.path))
     best, least = None, np.inf
     for devices in _candidates(environment, budgets):
         rule = BY_SHARES[name](part, on_subset(part, devices))
-        run = play(rule, part, stretch, kinds=part.cost_kinds, sees_now=sees_now, batches=batches)
+        run = play(rule, part, sees_now=sees_now, batches=batches)
         over = violation(run, budgets)
         rank = float(run.time_s.mean()) if over <= 0.0 else 1e9 * (1.0 + over)
         if rank < least:
@@ -48,9 +44,9 @@ def best_subset(
 def violation(run: Run, budgets: Sequence[Budget]) -> float:
     """Return by how much of a budget the mean cost is above it: the largest, negative when all are kept."""
     over = []
-    for one in budgets:
-        allowed = float(one.allowance(float(run.time_s.mean())))
-        over.append(float(run.costs[one.key].mean()) / allowed - 1.0)
+    for budget in budgets:
+        allowed = float(budget.allowance(float(run.time_s.mean())))
+        over.append(float(run.costs[budget.key].mean()) / allowed - 1.0)
     return max(over, default=0.0)
 
 
@@ -85,12 +81,4 @@ def _stretches(path: Path) -> Path:
     slots = path.num_slots
     step = max(1, slots // _SAMPLED)
     kept = np.flatnonzero((np.arange(slots) // 8) % step == 0)
-    return Path(
-        condition=path.condition[kept],
-        pattern=path.pattern[kept],
-        speed=path.speed,
-        price=path.price,
-        link=path.link,
-        available=path.available,
-        carbon=path.carbon,
-    )
+    return replace(path, condition=path.condition[kept], pattern=path.pattern[kept])

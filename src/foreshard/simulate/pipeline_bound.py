@@ -83,7 +83,7 @@ def _points(known: PipelineStates, cell: Sequence[int]) -> np.ndarray:
 
     def made() -> np.ndarray:
         found = front(*known.alone(cell), grain=_GRAIN, every_order=True)
-        return np.array([(one.fill_s, one.slowest_s * (1.0 - _GRAIN)) for one in found]).reshape(-1, 2)
+        return np.array([(cut.fill_s, cut.slowest_s * (1.0 - _GRAIN)) for cut in found]).reshape(-1, 2)
 
     return known.cache.table(("bound", known.micro_batch, links, facts), made)
 
@@ -99,11 +99,11 @@ def _least_end_s(sets: Sequence[Sequence[np.ndarray]], rounds: float) -> np.ndar
     Micro-batches until an end are the most of some lines, convex; Newton's method from a late end comes down
     to where they are all of them.
     """
-    width = max(len(points) for one in sets for points in one)
+    width = max(len(points) for cells in sets for points in cells)
     fill = np.full((len(sets), max(map(len, sets)), width), np.inf)
     slowest = np.ones(fill.shape)
-    for i, one in enumerate(sets):
-        for j, points in enumerate(one):
+    for i, cells in enumerate(sets):
+        for j, points in enumerate(cells):
             fill[i, j, : len(points)], slowest[i, j, : len(points)] = points.T
     end_s = (fill + (rounds - 1.0) * slowest)[:, 0].min(1)
     for _ in range(_NEWTON):
@@ -141,13 +141,13 @@ def _least_costs(
     """
     costs = np.zeros((len(time_s), len(budgets)))
     layer_s = chain.layer_s / state.speed[:, None]
-    for i, one in enumerate(budgets):
-        if one.worker is None and one.kind in ("usd", "rent_usd"):
+    for i, budget in enumerate(budgets):
+        if budget.worker is None and budget.kind in ("usd", "rent_usd"):
             costs[:, i] += used @ (state.usd_per_h / 3600.0) * time_s
-        if one.worker is None and one.kind in ("usd", "egress_usd"):
+        if budget.worker is None and budget.kind in ("usd", "egress_usd"):
             costs[:, i] += sent_usd
-        if one.worker is None and one.kind in ("joule", "carbon_kg"):
-            scale = state.kg_per_j if one.kind == "carbon_kg" else np.ones(chain.num_workers)
+        if budget.worker is None and budget.kind in ("joule", "carbon_kg"):
+            scale = state.kg_per_j if budget.kind == "carbon_kg" else np.ones(chain.num_workers)
             more = (scale * (state.busy_w - state.idle_w))[:, None] * layer_s
             there = np.where(used[:, :, None] > 0.0, more, np.inf).min(1).sum(1)
             costs[:, i] += used @ (scale * state.idle_w) * time_s + batch * there
@@ -161,8 +161,8 @@ def _by_devices(known: PipelineStates, budgets: Sequence[Budget], batch: int) ->
     """
     chain, state = known.chain, known.state
     members = list(known.pools().values())
-    counts = counts_of([len(one) for one in members])
-    first = [one[0] for one in members]
+    counts = counts_of([len(kind) for kind in members])
+    first = [kind[0] for kind in members]
     counts = counts[counts @ chain.memory_bytes[first] >= chain.before_state[-1]]
     if not len(counts):
         raise InfeasibleError("no devices hold the model", fix="Add devices")

@@ -31,6 +31,7 @@ from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.scenario import Scenario
 
 MOST_STAGES = 4
+"""Stages of a pipeline in scenarios: those of the controller's default."""
 
 
 class PolicyAdapter:

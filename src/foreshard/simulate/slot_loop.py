@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from foreshard.simulate.dynamics import Path
+from foreshard.simulate.environment import Environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +59,6 @@ class Rule(Protocol):
         ...
 
 
-class SlotTimer(Protocol):
-    """What a decision takes and costs in truth."""
-
-    def batch(
-        self, structure: Any, shares: tuple[int, ...], condition: int, pattern: int
-    ) -> tuple[float, Mapping[str, float]]:
-        """Return seconds and costs of a batch."""
-        ...
-
-    def change(self, old: Any, new: Any, condition: int, pattern: int) -> tuple[float, Mapping[str, float]]:
-        """Return seconds and costs of a change of structure."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One policy on one path.
@@ -104,25 +90,20 @@ class Run:
     used: np.ndarray
 
 
-def play(
-    rule: Rule, judge: SlotTimer, path: Path, *, kinds: tuple[str, ...], sees_now: bool, batches: int = 1
-) -> Run:
-    """Return how a policy fares on a path.
+def play(rule: Rule, environment: Environment, *, sees_now: bool, batches: int = 1) -> Run:
+    """Return how a policy fares on the path of an environment.
 
     Parameters
     ----------
     rule : Rule
-    judge : SlotTimer
-    path : Path
-    kinds : tuple of str
-        Kinds of cost to count.
+    environment : Environment
     sees_now : bool
         Whether decisions know the condition of their own slot. At the first slot they do.
     batches : int
         Of a slot. After the first two batches of a slot that differs from the one before, the policy decides
         again.
     """
-    game = _Game(rule=rule, judge=judge, path=path, kinds=kinds)
+    path, game = environment.path, _Game(rule, environment)
     for t in range(path.num_slots):
         now = int(path.condition[t])
         known = now if sees_now else int(path.condition[max(t - 1, 0)])
@@ -139,11 +120,11 @@ def play(
 class _Game:
     """The books of one policy on one path; times and costs of a slot are means over its batches."""
 
-    def __init__(self, *, rule: Rule, judge: SlotTimer, path: Path, kinds: tuple[str, ...]):
-        slots = path.num_slots
-        self.rule, self.judge, self.path, self.kinds = rule, judge, path, kinds
+    def __init__(self, rule: Rule, environment: Environment):
+        self.rule, self.environment, self.path = rule, environment, environment.path
+        self.kinds, slots = environment.cost_kinds, environment.path.num_slots
         self.time_s, self.change_s = np.zeros(slots), np.zeros(slots)
-        self.spent, self.used = np.zeros((slots, len(kinds))), np.zeros(slots, dtype=int)
+        self.spent, self.used = np.zeros((slots, len(self.kinds))), np.zeros(slots, dtype=int)
         self.changes = np.zeros(slots, dtype=int)
         self.reshares = self.forced = 0
         self.old: Any = None
@@ -153,10 +134,10 @@ class _Game:
         """Let the policy decide, count some batches of a slot, and tell it what they took."""
         now, pattern = int(self.path.condition[t]), int(self.path.pattern[t])
         structure, shares = self.rule.decide(Seen(slot=t, condition=known, pattern=pattern))
-        took_s, batch_costs = self.judge.batch(structure, shares, now, pattern)
+        took_s, batch_costs = self.environment.batch(structure, shares, now, pattern)
         spent = np.array([batch_costs[kind] for kind in self.kinds])
         if self.old is not None and structure != self.old:
-            pause_s, more = self.judge.change(self.old, structure, now, pattern)
+            pause_s, more = self.environment.change(self.old, structure, now, pattern)
             self.change_s[t] += pause_s / of
             took_s += pause_s / batches
             spent += np.array([more.get(kind, 0.0) for kind in self.kinds]) / batches

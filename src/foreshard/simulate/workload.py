@@ -113,8 +113,8 @@ def _inline(scenario: Scenario) -> Cluster:
         )
     assumed: list[str] = []
     nodes = tuple(
-        clusters._nodes(one, named_device(one.device, file, f"cluster.nodes[{i}].device"), None, assumed)
-        for i, one in enumerate(table.nodes)
+        clusters._nodes(node, named_device(node.device, file, f"cluster.nodes[{i}].device"), None, assumed)
+        for i, node in enumerate(table.nodes)
     )
     network = Network(kind=table.network.kind, oversubscription=table.network.oversubscription)
     return Cluster(

@@ -31,13 +31,6 @@ def test_a_change_is_found_within_three_steps_and_an_outlier_is_not_one():
     assert any(found) and level.value == pytest.approx(0.25, rel=0.02)
 
 
-def test_dwell_is_learnt():
-    level = Level(1.0)
-    for step in range(1000):
-        level.see(1.0 if step // 100 % 2 else 0.3)
-    assert 70 < level.dwell_steps < 140 and level.change_chance == pytest.approx(1 / level.dwell_steps)
-
-
 def test_links_lose_their_stated_latency_and_strangers_are_left_out(cases):
     estimates = Estimates(cases.state([1.0, 1.0], latency_s=np.full((2, 2), 1.0)))
     for _ in range(40):

@@ -7,7 +7,6 @@ import pytest
 from tests.unit.control.test_clairvoyant import WIDTH, environment_of
 
 from foreshard.control.options import ControllerOptions
-from foreshard.control.search.subsets import COSTS
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.simulate.clairvoyant_bound import bound_of
 from foreshard.simulate.hindsight import best_subset, violation
@@ -25,7 +24,7 @@ def ours_of(environment, budgets, *, sees_now=True, **asked):
 
 
 def run_of(rule, environment, **more):
-    return play(rule, environment, environment.path, kinds=COSTS, **({"sees_now": True} | more))
+    return play(rule, environment, **({"sees_now": True} | more))
 
 
 def budget_of(environment, share=0.75):

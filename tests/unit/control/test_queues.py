@@ -22,7 +22,8 @@ amounts = st.floats(0.0, 50.0)
 
 @given(st.lists(st.tuples(amounts, amounts, amounts, amounts), max_size=60), st.floats(0.0, 10.0))
 def test_books_close_for_any_policy(steps, first):
-    queues = Queues((STEP, HOUR, DUTY), weight=3.0, step_s=1.5, backlog={"money": first})
+    queues = Queues((STEP, HOUR, DUTY), weight=3.0, step_s=1.5)
+    queues.place("money", first)
     for time_s, *costs in steps:
         queues.record(time_s, dict(zip(("money", "power", "duty"), costs, strict=True)))
     assert queues.identity_error() <= 1e-9
@@ -74,7 +75,8 @@ def test_of_plans_that_cost_the_same_a_second_the_fastest_is_best_at_any_backlog
     times, rate = np.array([1.0, 2.0, 40.0]), 0.4
     costs, dear = rate * times, np.array([2.0])
     budget = Budget(name="b", kind="usd", limit=1.0, per="second")
-    queues = Queues((budget,), weight=100.0, step_s=1.0, backlog={"b": backlog})
+    queues = Queues((budget,), weight=100.0, step_s=1.0)
+    queues.place("b", backlog)
     rows = np.append(times, 0.9), np.append(costs, dear)[:, None]
     queues.states = table_of([rows], [1.0], (budget,))
     time_weight, weights = queues.weights()
@@ -85,8 +87,9 @@ def test_of_plans_that_cost_the_same_a_second_the_fastest_is_best_at_any_backlog
 def test_no_backlog_means_the_fastest_and_no_weight_the_cheapest():
     times, costs = np.array([1.0, 4.0]), np.array([4.0, 1.0])
     assert choose(Queues((STEP,), weight=1.0, step_s=1.0), times, costs, "money") == 0
-    start = {"money": 1.0}
-    assert choose(Queues((STEP,), weight=0.0, step_s=1.0, backlog=start), times, costs, "money") == 1
+    queues = Queues((STEP,), weight=0.0, step_s=1.0)
+    queues.place("money", 1.0)
+    assert choose(queues, times, costs, "money") == 1
 
 
 def test_place_holders_spend_the_excess_beforehand():

@@ -57,10 +57,9 @@ def test_what_does_not_fit_or_is_not_there_takes_for_ever(cases):
     alone = one_group(0, cuts=(0, 2))
     assert math.isfinite(evaluate(chain, state, alone, (1,), micro_batch=1).time_s)
     assert math.isinf(evaluate(chain, state, alone, (2,), micro_batch=2).time_s)
-    # First of two stages: a micro-batch of its own and one on the way; all of them with gpipe.
+    # First of two stages: a micro-batch of its own and one on the way.
     pair = one_group(0, 1, cuts=(0, 1, 2))
     assert math.isfinite(evaluate(chain, state, pair, (8,), micro_batch=2).time_s)
-    assert math.isinf(evaluate(chain, state, pair, (8,), micro_batch=2, schedule_memory="gpipe").time_s)
     gone = cases.state([1.0, 1.0], available=np.array([True, False]))
     assert math.isinf(evaluate(chain, gone, pair, (8,), micro_batch=2).time_s)
 

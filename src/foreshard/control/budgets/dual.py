@@ -15,16 +15,30 @@ import numpy as np
 
 from foreshard.control.slots import SECONDS, Budget
 
-_ROUNDS, _STEPS = 12, 60
-_DIRECTIONS, _FEW = 256, 64
-_MANY, _PARTS = 256, 64
-_MOST_CUTS, _NONE = 24, 1e-9
-"""Cuts in which weights are sought that show budgets to be incompatible, and the excess that is none."""
+_ROUNDS = 12
+"""Most times that all multipliers are climbed in turn; a round that gains less than 1e-9 is the last."""
+_STEPS = 60
+"""Halvings of the interval of a multiplier: the 53 bits of a float and some to spare."""
+_DIRECTIONS = 256
+"""Random weights of several budgets whose best rows are kept: one product of matrices."""
+_FEW = 64
+"""Rows of a state up to which all are kept: corners are looked for to carry fewer, and these are few."""
+_MANY = 256
+"""Points beyond which a hull first leaves out those above a rough one: its loop is Python."""
+_PARTS = 64
+"""Parts whose lowest points make the rough hull: of the thousands of rows of a state."""
+_MOST_CUTS = 24
+"""Cuts in which weights are sought that show budgets to be incompatible: their corners are all listed."""
+_NONE = 1e-9
+"""Excess that is none, as a part of the largest excess of a budget: rounding."""
 _EXACT = 1e-4
-"""To which the least excess is found, as a part of the budget and the excess."""
+"""To which the least excess is found, as a part of the budget and the excess: measured costs are no finer."""
 _RATIO_STEPS = 50
 """Newton steps for the weight of a second; a handful is needed."""
-_TEMPERATURES, _NEWTON = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003), 12
+_TEMPERATURES = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
+"""Of the smoothed duals, as parts of the mean least step: each about a third of the one before."""
+_NEWTON = 12
+"""Most Newton steps at a temperature: each starts near its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +119,11 @@ def table_of(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], weight: Sequence[float], budgets: Sequence[Budget]
 ) -> DualTable:
     """Return the table of states, each with seconds, shape (n,), and costs, shape (n, budgets)."""
-    time_s, costs = np.concatenate([one[0] for one in rows]), np.concatenate([one[1] for one in rows])
-    allowed = [allowances(one, time_s) for one in budgets]
+    time_s, costs = np.concatenate([state[0] for state in rows]), np.concatenate([state[1] for state in rows])
+    allowed = [allowances(budget, time_s) for budget in budgets]
     total = np.asarray(weight, float)
     return DualTable(
-        starts=np.cumsum([0, *(len(one[0]) for one in rows[:-1])]),
+        starts=np.cumsum([0, *(len(state[0]) for state in rows[:-1])]),
         weight=total / total.sum(),
         time_s=time_s,
         excess=costs - np.stack(allowed, axis=1) if allowed else np.zeros((len(time_s), 0)),
@@ -136,7 +150,9 @@ def solve(table: DualTable, budgets: Sequence[Budget]) -> Dual:
         # Where nothing keeps the budgets the dual has no end: the bound is then that without budgets.
         multipliers = multipliers if feasible else np.zeros(len(budgets))
         value, _ = table.value(multipliers)
-    return Dual(value_s=value, multipliers=tuple(float(one) for one in multipliers), feasible=feasible)
+    return Dual(
+        value_s=value, multipliers=tuple(float(multiplier) for multiplier in multipliers), feasible=feasible
+    )
 
 
 def _is_separable(table: DualTable) -> bool:
@@ -185,7 +201,7 @@ def least_excess(
     """
 
     def raised(part: float) -> list[Budget]:
-        return [replace(one, limit=one.limit * (1.0 + part)) for one in budgets]
+        return [replace(budget, limit=budget.limit * (1.0 + part)) for budget in budgets]
 
     def is_too_little(part: float) -> bool:
         return _is_separable(table_of(rows, weight, raised(part)))
@@ -208,7 +224,7 @@ def least_excess(
 def _ascend(table: DualTable, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:
     """Return multipliers that maximise the dual, one budget after another, and whether they are finite."""
     found = np.zeros(len(budgets))
-    scale = table.time_s.max() / np.array([max(one.limit, 1e-300) for one in budgets])
+    scale = table.time_s.max() / np.array([max(budget.limit, 1e-300) for budget in budgets])
     feasible, best = True, -np.inf
     for _ in range(_ROUNDS if len(budgets) > 1 else 1):
         for i in range(len(budgets)):

@@ -45,6 +45,7 @@ LEAST_WEIGHT = 100.0
 MOST_WEIGHT = 1000.0
 """V of long runs: the excess after N steps is O(V / N), so that V may not grow with them."""
 _MOST_STATES = 2048
+"""States kept, some dozen rows each, since an update goes over all; the rarest are forgotten first."""
 Rows = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
@@ -100,10 +101,10 @@ class DualLearning:
         if old is not None:
             self._visited[key].steps, self._visited[key].visits = old.steps, old.visits
         if len(self._visited) > _MOST_STATES:
-            rare = sorted(self._visited, key=lambda one: self._visited[one].steps)[: _MOST_STATES // 4]
-            for one in rare:
-                if one != key:
-                    del self._visited[one]
+            rare = sorted(self._visited, key=lambda key: self._visited[key].steps)[: _MOST_STATES // 4]
+            for other in rare:
+                if other != key:
+                    del self._visited[other]
 
     def saw(self, key: bytes, steps: int) -> None:
         """Count steps in a state whose rows are known."""
@@ -131,11 +132,11 @@ class DualLearning:
         """
         self._next = max(min(2 * self._seen, self._seen + self._later), FIRST if self._seen > 1 else 2)
         visited = list(self._visited.values())
-        weight = [max(one.steps, 1e-9) for one in visited]
-        states = [(one.time_s * ratio[0], one.costs * ratio[1:]) for one in visited]
+        weight = [max(state.steps, 1e-9) for state in visited]
+        states = [(state.time_s * ratio[0], state.costs * ratio[1:]) for state in visited]
         part, _ = dual.least_excess(states, weight, self.budgets)
-        for one in self.budgets:
-            queues[one.name].concede(part)
+        for budget in self.budgets:
+            queues[budget.name].concede(part)
         for state in visited:
             state.alone = None
         real = [(time_s * late[0], costs * late[1:]) for time_s, costs in states]
@@ -156,15 +157,15 @@ class DualLearning:
         """Move the place-holders to V times multipliers, and let slots be weighed by the states of these."""
         worth = self._worth(queues, found)
         queues.states = dual.table_of(rows, weight, self._raised(queues))
-        if any(queues[one.name].conceded for one in self.budgets):
+        if any(queues[budget.name].conceded for budget in self.budgets):
             # The least excess is as near as can be when time only decides between what costs the same.
             worth = worth * (MOST_WORTH / max(float(worth.max()), 1e-300))
-        for one, each in zip(self.budgets, worth, strict=True):
-            queues.place(one.name, queues.weight * min(float(each), MOST_WORTH))
+        for budget, each in zip(self.budgets, worth, strict=True):
+            queues.place(budget.name, queues.weight * min(float(each), MOST_WORTH))
 
     def _worth(self, queues: Queues, found: dual.Dual) -> np.ndarray:
         """Return multipliers as parts of V: by the reference step, with budgets per time by the mean one."""
-        units = np.array([queues[one.name].unit for one in self.budgets])
+        units = np.array([queues[budget.name].unit for budget in self.budgets])
         step_s = found.value_s if queues.is_per_time else queues.step_s
         return np.array(found.multipliers) * units / step_s
 
@@ -186,7 +187,7 @@ class DualLearning:
         """
         left = max(self.horizon - queues.steps, LAST_PART * self.horizon)
         most = min(queues.weight, MOST_LEFT * self.horizon, MOST_CORRECTION * left)
-        part = max(queues[one.name].excess for one in self.budgets) / most
+        part = max(queues[budget.name].excess for budget in self.budgets) / most
         visited, alone = self._visited.get(key), None
         if part > 0.0 and judged is not None:
             alone = self._alone(queues, judged)
@@ -194,40 +195,40 @@ class DualLearning:
             if visited.alone is None:
                 visited.alone = self._alone(queues, [(visited.time_s * ratio[0], visited.costs * ratio[1:])])
             alone = visited.alone
-        for one in self.budgets:
-            queues[one.name].least = 0.0
+        for budget in self.budgets:
+            queues[budget.name].least = 0.0
         if alone is not None:
             worth, table = np.minimum(alone[0], MOST_WORTH) * part, alone[1]
-            units = np.array([queues[one.name].unit for one in self.budgets])
+            units = np.array([queues[budget.name].unit for budget in self.budgets])
             second = 1.0 / queues.step_s
             if queues.is_per_time:
                 second = table.second_weight(1.0, worth / units)
-            for one, each in zip(self.budgets, worth / units / second, strict=True):
-                queues[one.name].least = float(each)
+            for budget, each in zip(self.budgets, worth / units / second, strict=True):
+                queues[budget.name].least = float(each)
 
     def _alone(self, queues: Queues, rows: Rows) -> tuple[np.ndarray, dual.DualTable]:
         """Return what budgets are worth where one slot is to keep them alone, or 0; and what runs in it."""
-        left = [
-            replace(one, limit=one.limit * (1.0 + queues[one.name].conceded - SLACK)) for one in self.budgets
-        ]
-        raised, found = dual.least_excess(rows, [1.0], left)
+        raised, found = dual.least_excess(rows, [1.0], self._raised(queues, SLACK))
         worth = self._worth(queues, found) * (raised <= SLACK)
         return worth, dual.table_of(rows, [1.0], self._raised(queues))
 
-    def _raised(self, queues: Queues) -> list[Budget]:
-        """Return the budgets with what is conceded."""
-        return [replace(one, limit=one.limit * (1.0 + queues[one.name].conceded)) for one in self.budgets]
+    def _raised(self, queues: Queues, spare: float = 0.0) -> list[Budget]:
+        """Return the budgets with what is conceded, less a part of them that is to be left."""
+        return [
+            replace(budget, limit=budget.limit * (1.0 + queues[budget.name].conceded - spare))
+            for budget in self.budgets
+        ]
 
     def _left(self, queues: Queues) -> list[Budget]:
         """Return the budgets less what was spent too much, spread over the steps that are left."""
         total, found = max(self.horizon, queues.steps), []
-        for one in self.budgets:
-            queue = queues[one.name]
+        for budget in self.budgets:
+            queue = queues[budget.name]
             mean = (1.0 + queue.conceded) * queue.allowed / queues.steps if queues.steps else 1.0
             saved = -queue.excess * queue.unit / mean - MARGIN * total * (not queue.conceded)
             part = saved / max(total - queues.steps, LAST_PART * total)
             part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
-            found.append(replace(one, limit=one.limit * (1.0 + queue.conceded) * (1.0 + part)))
+            found.append(replace(budget, limit=budget.limit * (1.0 + queue.conceded) * (1.0 + part)))
         return found
 
 

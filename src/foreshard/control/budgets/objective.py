@@ -75,12 +75,12 @@ class Objective:
 
     def of_rows(self, time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
         """Return the objective, given seconds, shape (n,), and costs, shape (n, budgets)."""
-        weigh = np.array([self.costs.get(one.name, 0.0) for one in self.budgets])
+        weigh = np.array([self.costs.get(budget.name, 0.0) for budget in self.budgets])
         return np.asarray(self.time * time_s + (costs @ weigh if self.budgets else 0.0))
 
     def of(self, choice: Choice) -> float:
         """Return the objective of a choice; infinite where it cannot run."""
         if not math.isfinite(choice.time_s):
             return math.inf
-        costs = np.array([[choice.costs[one.key] for one in self.budgets]])
+        costs = np.array([[choice.costs[budget.key] for budget in self.budgets]])
         return float(self.of_rows(np.array([choice.time_s]), costs)[0])

@@ -120,8 +120,6 @@ class Queues:
         Time is within O(1/V) of the best, backlogs and the excess over a finite run grow as V.
     step_s : float
         Reference step: the fastest plan's at the start.
-    backlog : mapping of budget name to float, optional
-        Place-holder backlogs: queues that start where they will settle spend no time to get there.
 
     Notes
     -----
@@ -143,18 +141,16 @@ class Queues:
         *,
         weight: float,
         step_s: float,
-        backlog: Mapping[str, float] | None = None,
     ):
         _check(budgets, weight, step_s)
-        start = dict(backlog or {})
         self.weight, self.step_s = float(weight), float(step_s)
         self.steps, self.total_s = 0, 0.0
         self.states: DualTable | None = None
         self._queues = {
             budget.name: Queue(
                 budget=budget,
-                backlog=start.get(budget.name, 0.0),
-                first_backlog=start.get(budget.name, 0.0),
+                backlog=0.0,
+                first_backlog=0.0,
                 unit=budget.allowance(step_s),
             )
             for budget in budgets

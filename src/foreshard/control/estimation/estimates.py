@@ -18,17 +18,24 @@ from foreshard.control.slots import State, link_kinds
 
 GAIN = 0.1
 """Part of a surprise that the level takes over."""
-_SLACK, _ALARM, _CLIP = 0.5, 8.0, 6.0
-"""Drift that is let pass, sum that rings the alarm, and the most one value adds, in spreads (Page 1954)."""
-_LEAST_SPREAD, _FIRST_SPREAD = 0.02, 0.1
+_SLACK = 0.5
+"""Drift of a value that is let pass, in spreads: half of the least change to find (Page 1954)."""
+_CLIP = 6.0
+"""Most that one value adds to the sum, in spreads: below the alarm, so that an outlier alone rings none."""
+_ALARM = 8.0
+"""Sum of drifts that rings the alarm, in spreads: the second value far off does (2 (6 - 0.5) > 8)."""
+_LEAST_SPREAD = 0.02
+"""Least spread of values, in the logarithm: without noise every rounding would be a change."""
+_FIRST_SPREAD = 0.1
+"""Spread before anything is measured, in the logarithm: twice the noise of the scenarios."""
 _SUSPECT = 0.25
-"""Logarithm by which a value must be off to be suspected of a change before the alarm rings."""
+"""Logarithm by which a value must be off to be suspected before the alarm rings: five steps of _GRID."""
 _GRID = 0.05
 """Estimates are handed out in steps of this size in the logarithm, so that noise does not make new states."""
 MOST_REPEATS = 3
 """Steps reported at once count as at most so many values: enough to ring the alarm."""
 APART = 0.25
-"""Logarithm by which a link must differ from those like it to go by its own rate."""
+"""Logarithm by which a link must differ from those like it to go by its own rate: well beyond noise."""
 
 
 class Level:
@@ -81,16 +88,6 @@ class Level:
         """Return the standard error of the estimate, as a part of it."""
         return self._spread * math.sqrt(GAIN / (2.0 - GAIN) + 1.0 / (1.0 + self.steps))
 
-    @property
-    def dwell_steps(self) -> float:
-        """Return how long a level is expected to last: one change before the first step is assumed."""
-        return (self.steps + 50.0) / (self.changes + 1.0)
-
-    @property
-    def change_chance(self) -> float:
-        """Return the chance of a change in a step."""
-        return 1.0 / self.dwell_steps
-
     def see(self, value: float, times: int = 1) -> bool:
         """Take in a value, or the mean of several; return whether the level was found to have changed."""
         changed = False
@@ -119,11 +116,8 @@ class Level:
                 wide = self._spread + GAIN * (1.25 * abs(surprise) - self._spread)
                 self._spread = max(wide, _LEAST_SPREAD)
         if not self._grid or changed or abs(self._log - self._shown) > 0.75 * self._grid + self.uncertainty:
-            self._shown = self._on_grid()
+            self._shown = self._rounded(self._log)
         return changed
-
-    def _on_grid(self) -> float:
-        return self._rounded(self._log)
 
     def _rounded(self, log: float) -> float:
         return self._grid * round(log / self._grid) if self._grid else log
@@ -139,7 +133,7 @@ class Level:
         """Take a value that is known."""
         if 0.0 < value < math.inf:
             self._log = math.log(value)
-            self._shown = self._on_grid()
+            self._shown = self._rounded(self._log)
             self._up = self._down = 0.0
             self._recent.clear()
         else:
@@ -147,7 +141,7 @@ class Level:
 
 
 _SETTLED = 3
-"""Measurements after which a link that has changed is known again."""
+"""Measurements after which a link that has changed is known again: the alarm rings at the second."""
 
 
 class Links:
@@ -194,9 +188,9 @@ class Links:
             rate = amount / moving
             if not is_rate(rate, float(self._stated.bandwidth_bytes_per_s[source, target])):
                 continue
-            one = self._level(source, target, rate)
+            level = self._level(source, target, rate)
             self._last[source, target] = self._now
-            if one.see(rate, times):
+            if level.see(rate, times):
                 changed = True
                 self._end_moved[[source, target]] = self._now
             together.setdefault(int(self._class[source, target]), {})[source, target] = rate
@@ -230,11 +224,11 @@ class Links:
         pair, expected = (source, target), float(self._rates[source, target])
         if pair not in self.single:
             self.single[pair] = Level(expected if 0.0 < expected < math.inf else rate)
-        one = self.single[pair]
+        level = self.single[pair]
         stale = pair in self._last and not self._is_fresh(pair)
-        if stale and abs(math.log(expected / rate)) < abs(math.log(one.value / rate)):
-            one.set(expected)
-        return one
+        if stale and abs(math.log(expected / rate)) < abs(math.log(level.value / rate)):
+            level.set(expected)
+        return level
 
     def _first(self, source: int, target: int, rate: float) -> float:
         stated = float(self._stated.bandwidth_bytes_per_s[source, target])
@@ -271,14 +265,9 @@ class Links:
         best[(best < 0.0) | (best > math.exp(-APART))] = 1.0
         return np.minimum(best[:, None], best[None, :])
 
-    @property
-    def change_chance(self) -> float:
-        """Return the chance that some link changes in a step."""
-        return sum(level.change_chance for level in self.common.values())
 
-
-def _differ(one: float, other: float) -> bool:
-    return one > 0.0 and math.isfinite(one) and bool(abs(math.log(other / one)) > APART)
+def _differ(before: float, after: float) -> bool:
+    return before > 0.0 and math.isfinite(before) and bool(abs(math.log(after / before)) > APART)
 
 
 def _middle(rates: Mapping[tuple[int, int], float]) -> float:
@@ -327,11 +316,6 @@ class Estimates:
         believed = is_speed(relative, float(self._stated.speed[rank]))
         self.not_believed += not believed
         return believed
-
-    @property
-    def dwell_steps(self) -> float:
-        """Return for how many steps the cluster is expected to stay as it is."""
-        return 1.0 / min(1.0, sum(level.change_chance for level in self.speed) + self.links.change_chance)
 
     def state(self) -> State:
         """Return the state that structures are chosen for: on a grid, the same while little changes."""

@@ -11,7 +11,9 @@ LEAST_S, MOST_S = 1e-12, 1e12
 MOST_COST = 1e15
 """What a step costs, in any unit."""
 MOST_USD_PER_H = 1e12
+"""Price of a device."""
 MOST_KG_PER_KWH = 1e6
+"""Carbon of electricity."""
 MOST_SPEED, LEAST_SPEED = 2.0, 1e-6
 """A device so much faster or slower than stated is not believed."""
 MOST_FACTOR = 1e6

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 _MOST_STATES = 256
 """States kept, each with up to some hundred structures: tens of megabytes for 64 workers."""
 _MOST_TABLES = 4096
-"""Fronts of pipelines or stages of several workers kept."""
+"""Fronts of pipelines or stages of several workers kept, some kilobytes each: tens of megabytes."""
 _RECENT = 12
-"""Structures chosen lately that a new state looks at."""
+"""Structures chosen lately that a new state looks at: as many as a warm slot has looks."""
 Cells = tuple[tuple[int, ...], ...]
 """Workers of each pipeline, or of each stage of one pipeline."""
 Counts = tuple[int, ...]

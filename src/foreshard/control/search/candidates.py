@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foreshard.control.search.state_cache import StateCache
 
 _BUILT_SIZES = 16
-"""Numbers of workers that structures are built of."""
+"""Numbers of workers that structures are built of, spread evenly: more take time from the moves."""
 
 
 def every_structure(state: StateCache) -> Sequence[Cells]:

@@ -1,4 +1,4 @@
-"""Costs of a batch by kind and by worker, and links that are as slow as their slowest pair.
+"""Costs of a batch by kind and by worker; what a message and a ring take, and over which link.
 
 A new kind of cost, and so of budget, is added here and in `control/slots.py`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class Costs(dict[str, float]):
 
     def __init__(self, worker: np.ndarray, by_kind: Mapping[str, np.ndarray]):
         super().__init__({kind: float(values.sum()) for kind, values in by_kind.items() if kind != "duty"})
-        self._place = {int(one): at for at, one in enumerate(worker)}
+        self._place = {int(rank): at for at, rank in enumerate(worker)}
         self._kinds = by_kind
 
     def by_worker(self, kind: str) -> np.ndarray:
@@ -66,6 +67,20 @@ class Costs(dict[str, float]):
             raise KeyError(key)
         at = self._place.get(int(worker))
         return 0.0 if at is None else float(self._kinds[kind][at])
+
+
+def message_s(size_bytes: Any, rate_bytes_per_s: Any, latency_s: Any) -> Any:
+    """Return the seconds of a message between stages, both ways; floats, or arrays that broadcast."""
+    return 2.0 * latency_s + size_bytes / rate_bytes_per_s
+
+
+def ring_s(num: Any, num_layers: Any, size_bytes: Any, rate_bytes_per_s: Any, latency_s: Any) -> Any:
+    """Return the seconds in which `num` workers sum gradients of some layers.
+
+    A ring all-reduce per layer: 2 (num - 1) hops, each with one part in `num` of the bytes. Floats, or arrays
+    that broadcast.
+    """
+    return 2.0 * (num - 1) * (num_layers * latency_s + size_bytes / (num * rate_bytes_per_s))
 
 
 def slowest_link(state: State, workers: Sequence[int] | np.ndarray) -> tuple[float, float]:

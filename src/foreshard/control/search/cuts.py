@@ -138,7 +138,7 @@ def front(
     if classes.hop_extra is not None:
         return tuple(found)
     kept: list[PipelineCut] = []
-    for cut in sorted(found, key=lambda one: (one.fill_s, one.slowest_s, one.order, one.cuts)):
+    for cut in sorted(found, key=lambda cut: (cut.fill_s, cut.slowest_s, cut.order, cut.cuts)):
         if not kept or cut.slowest_s < kept[-1].slowest_s:
             kept.append(cut)
     return tuple(kept)

@@ -13,12 +13,12 @@ from functools import cache
 
 import numpy as np
 
-from foreshard.control.search.costs import slowest_link
+from foreshard.control.search.costs import ring_s, slowest_link
 from foreshard.control.search.shares import whole_shares
 from foreshard.control.slots import Chain, State
 
 _ALL_SPLITS = 24
-"""Ways to split a micro-batch up to which all are looked at."""
+"""Ways to split a micro-batch up to which all are looked at; each is a table of all spans of layers."""
 _SLOWER = (1.1, 1.25, 1.5, 2.0, 3.0)
 """Of more ways: those that give the workers that are cheap when busy most, so many times slower."""
 
@@ -88,10 +88,8 @@ def _sync_s(chain: Chain, state: State, workers: Sequence[int]) -> np.ndarray:
     num, size = len(workers), chain.num_layers + 1
     if num == 1:
         return np.zeros((size, size))
-    rate, latency = slowest_link(state, workers)
-    layers = np.arange(size)
-    total = np.concatenate([[0.0], np.cumsum(chain.sync_bytes)])
-    return 2.0 * (num - 1) * (_spans(layers) * latency + _spans(total) / (num * rate))
+    spans, sizes = _spans(np.arange(size)), _spans(chain.before_sync)
+    return np.asarray(ring_s(num, spans, sizes, *slowest_link(state, workers)))
 
 
 def splits_of(

@@ -9,15 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from foreshard.control.budgets.objective import Weights
+from foreshard.control.search.costs import message_s, ring_s
 from foreshard.control.slots import Chain, State, WorkerPipeline
 
 _MOST_ROWS = 1000
-"""Orders times cuts up to which all are compared; else those near the front in any order."""
+"""Orders times cuts up to which all are compared, a millisecond; else those near the front in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +58,9 @@ class PipelineTable:
         stage_s = (chain.before_s[orders, stop] - chain.before_s[orders, first]) / state.speed[orders]
         a, b, size = orders[:, :-1], orders[:, 1:], chain.boundary_bytes[first[:, 1:] - 1]
         period, sent = micro_batch * stage_s, np.zeros(stage_s.shape)
-        period[:, 1:] += 2.0 * state.latency_s[a, b] + micro_batch * size / state.bandwidth_bytes_per_s[a, b]
+        period[:, 1:] += message_s(
+            micro_batch * size, state.bandwidth_bytes_per_s[a, b], state.latency_s[a, b]
+        )
         sent[:, :-1] += 0.5 * size * state.usd_per_byte[a, b]
         sent[:, 1:] += 0.5 * size * state.usd_per_byte[b, a]
         return PipelineTable(
@@ -71,14 +74,7 @@ class PipelineTable:
 
     def rows(self, at: np.ndarray | slice) -> PipelineTable:
         """Return some rows."""
-        return PipelineTable(
-            worker=self.worker[at],
-            cuts=self.cuts[at],
-            fill_s=self.fill_s[at],
-            slowest_s=self.slowest_s[at],
-            stage_s=self.stage_s[at],
-            sent_usd=self.sent_usd[at],
-        )
+        return PipelineTable(**{column.name: getattr(self, column.name)[at] for column in fields(self)})
 
     def places(self, pipeline: WorkerPipeline) -> np.ndarray:
         """Return in which row a pipeline is, shape (rows,)."""
@@ -157,24 +153,24 @@ def weighed(
     batch, micro_batch : int, samples
     """
     rows = len(table.fill_s)
-    sync_s, ring = ring_s(chain, state, table, others, weights)
+    sync_s, ring = rings_beside(chain, state, table, others, weights)
 
     def columns(own: np.ndarray, rest: list[np.ndarray]) -> np.ndarray:
-        return np.stack([own, *(np.full(rows, float(one[0])) for one in rest)], axis=1)
+        return np.stack([own, *(np.full(rows, float(pipeline[0])) for pipeline in rest)], axis=1)
 
-    slowest = columns(table.slowest_s, [one.slowest_s for one in others])
-    start = columns(table.fill_s, [one.fill_s for one in others]) - slowest + sync_s[:, None]
+    slowest = columns(table.slowest_s, [pipeline.slowest_s for pipeline in others])
+    start = columns(table.fill_s, [pipeline.fill_s for pipeline in others]) - slowest + sync_s[:, None]
     rate = slowest / micro_batch
     order = np.argsort(start, axis=1, kind="stable")
     first, each = np.take_along_axis(start, order, 1), np.take_along_axis(rate, order, 1)
     end_s = ((batch + np.cumsum(first / each, axis=1)) / np.cumsum(1.0 / each, axis=1)).min(1)
     share = np.maximum(end_s[:, None] - start, 0.0) / rate
-    sample = columns(table.sample_weight(weights), [one.sample_weight(weights) for one in others])
-    active = sum(float(weights.active[one.worker[0]].sum()) for one in (table, *others))
+    sample = columns(table.sample_weight(weights), [pipeline.sample_weight(weights) for pipeline in others])
+    active = sum(float(weights.active[pipeline.worker[0]].sum()) for pipeline in (table, *others))
     return np.asarray(max(weights.time + active, 0.0) * end_s + (sample * share).sum(1) + ring)
 
 
-def ring_s(
+def rings_beside(
     chain: Chain, state: State, table: PipelineTable, others: Sequence[PipelineTable], weights: Weights
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds in which gradients are summed beside other pipelines, and what rings weigh."""
@@ -182,12 +178,12 @@ def ring_s(
     if num == 1:
         return np.zeros(rows), np.zeros(rows)
     owner = table.owner(layers)
-    fixed = [one.owner(layers) for one in others]
+    fixed = [pipeline.owner(layers) for pipeline in others]
     rate, delay = np.full((1, layers), np.inf), np.zeros((1, layers))
-    for one, other in itertools.permutations([owner, *fixed], 2):
-        rate = np.minimum(rate, state.bandwidth_bytes_per_s[one, other])
-        delay = np.maximum(delay, state.latency_s[one, other])
-    each_s = 2.0 * (num - 1) * (delay + chain.sync_bytes / (num * rate))
+    for source, target in itertools.permutations([owner, *fixed], 2):
+        rate = np.minimum(rate, state.bandwidth_bytes_per_s[source, target])
+        delay = np.maximum(delay, state.latency_s[source, target])
+    each_s = ring_s(num, 1, chain.sync_bytes, rate, delay)
     before = np.concatenate([np.zeros((rows, 1)), np.cumsum(each_s, axis=1)], axis=1)
     total = np.zeros(rows)
     for pipeline in (table, *others):
@@ -195,6 +191,6 @@ def ring_s(
         total = np.maximum(total, np.diff(np.take_along_axis(before, cuts, 1), axis=1).max(1))
     if not (weights.sent.any() and state.usd_per_byte.any()):
         return total, np.zeros(rows)
-    ring = np.sort(np.stack([owner, *(np.broadcast_to(one, owner.shape) for one in fixed)]), axis=0)
+    ring = np.sort(np.stack([owner, *(np.broadcast_to(other, owner.shape) for other in fixed)]), axis=0)
     hop = (weights.sent[ring] * state.usd_per_byte[ring, np.roll(ring, -1, axis=0)]).sum(0)
     return total, np.asarray(2.0 * (num - 1) / num * (hop * chain.sync_bytes).sum(1))

@@ -10,7 +10,7 @@ import numpy as np
 
 from foreshard.control.budgets.objective import Weights
 from foreshard.control.search.cache import Cells, SearchCache
-from foreshard.control.search.cached_structures import StructureRow
+from foreshard.control.search.costs import message_s
 from foreshard.control.search.cuts import LONG_CHAIN, DeviceClasses, PipelineCut, front
 from foreshard.control.search.pipeline_table import PipelineTable, rows_of, weighed
 from foreshard.control.search.pricing import (
@@ -24,7 +24,7 @@ from foreshard.control.search.pricing import (
     sync_usd,
 )
 from foreshard.control.search.shares import Split, counted, linear_shares, water_filling, whole_shares
-from foreshard.control.search.state_cache import Level, StateCache
+from foreshard.control.search.state_cache import Level, StateCache, StructureRow
 from foreshard.control.slots import Chain, Choice, State, Structure, WorkerPipeline
 
 EXHAUSTIVE = 220
@@ -34,8 +34,9 @@ _LEVEL = 16.0
 _GRAIN = 0.02
 """In long chains, slowest stages closer than this part are one point of the front: estimates are no finer."""
 _BETTER = 1.0 - 1e-9
+"""Factor below which an objective is better: more than rounding, or turns between equals would never end."""
 _LEAST_ROUNDS = 4.0
-"""In long chains points are left out that are best only for fewer micro-batches."""
+"""In long chains points are left out that are best only for fewer micro-batches than these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,19 +140,6 @@ class PipelineLayout:
         ).shares
 
 
-def reshared(
-    chain: Chain, state: State, structure: Structure, weights: Weights, *, batch: int, micro_batch: int
-) -> Choice:
-    """Return the best shares of pipelines that are kept: each keeps a sample at least."""
-    layout = PipelineLayout.of(chain, state, structure, batch=batch, micro_batch=micro_batch)
-    shares = layout.whole(weights, micro_batch)
-    for empty in np.flatnonzero(shares == 0):
-        given = min(micro_batch, int(shares.max()) - 1)
-        shares[int(shares.argmax())] -= given
-        shares[empty] = given
-    return evaluate(chain, state, structure, counted(shares), micro_batch=micro_batch)
-
-
 class PipelineStates(StateCache):
     """Pipelines side by side in one state: cuts and order of each from the front of its workers."""
 
@@ -235,7 +223,7 @@ class PipelineStates(StateCache):
 
     def _by_class(self, cell: Sequence[int]) -> dict[int, list[int]]:
         members: dict[int, list[int]] = {}
-        for worker in sorted(cell, key=lambda one: (self.device_class[one], one)):
+        for worker in sorted(cell, key=lambda worker: (self.device_class[worker], worker)):
             members.setdefault(self.device_class[worker], []).append(worker)
         return members
 
@@ -254,7 +242,7 @@ class PipelineStates(StateCache):
         for i, a in enumerate(first):
             for j, b in enumerate(second):
                 if a != b:
-                    hop[i, j] = 2.0 * state.latency_s[a, b] + sent / state.bandwidth_bytes_per_s[a, b]
+                    hop[i, j] = message_s(sent, state.bandwidth_bytes_per_s[a, b], state.latency_s[a, b])
                     extra[i, j] = sent * self._message_usd(a, b) * (_LEVEL**level if level else 0.0)
         states = chain.before_state[None, :] - chain.before_state[:, None]
         saved = self.micro_batch * (chain.before_saved[None, :] - chain.before_saved[:, None])
@@ -322,7 +310,7 @@ class PipelineStates(StateCache):
             return table.rows(slice(int(worth.argmin()), int(worth.argmin()) + 1))
 
         own = [table.rows(table.places(group)) for table, group in zip(tables, groups, strict=True)]
-        starts = [own] if all(len(one.fill_s) for one in own) else []
+        starts = [own] if all(len(pipeline.fill_s) for pipeline in own) else []
         for order in (groups[0].workers, groups[0].workers[::-1]):
             some = tables[0].rows((tables[0].worker == order).all(1))
             if len(some.fill_s):
@@ -393,10 +381,18 @@ class PipelineStates(StateCache):
             return self.layout(structure)
         return None
 
-    def reshared(self, structure: Structure, weights: Weights) -> Choice:
-        """Return a structure with its best shares; its time is infinite where it cannot run."""
-        asked = {"batch": self.batch, "micro_batch": self.micro_batch}
-        return reshared(self.chain, self.state, structure, weights, **asked)
+    @staticmethod
+    def reshared(
+        chain: Chain, state: State, structure: Structure, weights: Weights, *, batch: int, micro_batch: int
+    ) -> Choice:
+        """Return the best shares of pipelines that are kept: each keeps a sample at least."""
+        layout = PipelineLayout.of(chain, state, structure, batch=batch, micro_batch=micro_batch)
+        shares = layout.whole(weights, micro_batch)
+        for empty in np.flatnonzero(shares == 0):
+            given = min(micro_batch, int(shares.max()) - 1)
+            shares[int(shares.argmax())] -= given
+            shares[empty] = given
+        return evaluate(chain, state, structure, counted(shares), micro_batch=micro_batch)
 
     def chosen(self, row: StructureRow, structure: Structure, weights: Weights) -> Choice:
         """Return pipelines in whole micro-batches; where samples weigh nothing they are always the same."""

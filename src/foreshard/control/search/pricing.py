@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from foreshard.control.search.costs import cost_table, slowest_link, stage_link
+from foreshard.control.search.costs import cost_table, message_s, ring_s, slowest_link, stage_link
 from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure, WorkerPipeline
 from foreshard.errors import SpecError
 from foreshard.graph.pace import pipeline_pace
@@ -56,8 +56,8 @@ class StageArrays:
             stage=stage,
             begin=begin,
             group=group,
-            first=np.array([cut for one in groups for cut in one.cuts[:-1]], dtype=int),
-            stop=np.array([cut for one in groups for cut in one.cuts[1:]], dtype=int),
+            first=np.array([cut for group in groups for cut in group.cuts[:-1]], dtype=int),
+            stop=np.array([cut for group in groups for cut in group.cuts[1:]], dtype=int),
         )
 
     @property
@@ -94,7 +94,6 @@ def evaluate(
     shares: Sequence[float],
     *,
     micro_batch: int,
-    schedule_memory: str = "1f1b",
     batch: int | None = None,
 ) -> Choice:
     """Return the choice with the seconds and the costs of a batch.
@@ -106,8 +105,6 @@ def evaluate(
     shares : sequence of int
         As :attr:`Choice.shares`; parts of samples are taken as they are.
     micro_batch : int, samples
-    schedule_memory : {'1f1b', 'gpipe'}
-        How many micro-batches a stage keeps activations of: as many as stages from it to the end, or all.
     batch : int, samples
         `mp_over_dp` only: the batch, which the shares do not say.
 
@@ -135,8 +132,7 @@ def evaluate(
     stages = StageArrays.of(active)
     pace = pace_of(chain, state, active, micro_batch=micro_batch, splits=splits)
     time_s = float((pace.start_s + pace.rate_s * samples).max())
-    asked = {"micro_batch": micro_batch, "schedule_memory": schedule_memory, "splits": splits}
-    if not runs(chain, state, active, samples, **asked):  # type: ignore[arg-type]
+    if not runs(chain, state, active, samples, micro_batch=micro_batch, splits=splits):
         time_s = math.inf
     part = 1.0 if splits is None else splits / micro_batch
     busy_s = part * samples[stages.group[stages.stage]] * sample_s(chain, state, stages)
@@ -204,24 +200,22 @@ def hop_s(chain: Chain, state: State, stages: StageArrays, micro_batch: int) -> 
         rate, latency = state.bandwidth_bytes_per_s[before, after], state.latency_s[before, after]
     else:
         members = [stages.workers_of(k) for k in range(len(stages.first))]
-        links = [stage_link(state, members[k - 1], members[k]) for k in inner]
         wide = np.array([min(len(members[k - 1]), len(members[k])) for k in inner])
-        rate, latency = wide * np.array([one for one, _ in links]), np.array([one for _, one in links])
-    found[inner] = 2.0 * latency + micro_batch * chain.boundary_bytes[stages.first[inner] - 1] / rate
+        rate, latency = np.transpose([stage_link(state, members[k - 1], members[k]) for k in inner])
+        rate = wide * rate
+    found[inner] = message_s(micro_batch * chain.boundary_bytes[stages.first[inner] - 1], rate, latency)
     return found
 
 
 def sync_s(chain: Chain, state: State, stages: StageArrays) -> np.ndarray:
     """Return the seconds in which each worker sums gradients with others, shape (workers in use,).
 
-    A ring all-reduce per layer among the workers that hold it, at the rate of the slowest link between two.
+    A ring per layer among the workers that hold it, at the rate of the slowest link between two.
     """
     total = np.zeros(len(stages.worker))
     for low, high, at in _rings(stages):
-        num = len(at)
-        rate, latency = slowest_link(state, stages.worker[at])
         size = float(chain.sync_bytes[low:high].sum())
-        total[at] += 2.0 * (num - 1) * ((high - low) * latency + size / (num * rate))
+        total[at] += ring_s(len(at), high - low, size, *slowest_link(state, stages.worker[at]))
     return total
 
 
@@ -239,8 +233,8 @@ def least_sync_s(chain: Chain, state: State, structure: Structure) -> float:
     rate, delay = state.bandwidth_bytes_per_s[np.ix_(worker, worker)], state.latency_s[np.ix_(worker, worker)]
     best = np.maximum.reduceat(np.maximum.reduceat(rate, begin, axis=0), begin, axis=1)[apart].min()
     least = np.minimum.reduceat(np.minimum.reduceat(delay, begin, axis=0), begin, axis=1)[apart].max()
-    ring_s = 2.0 * (num - 1) * (chain.num_layers * least + float(chain.sync_bytes.sum()) / (num * best))
-    return float(ring_s) / min(sizes)
+    whole_s = ring_s(num, chain.num_layers, float(chain.sync_bytes.sum()), best, least)
+    return float(whole_s) / min(sizes)
 
 
 def _rings(stages: StageArrays) -> list[tuple[int, int, np.ndarray]]:
@@ -261,19 +255,20 @@ def runs(
     shares: Sequence[float] | np.ndarray,
     *,
     micro_batch: int,
-    schedule_memory: str = "1f1b",
     splits: np.ndarray | None = None,
 ) -> bool:
-    """Return whether all workers are there and hold their layers; shares are samples by group."""
+    """Return whether all workers are there and hold their layers; shares are samples by group.
+
+    Under 1f1b a stage keeps activations of as many micro-batches as there are stages from it to the end.
+    """
     stages = StageArrays.of(structure)
     group = stages.group
     if not state.available[stages.worker].all():
         return False
     rounds = np.ceil(np.asarray(shares, float) / micro_batch - 1e-9)[group]
     ahead = np.searchsorted(group, group, side="right") - np.arange(len(group))
-    kept = np.minimum(ahead, rounds) if schedule_memory == "1f1b" else rounds
     states = chain.before_state[stages.stop] - chain.before_state[stages.first]
-    saved = kept * (chain.before_saved[stages.stop] - chain.before_saved[stages.first])
+    saved = np.minimum(ahead, rounds) * (chain.before_saved[stages.stop] - chain.before_saved[stages.first])
     own = micro_batch if splits is None else splits
     need = states[stages.stage] + own * saved[stages.stage]
     return bool((need <= chain.memory_bytes[stages.worker]).all())

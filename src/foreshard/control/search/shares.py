@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.errors import InfeasibleError
-
 _NEVER = 1e300
+"""Seconds of an end that is never reached; finite, so that differences of ends are numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +34,7 @@ class Split:
 
 
 def water_filling(start_s: np.ndarray, rate_s: np.ndarray, batch: float) -> Split:
-    """Return the shares with which all groups in use end together: the least time, no caps, samples free.
+    """Return the shares with which all groups in use end together: the least time where samples are free.
 
     Parameters
     ----------
@@ -57,12 +56,11 @@ def linear_shares(
     *,
     time_weight: float = 1.0,
     sample_weight: np.ndarray | None = None,
-    caps: np.ndarray | None = None,
 ) -> Split:
     """Return the best shares, parts of samples allowed: a linear program, by a scan of its breakpoints.
 
     For a given end T the cheapest groups take all they can until T; the sum is convex and piecewise linear in
-    T, with bends where a group begins, is full, or where the k cheapest groups begin to suffice.
+    T, with bends where a group begins, has all samples, or where the k cheapest groups begin to suffice.
 
     Parameters
     ----------
@@ -70,32 +68,18 @@ def linear_shares(
     batch : float, samples
     time_weight : float
         Below 0 it counts as 0: no group waits on purpose.
-    sample_weight, caps : ndarray, shape (groups,), optional
-
-    Raises
-    ------
-    InfeasibleError
-        When all caps together are below the batch.
+    sample_weight : ndarray, shape (groups,), optional
     """
     cost = np.zeros(len(start_s)) if sample_weight is None else np.asarray(sample_weight, float)
-    full = np.full(len(start_s), batch, float) if caps is None else np.minimum(caps, batch)
-    if full.sum() < batch * (1 - 1e-12):
-        raise InfeasibleError(
-            f"groups hold {full.sum():g} samples of {batch:g}",
-            rule="All samples need a place",
-            fix="Use smaller micro-batches or more workers",
-        )
     order = np.lexsort((start_s, cost))
-    start, rate, most = start_s[order], rate_s[order], full[order]
-    bends = np.unique(np.concatenate([start, start + rate * most]))
+    start, rate = start_s[order], rate_s[order]
+    bends = np.unique(np.concatenate([start, start + rate * batch]))
     # Samples that the k cheapest groups get through until each bend.
-    through = np.cumsum(
-        np.clip((bends[None, :] - start[:, None]) / rate[:, None], 0.0, most[:, None]), axis=0
-    )
+    through = np.cumsum(np.clip((bends[None, :] - start[:, None]) / rate[:, None], 0.0, batch), axis=0)
     ends = np.concatenate([bends, [_level(bends, row, batch) for row in through]])
     least = _level(bends, through[-1], batch)
     ends = np.unique(ends[(ends >= least) & (ends < _NEVER)])
-    return _best_end(order, start, rate, most, cost[order], ends, batch, time_weight)
+    return _best_end(order, start, rate, cost[order], ends, batch, time_weight)
 
 
 def _level(bends: np.ndarray, through: np.ndarray, batch: float) -> float:
@@ -113,7 +97,6 @@ def _best_end(
     order: np.ndarray,
     start: np.ndarray,
     rate: np.ndarray,
-    most: np.ndarray,
     cost: np.ndarray,
     ends: np.ndarray,
     batch: float,
@@ -124,7 +107,7 @@ def _best_end(
 
     With a unit, shares are whole multiples of it.
     """
-    room = np.clip((ends[:, None] - start[None, :]) / rate[None, :], 0.0, most[None, :])
+    room = np.clip((ends[:, None] - start[None, :]) / rate[None, :], 0.0, batch)
     if unit:
         room = np.floor(room / unit + 1e-9) * unit
     before = np.cumsum(room, axis=1) - room
@@ -219,9 +202,8 @@ def _whole(
             latest, soonest.time_s + (float(soonest.shares @ cost) - batch * float(cost.min())) / weight
         )
     ends = _piece_ends(start, rate * micro_batch, pieces, soonest.time_s, latest)
-    full = np.full(len(start), float(batch))
     return _best_end(
-        order, start[order], rate[order], full, cost[order], ends, batch, time_weight, float(micro_batch)
+        order, start[order], rate[order], cost[order], ends, batch, time_weight, float(micro_batch)
     )
 
 

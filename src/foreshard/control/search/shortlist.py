@@ -53,7 +53,7 @@ class Shortlist:
         if self._plain is not None:
             with contextlib.suppress(InfeasibleError):
                 structures.append(self._plain.compare(state, objective, running).best)
-        seen = {one: self.seen(state, one, objective) for one in structures}
+        seen = {structure: self.seen(state, structure, objective) for structure in structures}
         for structure in map(_without_thinnest, list(seen.values())):
             if structure is not None:
                 seen[structure] = self.seen(state, structure, objective)
@@ -71,8 +71,8 @@ class Shortlist:
             return choice
         time_s = self._timed(state, structure, choice.shares)
         costs = {
-            one.key: choice.costs[one.key] * (1.0 if one.kind == "duty" else time_s / choice.time_s)
-            for one in self._slots.budgets
+            budget.key: choice.costs[budget.key] * (1.0 if budget.kind == "duty" else time_s / choice.time_s)
+            for budget in self._slots.budgets
         }
         return replace(choice, time_s=time_s, costs=costs)
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from foreshard.control.budgets.objective import Objective
-from foreshard.control.search import pipelines, wide_stages
 from foreshard.control.search.cache import Cells, SearchCache
 from foreshard.control.search.candidates import built, every_structure, neighbours, renamed, repaired
 from foreshard.control.search.pipelines import PipelineStates
@@ -34,23 +33,25 @@ from foreshard.control.slots import (
     Structure,
     workers_apart,
 )
-from foreshard.errors import InfeasibleError, SpecError
+from foreshard.errors import InfeasibleError, unknown
 
 MAX_STAGES = 8
-_STATES = 512
-"""States whose subsets of replicas are kept."""
+"""Stages of a pipeline at most where nothing is said: orders grow with their factorial."""
+_MOST_LISTED = 512
+"""States whose subsets of replicas are kept: up to some megabytes each, mostly kilobytes."""
 _MOST_SUBSETS = 20_000
 """Subsets of replicas that are listed in every new state: some milliseconds."""
 _MOST_STRUCTURES = 10_000
+"""Structures of replicas that are kept by their workers, so that equal ones are one object."""
 _COLD_LOOKS = 2000
 """New structures that a slot looks at where nothing runs yet, or workers are few: a second at most."""
 _WARM_LOOKS, _WARM_EFFORT = 12, 50
 """New structures, and tables of cuts beyond the first structure, that any other slot has time for: a few
 milliseconds. A state that comes back is looked at further."""
 _STARTS = 2
-"""Structures from which tentative moves are made."""
+"""Structures from which tentative moves are made: a second one leads out of what is best nearby."""
 _SHORTLIST = 6
-"""Structures that are weighed with the best shares, the change to them included."""
+"""Structures of which better orders and cuts are sought in any case if busy seconds or bytes weigh."""
 _MOST_WHOLE = 30
 """Structures that are compared in whole samples: few micro-batches are far from parts of samples."""
 _MOST_IMPROVED = 32
@@ -58,6 +59,7 @@ _MOST_IMPROVED = 32
 _VISITS = 6
 """Slots of a state in which built structures are looked at; later ones only move on from the best."""
 _BETTER = 1.0 - 1e-12
+"""Factor below which an objective is better: more than rounding, or walks between equals would never end."""
 _STATES_OF: Mapping[str, type[StateCache]] = {DP_OVER_MP: PipelineStates, MP_OVER_DP: StageStates}
 _FEW_WORKERS = {DP_OVER_MP: 6, MP_OVER_DP: 4}
 """Workers up to which every slot has time for all structures."""
@@ -310,7 +312,7 @@ class _SlotSearch:
         """Return the best of the shortlist in whole samples."""
         best: Choice | None = None
         least = math.inf
-        for place, at in enumerate(sorted(self.found, key=lambda one: (self.found[one], one))):
+        for place, at in enumerate(sorted(self.found, key=lambda at: (self.found[at], at))):
             if self.found[at] >= least or (place >= _MOST_WHOLE and best is not None):
                 break
             row = self.structures.layouts[at]
@@ -439,7 +441,7 @@ class ReplicaSearch:
                 self._known[key] = kinds, kinds.column(self.budgets)
             except TooManyError:
                 self._known[key] = None
-            if len(self._known) > _STATES:
+            if len(self._known) > _MOST_LISTED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
@@ -450,12 +452,7 @@ def slots_of(
 ) -> PipelineSearch | ReplicaSearch:
     """Return the slots of a reading: stages of several workers, pipelines, or replicas without stages."""
     if reading not in (DP_OVER_MP, MP_OVER_DP):
-        raise SpecError(
-            f"unknown reading {reading!r}",
-            key="reading",
-            value=reading,
-            rule=f"Plans are read as {DP_OVER_MP} or {MP_OVER_DP}",
-        )
+        raise unknown("reading", reading, (DP_OVER_MP, MP_OVER_DP), key="reading", rule="Plans are read as")
     if reading == DP_OVER_MP and max_stages == 1:
         return ReplicaSearch(chain, budgets, **asked)
     return PipelineSearch(chain, budgets, max_stages=max_stages, reading=reading, **asked)
@@ -464,11 +461,6 @@ def slots_of(
 def reshare(
     chain: Chain, state: State, structure: Structure, objective: Objective, *, batch: int, micro_batch: int
 ) -> Choice:
-    """Return the best shares of a structure that is kept; its time is infinite where it cannot run.
-
-    Every group keeps at least one sample, and so does every worker of a stage of several: the structure is
-    what it was.
-    """
-    best_shares = wide_stages.reshared if structure.reading == MP_OVER_DP else pipelines.reshared
-    weights = objective.weights(state)
-    return best_shares(chain, state, structure, weights, batch=batch, micro_batch=micro_batch)
+    """Return the best shares of a structure that is kept (`StateCache.reshared`)."""
+    reshared = _STATES_OF[structure.reading].reshared
+    return reshared(chain, state, structure, objective.weights(state), batch=batch, micro_batch=micro_batch)

@@ -9,21 +9,90 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from foreshard.control.budgets.objective import Weights
 from foreshard.control.search.cache import Cells, SearchCache
-from foreshard.control.search.cached_structures import CachedStructures, StructureRow
 from foreshard.control.search.costs import slowest_link
-from foreshard.control.search.device_classes import device_classes
-from foreshard.control.slots import Chain, Choice, State, Structure
+from foreshard.control.search.device_classes import device_classes, remembered_link_kinds
+from foreshard.control.slots import Budget, Chain, Choice, State, Structure
 
 _DEAR = 4.0
-"""Factor by which a price must change before better orders and cuts are sought again."""
+"""Factor by which a price must change before better orders and cuts, dear to find, are sought again."""
 Level = tuple[int, ...]
 """How dear busy seconds and bytes are against time, as powers: what decides on cuts and splits."""
+
+
+class StructureRow(Protocol):
+    """A structure in a state, with shares."""
+
+    @property
+    def structure(self) -> Structure:
+        """Return the structure."""
+        ...
+
+    @property
+    def worker(self) -> np.ndarray:
+        """Return the workers in use."""
+        ...
+
+    @property
+    def spare_s(self) -> float:
+        """Return the seconds that other orders and cuts of its cells can spare at most."""
+        ...
+
+    def taken(self) -> tuple[float, np.ndarray, np.ndarray]:
+        """Return seconds of a batch, and by worker the busy seconds and the dollars for bytes sent."""
+        ...
+
+    def objective(self, weights: Weights) -> tuple[float, np.ndarray]:
+        """Return what the slot minimises at the best shares, and which cells then have samples."""
+        ...
+
+
+class CachedStructures:
+    """Structures of a state in rows, so that all are weighed at once."""
+
+    def __init__(self, num_workers: int):
+        self.layouts: list[StructureRow] = []
+        self.known: dict[object, int | None] = {}
+        self._size = num_workers
+        self._rows, self._spare_s = np.zeros((0, 3 * num_workers + 1)), np.zeros(0)
+
+    def add(self, layout: StructureRow) -> int:
+        """Take a structure in; return its row."""
+        at = len(self.layouts)
+        if at == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros((max(64, at), 3 * self._size + 1))])
+            self._spare_s = np.append(self._spare_s, np.zeros(max(64, at)))
+        self.layouts.append(layout)
+        row, size = self._rows[at], self._size
+        time_s, busy_s, sent_usd = layout.taken()
+        row[0] = time_s
+        self._spare_s[at] = layout.spare_s
+        row[1:][layout.worker] = time_s
+        row[1 + size :][layout.worker] = busy_s
+        row[1 + 2 * size :][layout.worker] = sent_usd
+        return at
+
+    def objective(self, weights: Weights) -> np.ndarray:
+        """Return what the slot minimises, with the shares that structures were taken in with."""
+        return np.asarray(self._rows[: len(self.layouts)] @ weights.row())
+
+    def spare(self, weights: Weights) -> np.ndarray:
+        """Return what other orders and cuts can spare at most: seconds of rings, and all that is sent."""
+        count = len(self.layouts)
+        used = self._rows[:count, : 1 + self._size] > 0.0
+        sent = self._rows[:count, 1 + 2 * self._size :] @ weights.sent
+        return np.asarray(used @ weights.row()[: 1 + self._size] * self._spare_s[:count] + sent)
+
+    def table(self, state: State, budgets: Sequence[Budget]) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds and costs, shape (n, budgets), of structures with these shares."""
+        found = self._rows[: len(self.layouts)]
+        weigh = [Weights.of(state, 0.0, {budget.name: 1.0}, (budget,)).row() for budget in budgets]
+        return found[:, 0].copy(), found @ np.array(weigh).reshape(len(budgets), found.shape[1]).T
 
 
 class StateCache(ABC):
@@ -69,7 +138,8 @@ class StateCache(ABC):
         self.batch, self.micro_batch = batch, micro_batch
         self.max_stages = min(max_stages, chain.num_layers)
         self.alive = [int(worker) for worker in np.flatnonzero(state.available & (state.speed > 0))]
-        self.device_class = device_classes(chain, state, apart, cache.links)
+        places = remembered_link_kinds(state, cache.links)
+        self.device_class = device_classes(chain, state, apart, places)
         self.structures = CachedStructures(chain.num_workers)
         self.everything: Sequence[Cells] | None = None
         self.visits = 0
@@ -116,7 +186,8 @@ class StateCache(ABC):
         free = not weights.busy.any() and not weights.sent.any()
         if free and structure in self._kept:
             return self._kept[structure]
-        found = self.reshared(structure, weights)
+        asked = {"batch": self.batch, "micro_batch": self.micro_batch}
+        found = self.reshared(self.chain, self.state, structure, weights, **asked)
         if free:
             self._kept[structure] = found
         return found
@@ -159,9 +230,15 @@ class StateCache(ABC):
     def as_is(self, structure: Structure, weights: Weights) -> StructureRow | None:
         """Return a structure with its own order and cuts; None where it cannot run."""
 
+    @staticmethod
     @abstractmethod
-    def reshared(self, structure: Structure, weights: Weights) -> Choice:
-        """Return a structure with its best shares; its time is infinite where it cannot run."""
+    def reshared(
+        chain: Chain, state: State, structure: Structure, weights: Weights, *, batch: int, micro_batch: int
+    ) -> Choice:
+        """Return a structure that is kept with its best shares; its time is infinite where it cannot run.
+
+        Every group keeps at least one sample, and so does every worker of a stage of several.
+        """
 
     @abstractmethod
     def chosen(self, row: StructureRow, structure: Structure, weights: Weights) -> Choice:

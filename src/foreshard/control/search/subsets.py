@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.control.search.costs import ring_s
+from foreshard.control.search.device_classes import device_classes
 from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline, link_kinds
 from foreshard.errors import InfeasibleError, SpecError
 
 COSTS = ("usd", "rent_usd", "egress_usd", "joule", "carbon_kg")
 """Columns of :attr:`SubsetClasses.costs`."""
 _MAX_SUBSETS = 200_000
+"""Subsets that are listed at most: tens of megabytes and a tenth of a second."""
 
 
 class TooManyError(SpecError):
@@ -70,7 +73,7 @@ def counts_of(members: Sequence[int], most: int = _MAX_SUBSETS) -> np.ndarray:
             rule=f"At most {most} subsets are listed",
             fix="Let devices change together, or at fewer levels",
         )
-    return np.stack([one.ravel() for one in np.indices(shape)], axis=1)[1:]
+    return np.stack([count.ravel() for count in np.indices(shape)], axis=1)[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +122,17 @@ class SubsetClasses:
             For more than `most` subsets.
         """
         members = _members(chain, state, micro_batch, apart)
-        counts = counts_of([len(one) for one in members], most)
-        time_s, busy_s, costs, floor = _priced(chain, state, batch, members, counts)
-        return SubsetClasses(
-            members=members, counts=counts, time_s=time_s, busy_s=busy_s, costs=costs, floor=floor
-        )
+        counts = counts_of([len(kind) for kind in members], most)
+        return _priced(chain, state, batch, members, counts)
 
     def column(self, budgets: Sequence[Budget], *, floor: bool = False) -> np.ndarray:
         """Return what every subset costs of some budgets, shape (subsets, budgets); or the least of it."""
         found = np.zeros((len(self.time_s), len(budgets)))
-        for i, one in enumerate(budgets):
-            if one.worker is None:
-                found[:, i] = (self.floor if floor else self.costs)[:, COSTS.index(one.kind)]
+        for i, budget in enumerate(budgets):
+            if budget.worker is None:
+                found[:, i] = (self.floor if floor else self.costs)[:, COSTS.index(budget.kind)]
             elif not floor:
-                found[:, i] = self._of_worker(one)
+                found[:, i] = self._of_worker(budget)
         return found
 
     def _of_worker(self, budget: Budget) -> np.ndarray:
@@ -165,7 +165,7 @@ class SubsetClasses:
             if rank not in place:
                 return None
             counts[place[rank]] += 1
-        shape = [len(one) + 1 for one in self.members]
+        shape = [len(kind) + 1 for kind in self.members]
         return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
 
 
@@ -173,7 +173,6 @@ def _members(
     chain: Chain, state: State, micro_batch: int, apart: frozenset[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Group the available devices that hold the model and that no subset can tell apart."""
-    found: dict[tuple[object, ...], list[int]] = {}
     holds = chain.before_state[-1] + micro_batch * chain.before_saved[-1] <= chain.memory_bytes
     there = np.flatnonzero(state.available & holds)
     if not len(there):
@@ -186,31 +185,24 @@ def _members(
     # Devices that could change places; bytes between those of a class are counted as free.
     places = link_kinds(state)
     paid = (state.usd_per_byte > 0.0) & (np.array(places)[:, None] == places)
-    for rank in there:
-        key = (
-            places[rank],
-            chain.layer_s[rank].tobytes(),
-            float(state.speed[rank]),
-            float(state.usd_per_h[rank]),
-            float(state.busy_w[rank]),
-            float(state.idle_w[rank]),
-            float(state.kg_per_j[rank]),
-            int(rank) if rank in apart or paid[rank].any() else -1,
-        )
-        found.setdefault(key, []).append(int(rank))
+    alone = apart.union(np.flatnonzero(paid.any(1)).tolist())
+    classes = device_classes(chain, state, alone, places, by_memory=False)
+    found: dict[int, list[int]] = {}
+    for rank in there.tolist():
+        found.setdefault(classes[rank], []).append(rank)
     return tuple(tuple(ranks) for ranks in found.values())
 
 
 def _priced(
     chain: Chain, state: State, batch: int, members: tuple[tuple[int, ...], ...], counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> SubsetClasses:
     first = np.array([kind[0] for kind in members])
     total = counts.sum(1)
     each_s = sample_s(chain, state)[first]
     compute_s = batch / (counts @ (1.0 / each_s))
     rate, delay = _rings(state, members, counts)
     size = chain.sync_bytes.sum()
-    sync_s = 2.0 * (total - 1.0) * (chain.num_layers * delay + size / (total * rate))
+    sync_s = ring_s(total, chain.num_layers, size, rate, delay)
     time_s = compute_s + sync_s
     rent = counts @ (state.usd_per_h[first] / 3600.0) * time_s
     egress = _hop_usd(state, members, counts) * 2.0 * (total - 1.0) / total * size
@@ -221,7 +213,14 @@ def _priced(
         more = scale * (state.busy_w - state.idle_w)[first] * each_s
         costs.append(busy * compute_s + idle * sync_s)
         floor.append(idle * time_s + np.where(used, more[:, None], np.inf).min(0) * batch)
-    return time_s, compute_s, np.stack(costs, axis=1), np.stack(floor, axis=1)
+    return SubsetClasses(
+        members=members,
+        counts=counts,
+        time_s=time_s,
+        busy_s=compute_s,
+        costs=np.stack(costs, axis=1),
+        floor=np.stack(floor, axis=1),
+    )
 
 
 def _rings(
@@ -253,7 +252,7 @@ def _hop_usd(state: State, members: tuple[tuple[int, ...], ...], counts: np.ndar
     some = counts.T > 0
     present = [np.logical_or.reduce(some[kinds]) for kinds in parts]
     head = [members[kinds[0]][0] for kinds in parts]
-    codes = sum(one.astype(np.int64) << i for i, one in enumerate(present))
+    codes = sum(is_present.astype(np.int64) << i for i, is_present in enumerate(present))
     for code in np.unique(codes).tolist():
         here = [device for i, device in enumerate(head) if code >> i & 1]
         usd = sum(float(state.usd_per_byte[u, v]) for u, v in zip(here, [*here[1:], *here[:1]], strict=True))

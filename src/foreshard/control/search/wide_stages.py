@@ -12,18 +12,19 @@ import numpy as np
 
 from foreshard.control.budgets.objective import Weights
 from foreshard.control.search.cache import Cells, SearchCache
-from foreshard.control.search.cached_structures import StructureRow
-from foreshard.control.search.costs import Costs, slowest_link, stage_link
+from foreshard.control.search.costs import Costs, message_s, slowest_link, stage_link
 from foreshard.control.search.cuts import LONG_CHAIN, CutSearch, PipelineCut, Tables, points
 from foreshard.control.search.joint_stage import JointStage, splits_of
 from foreshard.control.search.pricing import evaluate
-from foreshard.control.search.state_cache import Level, StateCache
+from foreshard.control.search.state_cache import Level, StateCache, StructureRow
 from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure, WorkerPipeline
 
-_FEW_WORKERS, EXHAUSTIVE, EXHAUSTIVE_FEW = 6, 220, 1000
-"""Structures up to which all are compared, and of so few workers: each takes about a millisecond."""
+_FEW_WORKERS = 6
+"""Workers of which a new state is searched to the end at once, in up to a second."""
+EXHAUSTIVE, EXHAUSTIVE_FEW = 220, 1000
+"""Structures up to which all are compared, and of few workers: each takes about a millisecond."""
 _GRAIN = 0.01
-"""In long chains, slowest stages closer than this part are one."""
+"""In long chains, slowest stages closer than this part are one: estimates are no finer."""
 
 Found = tuple[tuple[int, ...], tuple[int, ...]]
 """Where stages begin, and the end; samples of a micro-batch by worker, stage after stage."""
@@ -99,7 +100,7 @@ class StageSplitter:
             fastest.append(period_s.argmin(0) if cost is None else None)
             period_s = period_s.min(0) if cost is None else period_s
             tables.append((period_s, weight * period_s + (0.0 if cost is None else cost)))
-        found = self._least(tables, [one.sync_s for one in joint], weight)
+        found = self._least(tables, [stage.sync_s for stage in joint], weight)
         if found is None:
             return None
         shares: list[int] = []
@@ -132,7 +133,7 @@ class StageSplitter:
             found = points(search, grain, each, least)
             if not each:
                 found = itertools.islice(found, 1)
-            cut = min(found, key=lambda one: one.weighed + each * one.slowest_s, default=None)
+            cut = min(found, key=lambda cut: cut.weighed + each * cut.slowest_s, default=None)
             if cut is None or cut.weighed + each * cut.slowest_s >= least:
                 return best
             longest_s = max(
@@ -171,7 +172,7 @@ class StageSplitter:
         rate, latency = stage_link(self.state, before, stage)
         found = np.zeros(chain.num_layers + 1)
         wide = min(len(before), len(stage))
-        found[1:-1] = 2.0 * latency + self.micro_batch * np.asarray(chain.boundary_bytes) / (wide * rate)
+        found[1:-1] = message_s(self.micro_batch * chain.boundary_bytes, wide * rate, latency)
         return found
 
     def _cost(
@@ -185,28 +186,14 @@ class StageSplitter:
             if before:
                 both = sent[np.ix_(before, at)].sum() + sent[np.ix_(at, before)].sum()
                 each = 0.5 * self.batch * both / (len(before) * len(at))
-                found[1:-1] += each * np.asarray(chain.boundary_bytes)[:, None]
+                found[1:-1] += each * chain.boundary_bytes[:, None]
             if len(at) > 1:
                 ring = sent[at, np.roll(at, -1)].sum() * 2.0 * (len(at) - 1) / len(at)
-                total = np.concatenate([[0.0], np.cumsum(chain.sync_bytes)])
-                found += ring * (total[None, :] - total[:, None])
+                found += ring * (chain.before_sync[None, :] - chain.before_sync[:, None])
         if not weights.busy[at].any():
             return np.broadcast_to(found, joint.passing_s.shape) if found.any() else None
         busy = self.rounds * np.tensordot(joint.busy_s, weights.busy[at], axes=(1, 0))
         return np.asarray(found + busy)
-
-
-def reshared(
-    chain: Chain, state: State, structure: Structure, weights: Weights, *, batch: int, micro_batch: int
-) -> Choice:
-    """Return the best splits of stages that are kept; its time is infinite where they cannot run."""
-    cuts = (0, *(group.cuts[1] for group in structure.groups))
-    stages = tuple(group.workers for group in structure.groups)
-    merged = _merged(chain, cuts)
-    found = StageSplitter(merged, state, batch, micro_batch, SearchCache()).settled(stages, weights)
-    if found is None:
-        return Choice(structure=structure, shares=_even(stages, micro_batch), time_s=math.inf, costs={})
-    return evaluate(chain, state, structure, found[1], micro_batch=micro_batch, batch=batch)
 
 
 def _even(stages: Cells, micro_batch: int) -> tuple[int, ...]:
@@ -220,11 +207,10 @@ def _even(stages: Cells, micro_batch: int) -> tuple[int, ...]:
 def _merged(chain: Chain, cuts: tuple[int, ...]) -> Chain:
     """Return the chain whose layers are stages, so that it can be cut in one way only."""
     first, stop = np.array(cuts[:-1]), np.array(cuts[1:])
-    sync = np.concatenate([[0.0], np.cumsum(chain.sync_bytes)])
     return Chain(
         layer_s=chain.before_s[:, stop] - chain.before_s[:, first],
-        boundary_bytes=np.asarray(chain.boundary_bytes)[stop[:-1] - 1],
-        sync_bytes=sync[stop] - sync[first],
+        boundary_bytes=chain.boundary_bytes[stop[:-1] - 1],
+        sync_bytes=chain.before_sync[stop] - chain.before_sync[first],
         state_bytes=chain.before_state[stop] - chain.before_state[first],
         saved_bytes=chain.before_saved[stop] - chain.before_saved[first],
         memory_bytes=chain.memory_bytes,
@@ -289,10 +275,18 @@ class StageStates(StateCache):
     def _running(self, choice: Choice) -> StagedChoice | None:
         return StagedChoice(choice=choice) if math.isfinite(choice.time_s) else None
 
-    def reshared(self, structure: Structure, weights: Weights) -> Choice:
-        """Return stages that are kept with the best splits."""
-        asked = {"batch": self.batch, "micro_batch": self.micro_batch}
-        return reshared(self.chain, self.state, structure, weights, **asked)
+    @staticmethod
+    def reshared(
+        chain: Chain, state: State, structure: Structure, weights: Weights, *, batch: int, micro_batch: int
+    ) -> Choice:
+        """Return the best splits of stages that are kept; its time is infinite where they cannot run."""
+        cuts = (0, *(group.cuts[1] for group in structure.groups))
+        stages = tuple(group.workers for group in structure.groups)
+        merged = _merged(chain, cuts)
+        found = StageSplitter(merged, state, batch, micro_batch, SearchCache()).settled(stages, weights)
+        if found is None:
+            return Choice(structure=structure, shares=_even(stages, micro_batch), time_s=math.inf, costs={})
+        return evaluate(chain, state, structure, found[1], micro_batch=micro_batch, batch=batch)
 
     def chosen(self, row: StructureRow, structure: Structure, weights: Weights) -> Choice:
         """Return stages under the names of workers that the structure has."""
