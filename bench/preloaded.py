@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MODULES = (
-    "foreshard.lab.rank_hardware",
+    "foreshard.lab.lab_rank",
     "foreshard.runtime.worker",
     "foreshard.runtime.membership.supervisor",
 )

@@ -24,7 +24,7 @@ def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) ->
         fix = 'Use foreshard lab, or clock = "cpu"'
         raise SpecError(what, file=file, key="clock", value="wall", rule=rule, fix=fix)
     emulation = Emulation(
-        worker="foreshard.lab.rank_hardware",
+        worker="foreshard.lab.lab_rank",
         file=str(Path(file).resolve()),
         cluster=lab.cluster(),
         expected=[rank for rank in range(ranks) if lab.there_at(0, rank)],

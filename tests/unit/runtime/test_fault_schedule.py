@@ -42,13 +42,13 @@ def told(tmp_path, steps):
 
 
 def test_the_steps_of_a_run_are_read_from_the_end_of_its_metrics(tmp_path):
-    assert worker.steps_told(tmp_path / "none.jsonl") == 0
-    assert worker.steps_told(told(tmp_path, 0)) == 0
+    assert lab_rank.steps_told(tmp_path / "none.jsonl") == 0
+    assert lab_rank.steps_told(told(tmp_path, 0)) == 0
     path = told(tmp_path, 400)
-    assert worker.steps_told(path) == 400
+    assert lab_rank.steps_told(path) == 400
     with path.open("a") as file:
         file.write('{"step": 400, "pa')
-    assert worker.steps_told(path) == 400, "half a line is none"
+    assert lab_rank.steps_told(path) == 400, "half a line is none"
 
 
 def test_a_rank_waits_for_the_step_before_it_is_there(tmp_path, monkeypatch):
@@ -58,33 +58,33 @@ def test_a_rank_waits_for_the_step_before_it_is_there(tmp_path, monkeypatch):
         slept.append(seconds)
         told(tmp_path, 2 + len(slept))
 
-    monkeypatch.setattr(worker.time, "sleep", sleep)
-    worker.await_turn(LAB, 2, path, 50)
-    assert worker.steps_told(path) == 4, "step 4 runs, it is there from step 5 on"
-    worker.await_turn(LAB, 0, path, 50)
+    monkeypatch.setattr(lab_rank.time, "sleep", sleep)
+    lab_rank.await_turn(LAB, 2, path, 50)
+    assert lab_rank.steps_told(path) == 4, "step 4 runs, it is there from step 5 on"
+    lab_rank.await_turn(LAB, 0, path, 50)
 
 
 def test_a_rank_that_never_comes_back_ends_with_the_run(tmp_path):
     with pytest.raises(SystemExit) as ended:
-        worker.await_turn(LAB, 1, told(tmp_path, 20), 20)
+        lab_rank.await_turn(LAB, 1, told(tmp_path, 20), 20)
     assert ended.value.code == 0
 
 
 def test_a_step_waits_for_who_is_due_at_the_next(monkeypatch):
-    monkeypatch.setattr(worker.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(lab_rank.time, "sleep", lambda seconds: None)
     door = Door(after=3)
-    assert worker.come_and_go(LAB, 0, 4, door, waits=True) and door.asked == 4
+    assert lab_rank.come_and_go(LAB, 0, 4, door, waits=True) and door.asked == 4
     for step, waits in ((3, True), (5, True), (4, False)):
         door = Door(after=3)
-        assert worker.come_and_go(LAB, 0, step, door, waits=waits) and door.asked == 0
-    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
-    assert not worker.come_and_go(LAB, 0, 4, Door(after=10**9), waits=True)
+        assert lab_rank.come_and_go(LAB, 0, step, door, waits=waits) and door.asked == 0
+    monkeypatch.setattr(lab_rank, "PATIENCE_S", 0.0)
+    assert not lab_rank.come_and_go(LAB, 0, 4, Door(after=10**9), waits=True)
 
 
 def test_a_rank_kills_itself_where_the_lab_says_so(monkeypatch):
     killed = []
-    monkeypatch.setattr(worker.os, "kill", lambda pid, how: killed.append((pid, how)))
-    worker.come_and_go(LAB, 1, 6, Door(0), waits=True)
+    monkeypatch.setattr(lab_rank.os, "kill", lambda pid, how: killed.append((pid, how)))
+    lab_rank.come_and_go(LAB, 1, 6, Door(0), waits=True)
     assert killed == []
-    worker.come_and_go(LAB, 1, 7, Door(0), waits=True)
+    lab_rank.come_and_go(LAB, 1, 7, Door(0), waits=True)
     assert killed == [(os.getpid(), signal.SIGKILL)]
