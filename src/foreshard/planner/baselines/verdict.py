@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from foreshard.errors import SpecError
-from foreshard.planner.baselines.grid import Best
 from foreshard.planner.baselines.registry import BASELINES, Baseline
 from foreshard.planner.pricing.engine_times import engine_seconds, predicted
 from foreshard.planner.pricing.mapping import plan_of
@@ -22,8 +21,8 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
-_SLACK = 0.25
 _JUDGED = 12
+"""Arrangements that the engine times, each of another number of pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,6 @@ def judge(
     names: Sequence[str] = ("all",),
     *,
     bound_s: float | None = None,
-    seed: int = 0,
     **asked: Any,
 ) -> tuple[Judged, ...]:
     """Return what each baseline comes to on a model and cluster.
@@ -72,7 +70,6 @@ def judge(
         Of `BASELINES`; "all" is every one.
     bound_s : float, optional
         A step time no plan beats, for the gaps.
-    seed : int
     asked
         As for `planner.search.plan`: global_batch (required), seq_len, framework, precision, optimizer,
         engine.
@@ -86,7 +83,7 @@ def judge(
     request = checked_request(model, cluster, **asked)
     use = _together(request)
     problem = price_stages(request, use) if use else None
-    return tuple(_judged(request, problem, one, bound_s, seed) for one in chosen)
+    return tuple(_judged(request, problem, one, bound_s) for one in chosen)
 
 
 def _named(name: str) -> Baseline:
@@ -112,15 +109,12 @@ def _together(request: PlanRequest) -> tuple[int, ...]:
     return tuple(own)
 
 
-def _judged(
-    request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None, seed: int
-) -> Judged:
+def _judged(request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None) -> Judged:
     started = time.perf_counter()
     found: list[Arrangement] = []
     if problem is not None:
-        best = Best(problem=problem, slack=_SLACK)
-        one.planner(problem, seed=seed, best=best)
-        found = [made for _, made in sorted(best.by_number.values(), key=lambda row: row[0])[:_JUDGED]]
+        offered = one.best(problem).by_number.values()
+        found = [made for _, made in sorted(offered, key=lambda row: row[0])[:_JUDGED]]
     wall_s = time.perf_counter() - started
     plan, prediction, why = _fastest(request, problem, found)
     step_s = None if prediction is None else prediction.step_time_s

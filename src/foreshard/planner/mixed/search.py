@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -11,10 +11,7 @@ import numpy as np
 
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import InfeasibleError
-from foreshard.planner.baselines.even import lb_bsp
-from foreshard.planner.baselines.grid import Best
-from foreshard.planner.baselines.ordered import amp, hetpipe
-from foreshard.planner.baselines.pipedream import pipedream
+from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import SPACE as EVEN
 from foreshard.planner.mixed.even_plans import EvenPlans, even_plans_of
@@ -89,8 +86,6 @@ _ROOMIER = 4
 """Searches with more memory left free, as long as no plan fits."""
 _ROOM = 1.5
 """Times the memory that plans lack that is left free the next time."""
-_PUBLISHED_SLACK = 0.25
-"""Part by which plans of published planners may be slower than their best and still be timed."""
 
 
 WITHOUT_EXTRA = "Unequal pipelines were not searched: that needs the extra foreshard[plan]"
@@ -152,11 +147,11 @@ class MixedSearch:
         try:
             self._start()
             if hastily:
-                self._offer_published((hetpipe, amp) if len(self.sets) > 1 else ())
+                self._offer_published(("hetpipe", "amp") if len(self.sets) > 1 else ())
                 if self.found.timed:
                     self.notes.append(HASTE)
                     return
-            self._offer_published((lb_bsp,))
+            self._offer_published(("lb-bsp",))
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
             while not ((searching.is_over and self.found.timed) or self.stopped):
@@ -170,7 +165,7 @@ class MixedSearch:
                     self._finding_s += self._advance(chosen, share)
             self._change()
             if self.by_price or not self.found.timed:
-                self._offer_published((hetpipe, amp, pipedream))
+                self._offer_published(("hetpipe", "amp", "pipedream"))
         except KeyboardInterrupt:
             for subspace in self.pipelines if not self.found.timed else ():
                 subspace.time_fresh(self.found, self.budget)
@@ -382,15 +377,13 @@ class MixedSearch:
         plan = plan_in_chunks(self.request, problem, arrangement, chunks)
         return np.inf if plan is None else self.found.take_interleaved(plan)
 
-    def _offer_published(self, planners: Sequence[Callable[..., object]]) -> None:
+    def _offer_published(self, names: Sequence[str]) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""
         problem = capped(self.found.problem(self.sets[0]), self.request.max_devices)
-        for planner in planners:
+        for name in names:
             if self.found.timed and self.budget.is_over:
                 return
-            best = Best(problem=problem, slack=_PUBLISHED_SLACK)
-            planner(problem, best=best)
-            for _, arrangement in best.by_number.values():
+            for _, arrangement in BASELINES[name].best(problem).by_number.values():
                 plan = plan_of(self.request, problem, arrangement)
                 if plan is not None and not faults(problem, arrangement):
                     self.found.take(plan)
