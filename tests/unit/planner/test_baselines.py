@@ -275,8 +275,6 @@ def searched(plans=(), bound_s=0.1):
     return PlanResult(
         plans=tuple(plans),
         lower_bound_step_time_s=bound_s,
-        gap=0.0,
-        binding="",
         evaluated=1,
         pruned=0,
         wall_s=1.0,

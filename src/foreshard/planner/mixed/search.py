@@ -432,8 +432,6 @@ class MixedSearch:
             return PlanResult(
                 plans=(),
                 lower_bound_step_time_s=0.0,
-                gap=0.0,
-                binding="memory",
                 evaluated=evaluated,
                 pruned=pruned,
                 wall_s=request.budget_s - self.whole.left_s,
@@ -443,7 +441,6 @@ class MixedSearch:
                 infeasible=self._none(),
                 notes=tuple(self.notes),
             )
-        best = plans[0].prediction
         even_s = min(one.bound_s for one in self.even)
         bound = min(self._plain_bound_s, even_s)
         chosen = plans[0].plan
@@ -454,8 +451,6 @@ class MixedSearch:
         return PlanResult(
             plans=plans,
             lower_bound_step_time_s=min(bound, found.best_s),
-            gap=float(max(0.0, best.step_time_s / bound - 1.0)) if bound > 0 else np.inf,
-            binding=best.bottleneck,
             evaluated=evaluated,
             pruned=pruned,
             wall_s=request.budget_s - self.whole.left_s,
