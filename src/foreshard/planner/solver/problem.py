@@ -274,6 +274,26 @@ class PipelineColumns(NamedTuple):
         """Return their tails beside each other in such a number."""
         return self.tails_s[problem.row_of(num_pipelines)]
 
+    def followed_by(self, others: PipelineColumns) -> PipelineColumns:
+        """Return these columns and then others."""
+        pairs = zip(self, others, strict=True)
+        return PipelineColumns(*(np.concatenate(pair, axis=1) for pair in pairs))
+
+    def samples(self, seconds: np.ndarray) -> np.ndarray:
+        """Return what each processes in so many seconds, tail excluded, fractions of a sample included."""
+        fill, bottleneck, size, *_ = self.rates
+        return size * np.maximum((seconds - fill) / bottleneck, 0.0)
+
+    def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the whole samples each processes, as :meth:`PipelineRate.samples`."""
+        fill, bottleneck, size, grain, shortest, drained, shadowed = self.rates
+        passes = (seconds - fill) / bottleneck
+        whole = np.floor(passes * size / grain + 1e-9) * grain // size
+        part = last_part(passes - whole, drained / bottleneck, shadowed / bottleneck)
+        short = np.floor(part * size / grain + 1e-9) * grain
+        samples = whole * size + np.where(part < shortest * (1 - 1e-9), 0.0, short)
+        return np.where(seconds < (fill + bottleneck) * (1 - 1e-12), 0.0, samples)
+
 
 def pipeline_columns(
     problem: Problem, templates: Sequence[Template], *, filling: Filling = "full"
