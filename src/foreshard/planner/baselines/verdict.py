@@ -11,6 +11,7 @@ import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.planner.baselines.registry import BASELINES, Baseline
+from foreshard.planner.mixed.node_sets import node_sets
 from foreshard.planner.pricing.engine_times import engine_seconds, predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -81,8 +82,8 @@ def judge(
     """
     chosen = [_named(name) for name in (BASELINES if "all" in names else names)]
     request = checked_request(model, cluster, **asked)
-    use = _together(request)
-    problem = price_stages(request, use) if use else None
+    sets = node_sets(request)
+    problem = price_stages(request, sets[0]) if sets else None
     return tuple(_judged(request, problem, one, bound_s) for one in chosen)
 
 
@@ -96,17 +97,6 @@ def _named(name: str) -> Baseline:
             fix=f"Use all or some of {', '.join(BASELINES)}",
         )
     return BASELINES[name]
-
-
-def _together(request: PlanRequest) -> tuple[int, ...]:
-    """Return the node groups that can train together: of the vendor with most devices, in the precision."""
-    nodes = request.cluster.nodes
-    able = [g for g, group in enumerate(nodes) if group.device.supports(request.precision)]
-    vendors: dict[str, list[int]] = {}
-    for g in able:
-        vendors.setdefault(nodes[g].device.vendor, []).append(g)
-    own = max(vendors.values(), key=lambda use: sum(nodes[g].num_devices for g in use), default=[])
-    return tuple(own)
 
 
 def _judged(request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None) -> Judged:

@@ -26,9 +26,9 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
-from foreshard.planner.mixed.local_search import LocalSearch
+from foreshard.planner.mixed.local_search import improved
 from foreshard.planner.mixed.node_sets import capped, node_sets
-from foreshard.planner.mixed.subspaces import Subspace, holding_down, next_subspace
+from foreshard.planner.mixed.subspaces import Part, Subspace, holding_down, next_subspace
 from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -178,7 +178,7 @@ class MixedSearch:
             if even_plans.promise_s(self.found.best_s) > 0.0:
                 self._advance(even_plans, share)
 
-    def _advance(self, chosen: EvenPlans | Subspace, share: float) -> float:
+    def _advance(self, chosen: Part, share: float) -> float:
         """Do a step of a part of the space, in a part of the time that is left; return its seconds."""
         had_plan = bool(self.found.timed)
         left_s = self.budget.left_s
@@ -205,14 +205,14 @@ class MixedSearch:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
                 starts.setdefault(tuple(len(s.ranks) for g in plan.groups for s in g.stages), (seconds, plan))
         for seconds, plan in starts.values():
-            local = LocalSearch(self.request, plan, seconds)
-            if local.advance(self.budget):
-                self.found.timed.append((local.seconds, local.plan))
+            changed, changed_s = improved(self.request, plan, seconds, self.budget)
+            if changed is not plan:
+                self.found.timed.append((changed_s, changed))
         if starts and chunk_counts(self.request):
             self._add_interleaved()
 
     @property
-    def _subspaces(self) -> list[Subspace | EvenPlans]:
+    def _subspaces(self) -> list[Part]:
         return [*self.pipelines, *self.even]
 
     @property

@@ -144,17 +144,12 @@ class Problem:
 
     def tail_between(self, pipelines: tuple[int, int]) -> np.ndarray:
         """Return the least `tail_s` of numbers of pipelines from fewest to most, shape (options, types)."""
-        first = max(int(np.searchsorted(self.copies, pipelines[0], side="right")) - 1, 0)
-        last = max(int(np.searchsorted(self.copies, pipelines[1], side="right")) - 1, first)
+        first, last = self.row_of(pipelines[0]), self.row_of(pipelines[1])
         return self.tail_s[first] if first == last else self.tail_s[first : last + 1].min(0)
 
     def tails_in(self, family: PipelineFamily, tail_s: np.ndarray) -> np.ndarray:
         """Return tails of stages in pipelines of a family, shape (options, types)."""
         return tail_s if family.kind is not None or self.leave_tail_s is None else tail_s + self.leave_tail_s
-
-    def tail_of(self, num_pipelines: int) -> np.ndarray:
-        """Return `tail_s` for so many pipelines, shape (options, types)."""
-        return self.tail_s[self.row_of(num_pipelines)]
 
     def row_of(self, num_pipelines: int) -> int:
         """Return the row of `tail_s` for so many pipelines."""
