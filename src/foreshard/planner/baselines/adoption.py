@@ -19,6 +19,7 @@ from foreshard.spec.prediction import Prediction
 _TIE = 1e-9
 """Part of a step by which another plan has to be better: less is rounding."""
 _JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
+"""Words of a request that :func:`judge` takes."""
 
 
 def beside_others(

@@ -9,6 +9,7 @@ import numpy as np
 
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
+from foreshard.planner.solver.work_bounds import speed_of
 
 _MANY_GROUPS = 6
 """Node groups above which not every set of them is a problem of its own: there would be over 63."""
@@ -34,12 +35,9 @@ def capped(problem: Problem, max_devices: int | None) -> Problem:
     """Return the problem on at most so many devices, those that do most work first."""
     if max_devices is None or sum(problem.counts) <= max_devices:
         return problem
-    usable = np.where(problem.max_in_flight > 0, problem.time_s, np.inf)
-    work = usable * problem.takes.sum(1)[:, None] / problem.micro_batch[:, None]
-    middle = int(problem.types[1, 2])
-    rate = [work[problem.takes[:, k] > 0, middle].min(initial=np.inf) for k in range(len(problem.counts))]
+    speeds = np.array([speed_of(problem, kind) for kind in range(len(problem.counts))])
     counts, left = [0] * len(problem.counts), max_devices
-    for kind in np.argsort(rate, kind="stable"):
+    for kind in np.argsort(-speeds, kind="stable"):
         counts[kind] = min(left, problem.counts[kind])
         left -= counts[kind]
     return replace(problem, counts=tuple(counts))
