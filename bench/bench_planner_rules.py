@@ -63,7 +63,6 @@ RULES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no chunks laid out": _off(best_so_far, "laid_out", lambda request, plan: plan),
     "no chunks on plans as they are": _off(search, "_NEAREST", 0),
     "no more room in memory": _off(search, "_ROOMIER", 0),
-    "no sets covered": _off(search, "_COVERED", -1.0),
     "one round of duals": _off(bound_raising, "_DUAL_ROUNDS", 1),
     "no boxes refined": _off(bound_raising, "_REFINED", 1),
     "one length of step": _off(bound_raising, "_PART_OF_WAY", 0.0),

@@ -6,22 +6,3 @@ ranked plans with their predictions, a lower bound on every plan of the stated s
 ``measured/`` a job by its measured costs; ``baselines/`` holds other planners to compare with. Read
 ``search.py`` first.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-__all__ = ["plan", "rent"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the searches only when one is asked for."""
-    if name == "plan":
-        from foreshard.planner.search import plan
-
-        return plan
-    if name == "rent":
-        from foreshard.planner.rental import rent
-
-        return rent
-    raise AttributeError(name)

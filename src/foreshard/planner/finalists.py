@@ -17,7 +17,6 @@ NUMBER = 12
 """Plans that the engine times: within the few percent that the closed form may be off, several plans lie."""
 _AT_LEAST = 0.1
 """Part of the budget that timing them may take when the search has used all of it."""
-_ROUNDING = 1e-12
 
 
 def searching(request: PlanRequest) -> PlanRequest:
@@ -60,14 +59,9 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
     plans, error = request.ranked(made)
     best = plans[0].prediction
     result = replace(result, plans=plans).bounded()
-    bound = result.lower_bound_step_time_s
-    bound = best.step_time_s if bound > best.step_time_s * (1.0 - _ROUNDING) else bound
     return replace(
         result,
-        lower_bound_step_time_s=bound,
-        gap=best.step_time_s / bound - 1.0 if bound > 0 else result.gap,
         bound=None if result.bound is None else result.bound.of(best),
-        binding=best.bottleneck,
         infeasible=error,
         front=front_of(made, request.limits),
         wall_s=time.perf_counter() - started,

@@ -22,6 +22,7 @@ _TIMES_OF_EACH = (2, 4, 8, 16, 32)
 _SHORTEST = 256
 """Tokens below which nobody trains a language model."""
 _FRAMEWORKS = ("megatron-core", "torchtitan", "deepspeed")
+"""Frameworks that are tried instead: each shards states in a way of its own."""
 _OPTIMIZERS = ("adamw-8bit", "adafactor")
 """Optimizers of less state than AdamW, the more alike it first."""
 

@@ -110,11 +110,7 @@ def ranked(
     With `neighbours`, as many of the best come beside them, whatever their family. Plans within the limits
     come first; when there are none, all are shown beside the error.
     """
-    within = (
-        [prediction for prediction in predictions if limits.keeps(prediction)]
-        if limits
-        else list(predictions)
-    )
+    within = [prediction for prediction in predictions if limits.keeps(prediction)]
     error = limits.error(predictions) if limits and predictions and not within else None
     families: dict[Hashable, Prediction] = {}
     best_first = sorted(within or predictions, key=lambda one: score(one, objectives))
@@ -151,11 +147,7 @@ def front_of(predictions: Sequence[Prediction], limits: Limits) -> tuple[Ranked,
 
     Of plans on equally many devices the fastest is also the cheapest.
     """
-    within = (
-        [prediction for prediction in predictions if limits.keeps(prediction)]
-        if limits
-        else list(predictions)
-    )
+    within = [prediction for prediction in predictions if limits.keeps(prediction)]
     found = pareto(within, OBJECTIVES)
     return tuple(Ranked(plan=item.plan, prediction=item, why=_trade(item, found[0])) for item in found)
 

@@ -10,6 +10,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
 from foreshard.planner.grid.ray_sweep import check_executor
+from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.ranking import OBJECTIVES, Limits, ranked
 from foreshard.planner.result import Ranked
 from foreshard.predict.run_setup import RunSetup
@@ -61,6 +62,31 @@ class PlanRequest:
             precision=self.precision,
             seq_len=self.seq_len,
             optimizer=self.optimizer,
+        )
+
+    def grid_on(self, cluster: Cluster, *, objective: str | None = None) -> GridRequest:
+        """Return the search of the grid on equal nodes; for energy, with the limits as seconds of a step."""
+        objective = objective or self.objectives[0]
+        rate = self.usd_per_device_hour
+        most = math.inf
+        if objective == "energy":
+            most = self.limits.step_s(
+                tokens=self.tokens,
+                tokens_per_step=self.global_batch * self.seq_len,
+                usd_per_h=cluster.usd_per_h if rate is None else rate * cluster.num_devices,
+            )
+        return GridRequest(
+            model=self.model,
+            cluster=cluster,
+            framework=self.framework,
+            constants=self.constants,
+            global_batch=self.global_batch,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            comm=self.comm,
+            objective=objective,
+            max_step_s=most,
         )
 
     def ranked(self, predictions: Sequence[Prediction]) -> tuple[tuple[Ranked, ...], LimitError | None]:

@@ -12,6 +12,8 @@ from foreshard.spec.prediction import Prediction
 
 _PROVEN = 0.01
 """Gap from which a note gives the bounds of each kind of plan, where the chosen one is of the wider space."""
+_ROUNDING = 1e-12
+"""Part of a step by which sums of the same terms in another order may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,7 @@ class PlanResult:
     plans : tuple of Ranked
     lower_bound_step_time_s : float
         No plan of the space takes less, by the engine that predicted `plans`; without plans 0 where it is not
-        known.
-    gap : float
-        (step time of plans[0] - bound) / bound; 0 means proven best.
-    binding : str
-        What keeps the best plan from being faster.
+        known. One above plans[0], or below it by no more than rounding, is set to its time.
     evaluated, pruned : int
         Plans timed, and plans excluded by a stated bound on memory or time; together the space.
     wall_s : float
@@ -109,8 +107,6 @@ class PlanResult:
 
     plans: tuple[Ranked, ...]
     lower_bound_step_time_s: float
-    gap: float
-    binding: str
     evaluated: int
     pruned: int
     wall_s: float
@@ -125,21 +121,40 @@ class PlanResult:
     objective: str = "time"
     wider: WiderSpace | None = None
 
+    def __post_init__(self) -> None:
+        if self.plans:
+            best_s = self.plans[0].prediction.step_time_s
+            if self.lower_bound_step_time_s > best_s * (1.0 - _ROUNDING):
+                object.__setattr__(self, "lower_bound_step_time_s", best_s)
+
+    @property
+    def gap(self) -> float:
+        """Return (step time of plans[0] - bound) / bound; 0 means proven best."""
+        if not self.plans:
+            return 0.0
+        bound_s = self.lower_bound_step_time_s
+        return self.plans[0].prediction.step_time_s / bound_s - 1.0 if bound_s > 0 else math.inf
+
+    @property
+    def binding(self) -> str:
+        """Return what keeps the best plan from being faster, or every plan out; empty where time did."""
+        if self.plans:
+            return self.plans[0].prediction.bottleneck
+        return "memory" if self.infeasible is not None and self.infeasible.key == "memory" else ""
+
     def bounded(self) -> PlanResult:
         """Return the result with the bound of the space that the chosen plan lies in."""
         wider, result = self.wider, replace(self, wider=None)
         if wider is None or not self.plans or self.plans[0].plan.groups not in wider.found:
             return result
         bound = min(self.lower_bound_step_time_s, wider.lower_bound_step_time_s)
-        gap = max(0.0, self.plans[0].prediction.step_time_s / bound - 1.0) if bound > 0 else math.inf
-        return replace(
+        result = replace(
             result,
             lower_bound_step_time_s=bound,
-            gap=gap,
             space=f"{self.space}; {wider.words}",
             ladder=self.ladder | {"configuration": bound},
-            notes=(*self.notes, wider.note) if gap > _PROVEN else self.notes,
         )
+        return replace(result, notes=(*self.notes, wider.note)) if result.gap > _PROVEN else result
 
     @property
     def proof(self) -> ObjectiveBound | None:

@@ -10,7 +10,6 @@ from foreshard.errors import SpecError
 from foreshard.planner.finalists import retimed, searching
 from foreshard.planner.grid.equal_nodes import least_step_s
 from foreshard.planner.mixed.search import search_cluster
-from foreshard.planner.rental import rent
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.settings import AS_SHIPPED, checked_precisions, left_out, settings, switches
@@ -78,6 +77,3 @@ def _precision_known(request: PlanRequest) -> None:
         rule="Devices compute matrix products of the precision in hardware",
         fix=f"Use one of {', '.join(has)}" if has else "Use other devices",
     )
-
-
-__all__ = ["plan", "rent"]

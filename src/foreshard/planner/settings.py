@@ -22,8 +22,11 @@ from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS, Plan
 
 AS_SHIPPED, ALL = "framework", "all"
 _ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap")
+"""Switches that are on where they may be set: they never lengthen a step and take no memory."""
 _EITHER = ("tp_overlap", "expert_overlap", "context_gather")
+"""Switches that are searched on and off."""
 _EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
+"""Precisions of eight bits or fewer, which only some frameworks ship."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,6 @@ from foreshard.planner.settings import Setting, acting
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
-_TIE = 1e-12
-"""Relative difference that sums in another order may have."""
 _ANY = 1e30
 """Seconds that any plan is faster than."""
 
@@ -178,18 +176,13 @@ def _joined(
     if not plans:
         return _nothing(results, searched, time.perf_counter() - started)
     ours = next(r for r in known if any(one.prediction is plans[0].prediction for one in r.plans))
-    best = plans[0].prediction.step_time_s
     ladder = _ladder(request, known, len(plans[0].plan.ranks))
     if least_step_s and searched.open:
         least = min(least_step_s(one.of(request)) for one in _of_each_precision(searched.open))
         ladder = {name: min(value, least) for name, value in ladder.items()}
-    bound = min(max(ladder.values(), default=0.0), best)
-    bound = best if bound > best * (1.0 - _TIE) else bound
     return PlanResult(
         plans=plans,
-        lower_bound_step_time_s=bound,
-        gap=best / bound - 1.0 if bound > 0 else 0.0,
-        binding=plans[0].prediction.bottleneck,
+        lower_bound_step_time_s=max(ladder.values(), default=0.0),
         evaluated=sum(result.evaluated for result in results),
         pruned=sum(result.pruned for result in results),
         wall_s=time.perf_counter() - started,

@@ -276,7 +276,7 @@ def test_the_cheapest_path_is_the_cheapest_of_all_pipelines(seed):
     pytest.importorskip("numba")
     problem = replace(random_problem(seed), hop_s=np.zeros_like(random_problem(seed).hop_s))
     rng = np.random.default_rng(seed)
-    duals, tails = rng.random(len(problem.counts)), problem.tail_of(2)
+    duals, tails = rng.random(len(problem.counts)), problem.tail_s[problem.row_of(2)]
     templates = every_template(problem)
     for family in problem.families:
         lower, upper = float(rng.uniform(0.1, 1.0)), float(rng.uniform(1.0, 6.0))

@@ -29,7 +29,7 @@ def test_experts_are_cut_over_ranks_that_divide_both():
     found = stage_options(asked(), (0, 1), every=True)
     assert {kind.ep for kind in found} == {1, 2, 4, 8}
     assert all(kind.tp * kind.inner_dp % kind.ep == 0 for kind in found)
-    assert {kind for kind in found if kind.is_plain} == set(stage_options(asked(), (0, 1)))
+    assert {kind for kind in found if kind.ep == kind.cp == 1} == set(stage_options(asked(), (0, 1)))
     dense = asked(model="llama3-8b")
     assert stage_options(dense, (0, 1), every=True) == stage_options(dense, (0, 1))
 

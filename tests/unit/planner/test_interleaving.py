@@ -145,8 +145,6 @@ def test_an_interleaved_plan_that_was_not_chosen_leaves_the_bound_alone():
     result = PlanResult(
         plans=(chosen, other),
         lower_bound_step_time_s=0.5 * chosen.prediction.step_time_s,
-        gap=1.0,
-        binding="compute",
         evaluated=2,
         pruned=0,
         wall_s=0.0,

@@ -9,7 +9,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.mixed.local_search import LocalSearch
+from foreshard.planner.mixed.local_search import improved
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.request import checked_request
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
@@ -54,32 +54,26 @@ def test_the_best_cut_micro_batch_and_rules_are_found_from_anywhere(cluster):
         if not missing_bytes(request, made):
             every[made.groups] = engine_seconds(request, [made])[0]
     worst, best_s = max(every, key=every.__getitem__), min(every.values())
-    search = LocalSearch(request, plan_with(request, *worst), every[worst])
-    assert search.advance(ENDLESS) and search.is_done
-    assert search.seconds <= best_s * 1.002
-    assert search.seconds == engine_seconds(request, [search.plan])[0]
-    check_plan(search.plan, request.model, request.cluster)
+    found, seconds = improved(request, plan_with(request, *worst), every[worst], ENDLESS)
+    assert seconds <= best_s * 1.002
+    assert seconds == engine_seconds(request, [found])[0]
+    check_plan(found, request.model, request.cluster)
 
 
 def test_samples_move_to_the_faster_pipeline():
     request = asked("1x1xt4+1x1xh100-sxm@100Gb/s", batch=24)
     even = [pipeline((), ranks=(r,), share=12, size=1, rules=("none",)) for r in (0, 1)]
     plan = plan_with(request, *even)
-    search = LocalSearch(request, plan, engine_seconds(request, [plan])[0])
-    assert search.advance(ENDLESS)
-    slow, fast = search.plan.groups
+    found, _ = improved(request, plan, engine_seconds(request, [plan])[0], ENDLESS)
+    slow, fast = found.groups
     assert fast.share > 2 * slow.share and fast.share + slow.share == 24
-    assert min(group.share - group.micro_batch for group in search.plan.groups) >= 0
+    assert min(group.share - group.micro_batch for group in found.groups) >= 0
 
 
-def test_a_search_that_ran_out_of_time_goes_on_where_it_stopped():
+def test_a_search_without_time_has_the_plan_it_began_with():
     request = asked("1x3xl4@25Gb/s", batch=22)
     start = pipeline((1, 2), ranks=(0, 1, 2), share=22, size=1, rules=("full",) * 3)
     plan = plan_with(request, start)
     seconds = engine_seconds(request, [plan])[0]
-    whole, parts = (LocalSearch(request, plan, seconds) for _ in range(2))
-    whole.advance(ENDLESS)
-    assert not LocalSearch(request, plan, seconds).advance(TimeBudget.of(0.0))
-    while not parts.is_done:
-        parts.advance(TimeBudget.of(0.02))
-    assert parts.plan == whole.plan and parts.seconds == whole.seconds
+    assert improved(request, plan, seconds, TimeBudget.of(0.0)) == (plan, seconds)
+    assert improved(request, plan, seconds, ENDLESS)[1] < seconds

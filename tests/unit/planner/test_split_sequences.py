@@ -44,7 +44,7 @@ def test_long_sequences_are_split_until_a_rank_has_8192_tokens(seq_len, degrees)
     found = stage_options(asked(seq_len), (0, 1), every=True)
     assert {kind.cp for kind in found} == degrees
     assert all(kind.micro_batch == 1 for kind in found if kind.cp > 1)
-    assert {kind for kind in found if kind.is_plain} == set(stage_options(asked(seq_len), (0, 1)))
+    assert {kind for kind in found if kind.ep == kind.cp == 1} == set(stage_options(asked(seq_len), (0, 1)))
 
 
 def test_a_sequence_is_split_only_where_degrees_and_framework_allow():

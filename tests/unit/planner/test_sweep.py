@@ -16,8 +16,9 @@ from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.ray_sweep import check_executor, num_at_once
 from foreshard.planner.grid.search import search_rows
 from foreshard.planner.grid.space import GridRequest
+from foreshard.planner.rental import rent
 from foreshard.planner.request import checked_request
-from foreshard.planner.search import plan, rent
+from foreshard.planner.search import plan
 from foreshard.planner.settings import settings
 from foreshard.planner.settings_search import search_settings
 from foreshard.predict.plan_table import COLUMNS

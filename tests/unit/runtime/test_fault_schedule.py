@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from foreshard.lab import lab_rank
 from foreshard.lab.lab import Change, Lab
 
 LAB = Lab(

@@ -17,7 +17,9 @@ from foreshard.spec.model import Model
 from foreshard.spec.prediction import Prediction
 
 _TIE = 1e-9
+"""Part of a step by which another plan has to be better: less is rounding."""
 _JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
+"""Words of a request that :func:`judge` takes."""
 
 
 def beside_others(
@@ -75,16 +77,12 @@ def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[Judged]) 
         return result
     found = [best, *(one.prediction for one in result.plans)]
     plans, error = request.ranked(found)
-    bound, best_s = result.lower_bound_step_time_s, best.step_time_s
     searched = result.plans[0].prediction.step_time_s if result.plans else None
     alone = f"the search alone came to {seconds(searched)}" if searched else "the search found none"
     return replace(
         result,
         plans=plans,
         infeasible=error,
-        binding=best.bottleneck,
-        lower_bound_step_time_s=min(bound, best_s),
-        gap=max(0.0, best_s / bound - 1.0) if bound > 0 else float("inf"),
         notes=(*result.notes, f"The chosen plan is that of {name}: {alone}"),
         front=front_of([best, *(one.prediction for one in result.front)], request.limits),
     )

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, promising
-from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate
+from foreshard.planner.solver.problem import Template, pipeline_rate
 
 
-def even(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best plan in which every device does the same: one shape, equal cuts, equal shares.
+def even(grid: Grid, best: Best) -> None:
+    """Offer the best plan in which every device does the same: one shape, equal cuts, equal shares.
 
     Exhaustive over shapes, depths and numbers of pipelines; a pipeline stays on one kind of device, and
     the fastest are taken first, so that slow devices may stay idle.
     """
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
-        for depth in range(1, problem.max_stages + 1):
+        for depth in range(1, grid.problem.max_stages + 1):
             mix = _pure(grid, shape, depth)
             before: list[tuple[Template, int]] = []
             for template, count in mix:
                 for number in range(1, count + 1):
                     best.offer([*before, (template, number)], even=True)
                 before.append((template, count))
-    return best.arrangement
 
 
-def lb_bsp(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best plan of one shape and equal cuts on all devices, with shares by speed."""
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
+def lb_bsp(grid: Grid, best: Best) -> None:
+    """Offer the best plan of one shape and equal cuts on all devices, with shares by speed."""
     for shape in promising(grid, best):
-        for depth in range(1, problem.max_stages + 1):
+        for depth in range(1, grid.problem.max_stages + 1):
             best.offer(_pure(grid, shape, depth), even=False)
-    return best.arrangement
 
 
 def _pure(grid: Grid, shape: Shape, depth: int) -> list[tuple[Template, int]]:

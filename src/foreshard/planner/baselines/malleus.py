@@ -7,24 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 
 from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, Step, promising
-from foreshard.planner.solver.problem import Arrangement, Problem
 
 
-def malleus(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best plan of groups of one shape dealt to pipelines, with uneven cuts and uneven shares.
+def malleus(grid: Grid, best: Best) -> None:
+    """Offer the best plan of groups of one shape dealt to pipelines, with uneven cuts and uneven shares.
 
     Groups are sorted by speed and dealt in turn, so that pipelines are alike, or block by block, so that each
     is of one kind; both are tried for each number of pipelines. Fast groups come last in a pipeline.
     """
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         units = [kind for kind in grid.kinds(shape) for _ in range(grid.stages((shape, kind)))]
-        for depth in range(1, min(problem.max_stages, len(units)) + 1):
-            copies = min(len(units) // depth, problem.global_batch)
+        for depth in range(1, min(grid.problem.max_stages, len(units)) + 1):
+            copies = min(len(units) // depth, grid.problem.global_batch)
             used = units[: copies * depth]
             _offer(grid, best, shape, [used[i::copies] for i in range(copies)])
             _offer(grid, best, shape, [used[i : i + depth] for i in range(0, len(used), depth)])
-    return best.arrangement
 
 
 def _offer(grid: Grid, best: Best, shape: Shape, pipelines: Sequence[Sequence[int]]) -> None:

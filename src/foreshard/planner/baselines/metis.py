@@ -7,29 +7,27 @@ from itertools import product
 import numpy as np
 
 from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, even_cuts, numbers
-from foreshard.planner.solver.problem import Arrangement, Problem, Template, pipeline_rate
+from foreshard.planner.solver.problem import Template, pipeline_rate
 
 _MOVES = 64
+"""Layers moved at most until a pipeline fits its memory."""
 _CHOICES = 64
+"""Choices of a size by kind that are tried: each costs a search over numbers of pipelines."""
 
 
-def metis(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best of pipelines whose stages have a size by kind of device, balanced greedily.
+def metis(grid: Grid, best: Best) -> None:
+    """Offer the best of pipelines whose stages have a size by kind of device, balanced greedily.
 
     Layers go to stages in proportion to their speed and move on where memory is short. Kinds follow each
     other in one pipeline, or each has pipelines of its own which take data in proportion to their speed.
     """
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
-    sizes = sorted({shape.micro_batch for shape, _ in grid.options})
-    for size in sizes:
+    for steps in grid.by_micro_batch().values():
         own: dict[int, list[Step]] = {}
-        for step in sorted(grid.options):
-            if step[0].micro_batch == size:
-                own.setdefault(step[1], []).append(step)
+        for step in steps:
+            own.setdefault(step[1], []).append(step)
         groups = sorted(own.values(), key=lambda steps: min(grid.layer_seconds(one) for one in steps))
         _chained(grid, best, groups)
         _beside(grid, best, groups)
-    return best.arrangement
 
 
 def _chained(grid: Grid, best: Best, groups: list[list[Step]]) -> None:

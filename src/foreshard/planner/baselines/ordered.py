@@ -6,48 +6,43 @@ import math
 from collections.abc import Iterator, Mapping
 
 from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, Step, numbers, promising
-from foreshard.planner.solver.problem import Arrangement, Problem
 
 
-def amp(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best grid of one shape along the order of devices, with uneven cuts and equal shares.
+def amp(grid: Grid, best: Best) -> None:
+    """Offer the best grid of one shape along the order of devices, with uneven cuts and equal shares.
 
     All pipelines are alike; fast devices come first or last.
     """
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         kinds = grid.kinds(shape)
-        for depth in range(1, problem.max_stages + 1):
+        for depth in range(1, grid.problem.max_stages + 1):
             copies = _most_copies(grid, shape, depth)
-            if not 0 < copies <= problem.global_batch:
+            if not 0 < copies <= grid.problem.global_batch:
                 continue
             room = {kind: grid.stages((shape, kind)) // copies for kind in kinds}
-            passes = math.ceil(problem.global_batch / copies / shape.micro_batch)
+            passes = math.ceil(grid.problem.global_batch / copies / shape.micro_batch)
             for steps in _orders(shape, _first(room, depth)):
                 template = grid.cut(steps, passes)
                 if template is not None:
                     best.offer([(template, copies)], even=True)
-    return best.arrangement
 
 
-def hetpipe(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return virtual workers of the same devices each, cut for the least slowest stage, with equal shares.
+def hetpipe(grid: Grid, best: Best) -> None:
+    """Offer virtual workers of the same devices each, cut for the least slowest stage, with equal shares.
 
     The equal distribution of HetPipe: every virtual worker has as many devices of each kind as any other.
     Its workers push to parameter servers at different times; here a step ends for all together.
     """
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
     for shape in promising(grid, best):
         kinds = grid.kinds(shape)
-        for copies in numbers(min(max(grid.stages((shape, k)) for k in kinds), problem.global_batch)):
+        for copies in numbers(min(max(grid.stages((shape, k)) for k in kinds), grid.problem.global_batch)):
             each = {kind: grid.stages((shape, kind)) // copies for kind in kinds}
-            if sum(each.values()) > problem.max_stages:
+            if sum(each.values()) > grid.problem.max_stages:
                 continue
             for steps in _orders(shape, each):
                 template = grid.cut(steps, math.inf)
                 if template is not None:
                     best.offer([(template, copies)], even=True)
-    return best.arrangement
 
 
 def _most_copies(grid: Grid, shape: Shape, depth: int) -> int:

@@ -7,38 +7,33 @@ import math
 import numpy as np
 
 from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, numbers
-from foreshard.planner.solver.problem import Arrangement, Problem, Template
+from foreshard.planner.solver.problem import Template
 
 
-def pipedream(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best number of copies of the partition that makes the slowest stage as fast as possible.
+def pipedream(grid: Grid, best: Best) -> None:
+    """Offer the best number of copies of the partition that makes the slowest stage as fast as possible.
 
     Devices are in order, the fastest first or last; a stage takes the next ones, as many as suit it. Fill and
     tail are not looked at, shares are equal.
     """
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
-    most = min(sum(problem.counts), problem.global_batch)
-    for size in sorted({shape.micro_batch for shape, _ in grid.options}):
-        steps = sorted(step for step in grid.options if step[0].micro_batch == size)
+    most = min(sum(grid.problem.counts), grid.problem.global_batch)
+    for size, steps in grid.by_micro_batch().items():
         pace = {
             kind: min(grid.layer_seconds(step) * step[0].devices for step in steps if step[1] == kind)
             for kind in {kind for _, kind in steps}
         }
         kinds = sorted(pace, key=pace.__getitem__)
         for copies in numbers(most, 1.5):
-            passes = math.ceil(problem.global_batch / copies / size)
+            passes = math.ceil(grid.problem.global_batch / copies / size)
             longest = best.limit_s / passes
             # Layers that all devices of a copy get through in that time.
-            if (
-                longest * sum(problem.counts[kind] // copies / pace[kind] for kind in kinds)
-                < problem.num_layers
-            ):
+            layers = longest * sum(grid.problem.counts[kind] // copies / pace[kind] for kind in kinds)
+            if layers < grid.problem.num_layers:
                 continue
             for order in dict.fromkeys((tuple(kinds), tuple(reversed(kinds)))):
                 template = _partition(grid, steps, order, copies, longest)
                 if template is not None:
                     best.offer([(template, copies)], even=True)
-    return best.arrangement
 
 
 def _partition(

@@ -5,25 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step
-from foreshard.planner.solver.problem import Arrangement, Problem, Template
+from foreshard.planner.solver.problem import Template, takes_of
 
 _TRIES = 200
+"""Plans drawn: a second or two of the judge."""
+_SEED = 0
+"""Of the draws: the same problem has the same random plan."""
 
 
-def anything(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best of a number of random plans that fit, with equal shares."""
-    rng = np.random.default_rng(seed)
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
+def anything(grid: Grid, best: Best) -> None:
+    """Offer the best of a number of random plans that fit, with equal shares."""
+    rng = np.random.default_rng(_SEED)
     steps = sorted(grid.options, key=lambda one: (one[0], grid.layer_seconds(one)))
     for _ in range(_TRIES if steps else 0):
         template = _pipeline(grid, steps, rng)
         if template is None:
             continue
-        takes = problem.takes[[part.option for part in template]].sum(0)
-        most = min(problem.counts[k] // int(n) for k, n in enumerate(takes) if n)
+        takes = takes_of(grid.problem, template)
+        most = min(grid.problem.counts[k] // int(n) for k, n in enumerate(takes) if n)
         if most:
             best.offer([(template, int(rng.integers(1, most + 1)))], even=True)
-    return best.arrangement
 
 
 def _pipeline(grid: Grid, steps: list[Step], rng: np.random.Generator) -> Template | None:

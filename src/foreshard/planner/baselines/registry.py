@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from foreshard.planner.baselines.even import even, lb_bsp
 from foreshard.planner.baselines.malleus import malleus
@@ -12,15 +12,8 @@ from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
 from foreshard.planner.baselines.random_plans import anything
 from foreshard.planner.baselines.sailor import sailor
-from foreshard.planner.baselines.uniform_degrees import Best
-from foreshard.planner.solver.problem import Arrangement, Problem
-
-
-class Planner(Protocol):
-    """What a baseline is: the arrangement it would choose, None when it finds none that fits."""
-
-    def __call__(self, problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-        """Return the arrangement; `best` collects all that were looked at."""
+from foreshard.planner.baselines.uniform_degrees import Best, Grid
+from foreshard.planner.solver.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +23,22 @@ class Baseline:
     Attributes
     ----------
     name : str
-    planner : Planner
+    planner : callable
+        Offers what it looks at to a :class:`Best`.
     citation, decides, ignores : str
     """
 
     name: str
-    planner: Planner
+    planner: Callable[[Grid, Best], None]
     citation: str
     decides: str
     ignores: str
+
+    def best(self, problem: Problem) -> Best:
+        """Return the best arrangements that it finds, without any where none fits."""
+        best = Best(problem=problem)
+        self.planner(Grid(problem=problem), best)
+        return best
 
 
 _ALL = (

@@ -7,26 +7,23 @@ from itertools import pairwise
 import numpy as np
 
 from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, even_cuts, numbers
-from foreshard.planner.solver.problem import Arrangement, Problem
+from foreshard.planner.solver.problem import Problem
 
 
-def sailor(problem: Problem, *, seed: int = 0, best: Best | None = None) -> Arrangement | None:
-    """Return the best plan of equal cuts whose every stage has as many replicas, on any kinds of device.
+def sailor(grid: Grid, best: Best) -> None:
+    """Offer the best plan of equal cuts whose every stage has as many replicas, on any kinds of device.
 
     For each depth, number of replicas and limit on the slowest stage, stages take the narrowest option of
     each kind within the limit, and devices go to stages one after another from where most are left.
     """
-    grid, best = Grid(problem=problem), best or Best(problem=problem)
-    for size in sorted({shape.micro_batch for shape, _ in grid.options}):
-        steps = sorted(step for step in grid.options if step[0].micro_batch == size)
-        for depth in range(1, problem.max_stages + 1):
-            cuts = even_cuts(problem, depth)
+    for steps in grid.by_micro_batch().values():
+        for depth in range(1, grid.problem.max_stages + 1):
+            cuts = even_cuts(grid.problem, depth)
             if cuts is None:
                 continue
-            types = [problem.types[a, b] for a, b in pairwise(cuts)]
+            types = [grid.problem.types[a, b] for a, b in pairwise(cuts)]
             table = np.array([[grid.seconds(s, depth - i)[t] for s in steps] for i, t in enumerate(types)])
             _offer_depth(grid, best, steps, cuts, table)
-    return best.arrangement
 
 
 def _offer_depth(grid: Grid, best: Best, steps: list[Step], cuts: list[int], table: np.ndarray) -> None:

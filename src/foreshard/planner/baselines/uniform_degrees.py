@@ -27,7 +27,11 @@ from foreshard.planner.solver.problem import (
 from foreshard.planner.solver.shares import balance
 
 _BISECTIONS = 40
+"""Of the step time in which pipelines process the batch: to a part in 10^12."""
+_SLACK = 0.25
+"""Part by which an arrangement may be slower than the best and be looked at: prices leave parts out."""
 _STRETCH = (1.0, 1.02, 1.08)
+"""Factors by which the slowest stage may exceed the least possible, to shorten the filling by more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -73,6 +77,13 @@ class Grid:
     def shapes(self) -> list[Shape]:
         """Return every shape."""
         return sorted({shape for shape, _ in self.options})
+
+    def by_micro_batch(self) -> dict[int, list[Step]]:
+        """Return the steps of each micro-batch, both in order."""
+        found: dict[int, list[Step]] = {}
+        for step in sorted(self.options, key=lambda step: (step[0].micro_batch, step)):
+            found.setdefault(step[0].micro_batch, []).append(step)
+        return found
 
     def kinds(self, shape: Shape) -> list[int]:
         """Return the kinds of device that have a shape, the fastest first."""
@@ -193,13 +204,10 @@ class Best:
 
     Attributes
     ----------
-    slack : float
-        How much slower than the best, as a fraction, an arrangement may be and still be looked at.
     by_number : dict of int to (seconds, Arrangement)
     """
 
     problem: Problem
-    slack: float = 0.0
     arrangement: Arrangement | None = None
     seconds: float = np.inf
     by_number: dict[int, tuple[float, Arrangement]] = field(default_factory=dict)
@@ -209,7 +217,7 @@ class Best:
     @property
     def limit_s(self) -> float:
         """Return the step time from which on nothing need be looked at."""
-        return self.seconds * (1.0 + self.slack)
+        return self.seconds * (1.0 + _SLACK)
 
     def offer(self, mix: Sequence[tuple[Template, int]], *, even: bool) -> None:
         """Keep pipelines, each as often as stated, if with even or with balanced shares they are faster.

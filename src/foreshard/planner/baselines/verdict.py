@@ -11,7 +11,7 @@ import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.planner.baselines.registry import BASELINES, Baseline
-from foreshard.planner.baselines.uniform_degrees import Best
+from foreshard.planner.mixed.node_sets import node_sets
 from foreshard.planner.pricing.engine_times import engine_seconds, predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -22,8 +22,8 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
-_SLACK = 0.25
 _JUDGED = 12
+"""Arrangements that the engine times, each of another number of pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,6 @@ def judge(
     names: Sequence[str] = ("all",),
     *,
     bound_s: float | None = None,
-    seed: int = 0,
     **asked: Any,
 ) -> tuple[Judged, ...]:
     """Return what each baseline comes to on a model and cluster.
@@ -72,7 +71,6 @@ def judge(
         Of `BASELINES`; "all" is every one.
     bound_s : float, optional
         A step time no plan beats, for the gaps.
-    seed : int
     asked
         As for `planner.search.plan`: global_batch (required), seq_len, framework, precision, optimizer,
         engine.
@@ -84,9 +82,9 @@ def judge(
     """
     chosen = [_named(name) for name in (BASELINES if "all" in names else names)]
     request = checked_request(model, cluster, **asked)
-    use = _together(request)
-    problem = price_stages(request, use) if use else None
-    return tuple(_judged(request, problem, one, bound_s, seed) for one in chosen)
+    sets = node_sets(request)
+    problem = price_stages(request, sets[0]) if sets else None
+    return tuple(_judged(request, problem, one, bound_s) for one in chosen)
 
 
 def _named(name: str) -> Baseline:
@@ -101,26 +99,12 @@ def _named(name: str) -> Baseline:
     return BASELINES[name]
 
 
-def _together(request: PlanRequest) -> tuple[int, ...]:
-    """Return the node groups that can train together: of the vendor with most devices, in the precision."""
-    nodes = request.cluster.nodes
-    able = [g for g, group in enumerate(nodes) if group.device.supports(request.precision)]
-    vendors: dict[str, list[int]] = {}
-    for g in able:
-        vendors.setdefault(nodes[g].device.vendor, []).append(g)
-    own = max(vendors.values(), key=lambda use: sum(nodes[g].num_devices for g in use), default=[])
-    return tuple(own)
-
-
-def _judged(
-    request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None, seed: int
-) -> Judged:
+def _judged(request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None) -> Judged:
     started = time.perf_counter()
     found: list[Arrangement] = []
     if problem is not None:
-        best = Best(problem=problem, slack=_SLACK)
-        one.planner(problem, seed=seed, best=best)
-        found = [made for _, made in sorted(best.by_number.values(), key=lambda row: row[0])[:_JUDGED]]
+        offered = one.best(problem).by_number.values()
+        found = [made for _, made in sorted(offered, key=lambda row: row[0])[:_JUDGED]]
     wall_s = time.perf_counter() - started
     plan, prediction, why = _fastest(request, problem, found)
     step_s = None if prediction is None else prediction.step_time_s

@@ -9,6 +9,7 @@ import numpy as np
 from foreshard.predict.plan_table import COLUMNS, PlanTable
 
 _DEGREES = ("tp", "pp", "cp", "ep", "etp")
+"""Columns in which kept plans differ: of each choice of degrees the best plan is kept."""
 _EQUAL_BITS = 40
 """Scores that agree to 12 digits are equal: sums in another order differ by less."""
 _SLACK = 1.0 + 2.0**-_EQUAL_BITS

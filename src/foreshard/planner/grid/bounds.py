@@ -15,6 +15,7 @@ from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import divisors
 
 _RECURRING = ("compute", "recompute", "tensor_comm", "context_comm", "expert_comm", "pipeline_comm")
+"""Parts of a step that recur with every micro-batch; all but the last are work inside a stage."""
 
 
 def score_of(request: GridRequest, step: StepTimes) -> np.ndarray:

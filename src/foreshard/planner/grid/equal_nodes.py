@@ -15,7 +15,7 @@ from foreshard.planner.grid.bounds import device_seconds_floor
 from foreshard.planner.grid.infeasible import infeasible
 from foreshard.planner.grid.node_counts import part_of, sizes_of
 from foreshard.planner.grid.search import search_rows
-from foreshard.planner.grid.space import SPACE, GridRequest
+from foreshard.planner.grid.space import SPACE
 from foreshard.planner.ranking import front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
@@ -72,14 +72,9 @@ def search_homogeneous(request: PlanRequest, *, explain: bool = True) -> PlanRes
         explain = explain and not searched.stopped
         error = infeasible(request, pairs, exhaustive=not searched.interrupted, explain=explain)
     ladder = _ladder(request, searched, plans)
-    best = plans[0].prediction.step_time_s if plans else np.inf
-    bound = min(max(ladder.values(), default=0.0), best)
-    bound = best if bound > best * (1.0 - _ROUNDING) else bound
     return PlanResult(
         plans=plans,
-        lower_bound_step_time_s=bound,
-        gap=best / bound - 1.0 if plans and bound > 0 else 0.0,
-        binding=plans[0].prediction.bottleneck if plans else "",
+        lower_bound_step_time_s=max(ladder.values(), default=0.0),
         evaluated=sum(found.evaluated for found in searched.found),
         pruned=sum(found.pruned for found in searched.found),
         wall_s=time.perf_counter() - started,
@@ -113,38 +108,10 @@ def _bound(request: PlanRequest, searched: _Searched) -> ObjectiveBound | None:
     return ObjectiveBound(objective=objective, value=min(values)) if values else None
 
 
-def grid_request(request: PlanRequest, cluster: Cluster, *, objective: str | None = None) -> GridRequest:
-    """Return the search on one number of devices; for energy, with the limits as seconds of a step."""
-    objective = objective or request.objectives[0]
-    rate = request.usd_per_device_hour
-    most = (
-        request.limits.step_s(
-            tokens=request.tokens,
-            tokens_per_step=request.global_batch * request.seq_len,
-            usd_per_h=cluster.usd_per_h if rate is None else rate * cluster.num_devices,
-        )
-        if objective == "energy"
-        else np.inf
-    )
-    return GridRequest(
-        model=request.model,
-        cluster=cluster,
-        framework=request.framework,
-        constants=request.constants,
-        global_batch=request.global_batch,
-        seq_len=request.seq_len,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        comm=request.comm,
-        objective=objective,
-        max_step_s=most,
-    )
-
-
 def least_step_s(request: PlanRequest) -> float:
     """Return seconds that no step takes fewer of, on any number of the devices: computation alone."""
     whole = request.cluster.num_devices
-    floor = device_seconds_floor(grid_request(request, request.cluster))
+    floor = device_seconds_floor(request.grid_on(request.cluster))
     return floor / min(request.max_devices or whole, whole)
 
 
@@ -158,7 +125,7 @@ def _search(request: PlanRequest, deadline: float) -> _Searched:
         beat = _beat(request, searched, size)
         try:
             if beat < np.inf and floor is None:
-                floor = device_seconds_floor(grid_request(request, request.cluster))
+                floor = device_seconds_floor(request.grid_on(request.cluster))
             least_s = (floor or 0.0) / size
             if request.objectives[0] == "time" and not request.limits and least_s >= beat:
                 searched.skipped[size] = least_s
@@ -177,14 +144,14 @@ def _search(request: PlanRequest, deadline: float) -> _Searched:
 
 def _search_size(request: PlanRequest, searched: _Searched, size: int, deadline: float, beat: float) -> None:
     part = part_of(request.cluster, size)
-    grid = grid_request(request, part)
+    grid = request.grid_on(part)
     patience_s = 0.0 if any(len(found.score) for found in searched.found) else _PATIENCE_S
     options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
     found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
     nothing = not len(found.score) and not found.stopped
     if nothing and grid.max_step_s < np.inf and found.least_step_s < np.inf:
         # Nothing keeps the limits; the fastest plan says how far away they are.
-        found = search_rows(grid_request(request, part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
+        found = search_rows(request.grid_on(part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
     searched.parts.append(part)
     searched.found.append(found)
 

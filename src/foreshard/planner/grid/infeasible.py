@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from foreshard.errors import InfeasibleError
 from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.search import search_rows
-from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.nearest_change import (
     fitting_changes,
     fix_of,
@@ -81,18 +80,9 @@ def _words(table: PlanTable) -> str:
 
 def _fits(request: PlanRequest) -> bool:
     """Return whether a search finds any plan within a moment."""
-    grid = GridRequest(
-        model=request.model,
-        cluster=request.cluster,
-        framework=request.framework,
-        constants=request.constants,
-        global_batch=request.global_batch,
-        seq_len=request.seq_len,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        comm=request.comm,
+    found = search_rows(
+        request.grid_on(request.cluster), keep=1, deadline=time.perf_counter(), patience_s=_TRIAL_S
     )
-    found = search_rows(grid, keep=1, deadline=time.perf_counter(), patience_s=_TRIAL_S)
     if found.stopped:
         raise KeyboardInterrupt
     return len(found.score) > 0

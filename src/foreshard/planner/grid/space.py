@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from foreshard.catalog.offers import Offers, offers_of
 from foreshard.catalog.training import TrainingConstants
-from foreshard.planner.grid.stage_table import StageTable
 from foreshard.predict.analytical.table import TableMemory, TableStages
 from foreshard.predict.batch import Batch
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.space import RULES, divisors, valid_plans
+from foreshard.predict.stage_rows import StageRows, stage_rows_of
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -58,14 +59,10 @@ class GridRequest:
     comm: Mapping[str, bool] = field(default_factory=dict)
     objective: str = "time"
     max_step_s: float = np.inf
-    stages: StageTable = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", StageTable(model=self.model))
 
     def priced(self, table: PlanTable) -> TableStages:
         """Return the stages of some plans, to price their time and memory."""
-        return TableStages(self.setup, self.cluster, table, self.stages.rows(table))
+        return TableStages(self.setup, self.cluster, table, stages_of_plans(self.model, table))
 
     def batch(self, table: PlanTable) -> Batch:
         """Return the arrays that price the time of some plans."""
@@ -90,6 +87,51 @@ class GridRequest:
             seq_len=self.seq_len,
             optimizer=self.optimizer,
         )
+
+
+def stages_of_plans(model: Model, table: PlanTable) -> StageRows:
+    """Return the distinct stages of every plan, as `predict.stage_rows.stage_rows_of` does.
+
+    Where blocks differ, that counts every stage; here equal ones that follow each other are one row, and each
+    pair of pp and vpp is worked out once.
+    """
+    blocks = tuple(block for block, _ in model.block_kinds())
+    if len(blocks) == 1:
+        return stage_rows_of(model, table.pp, table.vpp)
+    pairs, inverse = np.unique(np.array([table.pp, table.vpp]), axis=1, return_inverse=True)
+    known = _runs_by_pipeline(model)
+    for pair in zip(*pairs.tolist(), strict=True):
+        if pair not in known:
+            known[pair] = _runs_of_stages(model, *pair)
+    found = [known[pair] for pair in zip(*pairs.tolist(), strict=True)]
+    whole = np.zeros((found[0].shape[0], max(item.shape[1] for item in found), len(found)))
+    for i, runs in enumerate(found):
+        whole[:, : runs.shape[1], i] = runs
+    *counts, first_stage, multiplicity, has_embedding, has_head = whole[:, :, np.ravel(inverse)]
+    return StageRows(
+        blocks=blocks,
+        counts=tuple(counts),
+        first_stage=first_stage,
+        multiplicity=multiplicity,
+        has_embedding=has_embedding,
+        has_head=has_head,
+    )
+
+
+@lru_cache(maxsize=8)
+def _runs_by_pipeline(model: Model) -> dict[tuple[int, int], np.ndarray]:
+    """Return where the runs of equal stages of a model's pipelines are kept, by pp and vpp."""
+    return {}
+
+
+def _runs_of_stages(model: Model, pp: int, vpp: int) -> np.ndarray:
+    """Return the runs of equal stages of one pipeline, shape (numbers of a stage, runs)."""
+    rows = stage_rows_of(model, np.array([pp]), np.array([vpp]))
+    kinds = np.concatenate([*rows.counts, rows.has_embedding, rows.has_head], axis=1)
+    first = np.flatnonzero(np.append(True, np.any(np.diff(kinds, axis=0) != 0, axis=1)))
+    count = np.diff(np.append(first, len(kinds)))
+    kept = kinds[first].T
+    return np.concatenate([kept[:-2], [first, count], kept[-2:]])
 
 
 def chunks_of(table: PlanTable) -> Iterator[PlanTable]:

@@ -129,8 +129,6 @@ def plan_measured(
     return PlanResult(
         plans=tuple(shown),
         lower_bound_step_time_s=bound_s,
-        gap=best_s / bound_s - 1,
-        binding=shown[0].prediction.bottleneck,
         evaluated=sum(solution.evaluated for solution in solutions) + len(judged),
         pruned=sum(solution.excluded for solution in solutions),
         wall_s=time.perf_counter() - started,
@@ -154,8 +152,6 @@ def _infeasible(costs: MeasuredCosts, bound_s: float, started: float) -> PlanRes
     return PlanResult(
         plans=(),
         lower_bound_step_time_s=bound_s,
-        gap=0.0,
-        binding="memory",
         evaluated=0,
         pruned=0,
         wall_s=time.perf_counter() - started,

@@ -25,8 +25,10 @@ _PART = 16
 """Part of a share that moves at once, beside single samples."""
 
 
-class LocalSearch:
-    """A search around one 1f1b plan, best first, which may be taken up again.
+def improved(request: PlanRequest, plan: Plan, seconds: float, budget: TimeBudget) -> tuple[Plan, float]:
+    """Return the fastest plan found by changes of a 1f1b plan and of their results, and its step time.
+
+    The changes of the fastest plan come first; the search ends when those of a few plans are in vain.
 
     Parameters
     ----------
@@ -34,53 +36,28 @@ class LocalSearch:
     plan : Plan
     seconds : float
         Its step time by the analytical engine.
+    budget : TimeBudget
     """
-
-    def __init__(self, request: PlanRequest, plan: Plan, seconds: float) -> None:
-        self.request, self.plan, self.seconds = request, plan, seconds
-        self._order = count()
-        self._ahead = [(seconds, next(self._order), plan.groups)]
-        self._seen = {plan.groups}
-        self._changes: Iterator[tuple[Group, ...]] = iter(())
-        self._fruitless = 0
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether changes of the last few plans made none faster."""
-        return self._fruitless > _PATIENCE
-
-    def advance(self, budget: TimeBudget) -> bool:
-        """Try changes of one plan after the other until time is up; return whether a faster one was found."""
-        before_s = self.seconds
-        while not (self.is_done or budget.is_over):
-            groups = next(self._changes, None)
-            if groups is None:
-                self._turn()
-            elif groups not in self._seen:
-                self._seen.add(groups)
-                self._try(groups)
-        return self.seconds < before_s
-
-    def _turn(self) -> None:
-        """Turn to the fastest plan whose changes were not tried."""
-        self._fruitless += 1
-        if not self._ahead:
-            self._fruitless = _PATIENCE + 1
-            return
-        groups = heapq.heappop(self._ahead)[2]
-        self._changes = _changes(self.request, groups)
-
-    def _try(self, groups: tuple[Group, ...]) -> None:
-        """Time a changed plan; if it is the fastest, its changes come next."""
-        made = replace(self.plan, groups=groups)
-        if missing_bytes(self.request, made):
-            return
-        seconds = engine_seconds(self.request, [made])[0]
-        heapq.heappush(self._ahead, (seconds, next(self._order), groups))
-        if seconds < self.seconds * (1.0 - _FASTER):
-            self.plan, self.seconds = made, seconds
-            self._fruitless = 0
-            self._turn()
+    order, fruitless = count(), 0
+    ahead = [(seconds, next(order), plan.groups)]
+    seen = {plan.groups}
+    while ahead and fruitless < _PATIENCE:
+        fruitless += 1
+        for groups in _changes(request, heapq.heappop(ahead)[2]):
+            if budget.is_over:
+                return plan, seconds
+            if groups in seen:
+                continue
+            seen.add(groups)
+            made = replace(plan, groups=groups)
+            if missing_bytes(request, made):
+                continue
+            made_s = engine_seconds(request, [made])[0]
+            heapq.heappush(ahead, (made_s, next(order), groups))
+            if made_s < seconds * (1.0 - _FASTER):
+                plan, seconds, fruitless = made, made_s, 0
+                break
+    return plan, seconds
 
 
 def _changes(request: PlanRequest, groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:

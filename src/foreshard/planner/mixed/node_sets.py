@@ -1,4 +1,4 @@
-"""Sets of node groups that may train together, caps on devices, and what wider sets prove of narrower."""
+"""Sets of node groups that may train together, and caps on devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
+from foreshard.planner.solver.work_bounds import speed_of
 
 _MANY_GROUPS = 6
 """Node groups above which not every set of them is a problem of its own: there would be over 63."""
-_ROUNDING = 1e-9
-"""Part of a stage's time that is rounding."""
 
 
 def node_sets(request: PlanRequest) -> list[tuple[int, ...]]:
@@ -32,51 +31,13 @@ def node_sets(request: PlanRequest) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda use: -sum(nodes[g].num_devices for g in use))
 
 
-def faster_by_s(fewer: Problem, more: Problem) -> float:
-    """Return by how many seconds a step on fewer node groups may be faster than on more, the same pipelines.
-
-    Parameters
-    ----------
-    fewer, more : Problem
-        Of one request on a set of node groups, and on a set that holds it.
-
-    Returns
-    -------
-    float
-        The most by which any tail is longer among more groups, over slower links or wider trees; spread
-        factors apart. Infinite where a stage could be worse among them in any other way.
-    """
-    place = {name: i for i, name in enumerate(more.names)}
-    if more.copies != fewer.copies or not all(name in place for name in fewer.names):
-        return np.inf
-    rows = [place[name] for name in fewer.names]
-    runs = np.isfinite(fewer.time_s) & (fewer.max_in_flight > 0)
-    if not runs.any():
-        return 0.0
-    slower = (more.time_s[rows] > fewer.time_s * (1 + _ROUNDING)) | (
-        more.far_s[rows] > fewer.far_s * (1 + _ROUNDING)
-    )
-    if np.any(runs & (slower | (more.max_in_flight[rows] < fewer.max_in_flight))):
-        return np.inf
-    longer = more.tail_s[:, rows] - fewer.tail_s
-    far = longer + _leave_tail(more)[rows] - _leave_tail(fewer)
-    return max(0.0, float(longer[:, runs].max()), float(far[:, runs].max()))
-
-
-def _leave_tail(problem: Problem) -> np.ndarray:
-    return np.zeros(problem.time_s.shape) if problem.leave_tail_s is None else problem.leave_tail_s
-
-
 def capped(problem: Problem, max_devices: int | None) -> Problem:
     """Return the problem on at most so many devices, those that do most work first."""
     if max_devices is None or sum(problem.counts) <= max_devices:
         return problem
-    usable = np.where(problem.max_in_flight > 0, problem.time_s, np.inf)
-    work = usable * problem.takes.sum(1)[:, None] / problem.micro_batch[:, None]
-    middle = int(problem.types[1, 2])
-    rate = [work[problem.takes[:, k] > 0, middle].min(initial=np.inf) for k in range(len(problem.counts))]
+    speeds = np.array([speed_of(problem, kind) for kind in range(len(problem.counts))])
     counts, left = [0] * len(problem.counts), max_devices
-    for kind in np.argsort(rate, kind="stable"):
+    for kind in np.argsort(-speeds, kind="stable"):
         counts[kind] = min(left, problem.counts[kind])
         left -= counts[kind]
     return replace(problem, counts=tuple(counts))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import InfeasibleError
-from foreshard.planner.baselines.even import lb_bsp
-from foreshard.planner.baselines.ordered import amp, hetpipe
-from foreshard.planner.baselines.pipedream import pipedream
-from foreshard.planner.baselines.uniform_degrees import Best
+from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import SPACE as EVEN
 from foreshard.planner.mixed.best_so_far import MixedFound, is_interleaved
@@ -28,16 +26,16 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
-from foreshard.planner.mixed.local_search import LocalSearch
-from foreshard.planner.mixed.node_sets import capped, faster_by_s, node_sets
-from foreshard.planner.mixed.subspaces import Subspace, holding_down, next_subspace
+from foreshard.planner.mixed.local_search import improved
+from foreshard.planner.mixed.node_sets import capped, node_sets
+from foreshard.planner.mixed.subspaces import Part, Subspace, holding_down, next_subspace
 from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.ranking import family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
-from foreshard.planner.solver.problem import Arrangement, Problem, faults, spread_factor
+from foreshard.planner.solver.problem import Arrangement, Problem, faults
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
 from foreshard.predict.placement import domain_block
@@ -71,8 +69,6 @@ _GRID = 0.1
 """Part of the time that is left for each of several grids at first."""
 _SEARCHING = 0.85
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
-_COVERED = 0.001
-"""Part of a step by which fewer node groups may be faster and still need no search of their own."""
 _NEAREST = 4
 """1f1b plans that are tried with chunks as they are."""
 _BOUNDING = 0.2
@@ -89,8 +85,6 @@ _ROOMIER = 4
 """Searches with more memory left free, as long as no plan fits."""
 _ROOM = 1.5
 """Times the memory that plans lack that is left free the next time."""
-_PUBLISHED_SLACK = 0.25
-"""Part by which plans of published planners may be slower than their best and still be timed."""
 
 
 WITHOUT_EXTRA = "Unequal pipelines were not searched: that needs the extra foreshard[plan]"
@@ -142,7 +136,6 @@ class MixedSearch:
         self.others: list[Subspace] = []
         self.interleaved_bounds: list[Subspace] = []
         self._finding_s = self._proving_s = 0.0
-        self._covered: dict[int, float] = {}
         self._reserve_bytes = 0.0
         self._depths: set[tuple[int, int]] = set()
         self._tried: list[Plan] = []
@@ -152,11 +145,11 @@ class MixedSearch:
         try:
             self._start()
             if hastily:
-                self._offer_published((hetpipe, amp) if len(self.sets) > 1 else ())
+                self._offer_published(("hetpipe", "amp") if len(self.sets) > 1 else ())
                 if self.found.timed:
                     self.notes.append(HASTE)
                     return
-            self._offer_published((lb_bsp,))
+            self._offer_published(("lb-bsp",))
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
             while not ((searching.is_over and self.found.timed) or self.stopped):
@@ -170,7 +163,7 @@ class MixedSearch:
                     self._finding_s += self._advance(chosen, share)
             self._change()
             if self.by_price or not self.found.timed:
-                self._offer_published((hetpipe, amp, pipedream))
+                self._offer_published(("hetpipe", "amp", "pipedream"))
         except KeyboardInterrupt:
             for subspace in self.pipelines if not self.found.timed else ():
                 subspace.time_fresh(self.found, self.budget)
@@ -185,7 +178,7 @@ class MixedSearch:
             if even_plans.promise_s(self.found.best_s) > 0.0:
                 self._advance(even_plans, share)
 
-    def _advance(self, chosen: EvenPlans | Subspace, share: float) -> float:
+    def _advance(self, chosen: Part, share: float) -> float:
         """Do a step of a part of the space, in a part of the time that is left; return its seconds."""
         had_plan = bool(self.found.timed)
         left_s = self.budget.left_s
@@ -194,7 +187,7 @@ class MixedSearch:
         spent_s = left_s - self.budget.left_s
         chosen.spent_s += spent_s
         if isinstance(chosen, Subspace):
-            self._after(chosen)
+            self._make_room(chosen)
         elif chosen.result is not None:
             self.stopped = chosen.result.stopped
         # Not after grids alone: what mixes find leaves fewer of their plans to lay out in chunks.
@@ -212,14 +205,14 @@ class MixedSearch:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
                 starts.setdefault(tuple(len(s.ranks) for g in plan.groups for s in g.stages), (seconds, plan))
         for seconds, plan in starts.values():
-            local = LocalSearch(self.request, plan, seconds)
-            if local.advance(self.budget):
-                self.found.timed.append((local.seconds, local.plan))
+            changed, changed_s = improved(self.request, plan, seconds, self.budget)
+            if changed is not plan:
+                self.found.timed.append((changed_s, changed))
         if starts and chunk_counts(self.request):
             self._add_interleaved()
 
     @property
-    def _subspaces(self) -> list[Subspace | EvenPlans]:
+    def _subspaces(self) -> list[Part]:
         return [*self.pipelines, *self.even]
 
     @property
@@ -229,17 +222,10 @@ class MixedSearch:
 
     def _of_set(self, use: tuple[int, ...]) -> Subspace:
         """Return the subspace of 1f1b plans on a set of node groups."""
-        floor: list[float] = []
-
-        def floor_s() -> float:
-            if not floor:
-                floor.append(self.found.work_s(use))
-            return floor[0]
-
         return Subspace(
             price=lambda: capped(self.found.problem(use), self.request.max_devices),
             time_plans=self._time_plain,
-            floor_s=floor_s,
+            floor_s=cache(partial(self.found.work_s, use)),
             weight=1.0 if self.by_price else _BOUNDING,
             alone=self.by_price,
             proves=True,
@@ -254,7 +240,7 @@ class MixedSearch:
         for place, use in enumerate(() if self.by_price else self.sets):
             self.others.append(
                 Subspace(
-                    price=partial(self._usual, use),
+                    price=partial(self._priced, use, apart=True),
                     time_plans=self._time_plain,
                     floor_s=self.by_set[place].floor_s,
                     weight=_FEWER if place else 1.0,
@@ -266,80 +252,52 @@ class MixedSearch:
                 most = min(block, self.request.max_devices or block)
                 self.others.append(
                     Subspace(
-                        price=partial(self._one_domain, use, most),
+                        price=partial(self._priced, use, most),
                         time_plans=self._time_plain,
                         floor_s=lambda: 0.0,
                         alone=True,
                     )
                 )
 
-    def _usual(self, use: tuple[int, ...]) -> Problem:
-        priced = price_stages(self.request, use, apart=True, by_domain=True, every=True)
-        return capped(priced, self.request.max_devices)
+    def _priced(self, use: tuple[int, ...], most: int | None = None, **how: Any) -> Problem:
+        """Return the problem of some node groups, of at most so many devices, priced as `how` says."""
+        problem = price_stages(self.request, use, by_domain=True, every=True, **how)
+        return capped(problem, most or self.request.max_devices)
 
-    def _one_domain(self, use: tuple[int, ...], most: int) -> Problem:
-        return capped(price_stages(self.request, use, by_domain=True, every=True), most)
-
-    def _after(self, chosen: Subspace) -> None:
-        """Draw the conclusions of a step: sets that are covered, more room in memory, interleaved plans."""
-        found = self.found
-        if chosen.search is not None and chosen.problem is not None and chosen in self.by_set:
-            place = self.by_set.index(chosen)
-            if place and chosen.search.ranges is None and self._is_covered(place):
-                chosen.is_closed = True
-        last = self.roomier[-1] if self.roomier else self.by_set[0]
-        lacking = chosen.lacks_memory(found.best_s) and np.isfinite(found.missing_bytes)
-        if chosen is last and lacking and len(self.roomier) < _ROOMIER:
-            self._add_roomier()
-
-    def _is_covered(self, place: int) -> bool:
-        """Return whether the bound of all node groups is nearly one of a set of fewer as well."""
-        whole, use = self.sets[0], self.sets[place]
-        if not set(use) <= set(whole) or self.request.max_devices is not None or self.by_price:
-            return False
-        more = self.found.problem(whole)
-        faster_s = faster_by_s(self.found.problem(use), more) * spread_factor(more, sum(more.counts))
-        if self.found.timed and faster_s <= _COVERED * self.found.best_s:
-            self._covered[place] = faster_s
-        return place in self._covered
-
-    def _add_roomier(self) -> None:
-        """Search with as much memory left free as plans so far lack.
+    def _make_room(self, chosen: Subspace) -> None:
+        """Search with as much memory left free as plans so far lack, where the best of a step do not fit.
 
         The problem knows the buffers of no more than two stages and two pipelines; a plan may need more.
         """
-        self._reserve_bytes += _ROOM * self.found.missing_bytes
-        reserve, self.found.missing_bytes = self._reserve_bytes, np.inf
-
-        def priced(reserve: float = reserve) -> Problem:
-            problem = price_stages(
-                self.request, self.sets[0], reserve_bytes=reserve, by_domain=True, every=True
-            )
-            return capped(problem, self.request.max_devices)
-
+        found = self.found
+        last = self.roomier[-1] if self.roomier else self.by_set[0]
+        lacking = chosen.lacks_memory(found.best_s) and np.isfinite(found.missing_bytes)
+        if chosen is not last or not lacking or len(self.roomier) >= _ROOMIER:
+            return
+        self._reserve_bytes += _ROOM * found.missing_bytes
+        found.missing_bytes = np.inf
         self.roomier.append(
-            Subspace(price=priced, time_plans=self._time_plain, floor_s=self.by_set[0].floor_s)
+            Subspace(
+                price=partial(self._priced, self.sets[0], reserve_bytes=self._reserve_bytes),
+                time_plans=self._time_plain,
+                floor_s=self.by_set[0].floor_s,
+            )
         )
 
     def _add_interleaved(self) -> None:
         """Try chunks on the best 1f1b plans, and add depths near theirs and the bounds that matter."""
         request, found = self.request, self.found
-        for _, plan in found.plain(_NEAREST):
-            if self.budget.is_over:
-                return
+        counts = chunk_counts(request)
+        even = [plan for plan in found.even if is_interleaved(plan) and plan.groups[0].num_chunks in counts]
+        for plan in (*(plan for _, plan in found.plain(_NEAREST)), *even):
             if any(plan is tried for tried in self._tried):
                 continue
+            if self.budget.is_over:
+                return
             self._tried.append(plan)
-            for chunks in chunk_counts(request):
-                made = interleaved(plan, chunks)
+            for made in [plan] if plan in even else [interleaved(plan, chunks) for chunks in counts]:
                 if made is not None:
                     found.take_interleaved(made)
-        for plan in found.even:
-            if is_interleaved(plan) and plan.groups[0].num_chunks in chunk_counts(request):
-                if any(plan is tried for tried in self._tried) or self.budget.is_over:
-                    continue
-                self._tried.append(plan)
-                found.take_interleaved(plan)
         plain = found.plain(1) or found.timed[:1]
         for place, (chunks, stages) in enumerate(depths(request, plain[0][1])):
             if (chunks, stages) not in self._depths:
@@ -382,25 +340,19 @@ class MixedSearch:
         plan = plan_in_chunks(self.request, problem, arrangement, chunks)
         return np.inf if plan is None else self.found.take_interleaved(plan)
 
-    def _offer_published(self, planners: Sequence[Callable[..., object]]) -> None:
+    def _offer_published(self, names: Sequence[str]) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""
         problem = capped(self.found.problem(self.sets[0]), self.request.max_devices)
-        for planner in planners:
+        for name in names:
             if self.found.timed and self.budget.is_over:
                 return
-            best = Best(problem=problem, slack=_PUBLISHED_SLACK)
-            planner(problem, best=best)
-            for _, arrangement in best.by_number.values():
+            for _, arrangement in BASELINES[name].best(problem).by_number.values():
                 plan = plan_of(self.request, problem, arrangement)
                 if plan is not None and not faults(problem, arrangement):
                     self.found.take(plan)
 
-    def _set_bound_s(self, place: int) -> float:
+    def _set_bound_s(self, subspace: Subspace) -> float:
         """Return a step time that no 1f1b plan on a set of node groups beats."""
-        subspace = self.by_set[place]
-        if place in self._covered:
-            wider_s = min(self._set_bound_s(0), self.found.best_s)
-            return max(subspace.floor_s(), wider_s - self._covered[place])
         problem, most = subspace.problem, self.request.max_devices
         if problem is not None and most is not None and sum(problem.counts) >= most:
             return work_bound(problem)  # fewer devices than there are can be chosen in other ways
@@ -409,7 +361,7 @@ class MixedSearch:
     @property
     def _plain_bound_s(self) -> float:
         """Return a step time that no 1f1b plan beats."""
-        return min(self._set_bound_s(place) for place in range(len(self.sets)))
+        return min(self._set_bound_s(subspace) for subspace in self.by_set)
 
     @property
     def _interleaved_bound_s(self) -> float:
@@ -427,11 +379,7 @@ class MixedSearch:
         pruned = sum(s.search is None for s in self.by_set)
         pruned += sum(s.search.excluded for s in self.by_set if s.search)
         pruned += sum(one.result.pruned for one in self.even if one.result)
-        open_ = any(
-            s.promise_s(found.best_s) > 0.0
-            for place, s in enumerate(self.by_set)
-            if place not in self._covered
-        )
+        open_ = any(subspace.promise_s(found.best_s) > 0.0 for subspace in self.by_set)
         open_ |= any(one.promise_s(found.best_s) > 0.0 for one in self.even)
         open_ |= any(one.result.interrupted for one in self.even if one.result)
         interrupted = self.stopped or (bool(found.timed) and open_)
@@ -439,8 +387,6 @@ class MixedSearch:
             return PlanResult(
                 plans=(),
                 lower_bound_step_time_s=0.0,
-                gap=0.0,
-                binding="memory",
                 evaluated=evaluated,
                 pruned=pruned,
                 wall_s=request.budget_s - self.whole.left_s,
@@ -450,7 +396,6 @@ class MixedSearch:
                 infeasible=self._none(),
                 notes=tuple(self.notes),
             )
-        best = plans[0].prediction
         even_s = min(one.bound_s for one in self.even)
         bound = min(self._plain_bound_s, even_s)
         chosen = plans[0].plan
@@ -461,8 +406,6 @@ class MixedSearch:
         return PlanResult(
             plans=plans,
             lower_bound_step_time_s=min(bound, found.best_s),
-            gap=float(max(0.0, best.step_time_s / bound - 1.0)) if bound > 0 else np.inf,
-            binding=best.bottleneck,
             evaluated=evaluated,
             pruned=pruned,
             wall_s=request.budget_s - self.whole.left_s,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 import numpy as np
 
 from foreshard.planner.mixed.best_so_far import MixedFound
+from foreshard.planner.mixed.even_plans import EvenPlans
 from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
@@ -141,22 +141,8 @@ class Subspace:
         return self.search.state.evaluated if self.search else 0
 
 
-Part = TypeVar("Part", bound="HasPromise")
-
-
-class HasPromise(Protocol):
-    """A part of the space that may hold a better plan, and the seconds it was searched for."""
-
-    spent_s: float
-    proves: bool
-    slice_s: float
-
-    @property
-    def bound_s(self) -> float:
-        """Return a step time that no plan of the part beats."""
-
-    def promise_s(self, best_s: float) -> float:
-        """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""
+Part = Subspace | EvenPlans
+"""A part of the space that may hold a better plan, with the seconds it was searched for."""
 
 
 def next_subspace(subspaces: Sequence[Part], best_s: float) -> tuple[Part | None, float]:

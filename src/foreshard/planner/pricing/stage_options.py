@@ -54,11 +54,6 @@ class StageKind:
         """Return the samples of a micro-batch of the stage."""
         return self.inner_dp * self.micro_batch
 
-    @property
-    def is_plain(self) -> bool:
-        """Return whether it neither cuts experts nor splits sequences."""
-        return self.ep == 1 and self.cp == 1
-
 
 def stage_options(
     request: PlanRequest, use: tuple[int, ...], *, every: bool = False, at_once: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -75,7 +76,9 @@ def price_stages(
         the memory of 1f1b, of which interleaved pipelines need no less.
     """
     types = stage_types(request)
-    kinds = _offered(request, use, extra, every=every, at_once=chunks == 1)
+    whole = [stage_options(request, use, at_once=chunks == 1)]  # neither experts cut nor sequences split
+    more = [stage_options(request, use, every=True, at_once=chunks == 1)] if every else []
+    kinds = list(dict.fromkeys(chain(*whole, extra, *more)))
     rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages))
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
@@ -125,21 +128,6 @@ def price_stages(
         leave_tail_s=leave_tail_s,
         domains=() if leave_s is None else tuple(domains),
     )
-
-
-def offered(request: PlanRequest, use: tuple[int, ...], extra: Sequence[StageKind] = ()) -> list[StageKind]:
-    """Return every stage of the space, as `price_stages` with `every` names them, without their prices."""
-    return _offered(request, use, extra, every=True, at_once=True)
-
-
-def _offered(
-    request: PlanRequest, use: tuple[int, ...], extra: Sequence[StageKind], *, every: bool, at_once: bool
-) -> list[StageKind]:
-    """Return the options of some node groups, plain ones first."""
-    kinds = dict.fromkeys((*stage_options(request, use, at_once=at_once), *extra))
-    if every:
-        kinds.update(dict.fromkeys(stage_options(request, use, every=True, at_once=at_once)))
-    return list(kinds)
 
 
 def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, apart: bool) -> np.ndarray:

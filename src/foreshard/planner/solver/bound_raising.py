@@ -150,7 +150,7 @@ def _duals_of_whole_samples(
 ) -> np.ndarray | None:
     """Return the duals of devices when the columns, mixed in fractions, process whole samples each."""
     table = state.table()
-    samples = table.whole_samples(seconds - table.tails_s(pipelines[0]))
+    samples = table.whole_samples(seconds - table.tails(state.problem, pipelines[0]))
     mix = fractional_mix(table.takes, samples, state.problem.counts, pipelines)
     return None if mix is None else mix.device_duals
 

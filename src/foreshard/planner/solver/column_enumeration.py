@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.planner.solver.compiled import compiled
+from foreshard.planner.solver.integer_combination import firsts
 from foreshard.planner.solver.pricing import (
     Path,
     PipelineBox,
@@ -233,10 +234,7 @@ class ColumnEnumeration:
         row = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes).astype(int)
         cost = self.reduced_cost(codes, samples)
         kept = np.flatnonzero(cost <= self.allowance + 1e-9)
-        order = kept[np.lexsort((-samples[kept], codes[kept]))]
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = np.diff(codes[order]) > 0
-        best = order[first]
+        best = kept[firsts(codes[kept], samples[kept])]
         return LabelTable(
             codes=codes[best], samples=samples[best], reduced_cost=cost[best], at=at[best], row=row[best]
         )

@@ -26,7 +26,8 @@ def duals_at(state: SearchState, pipelines: tuple[int, int], low_s: float) -> tu
     """Return the step time in which fractions of the columns process the batch, and the duals there."""
     problem = state.problem
     table = state.table()
-    tails = table.tails_s(pipelines[0])
+    tails = table.tails(problem, pipelines[0])
+    rates = table.rates[2] / table.rates[1]  # samples a second of pipelines that are full
     seconds, high, duals = low_s, np.inf, np.zeros(len(problem.counts))
     for _ in range(_NEWTON_STEPS):
         samples = table.samples(seconds - tails)
@@ -37,7 +38,7 @@ def duals_at(state: SearchState, pipelines: tuple[int, int], low_s: float) -> tu
         if mix.samples >= problem.global_batch:
             high = seconds
             break
-        gain = float((table.rate * (samples > 0)) @ mix.counts)
+        gain = float((rates * (samples > 0)) @ mix.counts)
         short = problem.global_batch - mix.samples
         seconds += max(short / gain if gain > 0 else seconds, 1e-4 * seconds)
     return min(high, seconds), duals

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreshard.planner.solver.columns import ColumnTable
+from foreshard.planner.solver.integer_combination import combine
 from foreshard.planner.solver.problem import (
     Arrangement,
     Filling,
+    PipelineColumns,
     Problem,
     StageSpan,
     Template,
@@ -184,21 +185,20 @@ class _Mixes:
     problem: Problem
     templates: list[Template]
     filling: Filling
-    table: ColumnTable = field(init=False)
+    columns: PipelineColumns = field(init=False)
     demands: np.ndarray = field(init=False)
     which: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up what pipelines take and how they go."""
-        self.table = ColumnTable(self.problem, filling=self.filling)
-        self.table.extend(self.templates)
-        demands, which = np.unique(self.table.takes.T.astype(int), axis=0, return_inverse=True)
+        self.columns = pipeline_columns(self.problem, self.templates, filling=self.filling)
+        demands, which = np.unique(self.columns.takes.T.astype(int), axis=0, return_inverse=True)
         self.demands, self.which = demands, np.ravel(which)
 
     def longest_s(self, copies: int) -> float:
         """Return the time of the slowest pipeline that processes the batch alone."""
-        rates = (self.table.columns.rate(i) for i in range(len(self.templates)))
-        ends = zip(rates, self.table.tails_s(copies).tolist(), strict=True)
+        rates = (self.columns.rate(i) for i in range(len(self.templates)))
+        ends = zip(rates, self.columns.tails(self.problem, copies).tolist(), strict=True)
         return max(rate.seconds(self.problem.global_batch) + tail for rate, tail in ends)
 
     def sooner(self, pipelines: tuple[int, int], limit: int, high: float) -> Arrangement | None:
@@ -217,50 +217,26 @@ class _Mixes:
     def reach(self, pipelines: tuple[int, int], limit: int, seconds: float) -> Arrangement | None:
         """Return pipelines on at most `limit` devices that process the batch in so many seconds."""
         problem = self.problem
-        samples = self.table.whole_samples(seconds - self.table.tails_s(pipelines[0]))
+        columns = self.columns
+        samples = columns.whole_samples(seconds - columns.tails(problem, pipelines[0]))
         through = np.zeros(len(self.demands))
         np.maximum.at(through, self.which, samples)
-        chosen = self._most(np.minimum(through, problem.global_batch), pipelines, limit)
-        if chosen is None:
+        runs = np.flatnonzero(through > 0)
+        demands = self.demands[runs]
+        combined = combine(
+            np.column_stack([demands, demands.sum(1)]),  # all devices together are a kind of their own
+            np.minimum(through[runs], problem.global_batch),
+            np.zeros(len(runs)),
+            (*problem.counts, limit),
+            (pipelines[0], min(pipelines[1], limit, problem.global_batch)),
+            keep=1,
+        )
+        assert combined.proven, "problems that are enumerated have few demands"
+        if not combined.sets or combined.samples[0] < problem.global_batch:
             return None
-        best = {d: int(np.argmax(np.where(self.which == d, samples, -1.0))) for d in set(chosen)}
-        at = [best[d] for d in chosen]
-        tails = self.table.tails_s(len(at))[at].tolist()
-        shares = balance([self.table.columns.rate(i) for i in at], tails, problem.global_batch)
+        best = {d: int(np.argmax(np.where(self.which == d, samples, -1.0))) for d in runs.tolist()}
+        at = [best[int(runs[row])] for row in combined.sets[0]]
+        tails = columns.tails(problem, len(at))[at].tolist()
+        shares = balance([columns.rate(i) for i in at], tails, problem.global_batch)
         made = tuple(self.templates[i] for i in at)
         return None if shares is None else Arrangement(templates=made, shares=shares)
-
-    def _most(self, through: np.ndarray, pipelines: tuple[int, int], limit: int) -> list[int] | None:
-        """Return the demands of pipelines that process the batch together, None when none do.
-
-        Of every number of pipelines and every devices in use the most samples, one pipeline after the other.
-        """
-        counts, batch = self.problem.counts, self.problem.global_batch
-        most = np.full([n + 1 for n in counts], -np.inf)
-        most[(0,) * len(counts)] = 0.0
-        allowed = np.indices(most.shape).sum(0) <= limit
-        last: list[np.ndarray] = []
-        for number in range(1, min(pipelines[1], limit, batch) + 1):
-            more, chosen = np.full_like(most, -np.inf), np.full(most.shape, -1)
-            for d in np.flatnonzero(through > 0).tolist():
-                demand = self.demands[d].tolist()
-                to = tuple(slice(n, None) for n in demand)
-                of = tuple(slice(None, size - n) for n, size in zip(demand, most.shape, strict=True))
-                samples = most[of] + through[d]
-                better = samples > more[to]
-                more[to] = np.where(better, samples, more[to])
-                chosen[to] = np.where(better, d, chosen[to])
-            most = np.where(allowed, more, -np.inf)
-            last.append(chosen)
-            at = np.unravel_index(int(np.argmax(most)), most.shape)
-            if number >= pipelines[0] and most[at] >= batch:
-                return self._set_at(last, np.array(at))
-        return None
-
-    def _set_at(self, last: list[np.ndarray], at: np.ndarray) -> list[int]:
-        """Return the demands that led to some devices in use."""
-        found = []
-        for chosen in reversed(last):
-            found.append(int(chosen[tuple(at)]))
-            at = at - self.demands[found[-1]]
-        return found

@@ -79,7 +79,7 @@ class _Sets:
             fits = np.flatnonzero(np.all(used <= self.counts, axis=1))
             before, row, used = before[fits], row[fits], used[fits]
             samples = last.samples[before] + self.samples[row]
-            chosen = _firsts(self._codes(used), samples)
+            chosen = firsts(self._codes(used), samples)
             self.levels.append(
                 _Level(
                     used=used[chosen],
@@ -181,7 +181,7 @@ def combine(
     )
 
 
-def _firsts(codes: np.ndarray, samples: np.ndarray) -> np.ndarray:
+def firsts(codes: np.ndarray, samples: np.ndarray) -> np.ndarray:
     """Return where the first of the most samples stands for each code."""
     order = np.lexsort((-samples, codes))
     distinct = np.ones(len(order), dtype=bool)

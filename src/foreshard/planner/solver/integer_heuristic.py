@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from foreshard.planner.solver.duals import duals_at, pipeline_dual
 from foreshard.planner.solver.integer_combination import combine
-from foreshard.planner.solver.pipeline_mix import columns_of, samples_of, whole_mix
-from foreshard.planner.solver.problem import Template, takes_of
+from foreshard.planner.solver.pipeline_mix import whole_mix
 from foreshard.planner.solver.search_state import SearchState
 
 _STRETCH = (0.0, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2)
@@ -35,15 +32,11 @@ def offer_whole(
 
     With `closely`, then for times between what fractions need and the best so far.
     """
-    counts = np.array(state.problem.counts)
-    templates = [
-        template for template in state.columns if np.all(takes_of(state.problem, template) <= counts)
-    ]
-    found = duals_at(state, pipelines, bound_s) if templates else None
+    found = duals_at(state, pipelines, bound_s) if state.columns else None
     if found is None:
         return
     low, duals = found
-    mixer = _Mixer(state, pipelines, templates, duals)
+    mixer = _Mixer(state, pipelines, duals)
     # Small sets first: unlike a program with a limit, enumerating them ends the same on a busy machine.
     for small in (True, False):
         for stretch in _STRETCH[: _SMALL_STRETCHES if small else None]:
@@ -60,27 +53,23 @@ def offer_whole(
 
 
 class _Mixer:
-    """Whole numbers of some columns, of a range of pipelines."""
+    """Whole numbers of the columns there are devices for, of a range of pipelines."""
 
-    def __init__(
-        self,
-        state: SearchState,
-        pipelines: tuple[int, int],
-        templates: Sequence[Template],
-        duals: np.ndarray,
-    ) -> None:
-        self.state, self.pipelines, self.templates, self.duals = state, pipelines, templates, duals
-        self.takes = columns_of(state.problem, templates)
+    def __init__(self, state: SearchState, pipelines: tuple[int, int], duals: np.ndarray) -> None:
+        self.state, self.pipelines, self.duals = state, pipelines, duals
+        self.templates, self.table = list(state.columns), state.table()
+        self.fits = np.all(self.table.takes <= np.array(state.problem.counts)[:, None], axis=0)
 
     def offer(self, seconds: float, *, small: bool = False) -> bool:
         """Offer the mix that processes most samples in some seconds; return whether it is a better plan."""
         problem = self.state.problem
-        samples = samples_of(problem, self.templates, self.pipelines[0], seconds)
-        order = np.argsort(self.duals @ self.takes - samples, kind="stable")
-        kept = order[samples[order] > 0][:_MOST_COLUMNS]
+        takes = self.table.takes
+        samples = self.table.whole_samples(seconds - self.table.tails(problem, self.pipelines[0]))
+        order = np.argsort(self.duals @ takes - samples, kind="stable")
+        kept = order[self.fits[order] & (samples[order] > 0)][:_MOST_COLUMNS]
         if not len(kept):
             return False
-        chosen = self._chosen(self.takes[:, kept], samples[kept], small=small)
+        chosen = self._chosen(takes[:, kept], samples[kept], small=small)
         if chosen is None:
             return False
         before_s = self.state.best_s

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from foreshard.errors import ExtraMissingError
-from foreshard.planner.solver.problem import Problem, Template, pipeline_rate, tail_seconds, takes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +23,6 @@ class Mix:
     counts: np.ndarray
     samples: float
     device_duals: np.ndarray
-
-
-def columns_of(problem: Problem, templates: Sequence[Template]) -> np.ndarray:
-    """Return the devices each pipeline takes, shape (kinds, pipelines)."""
-    return np.array([takes_of(problem, template) for template in templates]).T.astype(float)
-
-
-def samples_of(problem: Problem, templates: Sequence[Template], copies: int, seconds: float) -> np.ndarray:
-    """Return the whole samples each pipeline processes, shape (pipelines,)."""
-    return np.array(
-        [
-            float(pipeline_rate(problem, template).samples(seconds - tail_seconds(problem, template, copies)))
-            for template in templates
-        ]
-    )
 
 
 def fractional_mix(

@@ -298,6 +298,7 @@ class PricedStages:
     """Stages that a pipeline of a family may have, by time, none worse than another of its kind.
 
     Arrays of shape (stages,); `rooms` is how many stages may follow one, itself included, at most `deepest`.
+    A pipeline takes at most `limit` devices, each stage `units` of them; both are 0 where it is all one.
     """
 
     family: PipelineFamily
@@ -319,7 +320,10 @@ def stages_of(
     if grain is not None:
         fine = problem.grain[options] <= grain
         options, times, room = options[fine], times[fine], room[fine]
-    limit, units = units_of(problem, family, options)
+    limit, units = 0, np.zeros(len(options), dtype=np.int64)
+    if family.kind is not None:
+        limit = min(problem.domains[family.kind], problem.counts[family.kind])
+        units = problem.takes[options].sum(1).astype(np.int64)
     deepest = min(problem.max_stages, problem.num_layers, limit or problem.num_layers)
     tails = tail_s[options]
     # Room for all rounds is room for any number of stages behind.
@@ -387,14 +391,6 @@ def path_among(
     if depth == 0:
         return None
     return float(best), (tuple(options.tolist()), tuple(stops.tolist()))
-
-
-def units_of(problem: Problem, family: PipelineFamily, options: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return how many devices a pipeline of a family may take, and each option; 0 where it is all one."""
-    if family.kind is None:
-        return 0, np.zeros(len(options), dtype=np.int64)
-    limit = min(problem.domains[family.kind], problem.counts[family.kind])
-    return limit, problem.takes[options].sum(1).astype(np.int64)
 
 
 @lru_cache(maxsize=1)

@@ -144,17 +144,12 @@ class Problem:
 
     def tail_between(self, pipelines: tuple[int, int]) -> np.ndarray:
         """Return the least `tail_s` of numbers of pipelines from fewest to most, shape (options, types)."""
-        first = max(int(np.searchsorted(self.copies, pipelines[0], side="right")) - 1, 0)
-        last = max(int(np.searchsorted(self.copies, pipelines[1], side="right")) - 1, first)
+        first, last = self.row_of(pipelines[0]), self.row_of(pipelines[1])
         return self.tail_s[first] if first == last else self.tail_s[first : last + 1].min(0)
 
     def tails_in(self, family: PipelineFamily, tail_s: np.ndarray) -> np.ndarray:
         """Return tails of stages in pipelines of a family, shape (options, types)."""
         return tail_s if family.kind is not None or self.leave_tail_s is None else tail_s + self.leave_tail_s
-
-    def tail_of(self, num_pipelines: int) -> np.ndarray:
-        """Return `tail_s` for so many pipelines, shape (options, types)."""
-        return self.tail_s[self.row_of(num_pipelines)]
 
     def row_of(self, num_pipelines: int) -> int:
         """Return the row of `tail_s` for so many pipelines."""
@@ -273,6 +268,26 @@ class PipelineColumns(NamedTuple):
     def tails(self, problem: Problem, num_pipelines: int) -> np.ndarray:
         """Return their tails beside each other in such a number."""
         return self.tails_s[problem.row_of(num_pipelines)]
+
+    def followed_by(self, others: PipelineColumns) -> PipelineColumns:
+        """Return these columns and then others."""
+        pairs = zip(self, others, strict=True)
+        return PipelineColumns(*(np.concatenate(pair, axis=1) for pair in pairs))
+
+    def samples(self, seconds: np.ndarray) -> np.ndarray:
+        """Return what each processes in so many seconds, tail excluded, fractions of a sample included."""
+        fill, bottleneck, size, *_ = self.rates
+        return size * np.maximum((seconds - fill) / bottleneck, 0.0)
+
+    def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the whole samples each processes, as :meth:`PipelineRate.samples`."""
+        fill, bottleneck, size, grain, shortest, drained, shadowed = self.rates
+        passes = (seconds - fill) / bottleneck
+        whole = np.floor(passes * size / grain + 1e-9) * grain // size
+        part = last_part(passes - whole, drained / bottleneck, shadowed / bottleneck)
+        short = np.floor(part * size / grain + 1e-9) * grain
+        samples = whole * size + np.where(part < shortest * (1 - 1e-9), 0.0, short)
+        return np.where(seconds < (fill + bottleneck) * (1 - 1e-12), 0.0, samples)
 
 
 def pipeline_columns(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from foreshard.planner.solver.columns import ColumnTable
 from foreshard.planner.solver.hops import recut
 from foreshard.planner.solver.pricing import PricedStages, Pricing
 from foreshard.planner.solver.problem import (
     Arrangement,
     Filling,
+    PipelineColumns,
     PipelineFamily,
     Problem,
     Template,
@@ -68,7 +69,7 @@ class SearchState:
     stages: dict[tuple[int, int], dict[PipelineFamily, PricedStages]] = field(default_factory=dict)
     evaluated: int = 0
     pricings: dict[tuple[int, int], tuple[float, Pricing]] = field(default_factory=dict)
-    _table: ColumnTable | None = None
+    _table: PipelineColumns | None = None
     _spread: tuple[float, float] | None = None
     _work: float | None = None
 
@@ -104,11 +105,11 @@ class SearchState:
         self.columns.update(fresh)
         self.columns.update(dict.fromkeys(recut(self.problem, fresh)))
 
-    def table(self) -> ColumnTable:
-        """Return all columns as arrays."""
-        if self._table is None:
-            self._table = ColumnTable(self.problem)
-        self._table.extend(self.columns)
+    def table(self) -> PipelineColumns:
+        """Return all columns as arrays, in the order in which they were generated."""
+        known = pipeline_columns(self.problem, []) if self._table is None else self._table
+        fresh = list(islice(self.columns, known.takes.shape[1], None))
+        self._table = known.followed_by(pipeline_columns(self.problem, fresh)) if fresh else known
         return self._table
 
     def is_closed(self, bound_s: float) -> bool:

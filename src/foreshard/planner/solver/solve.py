@@ -18,7 +18,7 @@ from foreshard.planner.solver.bound_raising import BoundRaiser
 from foreshard.planner.solver.column_enumeration import memory_for
 from foreshard.planner.solver.enumeration import all_templates, best_of_all, undominated
 from foreshard.planner.solver.hops import least_hops_in_times
-from foreshard.planner.solver.pipeline_mix import columns_of, fractional_mix
+from foreshard.planner.solver.pipeline_mix import fractional_mix
 from foreshard.planner.solver.pricing import PricedStages, cheapest_path
 from foreshard.planner.solver.problem import (
     Arrangement,
@@ -334,7 +334,7 @@ def _most_pipelines(state: SearchState) -> int:
             return 0
         bound = min(bound, float(weights @ counts) / least)
         state.columns[found] = None
-        takes = columns_of(problem, list(state.columns))
+        takes = state.table().takes
         mix = fractional_mix(takes, np.ones(takes.shape[1]), problem.counts, (0, sum(problem.counts)))
         if mix is None or mix.samples >= bound - 1e-6:
             break

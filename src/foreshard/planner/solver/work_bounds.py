@@ -33,8 +33,7 @@ def work_bound(problem: Problem) -> float:
     For any weights of devices, a sample needs at least the least priced device-seconds of a way through the
     chain, and a second buys no more than all devices are value; weights are what a device does in a second.
     """
-    usable = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
-    weights = np.array([_speed(problem, usable, kind) for kind in range(len(problem.counts))])
+    weights = np.array([speed_of(problem, kind) for kind in range(len(problem.counts))])
     work = least_work(problem, weights)
     value = float(weights @ np.array(problem.counts))
     if not np.isfinite(work):
@@ -75,12 +74,12 @@ def least_tail(problem: Problem, pipelines: tuple[int, int]) -> float:
     return float(tail[usable].min()) if usable.any() else 0.0
 
 
-def _speed(problem: Problem, usable: np.ndarray, kind: int) -> float:
+def speed_of(problem: Problem, kind: int) -> float:
     """Return how much work a device of a kind does in a second, by the quickest option it takes part in."""
     own = np.flatnonzero(problem.takes[:, kind] > 0)
     if not len(own):
         return 0.0
     middle = int(problem.types[1, 2]) if problem.num_layers > 2 else 0
-    each = np.where(usable[own, middle], problem.time_s[own, middle], np.inf)
+    each = np.where(problem.max_in_flight[own, middle] > 0, problem.time_s[own, middle], np.inf)
     each = each * problem.takes[own].sum(1) / problem.micro_batch[own]
     return 1.0 / float(each.min()) if np.isfinite(each.min()) else 0.0
