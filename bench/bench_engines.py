@@ -18,18 +18,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_plans import PlanSet, load_sets
 
 from foreshard.predict.analytical.engine import step_times
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.graph.lowering import lower
 from foreshard.predict.graph.prices import group_prices
 from foreshard.sim import critical_path
 
 
-def cases_of(plans: PlanSet, every: int) -> list[Case]:
+def cases_of(plans: PlanSet, every: int) -> list[PlannedRun]:
     """Return every so-many-th plan of a set."""
     options = {"seq_len": plans.seq_len, "precision": plans.precision, "framework": plans.framework.label}
     return [
-        Case(
+        PlannedRun(
             model=plans.model,
             cluster=plans.cluster,
             framework=plans.framework,
@@ -45,7 +45,7 @@ def cpu_s(work: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def programs_of(plans: PlanSet, cases: list[Case]) -> list:
+def programs_of(plans: PlanSet, cases: list[PlannedRun]) -> list:
     contention = plans.constants.fsdp_contention
     return [
         lower(group_prices(case, build_batch([case], plans.constants)), case.framework, contention).program

@@ -28,7 +28,7 @@ from scipy.optimize import least_squares
 from foreshard.catalog.training import TrainingConstants, term_metadata
 from foreshard.errors import ForeshardError
 from foreshard.predict.analytical.engine import step_times
-from foreshard.predict.batch import Batch, Case, build_batch, with_constants
+from foreshard.predict.batch import Batch, PlannedRun, build_batch, with_constants
 from foreshard.validation.rows import TrainingRow, table_rows
 from foreshard.validation.tables import measured_folder, read_table
 
@@ -87,7 +87,7 @@ def _shares_a_bus(row: TrainingRow) -> bool:
 
 def batch_of(rows: Iterable[TrainingRow]) -> Batch:
     """Return the rows as one batch."""
-    cases = [Case(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
+    cases = [PlannedRun(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
     return build_batch(cases, TrainingConstants())
 
 

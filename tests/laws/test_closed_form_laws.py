@@ -15,7 +15,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import training_constants
 from foreshard.planner.grid.space import GridRequest, cells_of, passes_of, rows_of
 from foreshard.predict.analytical.engine import slowest_parts, stage_times, step_times
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.placement import crosses_node, link_domains
 from foreshard.predict.step import predict
@@ -62,7 +62,7 @@ def drawn(seed, framework="megatron-core"):
             precision=request.precision,
             optimizer=request.optimizer,
         )
-        yield Case(model=model, cluster=cluster, plan=plan, framework=request.framework), float(seconds)
+        yield PlannedRun(model=model, cluster=cluster, plan=plan, framework=request.framework), float(seconds)
 
 
 def graph_s(case):
@@ -144,7 +144,7 @@ def unequal(seed, num_groups):
         framework="megatron-core",
         groups=tuple(groups),
     )
-    return Case(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+    return PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
 
 
 @pytest.mark.parametrize("num_groups", (1, 2, 4))

@@ -16,7 +16,7 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.errors import SpecError
 from foreshard.predict import predict
 from foreshard.predict.analytical.engine import step_times
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.plan_file import parse_plan
@@ -88,7 +88,7 @@ def parts_of(engine, model, cluster, plan):
 
     The laws hold for any constants inside their ranges, so the shipped ones may change without this file.
     """
-    case = Case(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
     batch = build_batch([case], TrainingConstants())
     if engine == "graph":
         return graph_times(case, batch, timeline=False)[0]

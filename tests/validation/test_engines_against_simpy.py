@@ -17,7 +17,7 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict.analytical.engine import step_times
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.graph.prices import group_prices
 from foreshard.predict.tasks.collectives import gradient_sync_s
@@ -179,7 +179,7 @@ def simulated(cuts, count, overlap):
     width = 16 if len(cuts) > 1 else 32
     cluster = api.load_cluster(f"{width * len(cuts) // 8}x8xh100-sxm@800Gb/s")
     plan = plan_of(model, cuts, tp=2, dp=width // 2, count=count, overlap=overlap)
-    case = Case(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
     (prices,) = group_prices(case, build_batch([case], CONSTANTS))
     pipeline = Pipeline(
         prices,
@@ -255,7 +255,7 @@ def test_sharded_graph_is_what_simpy_simulates(rate):
     """Hidden behind compute on the fast network, the pace itself on the slow one."""
     model, cluster = api.load_model("llama3-8b"), api.load_cluster(f"4x8xh100-sxm@{rate}")
     plan = api.make_plan(model, cluster, seq_len=4096, global_batch=96, zero=3, framework="composer")
-    case = Case(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
     (prices,) = group_prices(case, build_batch([case], CONSTANTS))
     parts = graph_parts(case)
     assert sum(parts.values()) == pytest.approx(Sharded(prices, CONSTANTS.fsdp_contention).run(), rel=1e-9)

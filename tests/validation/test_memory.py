@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from foreshard.predict.batch import Case
+from foreshard.predict.batch import PlannedRun
 from foreshard.predict.memory import plan_memory
 from foreshard.spec.prediction import Memory
 from foreshard.validation.rows import TrainingRow, table_rows
@@ -32,7 +32,7 @@ def cases_of(table: str) -> tuple[tuple[TrainingRow, Memory], ...]:
     if not path.exists():
         pytest.skip(f"{path.name} is not here; set FORESHARD_MEASURED")
     rows = table_rows(read_table(path))[0]
-    cases = [Case(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
+    cases = [PlannedRun(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
     return tuple((row, plan_memory(case)[0]) for row, case in zip(rows, cases, strict=True))
 
 

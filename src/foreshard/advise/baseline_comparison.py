@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foreshard.planner.baselines import Judged
+    from foreshard.planner.baselines import BaselineResult
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.plan import Plan
 
@@ -27,7 +27,7 @@ class ComparedPlanner:
         return asdict(self)
 
 
-def compared(judged: Judged, ours_s: float | None) -> ComparedPlanner:
+def compared(judged: BaselineResult, ours_s: float | None) -> ComparedPlanner:
     """Return a planner's result relative to the step time of ours."""
     known = judged.step_time_s is not None and ours_s
     return ComparedPlanner(

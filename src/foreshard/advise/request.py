@@ -178,11 +178,11 @@ class Request:
     def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Return the parts of the peak memory of each stage of each group, bytes."""
         from foreshard.catalog.frameworks import load_framework
-        from foreshard.predict.batch import Case
+        from foreshard.predict.batch import PlannedRun
         from foreshard.predict.memory import plan_memory
 
         plan = self.to_plan()
-        case = Case(
+        case = PlannedRun(
             model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
         )
         _, parts = plan_memory(case)

@@ -30,11 +30,11 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
     \b
     foreshard replan run plan.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    from foreshard.report.run_progress import Follow
+    from foreshard.report.run_progress import RunFollower
     from foreshard.runtime.membership.operator_requests import request_plan
 
     events = Path(run) / "events.jsonl"
-    follow, until = Follow(events), time.monotonic() + wait_s
+    follow, until = RunFollower(events), time.monotonic() + wait_s
     number = request_plan(Path(run), plan_file)
     while time.monotonic() < until:
         answer = next((line for line in follow.lines(events) if line.get("request") == number), None)

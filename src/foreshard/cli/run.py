@@ -264,9 +264,9 @@ def changes_of(lab: str | None) -> bool:
 @contextmanager
 def progress_of(out: str, steps: int, predicted_s: float | None) -> Iterator[Callable[[Path], None]]:
     """Give what is called again and again: it draws progress on a terminal, and says what happens at once."""
-    from foreshard.report.run_progress import News, progress
+    from foreshard.report.run_progress import RunUpdate, progress
 
-    news = News(Path(out))
+    news = RunUpdate(Path(out))
 
     def say_news() -> None:
         for words in news.words():

@@ -57,7 +57,7 @@ Prices = Callable[[State, Structure, Sequence[int]], np.ndarray]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Record:
+class ExpertRecord:
     """Discounted means since a plan was proposed, rows of seconds and costs by budget.
 
     Attributes
@@ -125,14 +125,14 @@ class Experts:
     def forget(self) -> None:
         """Begin anew: who is there has changed, and with it what plans can run."""
         self.recent = self._empty()
-        self._mature: dict[Fixed, Record] = {}
-        self._proposed: dict[Fixed, Record] = {}
+        self._mature: dict[Fixed, ExpertRecord] = {}
+        self._proposed: dict[Fixed, ExpertRecord] = {}
         self._mean_s = self._peak_s = np.zeros(0)
         self._reviewed, self._asked = 0, -REVIEW
 
-    def _empty(self) -> Record:
+    def _empty(self) -> ExpertRecord:
         rows, squares = np.zeros((3, self._size)), np.zeros((self._size, self._size))
-        return Record(steps=0, weight=0.0, rows=rows, squares=squares)
+        return ExpertRecord(steps=0, weight=0.0, rows=rows, squares=squares)
 
     def ratio(self, structure: Structure) -> np.ndarray:
         """Return what was measured over the model's, of seconds and of each cost.
@@ -209,7 +209,7 @@ class Experts:
         for fixed in plans:
             self._proposed.setdefault(fixed, self._empty())
 
-    def mature(self, weigh: Weigh, stays: Fixed | None) -> dict[Fixed, Record]:
+    def mature(self, weigh: Weigh, stays: Fixed | None) -> dict[Fixed, ExpertRecord]:
         """Return the plans that were judged long enough; forget those that fared worse than the forecast's.
 
         Parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreshard.cost.energy import WAITING_POWER
-from foreshard.predict.batch import Case
+from foreshard.predict.batch import PlannedRun
 from foreshard.predict.rates import watts_of
 from foreshard.predict.tasks.host import HOST_MEMORY_BYTES_PER_S
 from foreshard.spec.plan import Group
@@ -15,7 +15,7 @@ _ROUTING = {
 }
 
 
-def assumptions(case: Case) -> tuple[str, ...]:
+def assumptions(case: PlannedRun) -> tuple[str, ...]:
     """Return what was assumed to answer, in plain sentences."""
     plan, framework = case.plan, case.framework
     zero = max(stage.zero for group in plan.groups for stage in group.stages)

@@ -48,7 +48,7 @@ _MACHINE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PlannedRun:
     """One run to predict."""
 
     model: Model
@@ -123,7 +123,7 @@ class Batch:
     pipeline: Pipeline
 
 
-def _pace(case: Case, workers: Sequence[Worker]) -> Worker:
+def _pace(case: PlannedRun, workers: Sequence[Worker]) -> Worker:
     """Return the worker the others wait for: most samples over matrix rate."""
     if len(workers) == 1:
         return workers[0]
@@ -149,14 +149,16 @@ def _fabric(setup: RunSetup, cluster: Cluster, ranks: Sequence[int], crossing: i
     return fabric_of(cluster.nodes[0], oversubscription=cluster.network.oversubscription, **options)
 
 
-def _joined_fabric(case: Case, setup: RunSetup) -> Fabric | None:
+def _joined_fabric(case: PlannedRun, setup: RunSetup) -> Fabric | None:
     """Return what gradient collectives over several groups see; None where stages sum on their own."""
     if len(case.cluster.nodes) == 1 or len(case.plan.groups) == 1:
         return None
     return _fabric(setup, case.cluster, case.plan.ranks, _rings(case.plan))
 
 
-def _fabrics(case: Case, setup: RunSetup, where: tuple[int, int], joined: Fabric | None) -> dict[str, Fabric]:
+def _fabrics(
+    case: PlannedRun, setup: RunSetup, where: tuple[int, int], joined: Fabric | None
+) -> dict[str, Fabric]:
     """Return what a stage's own collectives, gradient collectives and messages see."""
     cluster, stages = case.cluster, case.plan.groups[where[0]].stages
     own = stages[where[1]]
@@ -228,7 +230,7 @@ def rank_shape(
     )
 
 
-def stage_rows(case: Case, *, fidelity: str = "zero-shot") -> list[StageRow]:
+def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRow]:
     """Return the runs of equal stages of a plan, group by group, in stage order."""
     model, plan, nodes = case.model, case.plan, case.cluster.nodes
     setup = case.setup(fidelity)
@@ -310,7 +312,7 @@ def _boundaries(group: Group, rows: Sequence[StageRow], domains: np.ndarray) -> 
     ]
 
 
-def _pipeline(case: Case, setup: RunSetup, group: Group, domains: np.ndarray) -> Pipeline:
+def _pipeline(case: PlannedRun, setup: RunSetup, group: Group, domains: np.ndarray) -> Pipeline:
     return setup.pipeline(
         num_micro_batches=_micro_batches(group),
         num_stages=float(len(group.stages)),
@@ -322,7 +324,9 @@ def _pipeline(case: Case, setup: RunSetup, group: Group, domains: np.ndarray) ->
     )
 
 
-def build_batch(cases: Sequence[Case], constants: TrainingConstants, *, fidelity: str = "zero-shot") -> Batch:
+def build_batch(
+    cases: Sequence[PlannedRun], constants: TrainingConstants, *, fidelity: str = "zero-shot"
+) -> Batch:
     """Return the arrays of all pipelines of all cases, priced at a fidelity."""
     pipelines, stages, places, kinds = [], [], [], []
     for case in cases:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.cost.energy import WAITING_POWER
-from foreshard.predict.batch import Batch, Case
+from foreshard.predict.batch import Batch, PlannedRun
 from foreshard.predict.tasks.collectives import expert_replicas
 from foreshard.quantity import seconds as lasting
 from foreshard.quantity import size
@@ -50,7 +50,7 @@ class Figures:
     options: Mapping[str, bool]
 
 
-def figures_of(case: Case, batch: Batch) -> Figures:
+def figures_of(case: PlannedRun, batch: Batch) -> Figures:
     """Return the figures of the rank that most others resemble."""
     groups = case.plan.groups
     g = max(range(len(groups)), key=lambda i: groups[i].num_micro_batches)
@@ -99,7 +99,7 @@ def _stage_of(group: Group, num_layers: float) -> Stage:
 
 
 def explanations(
-    case: Case, batch: Batch, parts: Mapping[str, float], *, engine: str, measured: bool = False
+    case: PlannedRun, batch: Batch, parts: Mapping[str, float], *, engine: str, measured: bool = False
 ) -> dict[str, str]:
     """Return a text for the step time and for every part that takes time.
 
@@ -134,7 +134,7 @@ def _step(found: Figures, parts: Mapping[str, float], engine: str, measured: boo
     )
 
 
-def _computing(found: Figures, case: Case, parts: Mapping[str, float]) -> dict[str, str]:
+def _computing(found: Figures, case: PlannedRun, parts: Mapping[str, float]) -> dict[str, str]:
     count, stage = found.group.num_micro_batches, found.stage
     each = {name: lasting(parts[name] / count) for name in ("compute", "recompute", "host")}
     return {
@@ -177,7 +177,7 @@ def _communicating(found: Figures, parts: Mapping[str, float]) -> dict[str, str]
     }
 
 
-def _once(found: Figures, case: Case, batch: Batch, parts: Mapping[str, float]) -> dict[str, str]:
+def _once(found: Figures, case: PlannedRun, batch: Batch, parts: Mapping[str, float]) -> dict[str, str]:
     group, stage = found.group, found.stage
     p, v, m = len(group.stages), group.num_chunks, group.num_micro_batches
     step = sum(parts.values())
@@ -203,7 +203,14 @@ def _once(found: Figures, case: Case, batch: Batch, parts: Mapping[str, float]) 
 
 
 def rate_explanations(
-    case: Case, *, flops: float, again: float, peak: float, step_s: float, watts: float | None, busy_s: float
+    case: PlannedRun,
+    *,
+    flops: float,
+    again: float,
+    peak: float,
+    step_s: float,
+    watts: float | None,
+    busy_s: float,
 ) -> dict[str, str]:
     """Return texts of utilisation and energy, of FLOPs once and again, and peak and watts of all devices."""
     many = _many(len(case.plan.ranks), "device")

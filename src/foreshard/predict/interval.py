@@ -23,7 +23,7 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from foreshard.predict.batch import Case
+    from foreshard.predict.batch import PlannedRun
 
 LEVEL = 0.9
 FEATURES = (
@@ -192,7 +192,7 @@ def points_of(name: str, points: Mapping[str, Sequence[Sequence[float]]]) -> lis
 
 
 def step_interval(
-    case: Case,
+    case: PlannedRun,
     step_time_s: float,
     parts: Mapping[str, float],
     *,

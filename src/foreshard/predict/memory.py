@@ -10,7 +10,7 @@ import numpy as np
 from foreshard.cost.memory import MemoryParts, StageLoad, stage_memory
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import RankShape
-from foreshard.predict.batch import Case, layer_counts, rank_shape, stage_ends, stage_recompute
+from foreshard.predict.batch import PlannedRun, layer_counts, rank_shape, stage_ends, stage_recompute
 from foreshard.predict.placement import Worker, layer_replicas, stage_workers, sync_width
 from foreshard.predict.run_setup import nccl_channels, stacked
 from foreshard.spec.plan import Group, Stage
@@ -44,7 +44,7 @@ class _Row:
     replicas: float  # ranks over all groups that hold the same dense weights, apart from cp
 
 
-def _rows(case: Case) -> list[_Row]:
+def _rows(case: PlannedRun) -> list[_Row]:
     replicas = layer_replicas(case.plan, case.model.num_layers)
     return [
         _Row(g=g, s=s, group=group, stage=stage, worker=worker, replicas=sync_width(stage, replicas))
@@ -61,7 +61,7 @@ def _samples(row: _Row) -> float:
     return min(row.worker.share, math.ceil(row.group.share / row.stage.inner_dp))
 
 
-def _load(case: Case, rows: list[_Row]) -> StageLoad:
+def _load(case: PlannedRun, rows: list[_Row]) -> StageLoad:
     """Return what each kind of rank holds."""
     model, nodes, setup = case.model, case.cluster.nodes, case.setup()
     kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
@@ -84,7 +84,7 @@ def _load(case: Case, rows: list[_Row]) -> StageLoad:
     )
 
 
-def plan_memory(case: Case) -> tuple[Memory, MemoryParts]:
+def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     """Return the peak of the fullest rank (peak over capacity) and the parts of every stage.
 
     Ranks of one stage that differ in device or samples are priced apart; the fullest stands for the stage.

@@ -13,13 +13,13 @@ import numpy as np
 from foreshard.cost.energy import BUSY_PARTS, energy_j
 from foreshard.cost.memory_activations import Recompute
 from foreshard.errors import SpecError
-from foreshard.predict.batch import Batch, Case
+from foreshard.predict.batch import Batch, PlannedRun
 from foreshard.predict.explanation import rate_explanations
 from foreshard.spec.block import Block
 from foreshard.spec.device import Device
 
 
-def devices_of(case: Case) -> list[tuple[Device, int]]:
+def devices_of(case: PlannedRun) -> list[tuple[Device, int]]:
     """Return the devices that the plan uses and how many of each."""
     cluster = case.cluster
     ends = np.cumsum([nodes.num_devices for nodes in cluster.nodes])
@@ -27,7 +27,7 @@ def devices_of(case: Case) -> list[tuple[Device, int]]:
     return [(nodes.device, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n]
 
 
-def peak_of(case: Case, precision: str) -> float | None:
+def peak_of(case: PlannedRun, precision: str) -> float | None:
     """Return the dense peak of all devices of the plan in a precision; None where one lacks it."""
     devices = devices_of(case)
     if not all(device.supports(precision) for device, _ in devices):
@@ -35,14 +35,14 @@ def peak_of(case: Case, precision: str) -> float | None:
     return sum(n * device.peak(precision) for device, n in devices)
 
 
-def watts_of(case: Case) -> float | None:
+def watts_of(case: PlannedRun) -> float | None:
     """Return the power limits of all devices of the plan; None where one is not published."""
     devices = devices_of(case)
     return sum(n * device.tdp_w for device, n in devices) if all(d.tdp_w for d, _ in devices) else None
 
 
 def rates_of(
-    case: Case, batch: Batch, parts: Mapping[str, float], step_s: float
+    case: PlannedRun, batch: Batch, parts: Mapping[str, float], step_s: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return utilisation and energy, and what explains them."""
     peak, peak16, watts = peak_of(case, case.plan.precision), peak_of(case, "bf16"), watts_of(case)
@@ -65,12 +65,12 @@ def rates_of(
     return rates, texts
 
 
-def model_flops(case: Case, *, causal: bool) -> float:
+def model_flops(case: PlannedRun, *, causal: bool) -> float:
     """Return the FLOPs of forward and backward of one step, without recomputation."""
     return case.model.flops_per_token(case.plan.seq_len, causal) * case.plan.tokens
 
 
-def recomputed_flops(case: Case, batch: Batch) -> float:
+def recomputed_flops(case: PlannedRun, batch: Batch) -> float:
     """Return the FLOPs of a step that backward runs again, full attention counted; the batch is of this case.
 
     Source

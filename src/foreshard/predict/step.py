@@ -16,7 +16,7 @@ from foreshard.cost.money import money
 from foreshard.errors import SpecError
 from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.assumptions import assumptions
-from foreshard.predict.batch import Batch, Case, build_batch
+from foreshard.predict.batch import Batch, PlannedRun, build_batch
 from foreshard.predict.explanation import explanations
 from foreshard.predict.interval import LEVEL, interval_evidence, step_interval
 from foreshard.predict.memory import plan_memory
@@ -119,7 +119,7 @@ def predict_timeline(
     framework = framework or load_framework(plan.framework)
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
-    case = Case(model=model, cluster=cluster, plan=plan, framework=framework)
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
     batch = build_batch([case], constants, fidelity=fidelity)
     parts, events = _times(case, batch, engine, timeline)
     prediction = _assemble(
@@ -146,7 +146,9 @@ def _number(key: str, value: Any, *, zero: bool = False) -> None:
         raise invalid(value, rule, key=key, name=key.strip("-"), fix="Leave it out, or give a number")
 
 
-def _times(case: Case, batch: Batch, engine: str, timeline: bool) -> tuple[dict[str, float], Timeline | None]:
+def _times(
+    case: PlannedRun, batch: Batch, engine: str, timeline: bool
+) -> tuple[dict[str, float], Timeline | None]:
     """Return the parts of the step from one engine."""
     if engine == "analytical":
         return slowest_parts(step_times(batch, joined=True)), None
@@ -201,7 +203,7 @@ def _learned(predicted_s: float, interval: tuple[float, float], observed_s: floa
     )
 
 
-def _evidence(case: Case) -> str:
+def _evidence(case: PlannedRun) -> str:
     """Return the weakest of what kernel times rest on; no kernel of a state-space scan was measured."""
     if any(block.scan_state for block, _ in case.model.block_kinds()):
         return "datasheet"
@@ -222,7 +224,7 @@ def _bottleneck(parts: Mapping[str, float]) -> str:
 
 
 def _assemble(
-    case: Case,
+    case: PlannedRun,
     batch: Batch,
     parts: dict[str, float],
     *,

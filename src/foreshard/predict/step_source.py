@@ -11,7 +11,7 @@ from typing import Protocol
 
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict.analytical.engine import StepTimes, slowest_parts, step_times
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.engine import predict_measured, step_seconds
 from foreshard.predict.measured.memory import measured_memory
@@ -51,8 +51,8 @@ class FormulaSteps:
     engine: str = "graph"
     usd_per_device_hour: float | None = None
 
-    def _case(self, plan: Plan) -> Case:
-        return Case(model=self.model, cluster=self.cluster, plan=plan, framework=self.framework)
+    def _case(self, plan: Plan) -> PlannedRun:
+        return PlannedRun(model=self.model, cluster=self.cluster, plan=plan, framework=self.framework)
 
     def times(self, plan: Plan) -> StepTimes:
         """Return the time of each group of a plan, and its parts."""

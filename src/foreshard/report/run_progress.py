@@ -25,7 +25,7 @@ _NEWS = {
 Draw = Callable[[list[dict[str, Any]]], None]
 
 
-class Follow:
+class RunFollower:
     """Reads JSON lines as they are written; what was there before is skipped if `path` is given."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -43,11 +43,11 @@ class Follow:
         return list(parsed_lines(whole.decode(errors="replace")))
 
 
-class News:
+class RunUpdate:
     """What happens in a run, in words, for the terminal: losses and returns of ranks, faults of the disk."""
 
     def __init__(self, folder: Path) -> None:
-        self._follow = {path: Follow(path) for path in (folder / name for name in _NEWS)}
+        self._follow = {path: RunFollower(path) for path in (folder / name for name in _NEWS)}
 
     def words(self) -> list[str]:
         """Return what has happened since the last look."""
@@ -86,7 +86,7 @@ class _Drawing:
 
     def __init__(self, steps: int, predicted_s: float | None) -> None:
         self._steps, self._predicted_s = steps, predicted_s
-        self._follow, self._looked_s = Follow(), 0.0
+        self._follow, self._looked_s = RunFollower(), 0.0
         self._metrics: Path | None = None
         self._shown: tuple[Draw, Callable[[], None]] | None = None
 

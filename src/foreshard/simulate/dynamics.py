@@ -16,7 +16,7 @@ import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.scenario import Process, Scenario, ranks_of
+from foreshard.spec.scenario import Scenario, StochasticProcess, ranks_of
 
 CO_LOCATED = (1.0, 0.912, 0.809, 0.756, 0.678, 0.6, 0.489, 0.392, 0.141, 0.056)
 """Speed of a V100 job with another beside it, as a part of its speed alone: alone, then deciles 0.9 to 0.1.
@@ -123,7 +123,7 @@ def _someone_is_there(available: np.ndarray, scenario: Scenario) -> None:
         )
 
 
-def _columns(process: Process, cluster: Cluster) -> list[int]:
+def _columns(process: StochasticProcess, cluster: Cluster) -> list[int]:
     """Return the devices or the links that a process drives."""
     if process.what != "bandwidth":
         return list(ranks_of(process.ranks, cluster.num_devices))
@@ -141,7 +141,7 @@ def _columns(process: Process, cluster: Cluster) -> list[int]:
 
 
 def _drawn(
-    process: Process, scenario: Scenario, columns: list[int], slots: int, rng: np.random.Generator
+    process: StochasticProcess, scenario: Scenario, columns: list[int], slots: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Return the factor of every slot and column; for availability 1 and 0."""
     clock = np.arange(slots) * scenario.slot
@@ -173,7 +173,7 @@ def _chain(levels: int, chains: int, stay: float, slots: int, rng: np.random.Gen
     return np.cumsum(steps, axis=0) % levels
 
 
-def _diurnal(process: Process, clock: np.ndarray) -> np.ndarray:
+def _diurnal(process: StochasticProcess, clock: np.ndarray) -> np.ndarray:
     """Return a wave from 1/swing (at its phase) to 1, in steps of equal ratio."""
     turn = clock / (process.period or 1.0) - process.phase
     depth = (1.0 + np.cos(2.0 * math.pi * turn)) / 2.0
@@ -182,7 +182,7 @@ def _diurnal(process: Process, clock: np.ndarray) -> np.ndarray:
 
 
 def _failures(
-    process: Process, slot_s: float, chains: int, slots: int, rng: np.random.Generator
+    process: StochasticProcess, slot_s: float, chains: int, slots: int, rng: np.random.Generator
 ) -> np.ndarray:
     fail = min(1.0, slot_s / (process.mean_up or slot_s))
     heal = min(1.0, slot_s / (process.mean_down or slot_s))
@@ -195,7 +195,7 @@ def _failures(
     return out
 
 
-def _trace(process: Process, path: FilePath, clock: np.ndarray, columns: int) -> np.ndarray:
+def _trace(process: StochasticProcess, path: FilePath, clock: np.ndarray, columns: int) -> np.ndarray:
     """Return the looped values of a trace; a count makes so many devices available, the first ones."""
     times, values, counts = read_trace(path)
     # The last value holds as long as a typical one before it.

@@ -15,7 +15,7 @@ from foreshard.simulate.clairvoyant_bound import Bound, bound_of
 from foreshard.simulate.dynamics import describe, draw
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.hindsight import best_subset, violation
-from foreshard.simulate.policies import BY_SHARES, Banked, Fleet, Greedy, on_subset
+from foreshard.simulate.policies import BY_SHARES, BankedBudget, Greedy, WholeClusterPlan, on_subset
 from foreshard.simulate.policy_adapter import MOST_STAGES, controller_rule
 from foreshard.simulate.slot_loop import Rule, Run, play
 from foreshard.simulate.workload import Workload, cluster_of, model_of, workload
@@ -379,7 +379,7 @@ def _budget(scenario: Scenario, index: int, spent: Mapping[str, Run]) -> Budget:
 
 _FREE: Mapping[str, Callable[[Environment], Rule]] = {
     **{name: (lambda environment, made=made: made(environment, None)) for name, made in BY_SHARES.items()},  # type: ignore[misc]
-    "amp-like": Fleet,
+    "amp-like": WholeClusterPlan,
     "greedy-fastest": Greedy,
 }
 
@@ -395,11 +395,11 @@ def _rule(name: str, environment: Environment, budgets: Sequence[Budget], scenar
     if name == PIPELINES:
         return controller_rule(environment, budgets, scenario, max_stages=MOST_STAGES)
     if name == "sailor-like":
-        return Fleet(environment, budgets)
+        return WholeClusterPlan(environment, budgets)
     if name == "greedy-cheapest":
         return Greedy(environment, budgets or [Budget(name="usd", kind="usd", limit=1.0)])
     if name == "greedy-banked":
-        return Banked(environment, budgets)
+        return BankedBudget(environment, budgets)
     base = "lb-bsp" if name == "static-best" else name.removesuffix("@budget")
     kept = best_subset(environment, base, budgets, sees_now=scenario.sees_now, batches=scenario.batches)
     return BY_SHARES[base](environment, on_subset(environment, kept))

@@ -15,10 +15,10 @@ from foreshard.control.baselines import replicas_by_speed
 from foreshard.control.search.subsets import SubsetClasses, even_shares
 from foreshard.control.slots import Budget, Structure
 from foreshard.simulate.environment import Environment
-from foreshard.simulate.slot_loop import Happened, Rule, Seen
+from foreshard.simulate.slot_loop import Observation, Rule, SlotOutcome
 
 Decision = tuple[Structure, tuple[int, ...]]
-Devices = Callable[[Seen], tuple[int, ...]]
+Devices = Callable[[Observation], tuple[int, ...]]
 SMOOTHING, DEAD_BAND = 0.3, 0.05
 """Of `proportional`: weight of the newest time, and the imbalance below which it leaves shares alone."""
 SLOWED = 1.1
@@ -33,11 +33,11 @@ class _Simple:
         self.devices = devices or self.everyone
         self._memo: dict[tuple[object, ...], Decision] = {}
 
-    def everyone(self, seen: Seen) -> tuple[int, ...]:
+    def everyone(self, seen: Observation) -> tuple[int, ...]:
         """Return all devices that are there and hold the model."""
         return tuple(np.flatnonzero(self.environment.replicas(seen.pattern)).tolist())
 
-    def learn(self, happened: Happened) -> None:
+    def learn(self, happened: SlotOutcome) -> None:
         """Forget it."""
 
     def balanced(self, workers: tuple[int, ...], sample_s: np.ndarray) -> Decision:
@@ -51,7 +51,7 @@ class _Simple:
 class EqualShare(_Simple):
     """Distributed data parallelism as shipped: everyone, the same share each."""
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return equal shares."""
         workers = self.devices(seen)
         shares = even_shares(len(workers), self.environment.work.batch)
@@ -61,7 +61,7 @@ class EqualShare(_Simple):
 class SpeedShare(_Simple):
     """LB-BSP: everyone, shares by the speeds last seen (`control.baselines.replicas_by_speed`)."""
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return shares by last speeds."""
         return self.balanced(self.devices(seen), self.environment.sample_s(seen.condition))
 
@@ -80,7 +80,7 @@ class Proportional(_Simple):
         self._smooth: np.ndarray | None = None
         self._last: Decision | None = None
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return the shares of before, or new ones when times are out of balance."""
         now = self.environment.sample_s(seen.condition)
         old = now if self._smooth is None else self._smooth
@@ -94,7 +94,7 @@ class Proportional(_Simple):
         return self._last
 
 
-class Stated(_Simple):
+class StatedSpeeds(_Simple):
     """Metis-like: everyone, shares by the mean speeds of the devices, never by what happens.
 
     Source
@@ -103,12 +103,12 @@ class Stated(_Simple):
     are not among the plans that are simulated.
     """
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return shares by mean speeds."""
         return self.balanced(self.devices(seen), self.environment.mean_sample_s())
 
 
-class Fleet(_Simple):
+class WholeClusterPlan(_Simple):
     """AMP-like and Sailor-like: equal shares on the devices whose equal shares are best at stated speeds.
 
     `budgets` (Sailor) keeps to those subsets that are within them by the stated speeds and prices; planned
@@ -125,7 +125,7 @@ class Fleet(_Simple):
         self.budgets = budgets
         self._chosen: dict[int, Decision] = {}
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return the plan for the devices that are there."""
         if seen.pattern not in self._chosen:
             self._chosen[seen.pattern] = self._plan(seen.pattern)
@@ -168,7 +168,7 @@ class Malleus(_Simple):
         super().__init__(environment, devices)
         self._basis: np.ndarray | None = None
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return shares by the times at the last change."""
         now = self.environment.sample_s(seen.condition)
         if self._basis is None or np.maximum(now / self._basis, self._basis / now).max() > SLOWED:
@@ -184,7 +184,7 @@ class Greedy(_Simple):
         self.budgets = budgets
         self._choice: dict[tuple[int, int], Decision] = {}
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return the best subset, whatever a change to it costs."""
         key = (seen.condition, seen.pattern)
         if key not in self._choice:
@@ -196,7 +196,7 @@ class Greedy(_Simple):
         return self._choice[key]
 
 
-class Banked(_Simple):
+class BankedBudget(_Simple):
     """The fastest subset whose batch costs no more than its allowance and what was saved before.
 
     Without a queue or a price of cost: what is saved is spent at the first occasion. The subset in use stays
@@ -210,7 +210,7 @@ class Banked(_Simple):
         self._saved = np.zeros(len(budgets))
         self._now: tuple[int, ...] = ()
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Return the fastest subset that can be paid."""
         subsets = self.environment.subsets(seen.condition, seen.pattern)
         paid = self._over(subsets, self._saved) <= 0.0
@@ -231,7 +231,7 @@ class Banked(_Simple):
             over = np.maximum(over, (costs[:, i] - spare) / allowed - 1.0)
         return over
 
-    def learn(self, happened: Happened) -> None:
+    def learn(self, happened: SlotOutcome) -> None:
         """Add up what was saved."""
         part = happened.batches / happened.of
         for i, budget in enumerate(self.budgets):
@@ -252,7 +252,7 @@ BY_SHARES: dict[str, Callable[[Environment, Devices | None], Rule]] = {
     "equal-share": EqualShare,
     "lb-bsp": SpeedShare,
     "proportional": Proportional,
-    "metis-like": Stated,
+    "metis-like": StatedSpeeds,
     "malleus-like": Malleus,
 }
 """Rules that only decide on shares; a subset of devices makes them keep a budget."""

@@ -14,7 +14,7 @@ from foreshard.control.search.subsets import balanced_shares
 from foreshard.control.slots import DP_OVER_MP, J_PER_KWH, MP_OVER_DP, Budget, Structure
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.policies import Decision
-from foreshard.simulate.slot_loop import Happened, Seen
+from foreshard.simulate.slot_loop import Observation, SlotOutcome
 from foreshard.spec.online import (
     CarbonChanged,
     DeviceSeen,
@@ -73,7 +73,7 @@ class PolicyAdapter:
             if command.plan is not None:
                 self._follow(command.plan)
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, seen: Observation) -> Decision:
         """Tell what changed; return the structure and the shares that are ordered."""
         path, work = self.environment.path, self.environment.work
         facts: list[Fact] = []
@@ -102,13 +102,13 @@ class PolicyAdapter:
             self._tell(Together(step=step, events=tuple(facts)))
         return self._structure, self._shares
 
-    def _links_now(self, seen: Seen, step: int) -> list[Fact]:
+    def _links_now(self, seen: Observation, step: int) -> list[Fact]:
         rate = self.environment.state(seen.condition, seen.pattern).bandwidth_bytes_per_s
         moved = [pair for pair in self._probed if self._rate.get(pair) != rate[pair]]
         self._rate |= {pair: float(rate[pair]) for pair in moved}
         return [LinkSeen(step=step, source=u, target=v, bytes_per_s=float(rate[u, v])) for u, v in moved]
 
-    def learn(self, happened: Happened) -> None:
+    def learn(self, happened: SlotOutcome) -> None:
         """Tell what was measured."""
         state = self.environment.state(happened.condition, happened.pattern)
         links = {}

@@ -17,7 +17,7 @@ from foreshard.simulate.environment import Environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Observation:
     """What a decision may use: the condition that was last seen and the pattern of devices that are there."""
 
     slot: int
@@ -26,7 +26,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happened:
+class SlotOutcome:
     """What some batches in a row took and cost: the mean of them, with the change before the first.
 
     Attributes
@@ -50,11 +50,11 @@ class Happened:
 class Rule(Protocol):
     """A policy in the simulator."""
 
-    def decide(self, seen: Seen) -> tuple[Any, tuple[int, ...]]:
+    def decide(self, seen: Observation) -> tuple[Any, tuple[int, ...]]:
         """Return a structure and its shares for the next batches."""
         ...
 
-    def learn(self, happened: Happened) -> None:
+    def learn(self, happened: SlotOutcome) -> None:
         """Take in what the batches took and cost."""
         ...
 
@@ -133,7 +133,7 @@ class _Game:
     def act(self, t: int, known: int, batches: int, of: int) -> None:
         """Let the policy decide, count some batches of a slot, and tell it what they took."""
         now, pattern = int(self.path.condition[t]), int(self.path.pattern[t])
-        structure, shares = self.rule.decide(Seen(slot=t, condition=known, pattern=pattern))
+        structure, shares = self.rule.decide(Observation(slot=t, condition=known, pattern=pattern))
         took_s, batch_costs = self.environment.batch(structure, shares, now, pattern)
         spent = np.array([batch_costs[kind] for kind in self.kinds])
         if self.old is not None and structure != self.old:
@@ -150,7 +150,7 @@ class _Game:
         self.time_s[t] += took_s * (batches / of)
         self.spent[t] += spent * (batches / of)
         self.rule.learn(
-            Happened(
+            SlotOutcome(
                 slot=t,
                 condition=now,
                 pattern=pattern,

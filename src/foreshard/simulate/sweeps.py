@@ -11,7 +11,7 @@ from foreshard.simulate.evaluation import Evaluation, environment_of, evaluate_p
 from foreshard.simulate.hindsight import violation
 from foreshard.simulate.policy_adapter import controller_rule
 from foreshard.simulate.workload import cluster_of, model_of, workload
-from foreshard.spec.scenario import Process, Scenario
+from foreshard.spec.scenario import Scenario, StochasticProcess
 
 FACTORS = (1.0, 1.5, 2.0, 3.0, 3.9, 6.0, 8.0)
 """By which the one straggler is slower; 3.9 is that of PAPER_FACTOR."""
@@ -94,7 +94,7 @@ def _tried(scenario: Scenario, policies: Sequence[str], slots: int) -> Evaluatio
         return None
 
 
-def _uneven(process: Process, value: float, straggling: bool) -> Process:
+def _uneven(process: StochasticProcess, value: float, straggling: bool) -> StochasticProcess:
     if straggling:
         return replace(process, factor=value) if process.how == "one-at-a-time" else process
     return replace(

@@ -45,7 +45,7 @@ def check_structure(plan: Plan, *, file: str | None = None) -> None:
     _check(_OF_STRUCTURE, _PlanCase(plan=plan, file=file))
 
 
-class Broken(NamedTuple):
+class Violation(NamedTuple):
     """A rule that a plan breaks; `rule` is its wording where that names values."""
 
     key: str
@@ -92,7 +92,7 @@ class _Case(_PlanCase):
         return [block for block, _ in self.model.block_kinds()]
 
 
-Rule = Callable[[Any], Iterator[Broken]]
+Rule = Callable[[Any], Iterator[Violation]]
 
 
 def _check(rules: Iterable[Rule], case: _PlanCase) -> None:
@@ -102,7 +102,7 @@ def _check(rules: Iterable[Rule], case: _PlanCase) -> None:
             raise SpecError(what, file=case.file, key=key, value=value, rule=text or rule.__doc__, fix=fix)
 
 
-def _options_known(case: _Case) -> Iterator[Broken]:
+def _options_known(case: _Case) -> Iterator[Violation]:
     plan, file = case.plan, case.file
     one_of(plan.precision, PRECISIONS, key=case.key("", "precision", "dtype"), file=file, exact=True)
     one_of(plan.optimizer, OPTIMIZERS, key=case.key("", "optimizer"), file=file, exact=True)
@@ -112,7 +112,7 @@ def _options_known(case: _Case) -> Iterator[Broken]:
         if group.schedule not in MODELLED_SCHEDULES:
             rule = f"Modelled are {', '.join(MODELLED_SCHEDULES)}"
             what, fix = f"schedule {group.schedule} is not modelled yet", f"Use {MODELLED_SCHEDULES[-1]}"
-            yield Broken(key, group.schedule, what, fix, rule)
+            yield Violation(key, group.schedule, what, fix, rule)
         whole(group.micro_batch, key=case.key(where, "micro_batch", "micro-batch"), file=file)
     for where, _, stage in case.stages():
         whole(stage.zero, 0, 3, key=case.key(where, "zero"), file=file)
@@ -120,36 +120,36 @@ def _options_known(case: _Case) -> Iterator[Broken]:
         check_recompute(stage.recompute, key=case.key(where, "recompute"), file=file)
 
 
-def _ranks_exist(case: _Case) -> Iterator[Broken]:
+def _ranks_exist(case: _Case) -> Iterator[Violation]:
     count = case.cluster.num_devices
     for where, _, stage in case.stages():
         for rank in stage.ranks:
             if not 0 <= rank < count:
                 what = f"rank {rank} is used, the cluster has {number_of(count, 'device')}"
                 fix = f"Name ranks below {count}, or use a larger cluster"
-                yield Broken(f"{where}.ranks", rank, what, fix, f"Ranks go from 0 to {count - 1}")
+                yield Violation(f"{where}.ranks", rank, what, fix, f"Ranks go from 0 to {count - 1}")
 
 
-def _ranks_once(case: _PlanCase) -> Iterator[Broken]:
+def _ranks_once(case: _PlanCase) -> Iterator[Violation]:
     """Every rank is at most in one place."""
     seen: dict[int, str] = {}
     for where, _, stage in case.stages():
         for rank in stage.ranks:
             if rank in seen:
                 what = f"rank {rank} is used twice, first in {seen[rank]}"
-                yield Broken(f"{where}.ranks", rank, what, f"Leave rank {rank} out of one of the two")
+                yield Violation(f"{where}.ranks", rank, what, f"Leave rank {rank} out of one of the two")
             seen[rank] = where
 
 
-def _samples_once(case: _PlanCase) -> Iterator[Broken]:
+def _samples_once(case: _PlanCase) -> Iterator[Violation]:
     """Every sample is taken once per step."""
     total, batch = sum(group.share for group in case.plan.groups), case.plan.global_batch
     if total != batch:
         what = f"shares sum to {total}, the global batch is {batch}"
-        yield Broken("groups.share", total, what, f"Make the shares sum to {batch}")
+        yield Violation("groups.share", total, what, f"Make the shares sum to {batch}")
 
 
-def _rank_shares_split(case: _PlanCase) -> Iterator[Broken]:
+def _rank_shares_split(case: _PlanCase) -> Iterator[Violation]:
     """rank_shares has one entry per inner data-parallel rank and sums to micro_batch."""
     for where, group, stage in case.stages():
         shares, size = stage.rank_shares, group.micro_batch
@@ -158,13 +158,13 @@ def _rank_shares_split(case: _PlanCase) -> Iterator[Broken]:
         if len(shares) * stage.tp * stage.cp != len(stage.ranks) or sum(shares) != size:
             what = f"{list(shares)} does not split micro_batch {size} over {stage.inner_dp} ranks"
             fix = f"Give {stage.inner_dp} numbers that sum to {size}"
-            yield Broken(f"{where}.rank_shares", ", ".join(map(str, shares)), what, fix)
+            yield Violation(f"{where}.rank_shares", ", ".join(map(str, shares)), what, fix)
 
 
 _LAYERS_RULE = "Stages cover every layer in order, chunk by chunk, each exactly once"
 
 
-def _layers_in_order(case: _PlanCase) -> Iterator[Broken]:
+def _layers_in_order(case: _PlanCase) -> Iterator[Violation]:
     for where, group in case.groups():
         reached = 0
         for s, (start, stop) in _spans(group):
@@ -172,27 +172,27 @@ def _layers_in_order(case: _PlanCase) -> Iterator[Broken]:
                 gap = f"layers {reached} to {start - 1} are not covered"
                 what = gap if start > reached else f"layer {start} is assigned twice or out of order"
                 key, fix = f"{where}.stages[{s}].layers", f"Start the interval at {reached}"
-                yield Broken(key, f"[{start}, {stop}]", what, fix, _LAYERS_RULE)
+                yield Violation(key, f"[{start}, {stop}]", what, fix, _LAYERS_RULE)
             reached = stop
 
 
-def _layers_of_model(case: _Case) -> Iterator[Broken]:
+def _layers_of_model(case: _Case) -> Iterator[Violation]:
     blocks = case.model.num_layers
     where = f"{case.model.name} has layers 0 to {blocks + 1} (embedding, {blocks} blocks, head)"
     return _layers_end(case, blocks + 2, where, _LAYERS_RULE)
 
 
-def _layers_agree(case: _PlanCase) -> Iterator[Broken]:
+def _layers_agree(case: _PlanCase) -> Iterator[Violation]:
     last = case.plan.groups[0].num_layers
     return _layers_end(case, last, f"those of groups[0] at {last}", "Every group holds every layer")
 
 
-def _layers_end(case: _PlanCase, last: int, which: str, rule: str) -> Iterator[Broken]:
+def _layers_end(case: _PlanCase, last: int, which: str, rule: str) -> Iterator[Violation]:
     for where, group in case.groups():
         reached = group.num_layers
         if reached != last:
             key, what = f"{where}.stages.layers", f"layers end at {reached}, {which}"
-            yield Broken(key, reached, what, f"End the last interval at {last}", rule)
+            yield Violation(key, reached, what, f"End the last interval at {last}", rule)
 
 
 def _spans(group: Group) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -203,7 +203,7 @@ def _spans(group: Group) -> Iterator[tuple[int, tuple[int, int]]]:
                 yield s, stage.layers[chunk]
 
 
-def _degrees_fit_ranks(case: _Case) -> Iterator[Broken]:
+def _degrees_fit_ranks(case: _Case) -> Iterator[Violation]:
     rules = {"tp cp": "len(ranks) = tp x cp x inner dp", "ep etp": "etp x ep divides tp x cp x inner dp"}
     for where, _, stage in case.stages():
         count = len(stage.ranks)
@@ -213,10 +213,10 @@ def _degrees_fit_ranks(case: _Case) -> Iterator[Broken]:
             if count % (degree * other):
                 what = f"{first} {degree} x {second} {other} does not divide {count} ranks"
                 fix = f"Choose {first} x {second} that divides {count}"
-                yield Broken(case.key(where, first), degree, what, fix, rule)
+                yield Violation(case.key(where, first), degree, what, fix, rule)
 
 
-def _shards_divide(case: _Case) -> Iterator[Broken]:
+def _shards_divide(case: _Case) -> Iterator[Violation]:
     """Shard groups divide the data-parallel ranks, inner dp x cp."""
     for where, _, stage in case.stages():
         if stage.shard_size is None:
@@ -225,17 +225,19 @@ def _shards_divide(case: _Case) -> Iterator[Broken]:
         whole(stage.shard_size, key=key, name="shard_size", file=case.file)
         if replicas % stage.shard_size:
             what = f"shard_size {stage.shard_size} does not divide {replicas} ranks"
-            yield Broken(key, stage.shard_size, what, f"Use a divisor of {replicas}")
+            yield Violation(key, stage.shard_size, what, f"Use a divisor of {replicas}")
 
 
-def _divides(case: _PlanCase, where: str, name: str, degree: int, count: int, what: str) -> Iterator[Broken]:
+def _divides(
+    case: _PlanCase, where: str, name: str, degree: int, count: int, what: str
+) -> Iterator[Violation]:
     if count % degree:
         rule, what = f"{name} divides the number of {what}", f"{name} {degree} does not divide {count} {what}"
         fix = f"Use a divisor of {count}: {divisors(count)}"
-        yield Broken(case.key(where, name), degree, what, fix, rule)
+        yield Violation(case.key(where, name), degree, what, fix, rule)
 
 
-def _tensor_divides_model(case: _Case) -> Iterator[Broken]:
+def _tensor_divides_model(case: _Case) -> Iterator[Violation]:
     for where, _, stage in case.stages():
         for block in case.kinds():
             yield from _divides(case, where, "tp", stage.tp, block.num_heads, "attention heads")
@@ -243,47 +245,47 @@ def _tensor_divides_model(case: _Case) -> Iterator[Broken]:
             yield from _divides(case, where, "tp", stage.tp, block.shared_ffn, "channels of shared experts")
 
 
-def _experts_divide_model(case: _Case) -> Iterator[Broken]:
+def _experts_divide_model(case: _Case) -> Iterator[Violation]:
     kinds = [block for block in case.kinds() if block.num_experts]
     for where, _, stage in case.stages():
         for name, degree in (("ep", stage.ep), ("etp", stage.etp)):
             if degree > 1 and not kinds:
                 what = f"{name} {degree} for {case.model.name}, which has no experts"
                 rule = f"{name} > 1 needs a mixture-of-experts model"
-                yield Broken(case.key(where, name), degree, what, f"Leave out {name}", rule)
+                yield Violation(case.key(where, name), degree, what, f"Leave out {name}", rule)
         for block in kinds:
             yield from _divides(case, where, "ep", stage.ep, block.num_experts, "experts")
             yield from _divides(case, where, "etp", stage.etp, block.expert_ffn, "channels of an expert")
 
 
-def _chunks_match(case: _PlanCase) -> Iterator[Broken]:
+def _chunks_match(case: _PlanCase) -> Iterator[Violation]:
     """Every stage of a group has the same number of layer intervals."""
     for where, group in case.groups():
         chunks = sorted({len(stage.layers) for stage in group.stages})
         if len(chunks) > 1:
             key, fix = f"{where}.stages.layers", f"Give each stage {chunks[-1]} intervals"
-            yield Broken(key, str(chunks), "stages of one group differ in virtual stages", fix)
+            yield Violation(key, str(chunks), "stages of one group differ in virtual stages", fix)
 
 
-def _chunks_interleave(case: _PlanCase) -> Iterator[Broken]:
+def _chunks_interleave(case: _PlanCase) -> Iterator[Violation]:
     """Only the interleaved schedule has virtual stages."""
     for where, group in case.groups():
         if group.num_chunks > 1 and group.schedule != "interleaved":
             what = f"{group.num_chunks} virtual stages with schedule {group.schedule}"
-            yield Broken(case.key(where, "schedule"), group.schedule, what, "Use interleaved")
+            yield Violation(case.key(where, "schedule"), group.schedule, what, "Use interleaved")
 
 
-def _interleaving_divides(case: _Case) -> Iterator[Broken]:
+def _interleaving_divides(case: _Case) -> Iterator[Violation]:
     """Interleaving takes micro-batches in groups of pp, so pp divides their number."""
     for where, group in case.groups():
         p, m = len(group.stages), group.num_micro_batches
         if group.num_chunks > 1 and p > 1 and m % p:
             what = f"{m} micro-batches on {p} interleaved stages"
             fix = f"Use {max(1, m // p) * p} or {(m // p + 1) * p} micro-batches, or vpp 1"
-            yield Broken(case.key(where, "share", "global-batch"), m, what, fix)
+            yield Violation(case.key(where, "share", "global-batch"), m, what, fix)
 
 
-def _precision_supported(case: _Case) -> Iterator[Broken]:
+def _precision_supported(case: _Case) -> Iterator[Violation]:
     """Devices compute matrix products of the precision in hardware."""
     precision = case.plan.precision
     for device in {case.cluster.device_of(rank) for rank in case.plan.ranks}:
@@ -291,10 +293,10 @@ def _precision_supported(case: _Case) -> Iterator[Broken]:
             has = [name for name in PRECISIONS if device.supports(name)]
             fix = f"Use one of: {', '.join(has)}" if has else "Use another device"
             key = case.key("", "precision", "dtype")
-            yield Broken(key, precision, f"{device.name} has no {precision}", fix)
+            yield Violation(key, precision, f"{device.name} has no {precision}", fix)
 
 
-def _sequence_divides(case: _Case) -> Iterator[Broken]:
+def _sequence_divides(case: _Case) -> Iterator[Violation]:
     """Sequences divide over cp, times tp with sp."""
     seq_len = case.plan.seq_len
     for _, group, stage in case.stages():
@@ -302,15 +304,15 @@ def _sequence_divides(case: _Case) -> Iterator[Broken]:
         if seq_len % parts:
             over = f"cp {stage.cp}" + (f" x tp {stage.tp}" if group.sp else "")
             what = f"sequence {seq_len} does not divide over {over}"
-            yield Broken(case.key("", "seq_len", "seq"), seq_len, what, f"Use a multiple of {parts}")
+            yield Violation(case.key("", "seq_len", "seq"), seq_len, what, f"Use a multiple of {parts}")
 
 
-def _one_vendor(case: _Case) -> Iterator[Broken]:
+def _one_vendor(case: _Case) -> Iterator[Violation]:
     """No collective library joins devices of two vendors."""
     vendors = sorted({case.cluster.device_of(rank).vendor for rank in case.plan.ranks})
     if len(vendors) > 1:
         what = f"devices of {' and '.join(vendors)} in one plan"
-        yield Broken("groups.stages.ranks", ", ".join(vendors), what, "Use the devices of one vendor")
+        yield Violation("groups.stages.ranks", ", ".join(vendors), what, "Use the devices of one vendor")
 
 
 _OF_STRUCTURE: tuple[Rule, ...] = (

@@ -43,7 +43,7 @@ Length = Annotated[float, Unit("s"), Range(1e-6, 1e9)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class StochasticProcess:
     """One ``[[process]]`` table: what changes, and how; `FORMS` says which go together.
 
     `foreshard schema scenario` documents the keys, of all tables here.
@@ -93,7 +93,7 @@ class Scenario:
     precision: str = "bf16"
     framework: str = "megatron-core"
     optimizer: str = "adamw"
-    process: tuple[Process, ...] = ()
+    process: tuple[StochasticProcess, ...] = ()
     budget: tuple[BudgetTable, ...] = ()
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     slots: Annotated[int, Range(1, 10**7)] = 10_000
@@ -133,7 +133,7 @@ def load_scenario(path: str | Path) -> Scenario:
     return found
 
 
-def _check_process(process: Process, file: str, key: str) -> None:
+def _check_process(process: StochasticProcess, file: str, key: str) -> None:
     def error(name: str, what: str, rule: str, value: Any = None, fix: str | None = None) -> SpecError:
         return SpecError(what, file=file, key=f"{key}.{name}", value=value, rule=rule, fix=fix)
 

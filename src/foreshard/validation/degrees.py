@@ -8,7 +8,7 @@ from itertools import count
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.model import Model
-from foreshard.validation.row_cluster import Reading, node_size
+from foreshard.validation.row_cluster import RowReading, node_size
 
 _FILLED = (
     0.85  # share of the device memory taken to be usable: the rest is context, buffers and fragmentation
@@ -68,7 +68,7 @@ class ModelSize:
         return best
 
 
-def degrees(row: Reading, gpus: int, size: ModelSize) -> dict[str, int]:
+def degrees(row: RowReading, gpus: int, size: ModelSize) -> dict[str, int]:
     """Return tp, pp, cp, ep and dp of a row; blank ones are filled and said.
 
     More stated degrees than devices are an error.
@@ -90,7 +90,7 @@ def degrees(row: Reading, gpus: int, size: ModelSize) -> dict[str, int]:
     return out
 
 
-def _filled(row: Reading, gpus: int, size: ModelSize) -> dict[str, int]:
+def _filled(row: RowReading, gpus: int, size: ModelSize) -> dict[str, int]:
     tp, pp, cp, dp = map(row.whole, ("tp", "pp", "cp", "dp"))
     if tp is not None and pp is not None:
         inner = tp * pp * (cp or 1)

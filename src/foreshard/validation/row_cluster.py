@@ -18,7 +18,7 @@ _RATES = {"hdr": 200.0, "ndr": 400.0, "edr": 100.0}  # Gb/s of one InfiniBand po
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class RowReading:
     """A row while it is read: its cells, what they are of, and what was assumed so far."""
 
     raw: Mapping[str, str]
@@ -71,7 +71,7 @@ def usual_node_size(device: Device) -> int:
     return 4 if device.name.startswith(_NODES_OF_FOUR) else 8
 
 
-def node_size(row: Reading, gpus: int) -> int:
+def node_size(row: RowReading, gpus: int) -> int:
     """Return devices per node: stated, else what the device is sold in."""
     return min(row.whole("gpus_per_node") or usual_node_size(row.device), gpus)
 
@@ -83,7 +83,7 @@ def _in_integers(group: NodeGroup) -> NodeGroup:
     return replace(group, device=replace(group.device, peak_flops_per_s=peaks))
 
 
-def row_cluster(row: Reading, gpus: int) -> Cluster:
+def row_cluster(row: RowReading, gpus: int) -> Cluster:
     """Return the devices a row used, with the NIC it states, its family declares, or the catalog's."""
     if gpus > MAX_DEVICES:
         raise SpecError(f"{gpus} devices", key="gpus", value=gpus, rule=f"At most {MAX_DEVICES} devices")

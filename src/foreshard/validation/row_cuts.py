@@ -8,7 +8,7 @@ from dataclasses import replace
 from foreshard.spec.degrees import block_cuts, spans_of
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.validation.row_cluster import Reading
+from foreshard.validation.row_cluster import RowReading
 
 
 def _layout_cuts(text: str) -> list[int]:
@@ -22,7 +22,7 @@ def _layout_cuts(text: str) -> list[int]:
 _SIXTY_ONE = {4: [15, 16, 16, 14], 8: [8] * 7 + [5], 16: [4] * 15 + [1], 32: [1] + [2] * 30 + [0]}
 
 
-def layer_cuts(row: Reading, num_blocks: int, num_chunks: int) -> list[int]:
+def layer_cuts(row: RowReading, num_blocks: int, num_chunks: int) -> list[int]:
     """Return blocks per virtual stage: printed by the row, its recipe's layout, else `block_cuts`."""
     other = row.raw.get("in_other", "")
     cuts: list[int] = []
@@ -74,7 +74,7 @@ def with_cuts(plan: Plan, cuts: list[int], pp: int) -> Plan:
     return replace(plan, groups=(replace(group, stages=stages, schedule=schedule),))
 
 
-def virtual_stages(row: Reading, num_blocks: int, pp: int) -> int:
+def virtual_stages(row: RowReading, num_blocks: int, pp: int) -> int:
     """Return virtual stages per stage: stated, else as the family's runs had them."""
     vpp = row.whole("vpp")
     if vpp is None:

@@ -17,14 +17,14 @@ from foreshard.validation.cells import truth
 from foreshard.validation.degrees import ModelSize, degrees
 from foreshard.validation.facts import integer, recompute_of, sharding_of
 from foreshard.validation.families import families
-from foreshard.validation.row_cluster import Reading, node_size
+from foreshard.validation.row_cluster import RowReading, node_size
 from foreshard.validation.row_cuts import cost_cuts, layer_cuts, virtual_stages, with_cuts
 from foreshard.validation.row_dimensions import ROW_SOURCE
 
 _GSPMD = ("maxtext", "paxml")  # one program over the whole mesh: no micro-batch loop of its own
 
 
-def _micro_batch(row: Reading, framework: Framework, size: ModelSize, at: dict[str, int]) -> int:
+def _micro_batch(row: RowReading, framework: Framework, size: ModelSize, at: dict[str, int]) -> int:
     stated = row.whole("micro_batch")
     whole = max(1, at["global_batch"] // at["dp"])
     together = stated is None or stated * at["tp"] * at["cp"] == whole
@@ -48,7 +48,7 @@ def _micro_batch(row: Reading, framework: Framework, size: ModelSize, at: dict[s
     return 1
 
 
-def _sequence_parallel(row: Reading, framework: Framework, tp: int) -> bool:
+def _sequence_parallel(row: RowReading, framework: Framework, tp: int) -> bool:
     said = truth(row.raw["sp"])
     if framework.name in _GSPMD and tp > 1 and not said:
         # MaxText base.yml, logical_axis_rules: activation_embed lies on the tensor axis.
@@ -61,7 +61,7 @@ def _sequence_parallel(row: Reading, framework: Framework, tp: int) -> bool:
     return tp > 1
 
 
-def row_plan(row: Reading, model: Model, framework: Framework, precision: str) -> tuple[Plan, Framework]:
+def row_plan(row: RowReading, model: Model, framework: Framework, precision: str) -> tuple[Plan, Framework]:
     """Return the plan of a training row and the framework with the sharding the row states."""
     gpus, seq_len = device_count(row.raw), sequence_of(row, model)
     size = ModelSize(
@@ -118,7 +118,7 @@ def device_count(raw: Mapping[str, str]) -> int:
     return prod(value or 1 for value in known) * (integer(raw, "cp") or 1)
 
 
-def sequence_of(row: Reading, model: Model) -> int:
+def sequence_of(row: RowReading, model: Model) -> int:
     """Return the tokens of a sample: stated, else the family's, else what the model is trained with."""
     family, stated = row.family, row.whole("seq_len")
     if stated is not None:
@@ -132,7 +132,7 @@ def sequence_of(row: Reading, model: Model) -> int:
     return model.max_seq_len
 
 
-def _batch_of(row: Reading, cut: dict[str, int]) -> int:
+def _batch_of(row: RowReading, cut: dict[str, int]) -> int:
     """Return a global batch where only a rate was measured: it hardly depends on accumulation.
 
     A step time without its batch says nothing.
@@ -147,7 +147,7 @@ def _batch_of(row: Reading, cut: dict[str, int]) -> int:
     return micro_batch * cut["dp"] * micro_batches
 
 
-def _expert_tensor(row: Reading, framework: Framework, degrees: dict[str, int]) -> int:
+def _expert_tensor(row: RowReading, framework: Framework, degrees: dict[str, int]) -> int:
     """Return the tensor degree of experts: NeMo's Grok recipes leave it blank, Megatron then uses tp."""
     tp, ranks = degrees["tp"], degrees["tp"] * degrees["cp"] * degrees["dp"]
     if framework.name == "nemo" and row.raw["model"].startswith("Grok") and ranks % (tp * degrees["ep"]) == 0:
@@ -156,12 +156,12 @@ def _expert_tensor(row: Reading, framework: Framework, degrees: dict[str, int]) 
     return 1
 
 
-def _default_zero(row: Reading, framework: Framework) -> int:
+def _default_zero(row: RowReading, framework: Framework) -> int:
     return framework.default_zero if row.family.zero is None else row.family.zero
 
 
 def _sharding(
-    row: Reading, framework: Framework, degrees: dict[str, int]
+    row: RowReading, framework: Framework, degrees: dict[str, int]
 ) -> tuple[int, int | None, Framework]:
     """Return ZeRO stage, shard size and the framework that shards that way."""
     text = row.raw["zero_stage_or_fsdp"]
@@ -186,7 +186,7 @@ def _sharding(
     return zero, shard, framework
 
 
-def _memory_options(row: Reading, framework: Framework, needed: str) -> tuple[str, str]:
+def _memory_options(row: RowReading, framework: Framework, needed: str) -> tuple[str, str]:
     """Return recompute and offload of a row; `needed` is what a blank means where little memory is free."""
     text = row.raw["act_recompute"]
     if not text and "full recompute counted" in row.raw["check"]:

@@ -15,7 +15,7 @@ from foreshard.spec.plan import Plan
 from foreshard.validation.cells import INPUTS, cleaned
 from foreshard.validation.facts import number, precision_of, stated, widest
 from foreshard.validation.families import Family, families, family_of, framework_of, with_recipe
-from foreshard.validation.row_cluster import Reading, row_cluster
+from foreshard.validation.row_cluster import RowReading, row_cluster
 from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.row_plan import device_count, row_plan
 from foreshard.validation.tables import MeasuredTable
@@ -132,7 +132,7 @@ def read_row(raw: Mapping[str, str], table: str) -> TrainingRow:
     name = family_of(raw["id"], raw["source"])
     family = families().get(name, Family())
     device = resolve_device(raw["gpu"])
-    row = Reading(raw=raw, device=device, name=name, family=family)
+    row = RowReading(raw=raw, device=device, name=name, family=family)
     guess, model = device_assumption(raw["gpu"]), resolve_row_model(raw)
     row.note(*([guess] if guess else ()), *model.assumptions)
     dtype = raw["dtype"]

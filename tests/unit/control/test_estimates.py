@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreshard.control.estimation.estimates import Estimates, Level
+from foreshard.control.estimation.estimates import Estimates, FilteredLevel
 
 
 def test_noise_is_averaged_and_seldom_shown():
     rng = np.random.default_rng(0)
-    level, shown = Level(1.0), set()
+    level, shown = FilteredLevel(1.0), set()
     for _ in range(1000):
         level.see(float(np.exp(0.1 * rng.standard_normal())))
         shown.add(level.shown)
@@ -20,7 +20,7 @@ def test_noise_is_averaged_and_seldom_shown():
 
 def test_a_change_is_found_within_three_steps_and_an_outlier_is_not_one():
     rng = np.random.default_rng(1)
-    level = Level(1.0)
+    level = FilteredLevel(1.0)
     for _ in range(50):
         level.see(float(np.exp(0.05 * rng.standard_normal())))
     level.see(0.1)
@@ -89,11 +89,11 @@ def test_a_rank_that_comes_back_with_slow_links_is_news(cases):
 
 
 def test_means_of_several_steps_count_as_several():
-    level = Level(1.0)
+    level = FilteredLevel(1.0)
     for _ in range(30):
         level.see(1.0)
     assert not level.see(0.25) and level.see(0.25)
-    at_once = Level(1.0)
+    at_once = FilteredLevel(1.0)
     for _ in range(30):
         at_once.see(1.0)
     assert at_once.see(0.25, times=9) and at_once.value == pytest.approx(0.25, rel=1e-6)

@@ -10,9 +10,16 @@ from foreshard.control.options import ControllerOptions
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.simulate.clairvoyant_bound import bound_of
 from foreshard.simulate.hindsight import best_subset, violation
-from foreshard.simulate.policies import BY_SHARES, Banked, EqualShare, Fleet, Greedy, on_subset
+from foreshard.simulate.policies import (
+    BY_SHARES,
+    BankedBudget,
+    EqualShare,
+    Greedy,
+    WholeClusterPlan,
+    on_subset,
+)
 from foreshard.simulate.policy_adapter import controller_rule
-from foreshard.simulate.slot_loop import Seen, play
+from foreshard.simulate.slot_loop import Observation, play
 from foreshard.spec.scenario import Scenario
 
 IMPATIENT = ControllerOptions(patience=0.0)
@@ -37,16 +44,16 @@ def test_every_policy_uses_only_devices_that_are_there_and_trains_the_whole_batc
     budget = budget_of(environment)
     rules = [made(environment, None) for made in BY_SHARES.values()]
     rules += [
-        Fleet(environment),
-        Fleet(environment, (budget,)),
+        WholeClusterPlan(environment),
+        WholeClusterPlan(environment, (budget,)),
         Greedy(environment),
         Greedy(environment, (budget,)),
     ]
-    rules += [Banked(environment, (budget,)), ours_of(environment, (budget,))]
+    rules += [BankedBudget(environment, (budget,)), ours_of(environment, (budget,))]
     for rule in rules:
         for t in range(environment.path.num_slots):
             condition, pattern = int(environment.path.condition[t]), int(environment.path.pattern[t])
-            structure, shares = rule.decide(Seen(slot=t, condition=condition, pattern=pattern))
+            structure, shares = rule.decide(Observation(slot=t, condition=condition, pattern=pattern))
             assert sum(shares) == environment.work.batch and min(shares) > 0
             assert environment.path.available[pattern, list(structure.workers)].all()
 
@@ -163,8 +170,8 @@ def test_the_subset_of_hindsight_is_the_best_that_keeps_the_budget():
 def test_a_subset_that_is_gone_runs_on_what_is_left():
     environment = environment_of()
     devices = on_subset(environment, (1,))
-    assert devices(Seen(slot=0, condition=0, pattern=0)) == (1,)
-    assert devices(Seen(slot=0, condition=0, pattern=1)) == (0, 2, 3)
+    assert devices(Observation(slot=0, condition=0, pattern=0)) == (1,)
+    assert devices(Observation(slot=0, condition=0, pattern=1)) == (0, 2, 3)
     assert WIDTH == 4
 
 

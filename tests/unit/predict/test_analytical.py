@@ -11,7 +11,7 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict.analytical.engine import stage_times, step_times
-from foreshard.predict.batch import Case, build_batch, with_constants
+from foreshard.predict.batch import PlannedRun, build_batch, with_constants
 
 CONSTANTS = replace(TrainingConstants(), jitter=0.0)
 
@@ -19,7 +19,7 @@ CONSTANTS = replace(TrainingConstants(), jitter=0.0)
 def case_of(cluster="2x8xh100-sxm", model="llama3-8b", framework="megatron-core", **choices):
     model, cluster = api.load_model(model), api.load_cluster(cluster)
     plan = api.make_plan(model, cluster, **({"seq_len": 4096, "framework": framework} | choices))
-    return Case(model=model, cluster=cluster, plan=plan, framework=load_framework(framework))
+    return PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(framework))
 
 
 def times_of(*cases, constants=CONSTANTS):

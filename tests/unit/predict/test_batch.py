@@ -13,7 +13,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict import predict
 from foreshard.predict.assumptions import assumptions
-from foreshard.predict.batch import Case, build_batch, stage_rows
+from foreshard.predict.batch import PlannedRun, build_batch, stage_rows
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.placement import (
     boundaries,
@@ -44,7 +44,7 @@ def plan(*groups, **options):
 
 
 def case(made, cluster=HOMOGENEOUS, model=MODEL):
-    return Case(model=model, cluster=cluster, plan=made, framework=load_framework("megatron-core"))
+    return PlannedRun(model=model, cluster=cluster, plan=made, framework=load_framework("megatron-core"))
 
 
 def seconds(made, cluster=HOMOGENEOUS, engine="graph", model=MODEL):

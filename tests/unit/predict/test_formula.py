@@ -12,7 +12,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 from foreshard.cost.memory_activations import recompute_of
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.machine import sustained
 from foreshard.predict.rates import model_flops, recomputed_flops
 from foreshard.predict.tasks.collectives import contention, message_s, region_times, shard_times, sync_times
@@ -28,7 +28,7 @@ def batch_of(model="llama3-8b", cluster="1x8xh100-sxm", framework="megatron-core
     model = api.load_model(model) if isinstance(model, str) else model
     where = api.load_cluster(cluster)
     plan = api.make_plan(model, where, **({"seq_len": 1024, "framework": framework} | choices))
-    case = Case(model=model, cluster=where, plan=plan, framework=load_framework(framework))
+    case = PlannedRun(model=model, cluster=where, plan=plan, framework=load_framework(framework))
     return case, build_batch([case], CONSTANTS)
 
 

@@ -12,7 +12,7 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.graph.program import Kind
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph import engine
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.graph.lowering import lower
@@ -28,7 +28,7 @@ def case_of(cluster="2x8xh100-sxm", model="llama3-8b", framework="megatron-core"
     model, cluster = api.load_model(model), api.load_cluster(cluster)
     choices = {"seq_len": 4096, "framework": framework} | choices
     plan = api.make_plan(model, cluster, **choices)
-    return Case(
+    return PlannedRun(
         model=model, cluster=cluster, plan=replace(plan, comm=comm or {}), framework=load_framework(framework)
     )
 
@@ -197,7 +197,7 @@ def test_virtual_stages_of_a_single_stage_are_one():
 def test_uneven_devices_pace_their_own_stages():
     model, cluster = api.load_model("llama3-8b"), api.load_cluster("1x4xh100-sxm+1x4xa100-sxm-40gb")
     plan = api.make_plan(model, cluster, pp=2, tp=4, global_batch=8, seq_len=4096)
-    case = Case(model=model, cluster=cluster, plan=plan, framework=load_framework("megatron-core"))
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework("megatron-core"))
     (prices,) = prices_of(case)
     assert prices.op_s[FORWARD, 1, 0, 0] > 1.5 * prices.op_s[FORWARD, 0, 0, 0]
     assert parts_of(case)["bubble"] < parts_of(case)["compute"]

@@ -17,7 +17,7 @@ from foreshard.cost.memory_activations import recompute_of
 from foreshard.errors import SpecError
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.analytical.table import TableStages, evaluate
-from foreshard.predict.batch import Case, build_batch, layer_counts
+from foreshard.predict.batch import PlannedRun, build_batch, layer_counts
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.run_setup import RunSetup
@@ -60,7 +60,7 @@ def space(request):
     options = {"precision": precision, "seq_len": seq_len}
     framework = load_framework(framework)
     plans = [table.plan(i, model, **options) for i in range(len(table))]
-    cases = [Case(model=model, cluster=cluster, plan=plan, framework=framework) for plan in plans]
+    cases = [PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework) for plan in plans]
     return model, cluster, table, framework, options, cases
 
 
@@ -196,7 +196,7 @@ def test_offload_lowers_memory_as_in_plans():
     result = stages_of(model, cluster, table, framework, {"precision": "bf16", "seq_len": 2048}).memory()
     plans = [table.plan(i, model, seq_len=2048) for i in range(4)]
     expected = [
-        plan_memory(Case(model=model, cluster=cluster, plan=p, framework=framework))[0] for p in plans
+        plan_memory(PlannedRun(model=model, cluster=cluster, plan=p, framework=framework))[0] for p in plans
     ]
     np.testing.assert_allclose(result.peak_bytes, [memory.peak_bytes for memory in expected], rtol=1e-12)
     assert result.peak_bytes[0] > max(result.peak_bytes[1], result.peak_bytes[2]) > result.peak_bytes[3]

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from foreshard.report.run_progress import Follow, progress, step_words
+from foreshard.report.run_progress import RunFollower, progress, step_words
 
 LINE = {"step": 4, "loss_metrics/global_avg_loss": 2.5, "time_metrics/end_to_end(s)": 0.5, "n_tokens": 1000.0}
 
@@ -21,7 +21,7 @@ def test_a_step_cut_in_two_has_no_time():
 
 
 def test_whole_lines_only_and_each_once(tmp_path):
-    path, follow = tmp_path / "metrics.jsonl", Follow()
+    path, follow = tmp_path / "metrics.jsonl", RunFollower()
     assert follow.lines(path) == []
     path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"step": 5}) + '\n{"step"')
     assert follow.lines(path) == [LINE, LINE | {"step": 5}]

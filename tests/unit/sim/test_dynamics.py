@@ -6,7 +6,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import SpecError
 from foreshard.simulate.dynamics import CO_LOCATED, describe, draw, read_trace
-from foreshard.spec.scenario import Process, Scenario
+from foreshard.spec.scenario import Scenario, StochasticProcess
 
 
 def scenario(*processes, **more):
@@ -25,26 +25,26 @@ def speeds(path):
 
 
 def test_the_same_seed_gives_the_same_path_and_another_another():
-    process = Process(what="speed", how="markov", factors=(1.0, 0.5), stay=0.9)
+    process = StochasticProcess(what="speed", how="markov", factors=(1.0, 0.5), stay=0.9)
     first, again, other = (path_of(process, seed=seed) for seed in (3, 3, 4))
     assert first.condition.tobytes() == again.condition.tobytes() and np.array_equal(first.speed, again.speed)
     assert not np.array_equal(speeds(first), speeds(other))
 
 
 def test_a_further_process_does_not_change_what_the_first_draws():
-    one = Process(what="speed", how="markov", factors=(1.0, 0.5), stay=0.9)
-    two = Process(what="price", how="markov", factors=(1.0, 2.0), stay=0.5)
+    one = StochasticProcess(what="speed", how="markov", factors=(1.0, 0.5), stay=0.9)
+    two = StochasticProcess(what="price", how="markov", factors=(1.0, 2.0), stay=0.5)
     assert np.array_equal(speeds(path_of(one)), speeds(path_of(one, two)))
 
 
 def test_equal_states_have_one_number():
-    path = path_of(Process(what="speed", how="markov", factors=(1.0, 0.5), stay=0.5, together=True))
+    path = path_of(StochasticProcess(what="speed", how="markov", factors=(1.0, 0.5), stay=0.5, together=True))
     assert len(path.speed) == 2 and len(path.available) == 1
     assert len(np.unique(path.speed, axis=0)) == len(path.speed)
 
 
 def test_one_straggler_at_a_time_that_stays():
-    path = path_of(Process(what="speed", how="one-at-a-time", factor=4.0, stay=0.9), slots=20_000)
+    path = path_of(StochasticProcess(what="speed", how="one-at-a-time", factor=4.0, stay=0.9), slots=20_000)
     slow = speeds(path) < 1.0
     assert (slow.sum(1) == 1).all() and set(np.unique(speeds(path))) == {0.25, 1.0}
     moved = (np.diff(slow.argmax(1)) != 0).mean()
@@ -60,7 +60,7 @@ def test_a_wave_swings_between_the_stated_value_and_its_part():
         nodes=CLUSTER.nodes,
         links=(Link(between=("a", "b"), bandwidth_bytes_per_s=1.0, latency_s=0.0),),
     )
-    wave = Process(what="bandwidth", how="diurnal", swing=10.0, period=100.0, levels=5)
+    wave = StochasticProcess(what="bandwidth", how="diurnal", swing=10.0, period=100.0, levels=5)
     path = path_of(wave, cluster=cluster, slot=1.0, slots=200)
     factor = path.link[path.condition][:, 0]
     assert factor.min() == pytest.approx(0.1) and factor.max() == pytest.approx(1.0)
@@ -70,7 +70,7 @@ def test_a_wave_swings_between_the_stated_value_and_its_part():
 
 
 def test_failures_have_the_stated_share_of_time_up():
-    gone = Process(what="availability", how="failures", ranks="0-2", mean_up=300.0, mean_down=100.0)
+    gone = StochasticProcess(what="availability", how="failures", ranks="0-2", mean_up=300.0, mean_down=100.0)
     path = path_of(gone, slot=10.0, slots=30_000)
     up = path.available[path.pattern]
     assert up[:, 3].all()
@@ -78,14 +78,14 @@ def test_failures_have_the_stated_share_of_time_up():
 
 
 def test_jobs_beside_ours_slow_it_as_measured():
-    path = path_of(Process(what="speed", how="co-located", stay=0.5, ranks="1"), slots=5000)
+    path = path_of(StochasticProcess(what="speed", how="co-located", stay=0.5, ranks="1"), slots=5000)
     assert set(np.unique(speeds(path)[:, 1])) == set(CO_LOCATED) and (speeds(path)[:, 0] == 1.0).all()
 
 
 def test_a_trace_is_looped_and_counts_devices(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("# remark\ntime_s,count\n100,4\n110,2\n120,3\n", encoding="utf-8")
-    process = Process(what="availability", how="trace", file=str(file))
+    process = StochasticProcess(what="availability", how="trace", file=str(file))
     path = path_of(process, slot=5.0, slots=12)
     counts = path.available[path.pattern].sum(1)
     assert counts.tolist() == [4, 4, 2, 2, 3, 3] * 2
@@ -111,17 +111,19 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
 
 def test_ranks_and_links_must_be_there():
     with pytest.raises(SpecError, match="not on the cluster") as caught:
-        path_of(Process(what="speed", how="fixed", factor=0.5, ranks="2-9"))
+        path_of(StochasticProcess(what="speed", how="fixed", factor=0.5, ranks="2-9"))
     assert caught.value.key == "process[0].ranks"
     with pytest.raises(SpecError, match="no such link"):
-        path_of(Process(what="bandwidth", how="fixed", factor=0.5))
+        path_of(StochasticProcess(what="bandwidth", how="fixed", factor=0.5))
 
 
 def test_a_slot_without_devices_is_refused():
     with pytest.raises(SpecError, match="no device is available"):
-        path_of(Process(what="availability", how="failures", mean_up=10.0, mean_down=100.0), slot=10.0)
+        path_of(
+            StochasticProcess(what="availability", how="failures", mean_up=10.0, mean_down=100.0), slot=10.0
+        )
 
 
 def test_a_path_describes_itself():
-    path = path_of(Process(what="speed", how="one-at-a-time", factor=4.0, stay=0.0), slots=1001)
+    path = path_of(StochasticProcess(what="speed", how="one-at-a-time", factor=4.0, stay=0.0), slots=1001)
     assert describe(path) == {"slots": 1001, "conditions": 4, "patterns": 1, "changes_per_1000": 1000.0}

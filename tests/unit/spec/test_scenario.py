@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.spec.scenario import BudgetTable, Process, Scenario, load_scenario, ranks_of
+from foreshard.spec.scenario import BudgetTable, Scenario, StochasticProcess, load_scenario, ranks_of
 
 SHIPPED = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))
 HEAD = 'model = "gpt2"\ncluster = "1x4xa100-sxm-80gb"\nglobal_batch = 8\n'
@@ -70,7 +70,7 @@ def test_ranks_are_read_and_refused():
 def test_the_schema_names_every_key():
     text = files("foreshard.report").joinpath("schema", "scenario.toml").read_text(encoding="utf-8")
     keys = tomllib.loads(text)
-    for name, table in (("scenario", Scenario), ("process", Process), ("budget", BudgetTable)):
+    for name, table in (("scenario", Scenario), ("process", StochasticProcess), ("budget", BudgetTable)):
         own = {field.name for field in dataclasses.fields(table)} - (
             {"file"} if name == "scenario" else set()
         )

@@ -38,7 +38,7 @@ APART = 0.25
 """Logarithm by which a link must differ from those like it to go by its own rate: well beyond noise."""
 
 
-class Level:
+class FilteredLevel:
     """A positive quantity that stays for a while and then changes.
 
     Attributes
@@ -164,8 +164,8 @@ class Links:
                 if a != b:
                     alike = (*ends, float(stated.bandwidth_bytes_per_s[a, b]))
                     self._class[a, b] = known.setdefault(alike, len(known))
-        self.single: dict[tuple[int, int], Level] = {}
-        self.common: dict[int, Level] = {}
+        self.single: dict[tuple[int, int], FilteredLevel] = {}
+        self.common: dict[int, FilteredLevel] = {}
         self._now = 0
         self._last: dict[tuple[int, int], int] = {}
         self._kind_moved = np.zeros(len(known), int)
@@ -197,7 +197,9 @@ class Links:
         for kind, rates in together.items():
             middle = _middle(rates)
             pair = np.argwhere(self._class == kind)[0]
-            common = self.common.setdefault(kind, Level(self._first(int(pair[0]), int(pair[1]), middle)))
+            common = self.common.setdefault(
+                kind, FilteredLevel(self._first(int(pair[0]), int(pair[1]), middle))
+            )
             if common.see(middle, times):
                 self._kind_moved[kind] = self._now
         if together:
@@ -214,16 +216,16 @@ class Links:
         if source == target or not is_rate(rate, stated):
             return False
         self._last[source, target] = self._now
-        self.single.setdefault((source, target), Level(rate)).set(rate)
-        self.common.setdefault(int(self._class[source, target]), Level(rate)).set(rate)
+        self.single.setdefault((source, target), FilteredLevel(rate)).set(rate)
+        self.common.setdefault(int(self._class[source, target]), FilteredLevel(rate)).set(rate)
         self._refresh()
         return True
 
-    def _level(self, source: int, target: int, rate: float) -> Level:
+    def _level(self, source: int, target: int, rate: float) -> FilteredLevel:
         """Return a link's own level; one not measured lately is where it was expected if that is nearer."""
         pair, expected = (source, target), float(self._rates[source, target])
         if pair not in self.single:
-            self.single[pair] = Level(expected if 0.0 < expected < math.inf else rate)
+            self.single[pair] = FilteredLevel(expected if 0.0 < expected < math.inf else rate)
         level = self.single[pair]
         stale = pair in self._last and not self._is_fresh(pair)
         if stale and abs(math.log(expected / rate)) < abs(math.log(level.value / rate)):
@@ -256,7 +258,7 @@ class Links:
         last = self._last[pair]
         return bool(not moved or last >= moved + _SETTLED or self._now - last < _SETTLED)
 
-    def _weakest_end(self, rate: np.ndarray, fresh: Mapping[tuple[int, int], Level]) -> np.ndarray:
+    def _weakest_end(self, rate: np.ndarray, fresh: Mapping[tuple[int, int], FilteredLevel]) -> np.ndarray:
         """Return by what part links are slower because all links measured at one of their ends are."""
         best = np.full(len(rate), -1.0)
         for (source, target), level in fresh.items():
@@ -291,7 +293,7 @@ class Estimates:
 
     def __init__(self, stated: State, *, grid: float = _GRID, trusts_first_sight: bool = True):
         self._stated, self._trusts_first_sight = stated, trusts_first_sight
-        self.speed = [Level(float(speed) if speed > 0 else 1.0, grid) for speed in stated.speed]
+        self.speed = [FilteredLevel(float(speed) if speed > 0 else 1.0, grid) for speed in stated.speed]
         self.links = Links(stated)
         self.available = np.array(stated.available, bool)
         self.usd_per_h = np.array(stated.usd_per_h, float)

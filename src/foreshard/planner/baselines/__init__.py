@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from foreshard.planner.baselines.adoption import adopted, beside_others
 from foreshard.planner.baselines.registry import BASELINES, Baseline
-from foreshard.planner.baselines.verdict import Judged, judge
+from foreshard.planner.baselines.verdict import BaselineResult, judge
 
-__all__ = ["BASELINES", "Baseline", "Judged", "adopted", "beside_others", "judge"]
+__all__ = ["BASELINES", "Baseline", "BaselineResult", "adopted", "beside_others", "judge"]

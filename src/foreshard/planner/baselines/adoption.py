@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from foreshard.planner.baselines.verdict import Judged, judge
+from foreshard.planner.baselines.verdict import BaselineResult, judge
 from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.ranking import front_of, score
 from foreshard.planner.request import PlanRequest, checked_request
@@ -24,7 +24,7 @@ _JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "en
 
 def beside_others(
     model: Model, cluster: Cluster, result: PlanResult, names: Sequence[str], **asked: Any
-) -> tuple[PlanResult, tuple[Judged, ...]]:
+) -> tuple[PlanResult, tuple[BaselineResult, ...]]:
     """Return a result beside other planners, with the best of their plans where that is better; and theirs.
 
     Parameters
@@ -49,7 +49,7 @@ def beside_others(
     return adopted(checked_request(model, cluster, **comparable), result, judged), judged
 
 
-def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[Judged]) -> PlanResult:
+def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[BaselineResult]) -> PlanResult:
     """Return the result with the best plan of other planners first, if it beats all plans found.
 
     Parameters
@@ -57,7 +57,7 @@ def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[Judged]) 
     request : PlanRequest
         What was asked; the plan keeps its limits and its number of devices.
     result : PlanResult
-    judged : sequence of Judged
+    judged : sequence of BaselineResult
 
     Returns
     -------

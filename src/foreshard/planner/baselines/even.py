@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, promising
+from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid, UniformDegrees, promising
 from foreshard.planner.solver.problem import Template, pipeline_rate
 
 
-def even(grid: Grid, best: Best) -> None:
+def even(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best plan in which every device does the same: one shape, equal cuts, equal shares.
 
     Exhaustive over shapes, depths and numbers of pipelines; a pipeline stays on one kind of device, and
@@ -22,14 +22,14 @@ def even(grid: Grid, best: Best) -> None:
                 before.append((template, count))
 
 
-def lb_bsp(grid: Grid, best: Best) -> None:
+def lb_bsp(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best plan of one shape and equal cuts on all devices, with shares by speed."""
     for shape in promising(grid, best):
         for depth in range(1, grid.problem.max_stages + 1):
             best.offer(_pure(grid, shape, depth), even=False)
 
 
-def _pure(grid: Grid, shape: Shape, depth: int) -> list[tuple[Template, int]]:
+def _pure(grid: DegreeGrid, shape: UniformDegrees, depth: int) -> list[tuple[Template, int]]:
     """Return the pipelines of one depth on each kind, and how many there is room for; the fastest first."""
     found = []
     for kind in grid.kinds(shape):

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, Step, promising
+from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid, Step, UniformDegrees, promising
 
 
-def malleus(grid: Grid, best: Best) -> None:
+def malleus(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best plan of groups of one shape dealt to pipelines, with uneven cuts and uneven shares.
 
     Groups are sorted by speed and dealt in turn, so that pipelines are alike, or block by block, so that each
@@ -24,7 +24,9 @@ def malleus(grid: Grid, best: Best) -> None:
             _offer(grid, best, shape, [used[i : i + depth] for i in range(0, len(used), depth)])
 
 
-def _offer(grid: Grid, best: Best, shape: Shape, pipelines: Sequence[Sequence[int]]) -> None:
+def _offer(
+    grid: DegreeGrid, best: BestTried, shape: UniformDegrees, pipelines: Sequence[Sequence[int]]
+) -> None:
     """Cut every pipeline for about its passes and offer them together."""
     problem = grid.problem
     passes = math.ceil(problem.global_batch / len(pipelines) / shape.micro_batch)

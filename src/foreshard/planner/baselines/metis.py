@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, even_cuts, numbers
+from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid, Step, even_cuts, numbers
 from foreshard.planner.solver.problem import Template, pipeline_rate
 
 _MOVES = 64
@@ -15,7 +15,7 @@ _CHOICES = 64
 """Choices of a size by kind that are tried: each costs a search over numbers of pipelines."""
 
 
-def metis(grid: Grid, best: Best) -> None:
+def metis(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best of pipelines whose stages have a size by kind of device, balanced greedily.
 
     Layers go to stages in proportion to their speed and move on where memory is short. Kinds follow each
@@ -30,7 +30,7 @@ def metis(grid: Grid, best: Best) -> None:
         _beside(grid, best, groups)
 
 
-def _chained(grid: Grid, best: Best, groups: list[list[Step]]) -> None:
+def _chained(grid: DegreeGrid, best: BestTried, groups: list[list[Step]]) -> None:
     """Offer pipelines that pass through every kind, for the choices of sizes that do most work together."""
     problem = grid.problem
     ranked = sorted(
@@ -49,7 +49,7 @@ def _chained(grid: Grid, best: Best, groups: list[list[Step]]) -> None:
                     best.offer([(template, copies)], even=True)
 
 
-def _beside(grid: Grid, best: Best, groups: list[list[Step]]) -> None:
+def _beside(grid: DegreeGrid, best: BestTried, groups: list[list[Step]]) -> None:
     """Offer pipelines of one kind each, of one depth, with data by speed."""
     for depth in range(1, grid.problem.max_stages + 1):
         mix: list[tuple[Template, int]] = []
@@ -68,12 +68,12 @@ def _beside(grid: Grid, best: Best, groups: list[list[Step]]) -> None:
         best.offer(mix, even=False)
 
 
-def _bound(grid: Grid, steps: tuple[Step, ...], copies: int) -> float:
+def _bound(grid: DegreeGrid, steps: tuple[Step, ...], copies: int) -> float:
     rate = copies * sum(1.0 / grid.layer_seconds(step) for step in steps)
     return grid.problem.global_batch / steps[0][0].micro_batch * grid.problem.num_layers / rate
 
 
-def _greedy(grid: Grid, steps: tuple[Step, ...]) -> Template | None:
+def _greedy(grid: DegreeGrid, steps: tuple[Step, ...]) -> Template | None:
     """Return layers in proportion to speed, moved to the neighbour with most room where they do not fit."""
     size = grid.problem.num_layers
     if len(steps) > size or even_cuts(grid.problem, len(steps)) is None:

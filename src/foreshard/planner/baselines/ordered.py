@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from foreshard.planner.baselines.uniform_degrees import Best, Grid, Shape, Step, numbers, promising
+from foreshard.planner.baselines.uniform_degrees import (
+    BestTried,
+    DegreeGrid,
+    Step,
+    UniformDegrees,
+    numbers,
+    promising,
+)
 
 
-def amp(grid: Grid, best: Best) -> None:
+def amp(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best grid of one shape along the order of devices, with uneven cuts and equal shares.
 
     All pipelines are alike; fast devices come first or last.
@@ -27,7 +34,7 @@ def amp(grid: Grid, best: Best) -> None:
                     best.offer([(template, copies)], even=True)
 
 
-def hetpipe(grid: Grid, best: Best) -> None:
+def hetpipe(grid: DegreeGrid, best: BestTried) -> None:
     """Offer virtual workers of the same devices each, cut for the least slowest stage, with equal shares.
 
     The equal distribution of HetPipe: every virtual worker has as many devices of each kind as any other.
@@ -45,7 +52,7 @@ def hetpipe(grid: Grid, best: Best) -> None:
                     best.offer([(template, copies)], even=True)
 
 
-def _most_copies(grid: Grid, shape: Shape, depth: int) -> int:
+def _most_copies(grid: DegreeGrid, shape: UniformDegrees, depth: int) -> int:
     """Return how many pipelines of so many stages there are, each with the same stages of each kind."""
     kinds = grid.kinds(shape)
     copies = sum(grid.stages((shape, kind)) for kind in kinds) // depth
@@ -63,7 +70,7 @@ def _first(room: Mapping[int, int], depth: int) -> dict[int, int]:
     return chosen
 
 
-def _orders(shape: Shape, counts: Mapping[int, int]) -> Iterator[tuple[Step, ...]]:
+def _orders(shape: UniformDegrees, counts: Mapping[int, int]) -> Iterator[tuple[Step, ...]]:
     """Yield the stages with fast devices first, and last."""
     steps = tuple((shape, kind) for kind, count in counts.items() for _ in range(count))
     if steps:

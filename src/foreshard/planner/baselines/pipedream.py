@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, numbers
+from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid, Step, numbers
 from foreshard.planner.solver.problem import Template
 
 
-def pipedream(grid: Grid, best: Best) -> None:
+def pipedream(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best number of copies of the partition that makes the slowest stage as fast as possible.
 
     Devices are in order, the fastest first or last; a stage takes the next ones, as many as suit it. Fill and
@@ -37,7 +37,7 @@ def pipedream(grid: Grid, best: Best) -> None:
 
 
 def _partition(
-    grid: Grid, steps: list[Step], order: tuple[int, ...], copies: int, longest: float
+    grid: DegreeGrid, steps: list[Step], order: tuple[int, ...], copies: int, longest: float
 ) -> Template | None:
     """Return the partition of least slowest stage, None when none is below `longest`."""
     most = max(grid.problem.counts) // copies
@@ -64,7 +64,7 @@ def _partition(
 
 
 def _within(
-    grid: Grid, steps: list[Step], line: dict[int, tuple[int, int]], longest: float
+    grid: DegreeGrid, steps: list[Step], line: dict[int, tuple[int, int]], longest: float
 ) -> Template | None:
     """Return a pipeline on the line of devices with no stage above a time, of as few stages as possible.
 
@@ -96,7 +96,7 @@ def _within(
     return None
 
 
-def _walk(grid: Grid, steps: list[Step], trail: list[tuple[np.ndarray, np.ndarray]]) -> Template | None:
+def _walk(grid: DegreeGrid, steps: list[Step], trail: list[tuple[np.ndarray, np.ndarray]]) -> Template | None:
     cuts, used = [0], []
     for chosen, stops in reversed(trail):
         used.append(steps[int(chosen[cuts[-1]])])

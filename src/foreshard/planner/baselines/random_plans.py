@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step
+from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid, Step
 from foreshard.planner.solver.problem import Template, takes_of
 
 _TRIES = 200
@@ -13,7 +13,7 @@ _SEED = 0
 """Of the draws: the same problem has the same random plan."""
 
 
-def anything(grid: Grid, best: Best) -> None:
+def anything(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best of a number of random plans that fit, with equal shares."""
     rng = np.random.default_rng(_SEED)
     steps = sorted(grid.options, key=lambda one: (one[0], grid.layer_seconds(one)))
@@ -27,7 +27,7 @@ def anything(grid: Grid, best: Best) -> None:
             best.offer([(template, int(rng.integers(1, most + 1)))], even=True)
 
 
-def _pipeline(grid: Grid, steps: list[Step], rng: np.random.Generator) -> Template | None:
+def _pipeline(grid: DegreeGrid, steps: list[Step], rng: np.random.Generator) -> Template | None:
     """Return stages drawn from one micro-batch, with random cuts."""
     first = steps[int(rng.integers(len(steps)))]
     agree = [step for step in steps if step[0].micro_batch == first[0].micro_batch]

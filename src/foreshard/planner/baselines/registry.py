@@ -12,7 +12,7 @@ from foreshard.planner.baselines.ordered import amp, hetpipe
 from foreshard.planner.baselines.pipedream import pipedream
 from foreshard.planner.baselines.random_plans import anything
 from foreshard.planner.baselines.sailor import sailor
-from foreshard.planner.baselines.uniform_degrees import Best, Grid
+from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid
 from foreshard.planner.solver.problem import Problem
 
 
@@ -24,20 +24,20 @@ class Baseline:
     ----------
     name : str
     planner : callable
-        Offers what it looks at to a :class:`Best`.
+        Offers what it looks at to a :class:`BestTried`.
     citation, decides, ignores : str
     """
 
     name: str
-    planner: Callable[[Grid, Best], None]
+    planner: Callable[[DegreeGrid, BestTried], None]
     citation: str
     decides: str
     ignores: str
 
-    def best(self, problem: Problem) -> Best:
+    def best(self, problem: Problem) -> BestTried:
         """Return the best arrangements that it finds, without any where none fits."""
-        best = Best(problem=problem)
-        self.planner(Grid(problem=problem), best)
+        best = BestTried(problem=problem)
+        self.planner(DegreeGrid(problem=problem), best)
         return best
 
 

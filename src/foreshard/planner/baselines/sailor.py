@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from foreshard.planner.baselines.uniform_degrees import Best, Grid, Step, even_cuts, numbers
+from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid, Step, even_cuts, numbers
 from foreshard.planner.solver.problem import Problem
 
 
-def sailor(grid: Grid, best: Best) -> None:
+def sailor(grid: DegreeGrid, best: BestTried) -> None:
     """Offer the best plan of equal cuts whose every stage has as many replicas, on any kinds of device.
 
     For each depth, number of replicas and limit on the slowest stage, stages take the narrowest option of
@@ -26,7 +26,9 @@ def sailor(grid: Grid, best: Best) -> None:
             _offer_depth(grid, best, steps, cuts, table)
 
 
-def _offer_depth(grid: Grid, best: Best, steps: list[Step], cuts: list[int], table: np.ndarray) -> None:
+def _offer_depth(
+    grid: DegreeGrid, best: BestTried, steps: list[Step], cuts: list[int], table: np.ndarray
+) -> None:
     """Offer each limit on the slowest stage with every number of replicas; table is (stages, steps)."""
     problem, depth = grid.problem, len(table)
     limits = np.unique(table[np.isfinite(table)])
@@ -71,7 +73,7 @@ def _place(problem: Problem, narrow: list[dict[int, Step]], copies: int) -> list
     return placed
 
 
-def _offer_placed(grid: Grid, best: Best, placed: list[list[Step]], cuts: list[int]) -> None:
+def _offer_placed(grid: DegreeGrid, best: BestTried, placed: list[list[Step]], cuts: list[int]) -> None:
     """Join replicas stage by stage, slow ones with slow ones, and offer the pipelines."""
     problem, depth = grid.problem, len(placed)
     lanes = []

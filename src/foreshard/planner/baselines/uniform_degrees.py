@@ -35,7 +35,7 @@ _STRETCH = (1.0, 1.02, 1.08)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Shape:
+class UniformDegrees:
     """Degrees of a stage on whatever device: options that agree in them trade memory against time."""
 
     devices: int
@@ -43,12 +43,12 @@ class Shape:
     grain: int
 
 
-Step = tuple[Shape, int]
+Step = tuple[UniformDegrees, int]
 """A stage before it has layers: its shape and the kind of its devices."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Grid:
+class DegreeGrid:
     """The options of a problem by shape and kind; those on devices of several kinds are left out."""
 
     problem: Problem
@@ -56,7 +56,7 @@ class Grid:
     _costs: dict[tuple[Step, int], tuple[np.ndarray, np.ndarray]] = field(init=False, default_factory=dict)
     _paces: dict[Step, float] = field(init=False, default_factory=dict)
     _cut: dict[tuple[tuple[Step, ...], float], Template | None] = field(init=False, default_factory=dict)
-    _kinds: dict[Shape, list[int]] = field(init=False, default_factory=dict)
+    _kinds: dict[UniformDegrees, list[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sort the options."""
@@ -64,7 +64,7 @@ class Grid:
         for option, takes in enumerate(self.problem.takes):
             used = np.flatnonzero(takes)
             if len(used) == 1 and takes[used[0]] <= self.problem.counts[used[0]]:
-                shape = Shape(
+                shape = UniformDegrees(
                     devices=int(takes[used[0]]),
                     micro_batch=int(self.problem.micro_batch[option]),
                     grain=int(self.problem.grain[option]),
@@ -74,7 +74,7 @@ class Grid:
         for step in sorted(self.options, key=self.layer_seconds):
             self._kinds.setdefault(step[0], []).append(step[1])
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[UniformDegrees]:
         """Return every shape."""
         return sorted({shape for shape, _ in self.options})
 
@@ -85,7 +85,7 @@ class Grid:
             found.setdefault(step[0].micro_batch, []).append(step)
         return found
 
-    def kinds(self, shape: Shape) -> list[int]:
+    def kinds(self, shape: UniformDegrees) -> list[int]:
         """Return the kinds of device that have a shape, the fastest first."""
         return self._kinds.get(shape, [])
 
@@ -113,7 +113,7 @@ class Grid:
         """Return seconds by type with room for `need` micro-batches."""
         return self.cost(step, need)[0]
 
-    def least_seconds(self, shape: Shape) -> float:
+    def least_seconds(self, shape: UniformDegrees) -> float:
         """Return a bound on the step of any plan of one shape: the work over all stages at once."""
         rate = sum(
             self.stages((shape, kind)) / self.layer_seconds((shape, kind)) for kind in self.kinds(shape)
@@ -199,7 +199,7 @@ def best_chain(costs: Sequence[np.ndarray], passes: float) -> list[int] | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Best:
+class BestTried:
     """The best arrangement of those offered, and the best for each number of pipelines.
 
     Attributes
@@ -280,7 +280,7 @@ class Best:
         return None if shares is None else Arrangement(templates=tuple(templates), shares=shares)
 
 
-def promising(grid: Grid, best: Best) -> Iterator[Shape]:
+def promising(grid: DegreeGrid, best: BestTried) -> Iterator[UniformDegrees]:
     """Yield the shapes whose bound is below the best so far, the most promising first."""
     for shape in sorted(grid.shapes(), key=lambda one: (grid.least_seconds(one), one)):
         if grid.least_seconds(shape) < best.limit_s:

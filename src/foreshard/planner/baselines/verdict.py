@@ -27,7 +27,7 @@ _JUDGED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class BaselineResult:
     """What a baseline came to.
 
     Attributes
@@ -57,7 +57,7 @@ def judge(
     *,
     bound_s: float | None = None,
     **asked: Any,
-) -> tuple[Judged, ...]:
+) -> tuple[BaselineResult, ...]:
     """Return what each baseline comes to on a model and cluster.
 
     Prices of stages leave out what depends on the whole plan, so each baseline has its best arrangement for
@@ -99,7 +99,9 @@ def _named(name: str) -> Baseline:
     return BASELINES[name]
 
 
-def _judged(request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None) -> Judged:
+def _judged(
+    request: PlanRequest, problem: Problem | None, one: Baseline, bound_s: float | None
+) -> BaselineResult:
     started = time.perf_counter()
     found: list[Arrangement] = []
     if problem is not None:
@@ -108,7 +110,7 @@ def _judged(request: PlanRequest, problem: Problem | None, one: Baseline, bound_
     wall_s = time.perf_counter() - started
     plan, prediction, why = _fastest(request, problem, found)
     step_s = None if prediction is None else prediction.step_time_s
-    return Judged(
+    return BaselineResult(
         name=one.name,
         plan=plan,
         step_time_s=step_s,

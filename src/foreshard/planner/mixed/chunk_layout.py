@@ -17,7 +17,7 @@ import numpy as np
 
 from foreshard.graph.pipeline import program_of
 from foreshard.planner.request import PlanRequest
-from foreshard.predict.batch import Case, build_batch
+from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.lowering import durations_of, shape_of
 from foreshard.predict.graph.prices import GroupPrices, first_of_equals, group_prices
 from foreshard.sim import critical_path
@@ -45,7 +45,7 @@ def laid_out(request: PlanRequest, plan: Plan) -> Plan:
     """
     if find_spec("numba") is None:
         return plan
-    case = Case(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
+    case = PlannedRun(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
     first = first_of_equals(case)
     priced = {one.index: one for one in group_prices(case, build_batch([case], request.constants))}
     pipelines = {index: _Pipeline(price) for index, price in priced.items()}

@@ -19,7 +19,7 @@ _CELLS = 8_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Combined:
+class IntegerMix:
     """The best combinations.
 
     proven : no set that processes the batch processes more than the best here
@@ -128,7 +128,7 @@ def combine(
     pipelines: tuple[int, int],
     *,
     keep: int = 4,
-) -> Combined:
+) -> IntegerMix:
     """Return the sets of pipelines that process most, among those that may process the batch.
 
     Parameters
@@ -146,11 +146,11 @@ def combine(
         Sets to return.
     """
     if not len(takes):
-        return Combined(proven=True)
+        return IntegerMix(proven=True)
     unit = np.maximum(np.gcd.reduce(takes, axis=0), 1)
     limits = np.array(counts) // unit
     if float(np.prod(limits + 1.0)) > _CELLS:
-        return Combined(proven=False)
+        return IntegerMix(proven=False)
     order = np.argsort(reduced_cost, kind="stable")
     sets = _Sets(
         takes=takes[order] // unit,
@@ -163,7 +163,7 @@ def combine(
     for number in range(pipelines[0], pipelines[1] + 1):
         half = (number + 1) // 2
         if not sets.extend(half):
-            return Combined(proven=False)
+            return IntegerMix(proven=False)
         level, rest = sets.levels[half], number - half
         if not len(level.used):
             break
@@ -174,7 +174,7 @@ def combine(
                 rows = sets.rows(half, int(at)) + sets.rows(rest, int(other[at]))
                 found.append((float(total[at]), tuple(sorted(int(order[row]) for row in rows))))
     best = sorted(dict.fromkeys(found), key=lambda one: -one[0])[:keep]
-    return Combined(
+    return IntegerMix(
         proven=True,
         samples=tuple(found_set[0] for found_set in best),
         sets=tuple(found_set[1] for found_set in best),

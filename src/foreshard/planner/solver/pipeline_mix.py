@@ -17,7 +17,7 @@ from foreshard.errors import ExtraMissingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
+class PipelineMix:
     """How many of each pipeline, the samples they process, and the duals of the device rows."""
 
     counts: np.ndarray
@@ -27,7 +27,7 @@ class Mix:
 
 def fractional_mix(
     takes: np.ndarray, samples: np.ndarray, counts: Sequence[int], pipelines: tuple[int, int]
-) -> Mix | None:
+) -> PipelineMix | None:
     """Return the mix, fractions allowed, that processes most samples; None if there are too few devices.
 
     Parameters
@@ -50,7 +50,7 @@ def fractional_mix(
         return None
     duals = -answer.ineqlin.marginals
     kinds = len(counts)
-    return Mix(
+    return PipelineMix(
         counts=answer.x,
         samples=-float(answer.fun),
         device_duals=np.maximum(duals[:kinds], 0.0),

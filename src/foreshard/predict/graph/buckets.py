@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.predict.graph.prices import Units
+from foreshard.predict.graph.prices import LayerUnits
 from foreshard.predict.machine import Machine
 from foreshard.predict.tasks.collectives import bucket_elements, gradient_sync_s
 
@@ -25,7 +25,7 @@ def overlaps(machine: Machine) -> bool:
     return float(machine.traits.grad_overlap) > 0 or float(machine.traits.param_gather_overlap) > 0
 
 
-def chunk_buckets(units: Units, machine: Machine, *, first: bool) -> Buckets:
+def chunk_buckets(units: LayerUnits, machine: Machine, *, first: bool) -> Buckets:
     """Cut the units of a chunk, in order of backward, into buckets and price them."""
     rank = machine.rank
     sizes = (units.params + units.expert_params)[::-1]

@@ -12,7 +12,7 @@ import numpy as np
 
 from foreshard.graph.program import Kind
 from foreshard.graph.schedules import Op
-from foreshard.predict.batch import Batch, Case
+from foreshard.predict.batch import Batch, PlannedRun
 from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph.prices import GroupPrices, group_prices
 from foreshard.predict.tasks.collectives import contention
@@ -25,7 +25,7 @@ _ROUNDS = (12, 18, 24)
 
 
 def graph_times(
-    case: Case, batch: Batch, *, timeline: bool, compiled: bool = False
+    case: PlannedRun, batch: Batch, *, timeline: bool, compiled: bool = False
 ) -> tuple[dict[str, float], Timeline | None]:
     """Return the exposed seconds of a step by part on the critical rank, and when each task runs if asked.
 

@@ -14,7 +14,7 @@ from foreshard.graph.pipeline import PipelineShape, pipeline_durations, pipeline
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.graph.schedules import Op
 from foreshard.predict.graph.buckets import Buckets, chunk_buckets, overlaps, slowdown_s
-from foreshard.predict.graph.prices import GroupPrices, Units
+from foreshard.predict.graph.prices import GroupPrices, LayerUnits
 
 _LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
@@ -400,7 +400,7 @@ class _GroupLowering:
             self.builder.depend(*((task[edges], own) if waits else (own, before[edges])))
 
 
-def _moves(op: int, units: Units) -> np.ndarray:
+def _moves(op: int, units: LayerUnits) -> np.ndarray:
     """Return seconds of gather and of scatter of each unit of an op, in the order of its pieces."""
     none = np.zeros(len(units.params))
     if op == Op.FORWARD:

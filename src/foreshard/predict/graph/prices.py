@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.predict.batch import Batch, Case, short_samples
+from foreshard.predict.batch import Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import op_parts, with_host
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import crosses_node, link_domains
@@ -35,7 +35,7 @@ _LAYER_FIELDS = tuple(f.name for f in fields(LayerTimes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+class LayerUnits:
     """The units of one chunk in model order: what FSDP gathers at once and buckets are cut from.
 
     Arrays have shape (units,). `forward` and `backward` are shares of the chunk's op and sum to 1.
@@ -65,7 +65,7 @@ class GroupPrices:
     # chunks, 2)
     parts: dict[str, np.ndarray]
     # [stage][chunk]
-    units: list[list[Units]]
+    units: list[list[LayerUnits]]
     spans: list[list[tuple[int, int]]]
     # per stage, every field a number
     machines: list[Machine]
@@ -113,7 +113,7 @@ class GroupPrices:
         return np.sum(list(self.parts.values()), axis=0)
 
 
-def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
+def group_prices(case: PlannedRun, batch: Batch) -> list[GroupPrices]:
     """Return the prices of every distinct group of the plan; equal groups appear once."""
     layers = [layer_times(kind, batch.machine, batch.recompute) for kind in batch.kinds]
     kinds = {block: i for i, (block, _) in enumerate(case.model.block_kinds())}
@@ -130,14 +130,14 @@ def group_prices(case: Case, batch: Batch) -> list[GroupPrices]:
     return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct]
 
 
-def first_of_equals(case: Case) -> list[int]:
+def first_of_equals(case: PlannedRun) -> list[int]:
     """Return for each group of the plan the first one that is the same but for the numbers of its ranks."""
     domains = link_domains(case.cluster)
     first: dict[Any, int] = {}
     return [first.setdefault(_identity(case, group, domains), g) for g, group in enumerate(case.plan.groups)]
 
 
-def _identity(case: Case, group: Group, domains: np.ndarray) -> Any:
+def _identity(case: PlannedRun, group: Group, domains: np.ndarray) -> Any:
     """Return what makes two groups the same but for the numbers of their ranks."""
     cluster = case.cluster
     stages = []
@@ -179,7 +179,7 @@ class _GroupPricer:
 
     def __init__(
         self,
-        case: Case,
+        case: PlannedRun,
         batch: Batch,
         g: int,
         rows: list[int],
@@ -214,8 +214,8 @@ class _GroupPricer:
 
     def prices(self) -> GroupPrices:
         """Return everything the lowering needs of this group."""
-        known: dict[Any, Units] = {}
-        units: list[list[Units]] = []
+        known: dict[Any, LayerUnits] = {}
+        units: list[list[LayerUnits]] = []
         for s, row in enumerate(self.units):
             units.append([])
             for c, names in enumerate(row):
@@ -244,7 +244,7 @@ class _GroupPricer:
             tied_s=self._tied_s(),
         )
 
-    def _parts(self, priced: list[list[Units]]) -> dict[str, np.ndarray]:
+    def _parts(self, priced: list[list[LayerUnits]]) -> dict[str, np.ndarray]:
         """Seconds of each op by part, host time included."""
         stages, chunks = len(self.units), self.num_chunks
         counts = np.zeros((stages, chunks, len(self.kinds)))
@@ -279,7 +279,7 @@ class _GroupPricer:
         reduces = np.array(rows, dtype=float)
         return {f"{end}_reduce": reduces[:, i, None] for i, end in enumerate(_ENDS)}
 
-    def _outside(self, units: list[list[Units]]) -> np.ndarray:
+    def _outside(self, units: list[list[LayerUnits]]) -> np.ndarray:
         """Seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
         in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in self.machines]
         return np.array(
@@ -307,7 +307,7 @@ class _GroupPricer:
         """Whether the head of this stage shares the embedding's table on it."""
         return self.pipeline["tied"] > 0 and any(EMBEDDING in names for names in self.units[s])
 
-    def _unit_prices(self, s: int, c: int) -> Units:
+    def _unit_prices(self, s: int, c: int) -> LayerUnits:
         """Prices of the units of one chunk."""
         units, machine, end, p = np.array(self.units[s][c]), self.machines[s], self.ends[s], self.pipeline
         table, head_table = self._tables(s)
@@ -337,7 +337,7 @@ class _GroupPricer:
             _shard_sums(*params, machine, units.shape)
             for params in ((dense, expert), (trained, expert_trained))
         )
-        return Units(
+        return LayerUnits(
             forward=_shares(column(forward, *(end[f"{e}_forward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))),
             backward=_shares(
                 column(backward, *(end[f"{e}_backward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))
@@ -363,7 +363,7 @@ class _GroupPricer:
             send_s[i] = max(float(message_s(hidden, crosses[i], self.machines[k])) for k in (i, j))
         return crosses, send_s
 
-    def _once_s(self, units: list[list[Units]]) -> tuple[np.ndarray, np.ndarray]:
+    def _once_s(self, units: list[list[LayerUnits]]) -> tuple[np.ndarray, np.ndarray]:
         """Seconds on each stage of the optimizer, and of summing sharded gradients over the groups."""
         optimizer, across = np.zeros((2, len(units)))
         for s, row in enumerate(units):

@@ -12,7 +12,7 @@ import numpy as np
 
 from foreshard.graph.program import Kind
 from foreshard.graph.schedules import Op
-from foreshard.predict.batch import Case
+from foreshard.predict.batch import PlannedRun
 from foreshard.predict.graph.lowering import LoweredGroup, Step
 from foreshard.sim.critical_path import TaskTimes
 from foreshard.spec.timeline import Event, Timeline
@@ -32,7 +32,7 @@ _NAMES = [kind.name.lower() for kind in Kind]
 _SENDS = (int(Kind.SEND_FORWARD), int(Kind.SEND_BACKWARD))
 
 
-def timeline_of(case: Case, step: Step, times: TaskTimes, step_time_s: float) -> Timeline:
+def timeline_of(case: PlannedRun, step: Step, times: TaskTimes, step_time_s: float) -> Timeline:
     """Return the events of one rank per stage of every distinct group, in order of start.
 
     What follows the last task up to `step_time_s` is waiting for stragglers.

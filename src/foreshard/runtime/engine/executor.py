@@ -21,7 +21,7 @@ from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
 from foreshard.runtime.engine.exchange import Exchange, Peer, Span, check_sendable
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.engine.randomness import Windows, sample_randomness
-from foreshard.runtime.engine.split_backward import Delayed, input_half, weight_half
+from foreshard.runtime.engine.split_backward import DelayedWeightGradient, input_half, weight_half
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.user_code import user_code
 from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
@@ -63,7 +63,7 @@ class _InFlight:
     inputs: list[Tensor]
     outputs: list[Tensor]
     loss: Tensor | None = None
-    delayed: Delayed | tuple[list[Tensor], list[Tensor] | None] | None = None
+    delayed: DelayedWeightGradient | tuple[list[Tensor], list[Tensor] | None] | None = None
 
 
 class Executor:
@@ -252,7 +252,7 @@ class Executor:
         delayed = self._in_flight.pop((chunk, batch)).delayed
         assert delayed is not None
         with self._work("backward_weight", chunk, batch, sums):
-            if isinstance(delayed, Delayed):
+            if isinstance(delayed, DelayedWeightGradient):
                 weight_half(self._weights(chunk), delayed)
             else:
                 _run_backward(*delayed)

@@ -19,7 +19,7 @@ Edges = tuple[list[GradientEdge], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Delayed:
+class DelayedWeightGradient:
     """What the second half needs.
 
     Groups are as torch makes them: weights, the nodes to continue from, their gradients. `joint` says that a
@@ -38,7 +38,7 @@ def input_half(
     grads: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
-) -> Delayed:
+) -> DelayedWeightGradient:
     """Add the gradients of the inputs to their `grad`, and return what is left to do; outputs are detached.
 
     A loss has no gradients of the outputs.
@@ -55,10 +55,10 @@ def input_half(
     met = {node for group in groups for node in group["params"]}
     apart = [w for w in weights if _get_grad_fn_or_grad_acc(w) not in met]
     joint = any(len(group["intermediates"]) > 1 for group in groups)
-    return Delayed(groups, joint, apart, edges if apart else None)
+    return DelayedWeightGradient(groups, joint, apart, edges if apart else None)
 
 
-def weight_half(weights: Sequence[nn.Parameter], delayed: Delayed) -> None:
+def weight_half(weights: Sequence[nn.Parameter], delayed: DelayedWeightGradient) -> None:
     """Add the gradients of the weights to their `grad`."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
