@@ -19,6 +19,7 @@ from foreshard.cli.options.training import how_to_resume, needs_torch, resumable
 from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.quantity import seconds
+from foreshard.spec.online import RUN_POLICIES
 
 if TYPE_CHECKING:
     from foreshard.runtime.records.outcome import RunOutcome
@@ -105,7 +106,7 @@ SEED = Count(-(2**63), 2**63 - 1)
 )
 @click.option(
     "--policy",
-    type=Word("static", "lyapunov", "lb-bsp", "greedy"),
+    type=Word(*RUN_POLICIES),
     default="static",
     help="Keep the plan, let the controller change it, or a policy to compare it with.",
 )

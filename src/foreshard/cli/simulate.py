@@ -99,14 +99,14 @@ def _simulate_lab(file: str, budgets: tuple[str, ...], options: dict[str, Any]) 
             raise SpecError(what, file=file, key=f"--{name}", rule=rule, fix=f"Add --{name} FILE")
     from foreshard.lab.simulated_run import simulate_lab
     from foreshard.report.lab_screen import simulated_lab_screen
-    from foreshard.runtime.adaptive.controller_config import POLICIES
+    from foreshard.spec.online import RUN_POLICIES
 
     found = simulate_lab(
         file,
         costs=options["costs"],
         plan=options["plan"],
         steps=options["steps"] or 120,
-        policies=options["policy"] or POLICIES,
+        policies=options["policy"] or RUN_POLICIES,
         budgets=budgets,
     )
     policies = {name: run.to_dict() for name, run in found.items()}

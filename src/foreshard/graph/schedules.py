@@ -11,9 +11,8 @@ from enum import IntEnum
 import numpy as np
 
 from foreshard.errors import SpecError
-
-KNOWN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe")
-MODELLED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.spec.plan import SCHEDULES
 
 
 class Op(IntEnum):
@@ -146,7 +145,7 @@ def _checked_group_size(
     schedule: str, stages: int, micro_batches: int, chunks: int, group: int | None
 ) -> int:
     if schedule not in MODELLED_SCHEDULES:
-        what = "not modelled yet" if schedule in KNOWN_SCHEDULES else "unknown"
+        what = "not modelled yet" if schedule in SCHEDULES else "unknown"
         raise SpecError(
             f"schedule {schedule!r} is {what}",
             key="schedule",

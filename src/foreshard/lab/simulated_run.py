@@ -23,10 +23,11 @@ from foreshard.lab.lab_simulator import LabSimulator
 from foreshard.predict.measured.costs import load_costs
 from foreshard.predict.measured.engine import RankTimes, rank_times
 from foreshard.runtime.adaptive.budgets import budget_of, spent
-from foreshard.runtime.adaptive.controller_config import POLICIES, ControllerConfig
+from foreshard.runtime.adaptive.controller_config import ControllerConfig
 from foreshard.runtime.adaptive.idle_probe import PROBE_EVERY
 from foreshard.runtime.adaptive.steering import Steering, SteppedRun, own_samples
 from foreshard.runtime.membership.plan_repair import repaired
+from foreshard.spec.online import RUN_POLICIES
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
@@ -96,8 +97,8 @@ def simulate_lab(
     with tempfile.TemporaryDirectory() as folder:
         found = {}
         for name in dict.fromkeys(policies):
-            if name not in POLICIES:
-                raise unknown("policy", name, POLICIES, key="--policy", rule="In a lab policies are")
+            if name not in RUN_POLICIES:
+                raise unknown("policy", name, RUN_POLICIES, key="--policy", rule="In a lab policies are")
             config = ControllerConfig(
                 plan=load_plan(plan),
                 cluster=world.cluster,

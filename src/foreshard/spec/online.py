@@ -12,6 +12,9 @@ from typing import Protocol
 
 from foreshard.spec.plan import Plan
 
+RUN_POLICIES = ("static", "lyapunov", "lb-bsp", "greedy")
+"""What `run --policy` and simulated labs take: no policy, the controller, and `control.baselines`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured:

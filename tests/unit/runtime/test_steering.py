@@ -12,12 +12,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+from foreshard.control.baselines import BASELINE_POLICIES
 from foreshard.errors import SpecError
 from foreshard.lab.lab import load_lab
 from foreshard.runtime.adaptive.controller_config import ControllerConfig
 from foreshard.runtime.adaptive.steering import Steering, SteppedRun
 from foreshard.runtime.membership.plan_repair import repaired
 from foreshard.runtime.records.durable_jsonl import DurableJsonl
+from foreshard.spec.online import RUN_POLICIES
 from foreshard.spec.plan_file import load_plan
 
 
@@ -315,3 +317,7 @@ def test_a_plan_is_run_with_micro_batches_that_fit_its_ranks(config):
     tight = replace(known, sizes=replace(sizes, memory_bytes=np.full(len(sizes.memory_bytes), room)))
     assert max(group.micro_batch for group in config.as_run(wide, known).groups) > 2
     assert max(group.micro_batch for group in config.as_run(wide, tight).groups) <= 2
+
+
+def test_every_policy_that_a_run_may_name_can_be_built():
+    assert set(RUN_POLICIES) == {"static", "lyapunov", *BASELINE_POLICIES}

@@ -26,7 +26,6 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.online import Command, Event
 from foreshard.spec.plan import Group, Plan
 
-POLICIES = ("static", "lyapunov", *BASELINE_POLICIES)
 _LONGEST_PIPELINE = 4
 """Stages of the longest pipelines that are searched: a decision has to fit between two steps."""
 _LEAST_PIECES = 64
