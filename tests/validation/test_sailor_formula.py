@@ -108,6 +108,6 @@ def _modelled(group, counts, band):
     for replica in set(group.replicas):
         at = [(index[s.gpu, s.tp, group.micro_batch], problem.types[s.start, s.stop]) for s in replica]
         times = np.array([problem.time_s[one] for one in at])
-        tails = [problem.tail_of(len(group.replicas))[one] for one in at]
+        tails = [problem.tail_s[problem.row_of(len(group.replicas))][one] for one in at]
         longest = max(longest, times.sum() + (group.rounds - 1) * times.max() + max(tails))
     return longest

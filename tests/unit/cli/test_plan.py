@@ -142,14 +142,14 @@ def test_a_budget_that_ends_is_not_an_interruption(shell):
 def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell, monkeypatch):
     from foreshard.planner.mixed.search import MixedSearch
 
-    after, before = MixedSearch._after, signal.getsignal(signal.SIGINT)
+    after, before = MixedSearch._make_room, signal.getsignal(signal.SIGINT)
 
     def pressed(search, *values, **options):
         if search.found.timed:
             os.kill(os.getpid(), signal.SIGINT)
         return after(search, *values, **options)
 
-    monkeypatch.setattr(MixedSearch, "_after", pressed)
+    monkeypatch.setattr(MixedSearch, "_make_room", pressed)
     run = ("plan", "llama3-70b", "4x8xa100-sxm-80gb+4x8xh100-sxm", "--global-batch", "256", "--seq", "2048")
     answer = shell(*run, "--budget-s", "3", "--json")
     assert answer.code == 130 and answer.json["interrupted"]

@@ -95,8 +95,9 @@ def test_no_backlog_means_the_fastest_and_no_weight_the_cheapest():
 def test_place_holders_spend_the_excess_beforehand():
     times, costs = np.array([1.0, 1.5, 4.0]), np.array([4.0, 2.5, 1.0])
     ends = []
-    for backlog in ({}, {"money": 60.0}):
-        queues = Queues((STEP,), weight=20.0, step_s=1.0, backlog=backlog)
+    for backlog in (0.0, 60.0):
+        queues = Queues((STEP,), weight=20.0, step_s=1.0)
+        queues.place("money", backlog)
         for _ in range(2000):
             choose(queues, times, costs, "money")
         ends.append(queues.violation)
