@@ -367,7 +367,10 @@ class Trainer:
             self.update.scale = self._checkpoints.restore(step, self.state, shards, plan)
         if context.ledger is not None:
             context.ledger.rollback(self.step, self._world.number)
-        if step is not None or missing - frozenset(range(context.job.num_layers)) or not resume:
+        # The first values of a run that starts are no news, and one rank says what holds for all.
+        lost = not resume and self._world.number > 0
+        lost = lost or bool(missing - frozenset(range(context.job.num_layers)))
+        if (step is not None or lost) and self.rank == min(self._world.ranks):
             text = "first values" if step is None else f"checkpoint of step {step}"
             text = f"training restarts from the {text}"
             context.on_event("restored", text, step=self.step, missing_layers=sorted(missing))
