@@ -19,7 +19,7 @@ from foreshard.cli.options.answer import (
 )
 from foreshard.cli.options.progress import watched
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.options.values import Amount, Count, Word, Words
+from foreshard.cli.options.values import Amount, Count, FrameworkLabel, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
@@ -78,7 +78,7 @@ def _vendors() -> tuple[str, ...]:
 )
 @click.option("--tokens", type=Amount(), help="Tokens of the whole run.")
 @click.option("--max-devices", type=Count(), help="Devices to use at most.")
-@click.option("--framework", metavar="NAME[@RELEASE]", help="Default megatron-core.")
+@click.option("--framework", type=FrameworkLabel(), help="Default megatron-core.")
 @click.option(
     "--dtype",
     "precision",

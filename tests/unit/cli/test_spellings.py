@@ -3,7 +3,7 @@
 import click
 import pytest
 
-from foreshard.cli.options.values import Amount, Count
+from foreshard.cli.options.values import Amount, Count, FrameworkLabel
 from foreshard.errors import SpecError
 from foreshard.spec.plan import check_recompute
 from foreshard.spec.scenario import ranks_of
@@ -52,6 +52,15 @@ def test_a_price_and_a_time_with_units_predict_as_without(shell):
     units = shell(*run, "--usd-per-device-hour", "$2.5", "--observed-step-s", "350 ms").json
     assert units["cost"] == pytest.approx(plain["cost"])
     assert units["step_time_s"] == pytest.approx(plain["step_time_s"])
+
+
+@pytest.mark.parametrize("text", ["Megatron-Core", "MEGATRON_CORE", "megatron core"])
+def test_a_framework_is_read_in_any_case(shell, text):
+    asked = ("predict", "llama3.2-1b", "1x8xh100-sxm", "--json")
+    plain, spelled = shell(*asked, "--framework", "megatron-core"), shell(*asked, "--framework", text)
+    assert plain.code == spelled.code == 0
+    assert plain.json["step_time_s"] == spelled.json["step_time_s"]
+    assert FrameworkLabel().convert("Megatron-Bridge@26.06", None, None) == "megatron-bridge@26.06"
 
 
 def test_recompute_rules_are_read_in_any_case():

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from foreshard.advise.request import ASKED, DEGREES, OPTIONS, Request
-from foreshard.cli.options.values import Amount, Count, Word
+from foreshard.cli.options.values import Amount, Count, FrameworkLabel, Word
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
 
@@ -62,7 +62,7 @@ def _run_options() -> list[click.Option]:
         click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="Default adamw."),
         click.Option(
             ["--framework"],
-            metavar="NAME[@RELEASE]",
+            type=FrameworkLabel(),
             help="Default megatron-core; 'foreshard schema frameworks' lists them.",
         ),
         *(_comm_option(name) for name in COMM_OPTIONS),

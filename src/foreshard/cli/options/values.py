@@ -120,6 +120,17 @@ class Text(click.ParamType):  # type: ignore[type-arg]
         return before + equals + (os.path.expanduser(path) if path.startswith("~") else path)
 
 
+class FrameworkLabel(click.ParamType):  # type: ignore[type-arg]
+    """A framework, with @ and a release or without: the catalog's spelling of a name written in any case."""
+
+    name = "NAME[@RELEASE]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the label; whether there is such a framework is for the catalog to say."""
+        name, at, release = str(value).strip().partition("@")
+        return re.sub(r"[\s_]+", "-", name.strip().lower()) + at + release.strip()
+
+
 class Word(click.ParamType):  # type: ignore[type-arg]
     """One of the known words, in any case; another fails with the one that was likely meant."""
 
