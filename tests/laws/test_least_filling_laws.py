@@ -62,7 +62,7 @@ def problem_of(times: list[float], micro_batch: int) -> Problem:
 
 @pytest.mark.parametrize("block", range(4))
 def test_no_pipeline_takes_less_than_the_least(block):
-    """Backwards of half to three quarters of a stage's time, few and many micro-batches, a short last one."""
+    """Backwards of any part of a stage's time, as slow messages make them; a short last micro-batch."""
     rng = random.Random(block)
     ratios, full = [], []
     for _ in range(400):
@@ -73,7 +73,7 @@ def test_no_pipeline_takes_less_than_the_least(block):
         shares = [1.0] * (share // micro_batch) + [share % micro_batch / micro_batch] * bool(
             share % micro_batch
         )
-        backward = rng.uniform(0.5, 0.75)
+        backward = rng.uniform(0.02, 0.98)
         problem = problem_of(times, micro_batch)
         template = tuple(StageSpan(option=i, start=i, stop=i + 1) for i in range(stages))
         rate = pipeline_rate(problem, template, filling="least")

@@ -37,9 +37,10 @@ def predicted():
     )
 
 
-def test_the_published_configuration_takes_its_measured_time_within_a_tenth(predicted):
+def test_the_measured_time_of_the_published_configuration_lies_in_the_interval(predicted):
     assert predicted.memory.fits
-    assert predicted.step_time_s == pytest.approx(MEASURED_S, rel=0.1)
+    low_s, high_s = predicted.step_time_interval_s
+    assert low_s <= MEASURED_S <= high_s
 
 
 def test_the_published_configuration_lies_in_the_space_and_above_its_bounds(predicted):

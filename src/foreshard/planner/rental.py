@@ -15,6 +15,7 @@ from foreshard.planner.grid.ray_sweep import each_in_tasks, num_at_once
 from foreshard.planner.ranking import Limits, ranked
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult, Ranked
+from foreshard.planner.search import plans_under
 from foreshard.planner.settings import (
     AS_SHIPPED,
     Setting,
@@ -134,7 +135,8 @@ def rent(
     """Return which instances to rent, how many, and the plan to run on them.
 
     Every instance is searched at all numbers of nodes of
-    :func:`foreshard.planner.grid.node_counts.sizes_of`; plans are then ordered over all of them.
+    :func:`foreshard.planner.grid.node_counts.sizes_of`; plans are then ordered over all of them. The nodes of
+    the offers are then searched as `plan` does, unequal pipelines too, in the seconds that are left.
 
     Parameters
     ----------
@@ -172,7 +174,11 @@ def rent(
         _search_in_tasks(parts, search, budget_s)
     else:
         _search_one_by_one(parts, search, started + budget_s)
-    offers, error = _offers(search, clusters, parts[0].request if parts else None, objectives)
+    request = parts[0].request if parts else None
+    offers, error = _offers(search, clusters, request, objectives)
+    if objectives[0] != "energy" and not search.interrupted:
+        _search_offers(parts, search, offers[:top], started + budget_s)
+        offers, error = _offers(search, clusters, request, objectives)
     return RentResult(
         offers=offers[:top],
         left_out=search.left_out,
@@ -221,6 +227,35 @@ def _search_one_by_one(parts: Sequence[_Part], search: _Search, deadline: float)
     for part in parts[ended:]:
         search.interrupted = True
         search.left_out[part.name] = "not searched before the end"
+
+
+def _search_offers(parts: Sequence[_Part], search: _Search, offers: Sequence[Offer], deadline: float) -> None:
+    """Search the nodes of each offer as `plan` does, unequal pipelines too, while seconds are left."""
+    of_instance = {part.name: part for part in parts}
+    for i, offer in enumerate(offers):
+        left_s = deadline - time.perf_counter()
+        if left_s <= 0:
+            break
+        part = of_instance[offer.instance]
+        nodes = replace(part.request.cluster.nodes[0], count=offer.num_nodes)
+        asked = replace(
+            part.request,
+            cluster=replace(part.request.cluster, nodes=(nodes,)),
+            objectives=("time",),
+            limits=Limits(),
+            budget_s=left_s / (len(offers) - i),
+        )
+        try:
+            result = plans_under(asked, part.chosen)
+        except KeyboardInterrupt:
+            search.interrupted = True
+            break
+        search.evaluated += result.evaluated
+        search.pruned += result.pruned
+        search.found += [(part.name, one) for one in result.plans]
+        if result.stopped:
+            search.interrupted = True
+            break
 
 
 def _search_in_tasks(parts: Sequence[_Part], search: _Search, budget_s: float) -> None:

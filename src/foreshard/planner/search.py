@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,14 @@ from foreshard.planner.grid.equal_nodes import least_step_s
 from foreshard.planner.mixed.search import search_cluster
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
-from foreshard.planner.settings import AS_SHIPPED, checked_precisions, left_out, settings, switches
+from foreshard.planner.settings import (
+    AS_SHIPPED,
+    Setting,
+    checked_precisions,
+    left_out,
+    settings,
+    switches,
+)
 from foreshard.planner.settings_search import search_settings
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
@@ -50,19 +58,23 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     precisions = tuple(name for name in precisions if name not in out) or precisions
     _precision_known(replace(request, precision=precisions[0]))
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
-    mixed = len(cluster.nodes) > 1  # equal nodes cut their own grid into tasks
-    executor = request.executor if mixed else "local"
+    result = plans_under(request, chosen)
+    notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
+    return replace(result, notes=(*result.notes, *notes))
+
+
+def plans_under(request: PlanRequest, chosen: Sequence[Setting]) -> PlanResult:
+    """Return the best plans under some settings, timed by the engine asked for."""
     started = time.perf_counter()
+    mixed = len(request.cluster.nodes) > 1  # equal nodes cut their own grid into tasks
     result = search_settings(
         searching(request),
         chosen,
         search_cluster,
-        executor=executor,
+        executor=request.executor if mixed else "local",
         least_step_s=None if mixed else least_step_s,
     )
-    result = retimed(request, result, started=started)
-    notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
-    return replace(result, notes=(*result.notes, *notes))
+    return retimed(request, result, started=started)
 
 
 def _precision_known(request: PlanRequest) -> None:

@@ -32,6 +32,7 @@ CASES = [
     ("gemma-2b", "1x8xa100-sxm-80gb+2x4xa100-sxm-40gb", 2048, "bf16"),
     ("llama3-70b", "4x8xh100-sxm+4x8xa100-sxm-80gb@400Gb/s", 4096, "bf16"),
     ("llama3.2-1b", "1x1xrtx-3090+1x1xa100-sxm-40gb@10Gb/s", 1024, "bf16"),
+    ("gemma-2b", "1x8xa100-sxm-80gb+2x4xa100-sxm-40gb@10Gb/s", 2048, "bf16"),
 ]
 
 

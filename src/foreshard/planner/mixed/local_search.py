@@ -112,11 +112,14 @@ def _other_sizes(request: PlanRequest, group: Group) -> Iterator[Group]:
 
 
 def _other_rules(request: PlanRequest, group: Group) -> Iterator[Group]:
-    """Yield the group with another recompute rule in one stage, and in all."""
+    """Yield the group with another recompute rule in one stage that has blocks, and in all."""
+    blocks = range(1, request.model.num_layers + 1)
     for rule in recompute_rules(request):
         alike = tuple(replace(stage, recompute=rule) for stage in group.stages)
         if alike != group.stages:
             yield replace(group, stages=alike)
         for i, stage in enumerate(group.stages):
-            if stage.recompute != rule and len(group.stages) > 1:
+            (start, stop), *_ = stage.layers
+            has_block = start < blocks.stop and blocks.start < stop
+            if has_block and stage.recompute != rule and len(group.stages) > 1:
                 yield replace(group, stages=(*group.stages[:i], alike[i], *group.stages[i + 1 :]))

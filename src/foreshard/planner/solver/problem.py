@@ -17,10 +17,12 @@ import numpy as np
 Filling = Literal["full", "typical", "least"]
 """What filling and draining a pipeline costs, as `pipeline_columns` counts it."""
 
-_FIRST_BACKWARD = {"typical": 2.0 / 3.0, "least": 0.5}
-_BACKWARDS = {"typical": 2.0 / 3.0, "least": 0.75}
-"""Part of a stage's time for a micro-batch that its backward takes: twice its forward, which no backward is
-shorter than; full recompute makes backwards three times as long."""
+_FIRST_BACKWARD = {"typical": 2.0 / 3.0, "least": 0.0}
+"""Part of the first stage's time for a micro-batch that its backward takes at least: twice its forward, or
+nothing where messages take nearly all."""
+_BACKWARDS = {"typical": 2.0 / 3.0, "least": 1.0}
+"""Part of a stage's time for a micro-batch that its backward takes, with the message before it, at most: all
+where recomputation and slow messages go with the backward."""
 
 
 class PipelineFamily(NamedTuple):
@@ -220,7 +222,7 @@ def last_part(passes: Any, drained: Any, shadowed: Any) -> Any:
 
     `drained` and `shadowed` are those of a :class:`PipelineRate` in passes.
     """
-    return np.minimum((passes + drained) / (1.0 + drained), passes / (1.0 - shadowed))
+    return np.minimum((passes + drained) / (1.0 + drained), passes / np.maximum(1.0 - shadowed, 1e-12))
 
 
 def stage_seconds(problem: Problem, template: Template) -> np.ndarray:
