@@ -58,7 +58,8 @@ def parts_of(root: Path) -> list[Part]:
 def state_of(root: Path) -> str:
     """Return a name for the contents of src and bench."""
     digest = hashlib.sha256()
-    for path in sorted([*(root / "src").rglob("*.py"), *(root / "bench").rglob("*.py")]):
+    kept = (".py", ".json", ".toml", ".csv")
+    for path in sorted(p for part in ("src", "bench") for p in (root / part).rglob("*") if p.suffix in kept):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
