@@ -7,9 +7,11 @@ micro-batch or a recompute rule more here and less there makes up for it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from bisect import bisect
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, count, permutations
+from itertools import accumulate, count, permutations, product
+from math import lcm
 
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.pricing.stage_options import rank_samples, recompute_rules
@@ -61,25 +63,65 @@ def improved(request: PlanRequest, plan: Plan, seconds: float, budget: TimeBudge
 
 
 def _changes(request: PlanRequest, groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
-    """Yield groups that differ in samples, a cut, a micro-batch or a rule, what helps most often first."""
-    for g, group in enumerate(groups):
-        for other in range(len(groups)):
-            for more in sorted({1, group.share // _PART}, reverse=True):
-                if other != g and 0 < more <= group.share - group.micro_batch:
-                    moved = list(groups)
-                    moved[g] = replace(group, share=group.share - more)
-                    moved[other] = replace(groups[other], share=groups[other].share + more)
-                    yield tuple(moved)
-    for g, group in enumerate(groups):
-        for made in (*_other_cuts(group), *_other_sizes(request, group), *_other_rules(request, group)):
-            changed = (*groups[:g], made, *groups[g + 1 :])
-            if _widths_agree(changed):
-                yield changed
+    """Yield groups that differ in samples, a cut, a micro-batch or a rule, what helps most often first.
+
+    Groups that are alike change together, since the step waits for the slowest; then one of them alone.
+    """
+    alike = _alike(request, groups)
+    for givers, takers in permutations(alike, 2):
+        each = lcm(len(givers), len(takers))
+        yield from _moved(groups, givers, takers, (each // len(givers), each // len(takers)))
+    for givers, takers in product(alike, repeat=2):
+        taker = [g for g in takers if g != givers[-1]][:1]
+        if taker and not len(givers) == len(takers) == 1:
+            yield from _moved(groups, givers[-1:], taker, (1, 1))
+    for members in alike:
+        first = groups[members[0]]
+        for made in (*_other_cuts(first), *_other_sizes(request, first), *_other_rules(request, first)):
+            for chosen in (members, members[:1]) if len(members) > 1 else (members,):
+                changed = list(groups)
+                for g in chosen:
+                    stages = zip(made.stages, groups[g].stages, strict=True)
+                    own = tuple(replace(new, ranks=stage.ranks) for new, stage in stages)
+                    changed[g] = replace(made, stages=own)
+                if _widths_agree(changed):
+                    yield tuple(changed)
 
 
-def _widths_agree(groups: tuple[Group, ...]) -> bool:
+def _alike(request: PlanRequest, groups: tuple[Group, ...]) -> list[list[int]]:
+    """Return the places of groups that differ only in which ranks of the same kind of nodes they have."""
+    cluster = request.cluster
+    ends = list(accumulate(nodes.num_devices for nodes in cluster.nodes))
+    found: dict[Hashable, list[int]] = {}
+    for g, group in enumerate(groups):
+        places = [
+            (bisect(ends, s.ranks[0]), cluster.node_of(s.ranks[-1]) - cluster.node_of(s.ranks[0]))
+            for s in group.stages
+        ]
+        bare = replace(group, stages=tuple(replace(s, ranks=(len(s.ranks),)) for s in group.stages))
+        found.setdefault((bare, tuple(places)), []).append(g)
+    return list(found.values())
+
+
+def _moved(
+    groups: tuple[Group, ...], givers: Sequence[int], takers: Sequence[int], samples: tuple[int, int]
+) -> Iterator[tuple[Group, ...]]:
+    """Yield groups of which each giver gives, and each taker takes, so many samples, or a part of a share."""
+    given, taken = samples
+    first = groups[givers[0]]
+    for times in sorted({1, first.share // _PART // given}, reverse=True):
+        if 0 < times * given <= first.share - first.micro_batch:
+            moved = list(groups)
+            for g in givers:
+                moved[g] = replace(groups[g], share=groups[g].share - times * given)
+            for g in takers:
+                moved[g] = replace(groups[g], share=groups[g].share + times * taken)
+            yield tuple(moved)
+
+
+def _widths_agree(groups: Sequence[Group]) -> bool:
     """Return whether stages of the same layers have at most twice each other's inner data-parallel ranks."""
-    spans = [(*stage.layers[0], stage.inner_dp) for group in groups for stage in group.stages]
+    spans = {(*stage.layers[0], stage.inner_dp) for group in groups for stage in group.stages}
     return not any(
         wide > 2 * narrow and start < end and begin < stop
         for start, stop, wide in spans
