@@ -244,6 +244,7 @@ def _search_offers(parts: Sequence[_Part], search: _Search, offers: Sequence[Off
             objectives=("time",),
             limits=Limits(),
             budget_s=left_s / (len(offers) - i),
+            executor="local",
         )
         try:
             result = plans_under(asked, part.chosen)

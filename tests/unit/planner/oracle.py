@@ -68,7 +68,7 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         before = (times * up_to).sum(1) - slowest
         behind = np.where(up_to, 0.0, times).sum(1)
         fill = before + np.maximum(0.0, 2.0 * behind - slowest * (stages - 1 - at))
-        most, fewest = (0.75, 0.5) if filling == "least" else (2 / 3, 2 / 3)
+        most, fewest = (1.0, 0.0) if filling == "least" else (2 / 3, 2 / 3)
         drained, shadowed = most * before + behind, slowest - fewest * times[:, 0]
         row = (takes, fill, slowest, micro, problem.grain[options].max(1), drained, shadowed)
         hidden = most * (np.cumsum(times, axis=1) - times)

@@ -26,6 +26,8 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 
+_COUNTED = 1 << 14
+"""Codes that are counted in less time than a few hundred numbers are sorted."""
 CHUNK = 4096
 """Rows priced at once: large enough that numpy's overhead is small, small enough for the cache."""
 
@@ -98,12 +100,13 @@ def stages_of_plans(model: Model, table: PlanTable) -> StageRows:
     blocks = tuple(block for block, _ in model.block_kinds())
     if len(blocks) == 1:
         return stage_rows_of(model, table.pp, table.vpp)
-    pairs, inverse = np.unique(np.array([table.pp, table.vpp]), axis=1, return_inverse=True)
+    first, inverse = distinct((table.pp, table.vpp))
+    pairs = list(zip(table.pp[first].tolist(), table.vpp[first].tolist(), strict=True))
     known = _runs_by_pipeline(model)
-    for pair in zip(*pairs.tolist(), strict=True):
+    for pair in pairs:
         if pair not in known:
             known[pair] = _runs_of_stages(model, *pair)
-    found = [known[pair] for pair in zip(*pairs.tolist(), strict=True)]
+    found = [known[pair] for pair in pairs]
     whole = np.zeros((found[0].shape[0], max(item.shape[1] for item in found), len(found)))
     for i, runs in enumerate(found):
         whole[:, : runs.shape[1], i] = runs
@@ -346,10 +349,21 @@ def cell_sizes(request: GridRequest, cells: PlanTable) -> np.ndarray:
 
 
 def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each combination of values of some columns stands first, and which each row has."""
+    """Return where each combination of values of some columns stands first, and which each row has.
+
+    Columns are whole numbers of at least 0.
+    """
     code = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
-        values, place = np.unique(column, return_inverse=True)
-        code = code * len(values) + place
-    _, first, of = np.unique(code, return_index=True, return_inverse=True)
-    return first, of
+        code = code * (int(column.max(initial=0)) + 1) + column
+    # Few values in a narrow range are counted, not sorted.
+    size = int(code.max(initial=0)) + 1
+    if size > 4 * len(code) + _COUNTED:
+        _, first, of = np.unique(code, return_index=True, return_inverse=True)
+        return first, of
+    first_of = np.full(size, -1, dtype=np.int64)
+    first_of[code[::-1]] = np.arange(len(code) - 1, -1, -1)
+    present = np.flatnonzero(first_of >= 0)
+    place = np.empty(size, dtype=np.int64)
+    place[present] = np.arange(len(present))
+    return first_of[present], place[code]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -70,6 +70,39 @@ def scaled(problem: Problem, chunks: int, stages: int = 0) -> Problem:
         leave_s=None if problem.leave_s is None else problem.leave_s / chunks,
         hop_s=problem.hop_s / chunks,
     )
+
+
+def loosest(problems: Mapping[int, Problem]) -> Problem:
+    """Return a scaled problem of which no pipeline takes longer than in any, by chunks of layers.
+
+    It fills as fast as with most chunks and takes as long as with those that suit a stage best: its bound
+    holds for pipelines of any of these numbers of chunks, at the price of one search.
+    """
+    some = list(problems.values())
+
+    def least(name: str) -> np.ndarray:
+        return np.asarray(np.min([getattr(one, name) for one in some], axis=0))
+
+    loose = replace(
+        some[0],
+        time_s=least("time_s"),
+        tail_s=least("tail_s"),
+        hop_s=least("hop_s"),
+        shortest=least("shortest"),
+        grain=least("grain"),
+        max_in_flight=np.max([one.max_in_flight for one in some], axis=0),
+        leave_s=None,
+        leave_tail_s=None,
+        domains=(),
+    )
+    if all(one.leave_s is not None for one in some):
+        loose = replace(
+            loose,
+            leave_s=least("far_s") - loose.time_s,
+            leave_tail_s=least("leave_tail_s"),
+            domains=some[0].domains,
+        )
+    return scaled(loose, max(problems))
 
 
 def in_rounds(

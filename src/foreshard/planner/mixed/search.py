@@ -22,6 +22,7 @@ from foreshard.planner.mixed.interleaving import (
     chunk_counts,
     depths,
     interleaved,
+    loosest,
     plan_in_chunks,
     scaled,
 )
@@ -75,6 +76,8 @@ _BOUNDING = 0.2
 """Weight of the 1f1b plans at their best beside those at the usual prices, when plans are looked for."""
 _CHANGEABLE = 0.2
 """Part by which a 1f1b plan may be slower than the fastest and still be changed."""
+_NEAR = 0.01
+"""Gap at which the answer is good enough: what `--budget-s` says of the end of a search."""
 _FEWER = 0.25
 """Weight of the usual prices of fewer node groups beside those of all."""
 _CHANGING = 0.05
@@ -199,7 +202,9 @@ class MixedSearch:
 
     def _change(self) -> None:
         """Change the fastest 1f1b plans that differ in their ranks, as long as that helps."""
-        plain = [] if self.by_price else self.found.plain(len(self.found.timed))
+        least_s = min(self._plain_bound_s, *(one.bound_s for one in self.even))
+        is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
+        plain = [] if self.by_price or is_near else self.found.plain(len(self.found.timed))
         starts: dict[Hashable, tuple[float, Plan]] = {}
         for seconds, plan in plain:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
@@ -313,24 +318,29 @@ class MixedSearch:
         if found.is_interleaved and not self.interleaved_bounds and request.max_devices is None:
             self.interleaved_bounds = [
                 Subspace(
-                    price=partial(self._interleaved, use, chunks),
-                    time_plans=partial(self._time_interleaved, chunks),
+                    price=partial(self._loosest_interleaved, use),
+                    time_plans=partial(self._time_interleaved, max(counts)),
                     floor_s=self.by_set[place].floor_s,
                     is_wanted=lambda: found.is_interleaved,
-                    weight=1.0 / (len(self.sets) * len(chunk_counts(request))),
+                    weight=1.0 / len(self.sets),
                     proves=True,
                 )
-                for chunks in chunk_counts(request)
                 for place, use in enumerate(self.sets)
             ]
 
-    def _interleaved(self, use: tuple[int, ...], chunks: int, stages: int | None = None) -> Problem:
-        """Return the problem of interleaved pipelines; with `stages`, as most plans have collectives."""
-        far = stages is not None
-        priced = price_stages(
-            self.request, use, every=True, chunks=chunks, stages=stages, apart=far, by_domain=not far
-        )
-        return scaled(capped(priced, self.request.max_devices), chunks, stages or 0)
+    def _loosest_interleaved(self, use: tuple[int, ...]) -> Problem:
+        """Return the problem whose bound holds for interleaved pipelines of any number of chunks."""
+        request = self.request
+        priced = {
+            chunks: price_stages(request, use, every=True, chunks=chunks, by_domain=True)
+            for chunks in chunk_counts(request)
+        }
+        return capped(loosest(priced), request.max_devices)
+
+    def _interleaved(self, use: tuple[int, ...], chunks: int, stages: int) -> Problem:
+        """Return the problem of interleaved pipelines so long, with collectives as most plans have them."""
+        priced = price_stages(self.request, use, every=True, chunks=chunks, stages=stages, apart=True)
+        return scaled(capped(priced, self.request.max_devices), chunks, stages)
 
     def _time_plain(self, problem: Problem, arrangement: Arrangement) -> float:
         plan = plan_of(self.request, problem, arrangement)

@@ -257,20 +257,24 @@ def _boundaries(table: PlanTable, rows: StageRows, width: Column, domain: int) -
 
     def far(stage: np.ndarray) -> np.ndarray:
         """Return whether the boundary after a stage is left; that after the last joins the ends."""
-        inner = far_before(np.minimum(stage, end - 1) + 1) - far_before(np.minimum(stage, end - 1))
+        inside = np.minimum(stage, end - 1)
+        inner = far_before(inside + 1) - far_before(inside)
         return np.where(stage >= end, wraps, np.where(stage < 0, wraps, inner)) * 1.0
 
     # Both boundaries of a stage are left where stages are wide, or domains end inside of them.
     both = np.where((width >= domain) | (domain % np.minimum(width, domain) != 0), 2.0, 1.0)
-    inside = (far_before(last) - far_before(first)) * 1.0
-    outer = far(first - 1) + far(last)
+    far_in, far_out = far(first - 1), far(last)
+    is_run = last > first
+    far_inside, far_first = np.zeros(first.shape), far_out
+    if is_run.any():
+        far_inside, far_first = (far_before(last) - far_before(first)) * 1.0, far(first)
     each = np.where(
-        inside > 0,
-        np.maximum(both, far(first - 1)),
-        np.where(last > first, np.maximum(far(first - 1), far(last)), outer),
+        far_inside > 0,
+        np.maximum(both, far_in),
+        np.where(is_run, np.maximum(far_in, far_out), far_in + far_out),
     )
     return Boundaries(
-        first=first * 1.0, far_inside=inside, far_first=far(first), far_last=far(last), far_each=each
+        first=first * 1.0, far_inside=far_inside, far_first=far_first, far_last=far_out, far_each=each
     )
 
 
