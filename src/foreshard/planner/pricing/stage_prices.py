@@ -88,6 +88,7 @@ def price_stages(
     if crosses and by_domain and apart:  # every pipeline is one whose messages leave a domain
         batch = _crossing(batch, kinds, domains, apart=True)
     stage = stage_times(batch)
+    is_tied = bool(np.count_nonzero(batch.pipeline.tied))  # only a shared table knows where the ends lie
     shape = (len(types.has_head), len(kinds))
     seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
     time_s = np.broadcast_to(seconds, shape)
@@ -95,12 +96,12 @@ def price_stages(
     if by_domain and not (crosses or compute_only):
         far = _crossing(batch, kinds, domains, apart=apart)
         leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
-        longer_s = _leave_tail(far, batch, stage, blocks)
+        longer_s = _leave_tail(far, batch, stage, blocks) if is_tied else np.zeros(shape)
         # At best the ends of a pipeline that leaves a domain lie in one all the same.
         longer_s = longer_s if apart else np.minimum(longer_s, 0.0)
         leave_tail_s = np.broadcast_to(longer_s, shape).T.copy()
     tails = [_tail(batch, stage, copies, blocks, apart=apart) for copies in _copies(request)]
-    if crosses and not apart:  # at best both ends lie in one domain, or in two
+    if crosses and is_tied and not apart:  # at best both ends lie in one domain, or in two
         near = replace(batch, pipeline=replace(batch.pipeline, ends_cross=np.zeros((1, len(kinds)))))
         ends = [_tail(near, stage, copies, blocks, apart=False) for copies in _copies(request)]
         tails = [np.minimum(one, other) for one, other in zip(tails, ends, strict=True)]
