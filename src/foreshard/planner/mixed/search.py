@@ -36,7 +36,7 @@ from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.ranking import family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
-from foreshard.planner.solver.problem import Arrangement, Problem, faults
+from foreshard.planner.solver.problem import Arrangement, Problem, faults, step_seconds
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
 from foreshard.predict.placement import domain_block
@@ -356,7 +356,11 @@ class MixedSearch:
         for name in names:
             if self.found.timed and self.budget.is_over:
                 return
-            for _, arrangement in BASELINES[name].best(problem).by_number.values():
+            offered = [arrangement for _, arrangement in BASELINES[name].best(problem).by_number.values()]
+            least_s = {one: step_seconds(problem, one, filling="least") for one in offered}
+            for arrangement in sorted(offered, key=least_s.__getitem__):
+                if least_s[arrangement] >= self.found.best_s:
+                    break  # no plan is faster than its arrangement is at least
                 plan = plan_of(self.request, problem, arrangement)
                 if plan is not None and not faults(problem, arrangement):
                     self.found.take(plan)

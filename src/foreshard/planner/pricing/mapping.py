@@ -47,23 +47,21 @@ def _free_nodes(request: PlanRequest) -> list[list[list[int]]]:
 
 
 def _take(nodes: list[list[int]], size: int) -> tuple[int, ...] | None:
-    """Take ranks off the first nodes that have room."""
-    per_node = max((len(node) for node in nodes), default=0)
+    """Take ranks off the first nodes that have room; a node without free ranks leaves the list."""
+    per_node = max(map(len, nodes), default=0)
     if size <= per_node:
-        node = next((node for node in nodes if len(node) >= size), None)
-        if node is None:
-            return None
+        at, node = next((at, node) for at, node in enumerate(nodes) if len(node) >= size)
         taken = tuple(node[:size])
         del node[:size]
+        if not node:
+            del nodes[at]
         return taken
     whole = [node for node in nodes if len(node) == per_node]
-    if size % per_node or len(whole) * per_node < size:
+    if not nodes or size % per_node or len(whole) * per_node < size:
         return None
     chosen = whole[: size // per_node]
-    taken = tuple(rank for node in chosen for rank in node)
-    for node in chosen:
-        node.clear()
-    return taken
+    nodes[:] = [node for node in nodes if all(node is not one for one in chosen)]
+    return tuple(rank for node in chosen for rank in node)
 
 
 def _group(
