@@ -76,6 +76,9 @@ _BOUNDING = 0.2
 """Weight of the 1f1b plans at their best beside those at the usual prices, when plans are looked for."""
 _CHANGEABLE = 0.2
 """Part by which a 1f1b plan may be slower than the fastest and still be changed."""
+_PUBLISHED = 12
+"""Arrangements of a published planner that are timed, the best by price: a plan that is slower than the
+grid may still be the fastest once it is laid out in chunks."""
 _NEAR = 0.01
 """Gap at which the answer is good enough: what `--budget-s` says of the end of a search."""
 _FEWER = 0.25
@@ -358,9 +361,7 @@ class MixedSearch:
                 return
             offered = [arrangement for _, arrangement in BASELINES[name].best(problem).by_number.values()]
             least_s = {one: step_seconds(problem, one, filling="least") for one in offered}
-            for arrangement in sorted(offered, key=least_s.__getitem__):
-                if least_s[arrangement] >= self.found.best_s:
-                    break  # no plan is faster than its arrangement is at least
+            for arrangement in sorted(offered, key=least_s.__getitem__)[:_PUBLISHED]:
                 plan = plan_of(self.request, problem, arrangement)
                 if plan is not None and not faults(problem, arrangement):
                     self.found.take(plan)
