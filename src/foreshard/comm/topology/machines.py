@@ -7,6 +7,7 @@ are those of datasheets, one direction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from foreshard.comm.topology.draft import Draft, Port
 from foreshard.errors import unknown
@@ -159,13 +160,20 @@ def nics(
     num_nics: int,
     bytes_per_s: float,
     latency_s: float,
+    *,
+    slots: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> tuple[Port, ...]:
-    """Add NICs and join each to its equal share of neighbouring devices at the NIC's rate."""
+    """Add NICs and join each to its equal share of neighbouring devices at the NIC's rate.
+
+    `slots` are the shared resources that bytes out of and into a device occupy on the way, where it has such.
+    """
     ports = []
     for i, share in enumerate(_shares(devices, num_nics)):
         nic = draft.vertex("nic", f"node{node}.nic{i}", node=node)
         for device in share:
-            draft.join(device, nic, bytes_per_s)
+            out, into = ((slot,) for slot in slots[device]) if device in slots else ((), ())
+            draft.send(device, nic, bytes_per_s, shared=out)
+            draft.send(nic, device, bytes_per_s, shared=into)
         ports.append(Port(vertex=nic, bytes_per_s=bytes_per_s, latency_s=latency_s))
     return tuple(ports)
 
