@@ -165,6 +165,7 @@ def nics(
 ) -> tuple[Port, ...]:
     """Add NICs and join each to its equal share of neighbouring devices at the NIC's rate.
 
+    The latency is that from device to NIC and back: two devices of one NIC are no shorter way to each other.
     `slots` are the shared resources that bytes out of and into a device occupy on the way, where it has such.
     """
     ports = []
@@ -172,9 +173,9 @@ def nics(
         nic = draft.vertex("nic", f"node{node}.nic{i}", node=node)
         for device in share:
             out, into = ((slot,) for slot in slots[device]) if device in slots else ((), ())
-            draft.send(device, nic, bytes_per_s, shared=out)
-            draft.send(nic, device, bytes_per_s, shared=into)
-        ports.append(Port(vertex=nic, bytes_per_s=bytes_per_s, latency_s=latency_s))
+            draft.send(device, nic, bytes_per_s, latency_s, shared=out)
+            draft.send(nic, device, bytes_per_s, latency_s, shared=into)
+        ports.append(Port(vertex=nic, bytes_per_s=bytes_per_s))
     return tuple(ports)
 
 
