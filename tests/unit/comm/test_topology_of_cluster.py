@@ -88,6 +88,9 @@ def test_boards_have_the_links_of_their_devices():
     mi300 = topology_of(load_cluster("1x8xmi300x"))
     direct = [link for link in mi300.links if mi300.vertices[link.source].kind != "nic"]
     assert sum(link.bytes_per_s == 64e9 for link in direct) == 56
+    dies = topology_of(load_cluster("1x16xmi250-gcd"))
+    direct = [link.bytes_per_s for link in dies.links if dies.vertices[link.target].kind == "device"]
+    assert sum(rate for rate in direct if rate > 20e9) == 2 * 56 * 50e9
     tpu = topology_of(load_cluster("16x4xtpu-v4"))
     out = Counter(link.source for link in tpu.links if tpu.vertices[link.target].kind == "device")
     assert set(out[int(device)] for device in tpu.devices) == {6}

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -182,3 +183,29 @@ def test_neighbours_on_a_large_fabric_are_found_without_visiting_it():
     for rank in range(1024):
         routing.between_ranks(rank, (rank + 1) % 1024)
     assert time.process_time() - start < 0.1 * 3  # measured 0.03 s; the machine may be busy
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_routes_do_not_depend_on_the_order_of_vertices_and_links(seed):
+    rng = np.random.default_rng(seed)
+    topology = leaf_spine(
+        [machine("ndv2"), machine("hgx-a100"), machine("mi250")], nodes_per_leaf=1, num_spines=2
+    )
+    place = rng.permutation(len(topology.vertices))  # of each vertex in the other topology
+    order = np.argsort(place)
+    links = [
+        replace(link, source=int(place[link.source]), target=int(place[link.target]))
+        for link in topology.links
+    ]
+    other = Topology(
+        vertices=tuple(topology.vertices[i] for i in order),
+        links=tuple(links[i] for i in rng.permutation(len(links))),
+    )
+    routing, relabelled = Routing(topology), Routing(other)
+    for _ in range(60):
+        source, target = (int(i) for i in rng.choice(topology.devices, 2, replace=False))
+        ends = int(place[source]), int(place[target])
+        assert routing.num_paths(source, target) == relabelled.num_paths(*ends)
+        there, here = relabelled.shortest(*ends), routing.shortest(source, target)
+        assert len(there) == len(here)
+        assert sum(other.latency_s[list(there)]) == pytest.approx(sum(topology.latency_s[list(here)]))

@@ -152,11 +152,11 @@ def fat_tree(
             edge = draft.switch(f"edge{pod}.{i}")
             for port in some:
                 draft.plug(port, edge)
-            for one in above:
-                draft.join(edge, one, rate, hop_s)
-        for i, one in enumerate(above):
+            for agg in above:
+                draft.join(edge, agg, rate, hop_s)
+        for i, agg in enumerate(above):
             for core in cores[i * half : (i + 1) * half]:
-                draft.join(one, core, rate, hop_s)
+                draft.join(agg, core, rate, hop_s)
     return draft.topology(name)
 
 

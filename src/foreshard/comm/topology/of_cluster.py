@@ -11,7 +11,7 @@ from foreshard.catalog.fabrics import link_generation
 from foreshard.comm.fabric import Fabric, fabric_of
 from foreshard.comm.topology.draft import Draft, Port
 from foreshard.comm.topology.graph import Topology
-from foreshard.comm.topology.machines import CUBE_MESH, full_lanes, lanes_of, nics
+from foreshard.comm.topology.machines import CUBE_MESH, MI250_LINKS, full_lanes, lanes_of, nics
 from foreshard.comm.topology.regular import neighbours
 from foreshard.errors import SpecError, unknown
 
@@ -22,6 +22,8 @@ Rates = Literal["datasheet", "fitted"]
 
 # Devices on a board with direct links have one to each of seven others, or as many as their domain.
 _BOARD = 8
+# Dies of AMD MI250 are joined as ``machines.MI250_LINKS`` says, 50 GB/s for each link.
+_DIES, _DIE_LINK = ("mi250-gcd", "mi250x-gcd"), 50e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,9 @@ def _direct_links(group: NodeGroup, size: int) -> list[tuple[int, int, float]]:
         return [(one, other, lanes / 6) for one, other, lanes in lanes_of(rows)]
     if device.link.startswith("ICI"):
         return _torus_links(size, 3 if "6 links" in device.link or size > 256 else 2)
+    if device.name in _DIES and size <= 16:
+        lane = _DIE_LINK / device.link_bytes_per_s
+        return [(one, other, lanes * lane) for one, other, lanes in MI250_LINKS if max(one, other) < size]
     if generation == "mesh":
         peers = max(_BOARD, size) - 1
         return [(one, other, 1 / peers) for one, other, _ in full_lanes(size)]

@@ -84,13 +84,13 @@ def grid(dimensions: Sequence[Dimension], *, name: str = "") -> Topology:
     """
     _checked(dimensions)
     draft = Draft()
-    sizes = [one.size for one in dimensions]
+    sizes = [dimension.size for dimension in dimensions]
     at = {place: draft.vertex("device", _name(place)) for place in product(*map(range, sizes))}
     for axis, dimension in enumerate(dimensions):
         for start in product(*(range(1 if i == axis else size) for i, size in enumerate(sizes))):
             line = [at[(*start[:axis], i, *start[axis + 1 :])] for i in range(dimension.size)]
             _join_line(draft, line, dimension, f"switch{axis}.{_name(start)[3:]}")
-    return draft.topology(name or " x ".join(f"{one.shape} {one.size}" for one in dimensions))
+    return draft.topology(name or " x ".join(f"{each.shape} {each.size}" for each in dimensions))
 
 
 def _uniform(shape: Shape, sizes: Sequence[int], bytes_per_s: float, latency_s: float, name: str) -> Topology:
@@ -113,8 +113,8 @@ def _join_line(draft: Draft, line: Sequence[int], dimension: Dimension, switch: 
     rate, latency = dimension.bytes_per_s, dimension.latency_s
     if dimension.shape == "switch" and len(line) > 1:
         center = draft.switch(switch)
-        for one in line:
-            draft.join(one, center, rate, latency)
+        for device in line:
+            draft.join(device, center, rate, latency)
         return
     for one, other in neighbours(dimension.shape, len(line)):
         draft.join(line[one], line[other], rate, latency)
@@ -133,14 +133,17 @@ def neighbours(shape: Shape, size: int) -> Iterator[tuple[int, int]]:
 def _checked(dimensions: Sequence[Dimension]) -> None:
     if not dimensions:
         raise SpecError("no dimension", key="dimensions", rule="A network has at least one dimension")
-    for one in dimensions:
-        if one.shape not in get_args(Shape):
-            raise unknown("shape", one.shape, get_args(Shape), key="shape")
-        if one.size < 1:
+    for dimension in dimensions:
+        if dimension.shape not in get_args(Shape):
+            raise unknown("shape", dimension.shape, get_args(Shape), key="shape")
+        if dimension.size < 1:
             raise SpecError(
-                f"size {one.size}", key="size", value=one.size, rule="A dimension has at least 1 device"
+                f"size {dimension.size}",
+                key="size",
+                value=dimension.size,
+                rule="A dimension has at least 1 device",
             )
-    total = prod(one.size for one in dimensions)
+    total = prod(dimension.size for dimension in dimensions)
     if total > _MAX_DEVICES:
         rule = f"A network has at most {_MAX_DEVICES:,} devices"
         raise SpecError(f"{total:,} devices", key="dimensions", value=total, rule=rule)

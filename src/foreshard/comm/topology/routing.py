@@ -107,6 +107,11 @@ class _Crossing:
     ways_before: int
     ways_after: int
 
+    @property
+    def ways(self) -> int:
+        """Number of paths over the link."""
+        return self.ways_before * self.ways_after
+
 
 class Routing:
     """Routes of one topology.
@@ -134,7 +139,7 @@ class Routing:
         """Return the number of equal-cost shortest paths from vertex to vertex."""
         if source == target:
             return 1
-        return sum(one.ways_before * one.ways_after for one in self._meet(source, target))
+        return sum(crossing.ways for crossing in self._meet(source, target))
 
     def shortest(self, source: int, target: int) -> Route:
         """Return the first of the equal-cost shortest paths from vertex to vertex.
@@ -160,7 +165,7 @@ class Routing:
         if source == target:
             return (((), 1.0),)
         crossings = self._meet(source, target)
-        total = sum(one.ways_before * one.ways_after for one in crossings)
+        total = sum(crossing.ways for crossing in crossings)
         used = min(total, limit)
         picks = (i * total // used for i in range(used))
         return tuple((self._walk(source, target, crossings, pick), 1.0 / used) for pick in picks)
@@ -179,7 +184,7 @@ class Routing:
             If a vertex is unknown, or no link joins two that follow each other.
         """
         names = {vertex.name: i for i, vertex in enumerate(self.topology.vertices)}
-        indices = [self._known(one, names) for one in vertices]
+        indices = [self._known(vertex, names) for vertex in vertices]
         return tuple(self._link(one, other) for one, other in pairwise(indices))
 
     def _vertex_of(self, rank: int) -> int:
@@ -284,22 +289,22 @@ class Routing:
                     ends = (vertex, step[1]) if forward else (step[1], vertex)
                     ways = (near.count(vertex), far.count(step[1]))
                     found.append(_Crossing(step[0], *ends, *(ways if forward else ways[::-1])))
-        return sorted(found, key=lambda one: one.link)
+        return sorted(found, key=lambda crossing: crossing.link)
 
     def _path(self, source: int, target: int, choice: int) -> Route:
         crossings = self._meet(source, target)
-        total = sum(one.ways_before * one.ways_after for one in crossings)
+        total = sum(crossing.ways for crossing in crossings)
         return self._walk(source, target, crossings, choice % total)
 
     def _walk(self, source: int, target: int, crossings: list[_Crossing], choice: int) -> Route:
         """Return the path of a number below that of all equal-cost paths."""
-        for one in crossings:
-            if choice < one.ways_before * one.ways_after:
+        for crossing in crossings:
+            if choice < crossing.ways:
                 break
-            choice -= one.ways_before * one.ways_after
-        first, second = divmod(choice, one.ways_after)
-        before = self._forward[source].walk(one.before, first)
-        return (*reversed(before), one.link, *self._backward[target].walk(one.after, second))
+            choice -= crossing.ways
+        first, second = divmod(choice, crossing.ways_after)
+        before = self._forward[source].walk(crossing.before, first)
+        return (*reversed(before), crossing.link, *self._backward[target].walk(crossing.after, second))
 
 
 def _steps(topology: Topology, device: list[bool]) -> tuple[list[list[_Step]], list[list[_Step]]]:

@@ -23,13 +23,13 @@ def tiers(topology: Topology) -> list[int]:
         near[link.source].add(link.target)
         near[link.target].add(link.source)
     of_kind = {"device": _DEVICE, "switch": _SWITCH, "cpu": _CPU, "nic": _NIC}
-    fabric = {i for i, one in enumerate(topology.vertices) if one.kind == "switch" and one.node < 0}
+    fabric = {i for i, vertex in enumerate(topology.vertices) if vertex.kind == "switch" and vertex.node < 0}
     found = [of_kind[vertex.kind] for vertex in topology.vertices]
     edge = [i for i in range(len(found)) if i not in fabric]
     tier, left = _NIC, set(fabric)
     while left:
         tier += 1
-        here = {i for one in edge for i in near[one] if i in left} or left
+        here = {i for below in edge for i in near[below] if i in left} or left
         for i in here:
             found[i] = tier
         left, edge = left - here, sorted(here)

@@ -108,9 +108,9 @@ class _Machine:
             self.cpus.append(self.draft.vertex("cpu", f"node{self.node}.cpu{i}", node=self.node))
             for child in cpu:
                 self._below(child, self.cpus[-1], None, depth=0)
-        for i, one in enumerate(self.cpus):
+        for i, cpu_vertex in enumerate(self.cpus):
             for j in range(i):
-                self.draft.join(self.cpus[j], one, _between_cpus(cpus[i]), PCIE_S)
+                self.draft.join(self.cpus[j], cpu_vertex, _between_cpus(cpus[i]), PCIE_S)
         self._nvlinks(found)
         return tuple(self.ports)
 

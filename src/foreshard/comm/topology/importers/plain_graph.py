@@ -77,7 +77,7 @@ def plain_topology(text: str, *, file: str | None = None) -> Topology:
     data = codec.parse_json(text, file=file) if is_json else codec.parse_toml(text, file=file)
     table = codec.decode(TopologyFile, data, file=file)
     at = _indices([vertex.name for vertex in table.vertices], "vertices", file)
-    resources = _indices([one.name for one in table.shared], "shared", file)
+    resources = _indices([resource.name for resource in table.shared], "shared", file)
     links: list[Link] = []
     for i, link in enumerate(table.links):
         ends = [_known(name, at, f"links[{i}]", file) for name in (link.source, link.target)]
@@ -95,7 +95,7 @@ def plain_topology(text: str, *, file: str | None = None) -> Topology:
     topology = Topology(
         vertices=tuple(_vertex(vertex) for vertex in table.vertices),
         links=tuple(links),
-        shared=tuple(SharedResource(name=one.name, bytes_per_s=one.bandwidth) for one in table.shared),
+        shared=tuple(SharedResource(name=each.name, bytes_per_s=each.bandwidth) for each in table.shared),
         name=table.name,
     )
     return connected(topology, file=file)
@@ -117,7 +117,7 @@ def plain_graph(topology: Topology) -> dict[str, Any]:
             }
             for link in topology.links
         ],
-        "shared": [{"name": one.name, "bandwidth": f"{one.bytes_per_s!r} B/s"} for one in topology.shared],
+        "shared": [{"name": each.name, "bandwidth": f"{each.bytes_per_s!r} B/s"} for each in topology.shared],
     }
 
 

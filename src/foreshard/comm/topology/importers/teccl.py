@@ -115,15 +115,15 @@ def _of_profile(data: Mapping[str, Any], num_nodes: int, file: str | None) -> To
     lanes = data.get("node_invbws_list")
     if not isinstance(lanes, list) or not lanes:
         raise SpecError("no bandwidths", file=file, key="node_invbws_list", rule="It has at least one entry")
-    slowest = 1e12 / max(_positive({"node_invbws_list": one}, "node_invbws_list", file) for one in lanes)
-    fastest = 1e12 / min(_positive({"node_invbws_list": one}, "node_invbws_list", file) for one in lanes)
+    key = "node_invbws_list"
+    rates = [1e12 / _positive({key: inverse}, key, file) for inverse in lanes]
     nic = 1e12 / _positive(data, "remote_invbw", file)
     latency, remote = (_positive(data, key, file) * 1e-6 for key in ("alpha", "remote_alpha"))
     if name.lower().startswith("ndv2") and num_devices == len(CUBE_MESH):
         # The profile has the rates of one lane and of two.
         build = meshed(
             lanes_of(CUBE_MESH),
-            slowest,
+            min(rates),
             num_nics=num_nics,
             nic_bytes_per_s=nic,
             hop_s=latency,
@@ -132,7 +132,7 @@ def _of_profile(data: Mapping[str, Any], num_nodes: int, file: str | None) -> To
     elif name.lower().startswith("dgx2"):
         build = switched(
             num_devices,
-            fastest,
+            max(rates),
             num_nics=num_nics,
             nic_bytes_per_s=nic,
             hop_s=latency / 2,
