@@ -95,6 +95,7 @@ def test_dimensions_differ_in_shape_and_rate():
         ([Dimension(shape="ring", size=0, bytes_per_s=1e9)], "size 0"),
         ([Dimension(shape="moebius", size=4, bytes_per_s=1e9)], "moebius"),
         ([Dimension(shape="ring", size=2**10, bytes_per_s=1e9)] * 2, "1,048,576 devices"),
+        ([Dimension(shape="full", size=2**12, bytes_per_s=1e9)], "16,773,120 links"),
         ([Dimension(shape="ring", size=4, bytes_per_s=0.0)], "0 B/s"),
     ],
 )

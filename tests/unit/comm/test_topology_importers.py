@@ -3,7 +3,9 @@
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from foreshard.comm.topology.fabrics import leaf_spine
@@ -154,6 +156,17 @@ def test_ranks_of_an_nccl_dump_are_its_ranks():
     assert len(Routing(topology).between_ranks(3, 0)) == 2
 
 
+def test_nvlinks_to_several_switches_are_one_link():
+    """A dump of HGX H100 has four NVSwitches, with 5, 5, 4 and 4 links to each device."""
+    links = "".join(
+        f'<nvlink target="0000:0{bus}:00.0" count="{count}" tclass="0x068000"/>'
+        for bus, count in ((7, 5), (6, 5), (5, 4), (8, 4))
+    )
+    topology = nccl_topology(nccl_box(lambda i: links).replace('sm="80"', 'sm="90"'))
+    (up, down) = Routing(topology).between_ranks(0, 1)
+    assert topology.links[up].bytes_per_s == topology.links[down].bytes_per_s == pytest.approx(18 * 20.6e9)
+
+
 def test_several_machines_of_a_dump_meet_at_a_switch():
     topology = nccl_topology(SWITCHED, num_nodes=3)
     assert topology.num_ranks == 12
@@ -181,6 +194,7 @@ def test_a_file_for_nccl_to_fill_in_has_devices_by_class():
         ("<system/>", "no device"),
         (SWITCHED.replace('count="12"', 'count="0"'), "count 0"),
         (SWITCHED.replace('count="12"', 'count="many"'), "count 'many'"),
+        ("<system>" + "<cpu/>" * 300 + "</system>", "300 CPUs"),
         (DIRECT.replace('target="0000:01:00.0"', 'target="0000:99:00.0"'), "no device at '0000:99:00.0'"),
         ("<system><cpu>" + "<pci>" * 99 + "<gpu/>" + "</pci>" * 99 + "</cpu></system>", "nested too deeply"),
     ],
@@ -320,3 +334,26 @@ def test_the_name_of_a_file_tells_its_format(tmp_path):
         read_topology(tmp_path / "graph.txt")
     with pytest.raises(SpecError, match="unknown format 'nccl2'"):
         read_topology(tmp_path / "graph.txt", format="nccl2")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spoiled_files_are_read_or_refused(seed):
+    """Characters and lines are dropped, doubled and swapped; nothing but a refusal may come of it."""
+    rng = np.random.default_rng(seed)
+    readers = {
+        SWITCHED: nccl_topology,
+        DIRECT: nccl_topology,
+        json.dumps(matrix_of(teccl_ndv2(2))): teccl_topology,
+        '{"TopologyParams": {"name": "NDv2", "chassis": 4, "chunk_size": 1}}': teccl_topology,
+        "topology: [Ring]\nnpus_count: [4]\nbandwidth: [50]\nlatency: [1]\n": astra_sim_topology,
+        json.dumps(plain_graph(teccl_dgx2())): plain_topology,
+    }
+    for text, reader in readers.items():
+        for _ in range(10):
+            parts = list(text) if rng.random() < 0.5 else re.split("([ ,<>])", text)
+            for _ in range(int(rng.integers(1, 4))):
+                i, j = (int(k) for k in rng.integers(0, len(parts), 2))
+                change = rng.integers(3)
+                parts[i] = ("", parts[j], parts[i] * 2)[change]
+            with suppress(SpecError):
+                reader("".join(parts))

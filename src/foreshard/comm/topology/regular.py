@@ -16,7 +16,8 @@ from foreshard.comm.topology.graph import Topology
 from foreshard.errors import SpecError, unknown
 
 Shape = Literal["ring", "line", "full", "switch"]
-_MAX_DEVICES = 2**17  # links of larger ones no longer fit memory comfortably
+# Some 500 MB of links; larger networks are no longer convenient to look at link by link.
+_MAX_DEVICES, _MAX_LINKS = 2**17, 2**21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +148,7 @@ def _checked(dimensions: Sequence[Dimension]) -> None:
     if total > _MAX_DEVICES:
         rule = f"A network has at most {_MAX_DEVICES:,} devices"
         raise SpecError(f"{total:,} devices", key="dimensions", value=total, rule=rule)
+    links = total * sum(axis.size - 1 if axis.shape == "full" else 2 for axis in dimensions)
+    if links > _MAX_LINKS:
+        rule = f"A network has at most {_MAX_LINKS:,} links"
+        raise SpecError(f"{links:,} links", key="dimensions", value=links, rule=rule)

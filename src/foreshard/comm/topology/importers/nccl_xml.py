@@ -7,6 +7,7 @@ devices and NICs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_DEPTH = 32
 _MAX_ELEMENTS = 100_000
+_MAX_CPUS = 256  # every pair is joined
 # By compute capability, from this one on: bytes/s of one NVLink (SM60_NVLINK_BW and those after it).
 _NVLINK = ((100, 40.1e9), (90, 20.6e9), (87, 20e9), (86, 12e9), (80, 20e9), (70, 20e9), (0, 18e9))
 # Hundreds of Mb/s of one PCIe lane by "link_speed", whatever follows "GT/s"; 60 where it is not known.
@@ -104,6 +106,8 @@ class _Machine:
             self.at[id(device)] = vertex
             self.by_bus.setdefault(bus, vertex)
         cpus = system.findall("cpu")
+        if len(cpus) > _MAX_CPUS:
+            raise SpecError(f"{len(cpus):,} CPUs", file=self.file, key="cpu", rule=f"At most {_MAX_CPUS}")
         for i, cpu in enumerate(cpus):
             self.cpus.append(self.draft.vertex("cpu", f"node{self.node}.cpu{i}", node=self.node))
             for child in cpu:
@@ -167,23 +171,30 @@ class _Machine:
         self.ports += [Port(vertex=nic, bytes_per_s=speed, latency_s=NIC_S) for speed in speeds]
 
     def _nvlinks(self, found: list[tuple[Element, str]]) -> None:
+        """Add the NVLinks of each device, those to one place as one link."""
         switch = None
         for device, _ in found:
-            source = self.at[id(device)]
+            source, sm = self.at[id(device)], self._number(device, "sm", 0)
+            rates: dict[int, float] = defaultdict(float)
             for link in device.findall("nvlink"):
-                rate = self._count(link, "count") * _nvlink_rate(self._number(device, "sm", 0))
                 kind = link.get("tclass", "")
                 if kind.startswith("0x068000"):
                     if switch is None:
-                        reduces = self._number(device, "sm", 0) >= 90
-                        name = f"node{self.node}.nvswitch"
-                        switch = self.draft.switch(name, node=self.node, can_reduce=reduces)
-                    self.draft.join(source, switch, rate, NVLINK_S / 2)
+                        switch = self.draft.switch(
+                            f"node{self.node}.nvswitch", node=self.node, can_reduce=sm >= 90
+                        )
+                    target = switch
                 elif kind.startswith("0x068001"):
-                    self.draft.join(source, self.cpu_of[source], rate, NVLINK_S)
+                    target = self.cpu_of[source]
                 else:
+                    target = self._target(link)
+                rates[target] += self._count(link, "count") * _nvlink_rate(sm)
+            for target, rate in rates.items():
+                if target in self.by_bus.values():
                     # The other device lists its own direction.
-                    self.draft.send(source, self._target(link), rate, NVLINK_S)
+                    self.draft.send(source, target, rate, NVLINK_S)
+                else:
+                    self.draft.join(source, target, rate, NVLINK_S / 2)
 
     def _target(self, link: Element) -> int:
         bus = link.get("target", "").lower()
@@ -230,10 +241,15 @@ def _devices(system: Element) -> Iterator[tuple[Element, str]]:
 def _place(device: Element, found: list[tuple[Element, str]]) -> int:
     """Return what orders a device among all: the first attribute that every device has."""
     for name in ("rank", "dev"):
-        numbers = [other.get(name, "") for other, _ in found]
-        if all(number.isdigit() for number in numbers) and len(set(numbers)) == len(numbers):
-            return int(device.get(name, ""))
+        numbers = [_whole(other.get(name)) for other, _ in found]
+        if None not in numbers and len(set(numbers)) == len(numbers):
+            return _whole(device.get(name)) or 0
     return next(i for i, (other, _) in enumerate(found) if other is device)
+
+
+def _whole(text: str | None) -> int | None:
+    """Return the whole number that an attribute writes, None for none."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _nvlink_rate(compute_capability: float) -> float:
@@ -245,6 +261,5 @@ def _between_cpus(cpu: Element) -> float:
     if arch in _SOCKET:
         return _SOCKET[arch]
     table, name = (_AMD, "familyid") if vendor == "AuthenticAMD" else (_INTEL, "modelid")
-    number = cpu.get(name, "")
-    model = int(number) if number.isdigit() else 0
+    model = _whole(cpu.get(name)) or 0
     return next(rate for first, rate in table if model >= first)

@@ -25,7 +25,7 @@ from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
 from foreshard.errors import SpecError, unknown
 from foreshard.spec import codec
 
-_MAX_VERTICES = 4096
+_MAX_VERTICES = 1024
 
 
 def teccl_topology(text: str, *, file: str | None = None, num_nodes: int = 2) -> Topology:
