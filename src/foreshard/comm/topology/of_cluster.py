@@ -62,6 +62,9 @@ def topology_of(
     for the i-th NICs of all nodes. Racks between which the cluster file gives links meet over these. Other
     kinds of network than ``rail`` have leaves and one core, for a cluster does not say more of them.
 
+    A ring leaves a node by one NIC: it takes as many rings as a node has NICs, each through another, to take
+    as long as ``comm/collectives.py`` says at fitted rates.
+
     Parameters
     ----------
     cluster : Cluster
