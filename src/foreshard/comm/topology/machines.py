@@ -1,7 +1,8 @@
 """Single machines: devices, what joins them inside the machine, and the ports that join the fabric.
 
 A `Machine` adds one machine to a draft and returns its ports in order; ``fabrics.py`` plugs them in. Rates
-are those of datasheets, one direction.
+are those of datasheets, one direction. Values that a repository is named for were read there;
+those of data sheets and white papers are recalled (their device rates agree with the catalog).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ PCIE_3, PCIE_4, PCIE_5 = 15.75e9, 31.5e9, 63e9
 # Between sockets: NCCL src/graph/topo.h, SKL_QPI_BW 10 and SRP_QPI_BW 22 GB/s.
 _SOCKETS_3, _SOCKETS_5 = 10e9, 22e9
 
-# Lanes between the V100 of a DGX-1, hybrid cube mesh (NVIDIA DGX-1 with Tesla V100 white paper, figure 4;
-# the same matrix in TE-CCL teccl/topologies/dgx1.py).
+# Lanes between the V100 of a DGX-1, hybrid cube mesh (read in TE-CCL teccl/topologies/dgx1.py; NVIDIA's
+# DGX-1 white paper draws it).
 CUBE_MESH = (
     (0, 2, 1, 1, 2, 0, 0, 0),
     (2, 0, 1, 2, 0, 1, 0, 0),
