@@ -32,8 +32,8 @@ _PCIE_LANE = {"2.5": 15, "5": 30, "5.0": 30, "8": 60, "8.0": 60, "16": 120, "16.
 _PCIE_LANE |= {"32": 240, "32.0": 240, "64": 480, "64.0": 480}
 _LOCAL = 5000e9  # LOC_BW: parts of one chip
 _NET_MBPS = 10_000  # of a NIC that does not tell its speed
-# Between CPUs: (model number from this one on, bytes/s); rates of topo.h, the numbers are recalled. Intel by "modelid": Broadwell, Skylake,
-# Sapphire Rapids, Granite Rapids; AMD by "familyid": Zen 1, 3 and 5.
+# Between CPUs: (model number from this one on, bytes/s); the rates are of topo.h, the numbers are recalled.
+# Intel by "modelid": Broadwell, Skylake, Sapphire Rapids, Granite Rapids; AMD by "familyid": Zen 1, 3 and 5.
 _INTEL = ((173, 40e9), (143, 22e9), (85, 10e9), (0, 6e9))
 _AMD = ((191, 32e9), (175, 24e9), (0, 16e9))
 _SOCKET = {"ppc64": 32e9, "arm64": 6e9}
