@@ -1,0 +1,7 @@
+"""What a collective does step by step: which chunk goes from where to where, and what it waits for.
+
+Decides the algorithm of a collective, whatever network it runs on. A collective, a number of ranks and an
+algorithm go in; a `Schedule` comes out, whose sizes are parts of a size that is given later. A new algorithm
+is a function that returns a `Schedule`, named in ``registry.py``; ``verify.py`` proves that it computes what
+its collective promises. Read ``schedule.py`` first.
+"""

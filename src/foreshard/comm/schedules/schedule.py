@@ -1,0 +1,227 @@
+"""A collective as a graph of sends: chunks, what each send carries, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send")
+"""Names as on the command line. Sizes are those that nccl-tests prints (see ``comm/collectives.py``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A part of the data that moves as one.
+
+    Attributes
+    ----------
+    weight : float
+        Part of the collective's size, at least 0.
+    sources : tuple of int
+        Ranks that hold it at first; where several do, what is wanted is their sum.
+    targets : tuple of int
+        Ranks that hold it, or the sum, at the end.
+    """
+
+    weight: float
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Sends between places, in an order that dependencies give.
+
+    Places 0 to num_ranks - 1 are ranks; those after them are switches that reduce or multicast, one buffer
+    each. A send copies what its source place holds of a chunk; the target adds it to what it holds, or takes
+    it instead. A switch place holds nothing at first, so that several sends into it add up.
+
+    Attributes
+    ----------
+    collective : str
+        One of `COLLECTIVES`.
+    algorithm : str
+    num_ranks : int
+    chunks : tuple of Chunk
+    source, target : ndarray of int, shape (sends,)
+        Places.
+    chunk : ndarray of int, shape (sends,)
+    is_reduced : ndarray of bool, shape (sends,)
+        Whether the target adds.
+    channel : ndarray of int, shape (sends,)
+        Sends of one channel between the same two places keep their order, the lower index first.
+    indptr, indices : ndarray of int
+        What a send waits for: sends `indices[indptr[i]:indptr[i + 1]]` have arrived (CSR).
+    switches : tuple of str
+        Names of the vertices that the places after the ranks stand for; a generator that does not know the
+        topology writes 'switch'.
+    """
+
+    collective: str
+    algorithm: str
+    num_ranks: int
+    chunks: tuple[Chunk, ...]
+    source: np.ndarray
+    target: np.ndarray
+    chunk: np.ndarray
+    is_reduced: np.ndarray
+    channel: np.ndarray
+    indptr: np.ndarray
+    indices: np.ndarray
+    switches: tuple[str, ...] = ()
+
+    @property
+    def num_sends(self) -> int:
+        """Sends."""
+        return len(self.source)
+
+    @property
+    def num_places(self) -> int:
+        """Ranks and switches."""
+        return self.num_ranks + len(self.switches)
+
+    @cached_property
+    def weight(self) -> np.ndarray:
+        """Part of the size that each send carries, shape (sends,)."""
+        return np.array([chunk.weight for chunk in self.chunks])[self.chunk]
+
+    def waits_for(self, send: int) -> np.ndarray:
+        """Return the sends that a send waits for."""
+        return self.indices[self.indptr[send] : self.indptr[send + 1]]
+
+    def rounds(self) -> np.ndarray:
+        """Return the earliest round of each send if all sends take one round, shape (sends,).
+
+        Raises
+        ------
+        ValueError
+            If sends wait for each other in a circle.
+        """
+        count = np.diff(self.indptr)
+        follows = np.argsort(self.indices, kind="stable")
+        of = np.repeat(np.arange(self.num_sends), count)[follows]
+        first = np.searchsorted(self.indices[follows], np.arange(self.num_sends + 1))
+        found, left = np.zeros(self.num_sends, dtype=np.int64), count.copy()
+        ready, seen = np.flatnonzero(left == 0), 0
+        at = 0
+        while len(ready):
+            found[ready] = at
+            seen += len(ready)
+            waiting = np.concatenate([of[first[i] : first[i + 1]] for i in ready.tolist()] or [ready[:0]])
+            np.subtract.at(left, waiting, 1)
+            ready = np.unique(waiting[left[waiting] == 0])
+            at += 1
+        if seen < self.num_sends:
+            raise ValueError("sends wait for each other in a circle")
+        return found
+
+
+class ScheduleBuilder:
+    """Collects sends one by one, with what each waits for.
+
+    Parameters
+    ----------
+    collective, algorithm : str
+    num_ranks : int
+    chunks : sequence of Chunk
+    switches : sequence of str, optional
+
+    Examples
+    --------
+    >>> chunk = Chunk(weight=1.0, sources=(0,), targets=(0, 1, 2))
+    >>> build = ScheduleBuilder("broadcast", "chain", 3, [chunk])
+    >>> first = build.send(0, 1, 0)
+    >>> build.send(1, 2, 0, after=[first])
+    1
+    >>> build.schedule().rounds().tolist()
+    [0, 1]
+    """
+
+    def __init__(
+        self,
+        collective: str,
+        algorithm: str,
+        num_ranks: int,
+        chunks: Sequence[Chunk],
+        switches: Sequence[str] = (),
+    ) -> None:
+        self.collective, self.algorithm, self.num_ranks = collective, algorithm, num_ranks
+        self.chunks, self.switches = tuple(chunks), tuple(switches)
+        self._rows: list[tuple[int, int, int, bool, int]] = []
+        self._after: list[Sequence[int]] = []
+
+    def send(
+        self,
+        source: int,
+        target: int,
+        chunk: int,
+        *,
+        reduce: bool = False,
+        channel: int = 0,
+        after: Sequence[int] = (),
+    ) -> int:
+        """Add a send and return its index."""
+        self._rows.append((source, target, chunk, reduce, channel))
+        self._after.append(after)
+        return len(self._rows) - 1
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of all sends so far."""
+        columns = np.array(self._rows, dtype=np.int64).reshape(-1, 5).T
+        counts = [len(after) for after in self._after]
+        flat = [i for after in self._after for i in after]
+        return Schedule(
+            collective=self.collective,
+            algorithm=self.algorithm,
+            num_ranks=self.num_ranks,
+            chunks=self.chunks,
+            source=columns[0],
+            target=columns[1],
+            chunk=columns[2],
+            is_reduced=columns[3].astype(bool),
+            channel=columns[4],
+            indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            indices=np.array(flat, dtype=np.int64),
+            switches=self.switches,
+        )
+
+
+def chunks_of(
+    collective: str, num_ranks: int, parts: int = 1, *, root: int = 0, weights: Sequence[float] | None = None
+) -> list[Chunk]:
+    """Return the chunks of a collective, those of one rank next to each other.
+
+    Of an all-reduce or broadcast there are `num_ranks * parts` and `parts` equal ones; of an all-gather or
+    reduce-scatter, `parts` for each rank; of an all-to-all, `parts` for each pair (source, target), source
+    first, itself included; a send goes from rank 0 to the last rank. `weights` are the parts of the size
+    that each rank owns (all-gather, reduce-scatter, all-reduce), equal unless given.
+
+    Examples
+    --------
+    >>> chunks_of("all-gather", 2)
+    [Chunk(weight=0.5, sources=(0,), targets=(0, 1)), Chunk(weight=0.5, sources=(1,), targets=(0, 1))]
+    """
+    every = tuple(range(num_ranks))
+    share = [1.0 / num_ranks] * num_ranks if weights is None else list(weights)
+    made: list[Chunk] = []
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    if collective in ("broadcast", "send"):
+        targets = every if collective == "broadcast" else (num_ranks - 1,)
+        sources = (root,) if collective == "broadcast" else (0,)
+        made = [Chunk(weight=1.0, sources=sources, targets=targets)]
+    elif collective == "all-to-all":
+        made = [Chunk(weight=1.0 / num_ranks, sources=(i,), targets=(j,)) for i in every for j in every]
+    else:
+        for rank in every:
+            sources = (rank,) if collective == "all-gather" else every
+            targets = (rank,) if collective == "reduce-scatter" else every
+            made.append(Chunk(weight=share[rank], sources=sources, targets=targets))
+    return [
+        Chunk(weight=one.weight / parts, sources=one.sources, targets=one.targets)
+        for one in made
+        for _ in range(parts)
+    ]

@@ -1,0 +1,159 @@
+"""Topologies of the synthesizers TE-CCL and TACCL, as JSON.
+
+Three kinds of file are read:
+
+- a matrix, with the attributes of TE-CCL's ``Topology`` (teccl/topologies/topology.py): ``capacity`` in GB/s,
+  ``alpha`` in seconds, ``switch_indices``;
+- TE-CCL's input (teccl/input_data.py): ``TopologyParams`` with the ``name`` DGX1, NDv2 or DGX2 and
+  ``chassis``;
+- TACCL's profile of a machine (taccl/examples/topo): ``gpus_per_node``, ``nics_per_node``, inverse bandwidths
+  in us per MB (10**6 bytes) and latencies in us. It does not say which devices are joined: the ``name`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from foreshard.comm.topology import fabrics
+from foreshard.comm.topology.draft import Draft
+from foreshard.comm.topology.graph import Topology
+from foreshard.comm.topology.importers.connected import connected
+from foreshard.comm.topology.machines import CUBE_MESH, lanes_of, machine, meshed, switched
+from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
+from foreshard.errors import SpecError, unknown
+from foreshard.spec import codec
+
+_MAX_VERTICES = 1024
+
+
+def teccl_topology(text: str, *, file: str | None = None, num_nodes: int = 2) -> Topology:
+    """Return the topology of a TE-CCL or TACCL file; a TACCL profile is of so many nodes on one switch.
+
+    Raises
+    ------
+    SpecError
+        For none of the three kinds, or values out of range.
+    """
+    data = codec.parse_json(text, file=file)
+    if not isinstance(data, dict):
+        raise _neither(file)
+    if "capacity" in data:
+        return connected(_of_matrix(data, file), file=file)
+    if "TopologyParams" in data:
+        return connected(_of_name(data["TopologyParams"], file), file=file)
+    if "gpus_per_node" in data:
+        return connected(_of_profile(data, num_nodes, file), file=file)
+    raise _neither(file)
+
+
+def _neither(file: str | None) -> SpecError:
+    rule = "The file has 'capacity', 'TopologyParams' or 'gpus_per_node'"
+    return SpecError("no topology of TE-CCL or TACCL", file=file, rule=rule)
+
+
+def _of_matrix(data: Mapping[str, Any], file: str | None) -> Topology:
+    """Return devices and switches joined where a matrix has a capacity."""
+    capacity = _matrix(data, "capacity", file)
+    size = len(capacity)
+    alpha = _matrix(data, "alpha", file) if "alpha" in data else [[0.0] * size for _ in range(size)]
+    if len(alpha) != size:
+        raise SpecError(
+            f"alpha has {len(alpha)} rows", file=file, key="alpha", rule=f"It has {size}, as capacity"
+        )
+    switches = data.get("switch_indices", [])
+    if not isinstance(switches, list) or any(i not in range(size) for i in switches):
+        rule = f"It lists vertices of 0 to {size - 1}"
+        raise SpecError("not a list of vertices", file=file, key="switch_indices", value=switches, rule=rule)
+    draft = Draft()
+    for i in range(size):
+        draft.vertex("switch" if i in switches else "device", f"{'switch' if i in switches else 'gpu'}{i}")
+    for i, row in enumerate(capacity):
+        for j, rate in enumerate(row):
+            if rate:
+                # TE-CCL writes -1 for the latency of no link.
+                draft.send(i, j, rate * 1e9, max(0.0, alpha[i][j]))
+    return draft.topology(str(data.get("name", "TE-CCL matrix")))
+
+
+def _matrix(data: Mapping[str, Any], key: str, file: str | None) -> list[list[float]]:
+    rows = data[key]
+    rule = f"It is a square matrix of numbers, with 1 to {_MAX_VERTICES:,} rows"
+    square = isinstance(rows, list) and 0 < len(rows) <= _MAX_VERTICES
+    if not square or any(not isinstance(row, list) or len(row) != len(rows) for row in rows):
+        raise SpecError(f"{key} is no such matrix", file=file, key=key, rule=rule)
+    lowest = -1.0 if key == "alpha" else 0.0
+    for i, row in enumerate(rows):
+        for j, value in enumerate(row):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value < 1e9:
+                place = f"{key}[{i}][{j}]"
+                raise SpecError(f"{value!r:.40}", file=file, key=place, value=value, rule="It is at least 0")
+    return rows
+
+
+def _of_name(params: Any, file: str | None) -> Topology:
+    """Return the topology that TE-CCL builds for a name and a number of chassis."""
+    params = params if isinstance(params, dict) else {}
+    name, chassis = str(params.get("name", "")), params.get("chassis", 1)
+    if not isinstance(chassis, int) or not 1 <= chassis <= 512:
+        rule = "It is a whole number of 1 to 512"
+        raise SpecError(f"chassis {chassis!r:.40}", file=file, key="chassis", value=chassis, rule=rule)
+    if name.lower() == "ndv2":
+        return teccl_ndv2(chassis)
+    if name.lower() == "dgx2":
+        return teccl_dgx2()
+    if name.lower() == "dgx1":
+        return fabrics.one_machine(machine("dgx-1"), name="TE-CCL DGX1")
+    raise unknown("topology", name, ("DGX1", "NDv2", "DGX2"), key="TopologyParams.name", file=file)
+
+
+def _of_profile(data: Mapping[str, Any], num_nodes: int, file: str | None) -> Topology:
+    """Return machines with the rates of a TACCL profile, on one switch."""
+    name = str(data.get("name", ""))
+    num_devices, num_nics = (_count(data, key, file) for key in ("gpus_per_node", "nics_per_node"))
+    lanes = data.get("node_invbws_list")
+    if not isinstance(lanes, list) or not lanes:
+        raise SpecError("no bandwidths", file=file, key="node_invbws_list", rule="It has at least one entry")
+    key = "node_invbws_list"
+    rates = [1e12 / _positive({key: inverse}, key, file) for inverse in lanes]
+    nic = 1e12 / _positive(data, "remote_invbw", file)
+    latency, remote = (_positive(data, key, file) * 1e-6 for key in ("alpha", "remote_alpha"))
+    if name.lower().startswith("ndv2") and num_devices == len(CUBE_MESH):
+        # The profile has the rates of one lane and of two.
+        build = meshed(
+            lanes_of(CUBE_MESH),
+            min(rates),
+            num_nics=num_nics,
+            nic_bytes_per_s=nic,
+            hop_s=latency,
+            nic_s=remote / 2,
+        )
+    elif name.lower().startswith("dgx2"):
+        build = switched(
+            num_devices,
+            max(rates),
+            num_nics=num_nics,
+            nic_bytes_per_s=nic,
+            hop_s=latency / 2,
+            nic_s=remote / 2,
+        )
+    else:
+        raise unknown("machine", name, ("NDv2", "DGX2"), key="name", file=file, rule="Machines are")
+    return fabrics.flat([build] * num_nodes, name=name)
+
+
+def _count(data: Mapping[str, Any], key: str, file: str | None) -> int:
+    value = data.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
+        raise SpecError(f"{key} {value!r:.40}", file=file, key=key, value=value, rule="It is 1 to 1024")
+    return value
+
+
+def _positive(data: Mapping[str, Any], key: str, file: str | None) -> float:
+    value = data.get(key)
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not 0.0 < number < 1e12:
+        rule = "It is a number above 0"
+        raise SpecError(f"{key} {value!r:.40}", file=file, key=key, value=value, rule=rule)
+    return number
