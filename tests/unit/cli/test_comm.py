@@ -1,0 +1,110 @@
+"""`foreshard comm`: the contract of its verbs."""
+
+import pytest
+
+CONTRACT = {
+    "schema_version",
+    "time_s",
+    "algbw_bytes_per_s",
+    "busbw_bytes_per_s",
+    "algorithm",
+    "protocol",
+    "runner_up",
+    "margin",
+}
+
+
+def test_the_object_of_a_prediction(shell):
+    answer = shell("comm", "predict", "all-reduce", "1GiB", "8x8xh100-sxm", "--json")
+    found = answer.json
+    assert answer.code == 0 and set(found) >= CONTRACT and found["schema_version"] == 1
+    assert (found["algorithm"], found["protocol"], found["runner_up"]) == (
+        "NVLSTree",
+        "Simple",
+        "Ring/Simple",
+    )
+    assert found["algbw_bytes_per_s"] == pytest.approx(2**30 / found["time_s"])
+    assert found["busbw_bytes_per_s"] == pytest.approx(found["algbw_bytes_per_s"] * 2 * 63 / 64)
+    assert len(found["candidates"]) == 21 and 0 < found["margin"] < 1
+
+
+def test_the_time_is_that_of_the_closed_form(shell):
+    from foreshard.api import load_cluster
+    from foreshard.comm.collectives import all_gather_s
+    from foreshard.comm.fabric import fabric_of
+
+    found = shell(
+        "comm", "predict", "all-gather", "16MiB", "1x8xa100-sxm-80gb", "--ranks", "4", "--json"
+    ).json
+    fabric = fabric_of(load_cluster("1x8xa100-sxm-80gb").nodes[0])
+    assert found["time_s"] == pytest.approx(float(all_gather_s(2**24, 4, 1, fabric)))
+    assert found["num_ranks"] == 4
+
+
+def test_the_screen_explains_the_choice(shell):
+    text = shell("comm", "predict", "all-reduce", "64KiB", "1x8xh100-sxm").out
+    assert "all-reduce of 64 KiB over 8 ranks" in text
+    assert "NCCL sees 1 node of 8 ranks over NVLink: 12 x 30 GB/s rings" in text
+    assert "ahead of Tree/LL" in text and "picked" in text and "PAT serves all-gather" in text
+
+
+@pytest.mark.parametrize("collective", ["reduce-scatter", "broadcast", "all-to-all", "send"])
+def test_every_collective_has_a_time(shell, collective):
+    found = shell("comm", "predict", collective, "1MiB", "2x8xh100-sxm", "--json").json
+    assert 0 < found["time_s"] < 1e-2 and found["algorithm"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "cause"),
+    [
+        (("all-reduce", "0", "8x8xh100-sxm"), "SIZE", "not a number of bytes"),
+        (("all-reduce", "1Gb", "8x8xh100-sxm"), "SIZE", "not a number of bytes"),
+        (("all-reduce", "nan", "8x8xh100-sxm"), "SIZE", "not a number of bytes"),
+        (("all-reduce", "1GiB", "8x8xh100-sxm", "--ranks", "1"), "--ranks", "from 2"),
+        (("all-reduce", "1GiB", "1x1xh100-sxm"), "--ranks", "at least two ranks"),
+        (("all-reduce", "1GiB", "8x8xh100-sxm", "--ranks", "65"), "--ranks", "65 ranks on 64 devices"),
+        (("all-dance", "1GiB", "8x8xh100-sxm"), "COLLECTIVE", "is not one of all-reduce"),
+        (("all-reduce", "1GiB", "8x8xh100-sxm", "--library", "rccl"), "--library", "unknown library"),
+        (("all-reduce", "1GiB", "8x8xh100-sxm", "--library", "nccl@x"), "--library", "unknown library"),
+    ],
+)
+def test_bad_input_ends_with_2_and_its_cause(shell, words, key, cause):
+    answer = shell("comm", "predict", *words, "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == key and cause in answer.err
+
+
+def test_an_unknown_verb_of_the_group(shell):
+    answer = shell("comm", "predikt")
+    assert answer.code == 2 and "Did you mean 'predict'?" in answer.err
+    assert "See foreshard comm --help" in shell("comm", "zzz").err
+
+
+def test_old_releases_are_slower_and_say_that_their_constants_are_not_shipped(shell):
+    words = ("comm", "predict", "all-reduce", "64KiB", "1x8xa100-sxm-80gb", "--json", "--library")
+    new, old = shell(*words, "nccl").json, shell(*words, "nccl@2.8").json
+    assert old["time_s"] > new["time_s"]
+    assert any("NCCL 2.8 are not shipped" in note for note in old["notes"])
+
+
+def test_other_devices_have_a_time_and_no_choice(shell):
+    found = shell("comm", "predict", "all-reduce", "1MiB", "1x8xmi300x", "--json").json
+    assert found["time_s"] > 0 and found["algorithm"] is None and "NVIDIA only" in found["notes"][-1]
+
+
+def test_a_config_file_has_a_table_of_the_verb(shell, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text("[comm.predict]\nranks = 4\n")
+    words = ("comm", "predict", "all-reduce", "1MiB", "1x8xh100-sxm", "--config", config, "--json")
+    assert shell(*words).json["num_ranks"] == 4
+    config.write_text("[comm.predikt]\nranks = 4\n")
+    assert "Did you mean 'predict'?" in shell(*words).err
+    config.write_text("[comm.predict]\nrank = 4\n")
+    assert shell(*words).json["error"]["key"] == "comm.predict.rank"
+    config.write_text("[comm]\nranks = 4\n")
+    assert shell(*words).code == 2
+    config.write_text("comm = 4\n")
+    assert shell(*words).code == 2
+
+
+def test_the_schema_of_the_config_has_the_verbs_of_the_group(shell):
+    assert "ranks" in shell("schema", "config", "--json").json["keys"]["comm.predict"]
