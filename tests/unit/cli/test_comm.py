@@ -108,3 +108,66 @@ def test_a_config_file_has_a_table_of_the_verb(shell, tmp_path):
 
 def test_the_schema_of_the_config_has_the_verbs_of_the_group(shell):
     assert "ranks" in shell("schema", "config", "--json").json["keys"]["comm.predict"]
+
+
+BERT = ("comm", "buckets", "bert-large", "2x8xa100-sxm-40gb@100Gb/s", "--micro-batch", "4")
+
+
+def test_buckets_say_which_size_to_set_and_what_it_saves(shell):
+    found = shell(*BERT, "--json").json
+    assert found["schema_version"] == 1 and found["dp"] == 16
+    assert (
+        found["saved_s"] == pytest.approx(found["default_exposed_s"] - found["exposed_s"])
+        and found["saved_s"] > 0
+    )
+    assert sum(bucket["bytes"] for bucket in found["buckets"]) == found["gradient_bytes"]
+    assert found["optimum"]["exposed_s"] <= found["exposed_s"] <= found["default_exposed_s"]
+    assert sum(found["optimum"]["bucket_cap_mb_list"]) * 2**20 == pytest.approx(found["gradient_bytes"])
+    assert {"ddp", "mg-wfbp", "horovod", "optimum"} <= {one["rule"] for one in found["rules"]}
+    text = shell(*BERT).out
+    assert f"bucket_cap_mb     {found['bucket_cap_mb']}" in text and "ddp, default" in text
+
+
+def test_smaller_gradients_take_less(shell):
+    wide, narrow = shell(*BERT, "--json").json, shell(*BERT, "--gradients", "bf16", "--json").json
+    assert narrow["gradient_bytes"] * 2 == wide["gradient_bytes"]
+    assert narrow["default_exposed_s"] < wide["default_exposed_s"]
+
+
+def test_a_run_too_large_for_whole_replicas_says_so(shell):
+    found = shell("comm", "buckets", "llama3-8b", "1x8xh100-sxm", "--json").json
+    assert "does not fit" in found["notes"][-1]
+
+
+def test_one_replica_has_no_buckets(shell):
+    answer = shell("comm", "buckets", "gpt2", "1x1xh100-sxm", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--dp"
+    assert shell("comm", "buckets", "gpt2", "1x8xh100-sxm", "--tp", "8").code == 2
+
+
+NCCL_TESTS = """\
+# Collective test starting: all_reduce_perf
+#  Rank  0 Group  0 Pid  11 on  a device  0 [0000:07:00] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid  11 on  a device  1 [0000:0b:00] NVIDIA H100 80GB HBM3
+#  size  count  type  redop  root  time  algbw  busbw #wrong  time  algbw  busbw #wrong
+  1048576  262144  float  sum  -1  20.40  51.28  51.28  0  24.90  42.11  42.11  0
+"""
+
+
+def test_import_reads_nccl_tests_and_predicts_them(shell, tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text(NCCL_TESTS)
+    found = shell("comm", "import", log, "1x8xh100-sxm", "--json").json
+    predicted = shell("comm", "predict", "all-reduce", "1MiB", "1x8xh100-sxm", "--ranks", "2", "--json").json
+    assert found["rows"][0]["predicted_s"] == predicted["time_s"] and found["median_error"] < 1
+    assert found["collective"] == "all-reduce" and found["rows"][0]["time_s"] == pytest.approx(20.4e-6)
+    assert "1.00 MiB" in shell("comm", "import", log).out
+
+
+def test_import_wants_to_know_the_collective_it_predicts(shell, tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text(NCCL_TESTS.split("\n", 1)[1])
+    answer = shell("comm", "import", log, "1x8xh100-sxm", "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--collective"
+    assert shell("comm", "import", log, "1x8xh100-sxm", "--collective", "all-reduce").code == 0
+    assert shell("comm", "import", tmp_path / "none.log").code == 2

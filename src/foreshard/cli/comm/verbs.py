@@ -10,6 +10,8 @@ from foreshard.cli.options.group import VerbGroup
 
 VERBS = {
     "predict": "Predict one collective, and explain what NCCL picks.",
+    "buckets": "Find the gradient bucket size that data-parallel training should use.",
+    "import": "Read the output of nccl-tests, and predict it.",
 }
 
 
