@@ -109,7 +109,10 @@ def _notes(found: CollectivePrediction, release: tuple[int, int] | None) -> list
     """Return what the answer rests on, in sentences."""
     notes = ["The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md)."]
     if found.choice is None:
-        return [*notes, "NCCL runs on devices of NVIDIA only; what other libraries pick is not modelled."]
+        return [
+            *notes,
+            "What NCCL picks is modelled for devices of NVIDIA from Pascal on.",
+        ]
     shipped = str(tuning()["release"])
     choice = found.choice
     if choice.best is None:

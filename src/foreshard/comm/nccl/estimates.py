@@ -143,8 +143,7 @@ def _bus_bytes_per_s(collective: str, algorithm: str, protocol: str, comm: Commu
     if algorithm == "tree":
         return _tree_bus(bus, protocol, comm)
     if algorithm == "pat":
-        single = factor("tree_of_single_gpus") if comm.ranks_per_node == 1 else 1.0
-        return bus * factor("pat") * (1.0 if collective in _GATHERS else single)
+        return bus * factor("pat")
     if algorithm.startswith("nvls"):
         return channels.count * _switch_channel(collective, algorithm, channels, comm)
     return _collnet_bus(bus, collective, algorithm, comm)
