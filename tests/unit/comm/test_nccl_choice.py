@@ -120,7 +120,7 @@ def test_the_pick(comms, name, num_bytes, picked):
 
 
 # What NCCL logged (NCCL_DEBUG_SUBSYS=TUNING) of one node of 8 H100, and the same of 8 H200: release 2.30.7
-# built from the commit of the constants, 256 B to 4 GiB: Ring/LL to 1 MiB, NVLS/Simple from 2 MiB, nothing else.
+# built from the commit of the constants, 256 B to 4 GiB: Ring/LL to 1 MiB, NVLS/Simple from 2 MiB.
 @pytest.mark.parametrize("cluster", ["1x8xh100-sxm", "1x8xh200-sxm"])
 def test_the_picks_are_those_that_nccl_logged_on_a_node(cluster):
     comm = communicator_of(load_cluster(cluster), 8)

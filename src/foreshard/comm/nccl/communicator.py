@@ -18,6 +18,7 @@ from foreshard.comm.nccl.constants import (
     GIGA,
     capability_of,
     channel_speeds,
+    limit,
     nvlink_bytes_per_s,
     pcie_bytes_per_s,
     row_of,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from foreshard.spec.device import Device
 
 _SLOWEST_CARD = 12.5 * GIGA  # network cards of a data centre carry 100 Gb/s or more
+# From Hopper on, rings over nodes that are faster than this get four channels each, up to so many channels.
+_FAST_RING = 45.0 * GIGA
+_ENOUGH_CHANNELS = 16
 _SWITCHED = 8  # devices of a node that NVLink joins through a switch, Volta's cube mesh aside
 
 
@@ -64,9 +68,9 @@ class Communicator:
     def num_channels(self) -> int:
         """Return the channels that a ring runs on: two for each one of the search."""
         doubled = 2 * self.ring.count
-        fast = self.ring.intra_bytes_per_s > 45.0 * GIGA
-        again = self.capability >= 90 and self.num_nodes > 1 and fast and doubled < 16
-        return min(64, 2 * doubled if again else doubled)
+        fast = self.ring.intra_bytes_per_s > _FAST_RING
+        again = self.capability >= 90 and self.num_nodes > 1 and fast and doubled < _ENOUGH_CHANNELS
+        return min(limit("channels"), 2 * doubled if again else doubled)
 
 
 def communicator_of(
