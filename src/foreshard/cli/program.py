@@ -9,42 +9,26 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
 from foreshard import __version__
 from foreshard.cli.options.answer import dump
+from foreshard.cli.options.group import VerbGroup
 from foreshard.cli.options.missing import missing
 from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, verb
-from foreshard.errors import ForeshardError, SpecError, unknown
+from foreshard.errors import ForeshardError, SpecError
 
 INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
 
 
-class _Verbs(click.Group):
-    """Verbs that live one to a module, imported when they are called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return verb(name) if name in VERBS else None
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in VERBS:
-            raise unknown(
-                "verb", args[0], VERBS, key="verb", rule="Verbs are", otherwise="See foreshard --help"
-            )
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
-
-
-@click.command(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(
+    cls=VerbGroup,
+    verbs=VERBS,
+    load=verb,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__, message="foreshard %(version)s")
 def program() -> None:
     """Predict distributed training before it is deployed.

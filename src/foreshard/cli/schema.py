@@ -11,7 +11,7 @@ import click
 
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.verbs import VERBS, verb
+from foreshard.cli.verbs import commands
 from foreshard.errors import unknown
 from foreshard.report.screen import Screen, table
 
@@ -62,11 +62,11 @@ def read(name: str) -> dict[str, Any]:
 def _config() -> dict[str, Any]:
     """Return the options of each verb as the keys of a config file."""
     sections: dict[str, dict[str, Any]] = {}
-    for name in VERBS:
+    for name, command_of in commands():
         options = [
-            option for option in verb(name).params if isinstance(option, click.Option) and not option.is_eager
+            option for option in command_of.params if isinstance(option, click.Option) and not option.is_eager
         ]
-        sections[name] = {
+        sections[name.replace(" ", ".")] = {
             max(option.opts, key=len).lstrip("-"): {
                 "type": option.type.name.lower(),
                 "doc": option.help or "",

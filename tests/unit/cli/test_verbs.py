@@ -6,7 +6,7 @@ import pytest
 from click import Context, MissingParameter
 
 from foreshard.cli.options.missing import missing
-from foreshard.cli.verbs import VERBS, verb
+from foreshard.cli.verbs import VERBS, commands
 from foreshard.spec.plan_file import GroupEntry, PlanFile, StageEntry
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 
@@ -24,6 +24,7 @@ def test_the_verbs_are_these(shell):
         "replan",
         "lab",
         "simulate",
+        "comm",
         "validate",
         "devices",
         "models",
@@ -35,9 +36,9 @@ def test_the_verbs_are_these(shell):
     assert all(verb in text for verb in VERBS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_each_verb(shell, verb):
-    answer = shell(verb, "--help")
+@pytest.mark.parametrize("words", [words for words, _ in commands()])
+def test_help_of_each_verb(shell, words):
+    answer = shell(*words.split(), "--help")
     assert answer.code == 0 and "--json" in answer.out and "--config" in answer.out
 
 
@@ -131,8 +132,7 @@ def test_doctor_names_every_extra_of_the_package():
 
 def test_what_a_verb_needs_is_said_with_an_example(shell):
     """Of every required option and argument of every verb: what it is, one to copy, and exit code 2."""
-    for name in VERBS:
-        command = verb(name)
+    for name, command in commands():
         for param in command.params:
             if not param.required:
                 continue

@@ -9,6 +9,8 @@ from foreshard.errors import SpecError
 _EXAMPLES = {
     "model": ("A catalog name, the path of an HF config.json, or module.py:factory", "llama3-8b"),
     "cluster": ("A catalog name, a TOML file, or nodes x devices per node x device", "2x8xh100-sxm"),
+    "collective": ("A collective, or send", "all-reduce"),
+    "size": ("Bytes of the whole buffer, as nccl-tests count them", "1GiB"),
     "--global-batch": ("Samples of a step over all devices", "--global-batch 512"),
     "--change": ("A change of the input", "--change tp=4"),
     "--to": ("The tool that reads the plan", "--to megatron"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from foreshard.cli.options.answer import answering
 from foreshard.cli.options.values import Text
-from foreshard.cli.verbs import VERBS, verb
+from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import SpecError, did_you_mean, unknown
 from foreshard.spec.codec import parse_toml, read_text
 
@@ -106,7 +106,7 @@ def _reject_unknown_variables(command: click.Command) -> None:
     strange = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in own)
     if not strange:
         return
-    known = {str(param.envvar) for name in VERBS for param in verb(name).params if param.envvar}
+    known = {str(param.envvar) for _, other in commands() for param in other.params if param.envvar}
     known |= set(_OTHER_VARIABLES)
     for name in strange:
         if name not in known:
@@ -127,14 +127,28 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -
     }
     spelled = {max(option.opts, key=len).lstrip("-"): name for name, option in names.items()}
     shared = {key: value for key, value in data.items() if not isinstance(value, dict)}
-    own = data.get(ctx.command.name or "", {})
+    table = _words(ctx)
+    own = _table_of(data, table)
     shared = {
         key: value for key, value in shared.items() if _flag(key) in spelled or not _known_elsewhere(key)
     }
     ctx.default_map = {
         **_named(shared, spelled, path, ""),
-        **_named(own, spelled, path, f"{ctx.command.name}."),
+        **_named(own, spelled, path, ".".join((*table, ""))),
     }
+
+
+def _words(ctx: click.Context) -> tuple[str, ...]:
+    """Return the words that call a command, after the program's name."""
+    above = _words(ctx.parent) if ctx.parent is not None and ctx.parent.parent is not None else ()
+    return (*above, ctx.command.name or "")
+
+
+def _table_of(data: dict[str, Any], words: tuple[str, ...]) -> dict[str, Any]:
+    """Return the table of a command in a configuration file; [comm.predict] is that of `comm predict`."""
+    for word in words:
+        data = data.get(word, {})
+    return data
 
 
 def _flag(key: str) -> str:
@@ -143,21 +157,33 @@ def _flag(key: str) -> str:
 
 def _known_elsewhere(key: str) -> bool:
     """Return whether another verb has this option: a key for all verbs need not suit every one."""
-    return any(f"--{_flag(key)}" in param.opts for name in VERBS for param in verb(name).params)
+    return any(f"--{_flag(key)}" in param.opts for _, other in commands() for param in other.params)
 
 
 def _load(path: str) -> dict[str, Any]:
     data = parse_toml(read_text(path, max_bytes=MAX_CONFIG_BYTES), file=path, may_be_empty=True)
-    for key, value in data.items():
-        if isinstance(value, dict) and key not in VERBS:
-            raise SpecError(
-                f"unknown table [{key}]",
-                file=path,
-                key=key,
-                rule=f"Tables are {', '.join(VERBS)}",
-                fix=did_you_mean(key, VERBS, otherwise="Leave it out"),
-            )
+    tables = {key: value for key, value in data.items() if isinstance(value, dict) or key in VERBS}
+    _check_tables(tables, VERBS, path, "")
+    for name in VERBS:
+        command = verb(name) if name in data else None
+        if isinstance(command, click.Group):
+            _check_tables(data[name], command.list_commands(click.Context(command)), path, f"{name}.")
     return data
+
+
+def _check_tables(tables: dict[str, Any], known: Iterable[str], path: str, where: str) -> None:
+    """Raise SpecError for a table that is no verb's, or for a value where a table belongs."""
+    names = list(known)
+    for key, value in tables.items():
+        if key not in names or not isinstance(value, dict):
+            name = f"{where}{key}"
+            raise SpecError(
+                f"unknown table [{name}]" if isinstance(value, dict) else f"{name} is a value, not a table",
+                file=path,
+                key=name,
+                rule=f"Tables are {', '.join(where + name for name in names)}",
+                fix=did_you_mean(key, names, otherwise="Leave it out"),
+            )
 
 
 def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from foreshard.units import parse
 # Counts are 32 bits wide; amounts end far above every token count and price.
 MAX_COUNT = 2**31
 MAX_AMOUNT = 1e30
+MAX_BYTES = 2.0**60  # an exbibyte: no buffer is larger
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]
@@ -90,6 +91,24 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
         hint = _suffix_hint(text) if self.dimension is None else f". Write it like 5 or '5 {self.unit}'"
         limits = f"from {self.low:g} to {self.high:g}" if self.low else "above zero"
         self.fail(f"{str(value)[:40]!r} is not a number {limits}{hint}", param, ctx)
+
+
+class ByteCount(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes above zero: whole bytes as a number, or with a unit as 64KiB."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the bytes, or fail."""
+        text, number = _ungrouped(str(value)), math.nan
+        with suppress(ValueError, OverflowError):
+            number = float(text)
+        if math.isnan(number):
+            with suppress(SpecError):
+                number = parse(text, "bytes")
+        if 1 <= number <= MAX_BYTES and number == int(number):
+            return number
+        self.fail(f"{str(value)[:40]!r} is not a number of bytes from 1. Write it like 64KiB", param, ctx)
 
 
 _MEANT = {

@@ -1,0 +1,209 @@
+"""`foreshard comm buckets MODEL CLUSTER`: which gradient buckets to set, and what they save."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard import quantity
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
+from foreshard.cli.options.values import Count, Word
+from foreshard.comm.fusion.rules import DDP_CAP_MIB, MIB
+from foreshard.errors import SpecError
+from foreshard.report.screen import Box, Screen, Table, table
+from foreshard.spec.plan import MAX_SEQ_LEN, PRECISIONS
+
+if TYPE_CHECKING:
+    from foreshard.advise.request import Request
+    from foreshard.comm.fusion.advice import BucketAdvice, FusionPlan
+    from foreshard.predict.gradients import BackwardPass
+
+_WIDTH = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+_ROWS = 24  # of the list of buckets on a screen; JSON has all
+_LITTLE = 0.005  # of a step: less than what runs of one configuration differ by
+
+
+@verb_command("buckets")
+@click.argument("model", metavar="MODEL")
+@click.argument("cluster", metavar="CLUSTER")
+@click.option("--dp", type=Count(), help="Data-parallel replicas (default: what tp leaves).")
+@click.option("--tp", type=Count(), help="Tensor-parallel degree.")
+@click.option("--micro-batch", type=Count(), help="Samples per data-parallel rank and pass (default 1).")
+@click.option("--global-batch", type=Count(), help="Samples per step (default dp x micro-batch).")
+@click.option(
+    "--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
+)
+@click.option("--recompute", metavar="RULE", help="As predict takes it.")
+@click.option("--dtype", "precision", type=Word(*PRECISIONS), help="Of the matrix products (default bf16).")
+@click.option(
+    "--gradients", type=Word(*_WIDTH), default="fp32", help="Type of the gradients that are reduced."
+)
+def command(model: str, cluster: str, gradients: str, **choices: Any) -> None:
+    """Find which buckets of gradients to set for training MODEL on CLUSTER with PyTorch DDP.
+
+    The backward of the last micro-batch makes gradients; a bucket is reduced when it is full. Large buckets
+    start late, small ones pay more start-ups. Shown are the best bucket_cap_mb, what it saves against the
+    default of 25 MiB, and the exact optimum, which torch 2.13 takes as bucket_cap_mb_list.
+
+    \b
+    foreshard comm buckets gpt2 4x8xa100-sxm-80gb --micro-batch 8
+    foreshard comm buckets bert-large 2x8xa100-sxm-40gb@100Gb/s --gradients bf16 --json
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard import api
+    from foreshard.comm.fusion.advice import bucket_advice
+    from foreshard.comm.fusion.priority import best_partition
+    from foreshard.predict.gradients import backward_pass
+
+    request = api.request(api.load_model(model), api.load_cluster(cluster), zero=0, **choices)
+    made = backward_pass(request.model, request.cluster, request.to_plan(), _WIDTH[gradients])
+    if made.num_replicas < 2:
+        raise SpecError(
+            "one replica reduces nothing",
+            key="--dp",
+            value=made.num_replicas,
+            rule="Gradients are reduced over at least two replicas",
+            fix="Give --dp 2 or more, or a cluster of more devices",
+        )
+    advice = bucket_advice(made.gradients, made.reduce_s)
+    partition, period = best_partition(made.layers, made.reduce_s)
+    busy = sum(layer.forward_s + layer.backward_s for layer in made.layers)
+    priority = {"partition_bytes": int(partition), "exposed_s": max(0.0, period - busy)}
+    notes = _notes(request, advice, made)
+    data = _object(request, advice, made, notes) | {"priority": priority}
+    give(data, lambda: _screen(request, advice, made, priority, notes))
+
+
+def _cap(plan: FusionPlan) -> int:
+    """Return what bucket_cap_mb is under a plan of DDP."""
+    return DDP_CAP_MIB if plan.cap_mib is None else plan.cap_mib
+
+
+def _object(request: Request, advice: BucketAdvice, made: BackwardPass, notes: list[str]) -> dict[str, Any]:
+    rules = [advice.default, advice.best_cap, advice.optimum, *advice.others]
+    return {
+        "schema_version": 1,
+        "model": request.model.name,
+        "cluster": request.cluster.name,
+        "dp": made.num_replicas,
+        "gradient_bytes": int(made.gradients.num_bytes.sum()),
+        "backward_s": made.gradients.backward_s,
+        "bucket_cap_mb": _cap(advice.best_cap),
+        "exposed_s": advice.best_cap.exposed_s,
+        "default_exposed_s": advice.default.exposed_s,
+        "saved_s": advice.saved_s,
+        "saved_fraction": _saved(advice, made),
+        "buckets": _buckets(advice.best_cap, made),
+        "optimum": {
+            "exposed_s": advice.optimum.exposed_s,
+            "bucket_cap_mb_list": [bucket.num_bytes / MIB for bucket in advice.optimum.times],
+        },
+        "rules": [
+            {"rule": plan.rule, "buckets": len(plan.times), "exposed_s": plan.exposed_s}
+            for plan in dict.fromkeys(rules)
+        ],
+        "notes": notes,
+    }
+
+
+def _saved(advice: BucketAdvice, made: BackwardPass) -> float:
+    """Return what the best cap saves of the last backward with its reduction."""
+    return advice.saved_s / (made.gradients.backward_s + advice.default.exposed_s)
+
+
+def _buckets(plan: FusionPlan, made: BackwardPass) -> list[dict[str, Any]]:
+    names = made.gradients.names
+    return [
+        {
+            "bytes": int(bucket.num_bytes),
+            "first": names[bucket.start],
+            "last": names[bucket.stop - 1],
+            "tensors": bucket.stop - bucket.start,
+            "ready_s": bucket.ready_s,
+            "start_s": bucket.start_s,
+            "end_s": bucket.end_s,
+        }
+        for bucket in plan.times
+    ]
+
+
+def _notes(request: Request, advice: BucketAdvice, made: BackwardPass) -> list[str]:
+    """Return what the answer rests on, in sentences."""
+    notes = [
+        "Times are those of the last backward of a step; gradients of a layer are spread over it by size.",
+        "A reduction does not slow the backward beside it here.",
+    ]
+    if advice.best_cap is advice.default:
+        notes.insert(0, "No cap is better than the default: leave bucket_cap_mb unset.")
+    elif _saved(advice, made) < _LITTLE:
+        notes.insert(0, "The saving is less than two runs differ by: the default is as good.")
+    if not request.predict().memory.fits:
+        notes.append("This run does not fit the memory of its devices: DDP keeps whole replicas.")
+    return notes
+
+
+def _screen(
+    request: Request,
+    advice: BucketAdvice,
+    made: BackwardPass,
+    priority: dict[str, Any],
+    notes: list[str],
+) -> Screen:
+    size = quantity.size(float(made.gradients.num_bytes.sum()))
+    names = f"{request.model.name} on {request.cluster.name}"
+    header = f"{names}: {size} of gradients over {made.num_replicas} replicas"
+    share = quantity.percent(_saved(advice, made))
+    saved = f"{quantity.seconds(advice.saved_s)}, {share} of backward and reduction"
+    boxes = (
+        Box(title="bucket_cap_mb", value=str(_cap(advice.best_cap)), note="MiB, for DistributedDataParallel"),
+        Box(title="saves", value=saved, note="against the default of 25"),
+        Box(title="backward", value=quantity.seconds(made.gradients.backward_s)),
+        Box(title="exposed after it", value=quantity.seconds(advice.best_cap.exposed_s)),
+    )
+    return Screen(
+        header=(header,),
+        boxes=boxes,
+        tables=(_rules(advice, priority), _listing(advice.best_cap, made)),
+        notes=tuple(notes),
+    )
+
+
+def _rules(advice: BucketAdvice, priority: dict[str, Any]) -> Table:
+    plans = dict.fromkeys((advice.default, advice.best_cap, advice.optimum, *advice.others))
+    rows: list[tuple[object, ...]] = [
+        (
+            "ddp, default" if plan is advice.default else plan.rule,
+            len(plan.times),
+            quantity.size(max(bucket.num_bytes for bucket in plan.times)),
+            quantity.seconds(plan.exposed_s),
+        )
+        for plan in plans
+    ]
+    largest = max(bucket.num_bytes for bucket in advice.others[-1].times)
+    whole = priority["partition_bytes"] >= largest
+    cut = "whole gradients" if whole else f"{priority['partition_bytes'] // 1024:,} KiB partitions"
+    rows.append((f"priority, {cut}", None, None, quantity.seconds(priority["exposed_s"])))
+    title = "Exposed after the backward (by priority: in the backward and the next forward)"
+    return table(title, ("rule", ">buckets", ">largest", ">exposed"), rows)
+
+
+def _listing(plan: FusionPlan, made: BackwardPass) -> Table:
+    """Return the buckets in order, in the middle shortened."""
+    names = made.gradients.names
+    rows: list[tuple[object, ...]] = [
+        (
+            number,
+            quantity.size(bucket.num_bytes),
+            f"{names[bucket.start]} .. {names[bucket.stop - 1]}",
+            quantity.seconds(bucket.ready_s),
+            quantity.seconds(bucket.start_s),
+            quantity.seconds(bucket.end_s),
+        )
+        for number, bucket in enumerate(plan.times)
+    ]
+    if len(rows) > _ROWS:
+        left = f"... {len(rows) - _ROWS} more ..."
+        rows = [*rows[: _ROWS // 2], ("", "", left, "", "", ""), *rows[-(_ROWS // 2) :]]
+    columns = (">#", ">size", "gradients", ">ready", ">start", ">end")
+    return table("Buckets in the order of the backward", columns, rows)

@@ -1,0 +1,198 @@
+"""`foreshard comm predict COLLECTIVE SIZE CLUSTER`: the time of one collective and what NCCL picks for it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard import quantity
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
+from foreshard.cli.options.values import ByteCount, Count, Word
+from foreshard.comm.nccl.constants import GIGA, tuning
+from foreshard.comm.prediction import NAMES, predict_collective
+from foreshard.errors import SpecError
+from foreshard.report.screen import Box, Screen, Table, table
+
+if TYPE_CHECKING:
+    from foreshard.comm.nccl.channels import Channels
+    from foreshard.comm.nccl.choice import NcclChoice
+    from foreshard.comm.nccl.communicator import Communicator
+    from foreshard.comm.nccl.estimates import Estimate
+    from foreshard.comm.prediction import CollectivePrediction
+
+_OLD = (2, 10)  # the last release whose latencies are those of the era `old`
+_CLOSE = 0.1  # a margin within the error of NCCL's own estimates
+
+
+@verb_command("predict")
+@click.argument("collective", type=Word(*NAMES), metavar="COLLECTIVE")
+@click.argument("size", type=ByteCount(), metavar="SIZE")
+@click.argument("cluster", metavar="CLUSTER")
+@click.option("--ranks", type=Count(2), help="Take the first N devices (default: all).")
+@click.option(
+    "--library",
+    default="nccl",
+    metavar="nccl[@VERSION]",
+    help="Library and release; 2.10 and before are slower.",
+)
+def command(collective: str, size: float, cluster: str, ranks: int | None, library: str) -> None:
+    """Predict one collective of SIZE bytes on CLUSTER, and explain what NCCL picks for it.
+
+    COLLECTIVE is all-reduce, all-gather, reduce-scatter, broadcast, all-to-all or send. SIZE is what
+    nccl-tests print: the whole buffer, of an all-gather the gathered output. A send goes from the first rank
+    to the last.
+
+    \b
+    foreshard comm predict all-reduce 1GiB 8x8xh100-sxm
+    foreshard comm predict all-gather 64KiB 8x8xh100-sxm --ranks 16 --json
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard import api
+
+    release = _release(library)
+    era = "old" if release is not None and release <= _OLD else "2.2x"
+    found = predict_collective(collective, size, api.load_cluster(cluster), ranks, era=era)
+    notes = _notes(found, release)
+    give(_object(found, notes), lambda: _screen(found, notes))
+
+
+def _release(library: str) -> tuple[int, int] | None:
+    """Return the release that a label names, None where it names none."""
+    name, _, version = library.strip().lower().partition("@")
+    found = re.fullmatch(r"v?(\d{1,3})\.(\d{1,3})([.\-].*)?", version)
+    if name != "nccl" or (version and not found):
+        raise SpecError(
+            f"unknown library {library[:40]!r}",
+            key="--library",
+            value=library[:40],
+            rule="The library is nccl, with @ and a release or without",
+            fix=f"Give nccl or nccl@{tuning()['release']}",
+        )
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _object(found: CollectivePrediction, notes: list[str]) -> dict[str, Any]:
+    """Return the contract's object, with its inputs and NCCL's estimates."""
+    choice = found.choice
+    second = choice.runner_up if choice else None
+    return {
+        "schema_version": 1,
+        "collective": found.collective,
+        "size_bytes": int(found.num_bytes),
+        "num_ranks": found.num_ranks,
+        "time_s": found.time_s,
+        "algbw_bytes_per_s": found.algbw_bytes_per_s,
+        "busbw_bytes_per_s": found.busbw_bytes_per_s,
+        "algorithm": choice.algorithm if choice else None,
+        "protocol": choice.protocol if choice else None,
+        "runner_up": second.name if second else None,
+        "margin": choice.margin if choice else None,
+        "candidates": [_candidate(estimate) for estimate in choice.estimates] if choice else [],
+        "nccl": tuning()["release"],
+        "notes": notes,
+    }
+
+
+def _candidate(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "name": estimate.name,
+        "estimate_s": estimate.time_s if estimate.runs else None,
+        "latency_s": estimate.latency_s if estimate.runs else None,
+        "bytes_per_s": estimate.bytes_per_s if estimate.runs else None,
+        "reason": estimate.reason or None,
+    }
+
+
+def _notes(found: CollectivePrediction, release: tuple[int, int] | None) -> list[str]:
+    """Return what the answer rests on, in sentences."""
+    notes = ["The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md)."]
+    if found.choice is None:
+        return [
+            *notes,
+            "What NCCL picks is modelled for devices of NVIDIA from Pascal on.",
+        ]
+    shipped = str(tuning()["release"])
+    choice = found.choice
+    if choice.best is None:
+        return [*notes, "NCCL sends messages between pairs here: there is no choice of algorithm."]
+    notes.append(
+        f"Algorithm and protocol are the pick of NCCL {shipped} by its own estimates, which rank candidates "
+        "and are no measured times."
+    )
+    if release is not None and release != tuple(map(int, shipped.split(".")[:2])):
+        asked = ".".join(map(str, release))
+        notes.append(
+            f"The constants of NCCL {asked} are not shipped: its pick may differ from that of {shipped}."
+        )
+    if choice.margin is not None and choice.margin < _CLOSE and choice.runner_up is not None:
+        notes.append(
+            f"The choice is close: {choice.runner_up.name} is {100 * choice.margin:.1f} % slower by NCCL's "
+            "estimate; measure both (NCCL_ALGO, NCCL_PROTO)."
+        )
+    return notes
+
+
+def _screen(found: CollectivePrediction, notes: list[str]) -> Screen:
+    header = f"{found.collective} of {_size(found.num_bytes)} over {found.num_ranks} ranks"
+    boxes = [
+        Box(title="time", value=quantity.seconds(found.time_s)),
+        Box(title="algorithm bandwidth", value=f"{quantity.digits(found.algbw_bytes_per_s / GIGA)} GB/s"),
+        Box(title="bus bandwidth", value=f"{quantity.digits(found.busbw_bytes_per_s / GIGA)} GB/s"),
+    ]
+    choice, comm = found.choice, found.communicator
+    if choice is None or comm is None:
+        return Screen(header=(header,), boxes=tuple(boxes), notes=tuple(notes))
+    boxes.append(Box(title="NCCL picks", value=f"{choice.algorithm}/{choice.protocol}", note=_why(choice)))
+    tables = (_candidates(choice),) if choice.estimates else ()
+    return Screen(header=(header, _seen(comm)), boxes=tuple(boxes), tables=tables, notes=tuple(notes))
+
+
+def _size(num_bytes: float) -> str:
+    """Return bytes in the largest binary unit that divides them."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes % 2**power == 0:
+            return f"{num_bytes / 2**power:,.0f} {unit}"
+    return f"{num_bytes:,.0f} bytes"
+
+
+def _why(choice: NcclChoice) -> str:
+    best, second = choice.best, choice.runner_up
+    if best is None or second is None or choice.margin is None:
+        return "the only way" if best is not None else "by messages"
+    latency = second.latency_s - best.latency_s
+    by = "latency" if 2.0 * latency > second.time_s - best.time_s else "bandwidth"
+    return f"{100 * choice.margin:.1f} % ahead of {second.name}, by {by}"
+
+
+def _seen(comm: Communicator) -> str:
+    """Return what NCCL's search finds, in words."""
+    links, nodes = "NVLink" if comm.nvlink else "PCIe", "node" if comm.num_nodes == 1 else "nodes"
+    text = f"NCCL sees {comm.num_nodes} {nodes} of {comm.ranks_per_node:g} ranks over {links}: "
+    text += f"{_speeds(comm.ring)} rings"
+    return text + (f", {_speeds(comm.switch)} channels through the switch" if comm.switch is not None else "")
+
+
+def _speeds(channels: Channels) -> str:
+    intra, inter = channels.intra_bytes_per_s / GIGA, channels.inter_bytes_per_s / GIGA
+    return f"{channels.count} x {intra:g} GB/s" + (f" ({inter:g} between nodes)" if intra != inter else "")
+
+
+def _candidates(choice: NcclChoice) -> Table:
+    rows = [
+        (
+            estimate.name,
+            quantity.seconds(estimate.time_s),
+            quantity.seconds(estimate.latency_s),
+            quantity.digits(estimate.bytes_per_s / GIGA),
+            "picked" if rank == 0 else "",
+        )
+        if estimate.runs
+        else (estimate.name, None, None, None, estimate.reason)
+        for rank, estimate in enumerate(choice.estimates)
+    ]
+    title = "NCCL's estimates: latency + bytes / bandwidth"
+    return table(
+        title, ("candidate", ">estimate", ">latency", ">GB/s", ""), rows, spare=(">GB/s", ">latency")
+    )

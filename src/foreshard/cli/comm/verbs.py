@@ -1,0 +1,29 @@
+"""The verbs of `foreshard comm` and what each is for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from foreshard.cli.options.group import VerbGroup
+
+VERBS = {
+    "predict": "Predict one collective, and explain what NCCL picks.",
+    "buckets": "Find the gradient bucket size that data-parallel training should use.",
+    "import": "Read the output of nccl-tests, and predict it.",
+}
+
+
+def _verb(name: str) -> click.Command:
+    """Return the command of a verb of the group, imported now."""
+    found: click.Command = import_module(f"foreshard.cli.comm.{name}").command
+    return found
+
+
+@click.command("comm", cls=VerbGroup, verbs=VERBS, load=_verb)
+def command() -> None:
+    """Predict and plan what devices send to each other.
+
+    Every verb takes --json, -o and --config; 'foreshard comm VERB --help' shows its options.
+    """

@@ -1,0 +1,167 @@
+"""What NCCL knows about the ranks of a collective: nodes, links, architecture and channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from foreshard.comm.fabric import Fabric, fabric_between
+from foreshard.comm.nccl.channels import (
+    ChannelLinks,
+    Channels,
+    ring_channels,
+    switch_channels,
+    tree_channels,
+)
+from foreshard.comm.nccl.constants import (
+    GIGA,
+    capability_of,
+    channel_speeds,
+    limit,
+    nvlink_bytes_per_s,
+    pcie_bytes_per_s,
+    row_of,
+)
+from foreshard.errors import SpecError
+
+if TYPE_CHECKING:
+    from foreshard.spec.cluster import Cluster, NodeGroup
+    from foreshard.spec.device import Device
+
+_SLOWEST_CARD = 12.5 * GIGA  # network cards of a data centre carry 100 Gb/s or more
+# From Hopper on, rings over nodes that are faster than this get four channels each, up to so many channels.
+_FAST_RING = 45.0 * GIGA
+_ENOUGH_CHANNELS = 16
+_SWITCHED = 8  # devices of a node that NVLink joins through a switch, Volta's cube mesh aside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """Ranks of a collective as NCCL's cost model sees them.
+
+    A node is a set of ranks that NVLink joins, also across hosts (NVL72), or a host without NVLink.
+    """
+
+    num_ranks: int
+    num_nodes: int
+    capability: int  # least compute capability, times 10
+    nvlink: bool  # the ranks of a node meet over NVLink
+    switched: bool  # through a switch
+    ring: Channels
+    tree: Channels
+    switch: Channels | None  # that reduce in the switch, None where no switch can
+    cpu: str = "intel"  # vendor: "intel" also stands for Arm
+    collnet: bool = False  # the network reduces (SHARP), and NCCL is told to use it
+
+    @property
+    def row(self) -> str:
+        """Return the row of the tuning tables."""
+        return row_of(self.capability)
+
+    @property
+    def ranks_per_node(self) -> float:
+        """Return the mean number of ranks of a node."""
+        return self.num_ranks / self.num_nodes
+
+    @property
+    def num_channels(self) -> int:
+        """Return the channels that a ring runs on: two for each one of the search."""
+        doubled = 2 * self.ring.count
+        fast = self.ring.intra_bytes_per_s > _FAST_RING
+        again = self.capability >= 90 and self.num_nodes > 1 and fast and doubled < _ENOUGH_CHANNELS
+        return min(limit("channels"), 2 * doubled if again else doubled)
+
+
+def communicator_of(
+    cluster: Cluster, num_ranks: int, *, cpu: str = "intel", collnet: bool = False
+) -> Communicator:
+    """Return the communicator of the first `num_ranks` devices of a cluster.
+
+    Network cards are not part of a cluster's description: every device is taken to have its share of the
+    node's rate on a card of its own, or cards of 100 Gb/s where that share is less.
+
+    Raises
+    ------
+    SpecError
+        A device is not of NVIDIA, which NCCL needs.
+    """
+    fabric = fabric_between(cluster, range(num_ranks))
+    groups = _groups(cluster, num_ranks)
+    devices = {group.device for group in groups}
+    capability = min(_capability(device) for device in devices)
+    # NVLink between pairs inside a host does not join the host's other devices: they meet over PCIe.
+    joined = all(group.nvlink_domain > 1 and group.nvlink_domain >= group.per_node for group in groups)
+    inside = int(min(num_ranks, fabric.domain if joined else fabric.per_node))
+    nodes = ceil(num_ranks / inside)
+    nvlink = inside > 1 and joined
+    in_switch = bool(fabric.in_network) and nvlink
+    links = _links(devices, fabric, inside, nodes, capability, joined=joined)
+    ring = ring_channels(links, capability)
+    return Communicator(
+        num_ranks=num_ranks,
+        num_nodes=nodes,
+        capability=capability,
+        nvlink=nvlink,
+        switched=in_switch or bool(nvlink and fabric.domain >= _SWITCHED and capability >= 80),
+        ring=ring,
+        tree=tree_channels(links, ring),
+        switch=switch_channels(links) if in_switch else None,
+        cpu=cpu,
+        collnet=collnet,
+    )
+
+
+def has_nccl(cluster: Cluster, num_ranks: int) -> bool:
+    """Return whether NCCL runs on the first `num_ranks` devices of a cluster."""
+    devices = [group.device for group in _groups(cluster, num_ranks)]
+    return all(device.vendor == "nvidia" and capability_of(device.arch, device.name) for device in devices)
+
+
+def _groups(cluster: Cluster, num_ranks: int) -> list[NodeGroup]:
+    """Return the groups of nodes that the first ranks reach."""
+    found, start = [], 0
+    for group in cluster.nodes:
+        if start < num_ranks:
+            found.append(group)
+        start += group.num_devices
+    return found
+
+
+def _capability(device: Device) -> int:
+    found = capability_of(device.arch, device.name)
+    if device.vendor != "nvidia" or found is None:
+        raise SpecError(
+            f"NCCL does not run on {device.name}",
+            key="CLUSTER",
+            value=device.name,
+            rule="NCCL runs on devices of NVIDIA from Pascal on",
+            fix="Take a cluster of such devices",
+        )
+    return found
+
+
+def _links(
+    devices: set[Device], fabric: Fabric, inside: int, nodes: int, capability: int, *, joined: bool
+) -> ChannelLinks:
+    """Return what the slowest device of a node gives to channels."""
+    pcie = min(pcie_bytes_per_s(device.pcie_bytes_per_s or 0.0) for device in devices)
+    links = inf
+    if inside > 1:
+        links = nvlink_bytes_per_s(float(fabric.intra_bytes_per_s), capability) if joined else pcie
+    cards, card = _cards(fabric, inside) if nodes > 1 else (0, inf)
+    speeds = channel_speeds(capability, over_network=nodes > 1)
+    return ChannelLinks(
+        ranks=inside,
+        device_bytes_per_s=links,
+        cards=cards,
+        card_bytes_per_s=min(card, pcie),
+        speeds=speeds,
+    )
+
+
+def _cards(fabric: Fabric, inside: int) -> tuple[int, float]:
+    """Return the network cards that the ranks of a node use, and bytes/s of each."""
+    rate = float(fabric.nic_bytes_per_s) * inside / float(fabric.per_node)
+    cards = max(1, min(inside, round(rate / _SLOWEST_CARD)))
+    return cards, rate / cards

@@ -1,0 +1,108 @@
+"""Constants of NCCL's cost model in SI units, read from ``catalog/data/nccl_tuning.toml``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from foreshard.catalog.shipped import shipped
+
+ALGORITHMS = {
+    "tree": "Tree",
+    "ring": "Ring",
+    "collnet-direct": "CollNetDirect",
+    "collnet-chain": "CollNetChain",
+    "nvls": "NVLS",
+    "nvls-tree": "NVLSTree",
+    "pat": "PAT",
+}
+"""Algorithms in the order in which NCCL compares them, with the names that NCCL_ALGO takes."""
+PROTOCOLS = ("LL", "LL128", "Simple")
+"""Protocols in the order in which NCCL compares them."""
+_MICRO = 1e-6
+_DATA_CENTRE_AMPERE = ("a100", "a800", "a30")
+GIGA = 1e9
+
+
+@cache
+def tuning() -> dict[str, Any]:
+    """Return the table as parsed, in NCCL's units (microseconds, GB/s)."""
+    table: dict[str, Any] = shipped("nccl_tuning.toml")
+    return table
+
+
+def factor(name: str) -> float:
+    """Return a factor of section ``factors``; those in microseconds as they are written."""
+    return float(tuning()["factors"][name])
+
+
+def limit(name: str) -> int:
+    """Return a limit of section ``limits``."""
+    return int(tuning()["limits"][name])
+
+
+def base_latency_s(algorithm: str, protocol: str) -> float:
+    """Return the time before the first hop."""
+    return float(tuning()["base_latency_us"][algorithm][PROTOCOLS.index(protocol)]) * _MICRO
+
+
+def hop_latency_s(medium: str, algorithm: str, protocol: str) -> float:
+    """Return the time of a hop over ``nvlink``, ``pcie`` or ``network``."""
+    return float(tuning()["hop_latency_us"][medium][algorithm][PROTOCOLS.index(protocol)]) * _MICRO
+
+
+def network_overhead_s(cpu: str) -> float:
+    """Return the time of posting one message to the network."""
+    return float(tuning()["network_overhead_us"][cpu]) * _MICRO
+
+
+def bandwidth_limit(table: str, row: str, num_nodes: int) -> float:
+    """Return the bytes/s of a table of limits (``ll_max``, ``tree_max``, ...) for 1, 2, or more nodes."""
+    return float(tuning()[table][row][min(num_nodes, 3) - 1]) * GIGA
+
+
+def nvls_efficiency(row: str) -> float:
+    """Return the share of a channel's bandwidth that reduction in the switch reaches."""
+    return float(tuning()["nvls_efficiency"][row])
+
+
+def tree_correction(protocol: str, num_bytes: float, sizes: int) -> float:
+    """Return the factor on the bandwidth of a tree of a message size; 1 beyond the first `sizes` entries."""
+    step = (int(num_bytes) >> 6).bit_length() - 1
+    return float(tuning()["tree_correction"][protocol][step]) if 0 <= step < sizes else 1.0
+
+
+def capability_of(arch: str, name: str) -> int | None:
+    """Return the compute capability (times 10) of a device of NVIDIA, None for an unknown architecture."""
+    family = (arch.lower().split() or [""])[0]
+    if family == "ampere" and not name.startswith(_DATA_CENTRE_AMPERE):
+        family = "ampere_cards"
+    found = tuning()["capability"].get(family)
+    return None if found is None else int(found)
+
+
+def row_of(capability: int) -> str:
+    """Return the row of the tables that describes a compute capability."""
+    rows: dict[str, int] = tuning()["rows"]
+    return max((row for row in rows if rows[row] <= capability), key=lambda row: rows[row])
+
+
+def nvlink_bytes_per_s(datasheet_bytes_per_s: float, capability: int) -> float:
+    """Return the NVLink bandwidth of a device as NCCL counts it, from the datasheet's."""
+    rows = [row for row in tuning()["nvlink"] if row["capability"] <= capability]
+    row = max(rows, key=lambda row: int(row["capability"])) if rows else tuning()["nvlink"][0]
+    return datasheet_bytes_per_s * float(row["nccl"]) / float(row["datasheet"])
+
+
+def pcie_bytes_per_s(datasheet_bytes_per_s: float) -> float:
+    """Return the bandwidth of a PCIe slot as NCCL counts it: that of the nearest generation."""
+    table = tuning()["pcie"]
+    pairs = zip(table["datasheet"], table["per_generation"], strict=True)
+    return float(min(pairs, key=lambda pair: abs(pair[0] * GIGA - datasheet_bytes_per_s))[1]) * GIGA
+
+
+def channel_speeds(capability: int, *, over_network: bool) -> tuple[float, ...]:
+    """Return the bytes/s of one channel that the search tries, fastest first."""
+    rows = [row for row in tuning()["channel_speeds"] if row["capability"] <= capability]
+    speeds = rows[-1]["nodes" if over_network else "one_node"]
+    return tuple(float(speed) * GIGA for speed in speeds)

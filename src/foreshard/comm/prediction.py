@@ -1,0 +1,131 @@
+"""One collective on the first ranks of a cluster: its time, its bandwidths, and what NCCL picks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from foreshard.comm.collectives import (
+    Times,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    broadcast_s,
+    reduce_scatter_s,
+    send_s,
+)
+from foreshard.comm.fabric import Fabric, fabric_between
+from foreshard.comm.nccl.choice import MESSAGES, NcclChoice, nccl_choice
+from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
+from foreshard.comm.nccl.estimates import COLLECTIVES
+from foreshard.errors import SpecError, unknown
+
+if TYPE_CHECKING:
+    from foreshard.spec.cluster import Cluster
+
+NAMES = (*COLLECTIVES, *MESSAGES)
+"""The collectives that can be predicted."""
+_FORMS = {
+    "all-reduce": all_reduce_s,
+    "all-gather": all_gather_s,
+    "reduce-scatter": reduce_scatter_s,
+    "broadcast": broadcast_s,
+    "all-to-all": all_to_all_s,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePrediction:
+    """A collective's time by the fitted closed form, and NCCL's choice by NCCL's own model."""
+
+    collective: str
+    num_bytes: float
+    num_ranks: int
+    time_s: float
+    communicator: Communicator | None  # None where the devices are not those of NCCL
+    choice: NcclChoice | None
+
+    @property
+    def algbw_bytes_per_s(self) -> float:
+        """Return bytes of the caller per second."""
+        return self.num_bytes / self.time_s
+
+    @property
+    def busbw_bytes_per_s(self) -> float:
+        """Return what nccl-tests call bus bandwidth: bytes that cross the links of a ring per second."""
+        return self.algbw_bytes_per_s * bus_factor(self.collective, self.num_ranks)
+
+
+def bus_factor(collective: str, num_ranks: int) -> float:
+    """Return bus bandwidth over algorithm bandwidth, as nccl-tests define it.
+
+    Source: NVIDIA/nccl-tests doc/PERFORMANCE.md.
+
+    Examples
+    --------
+    >>> bus_factor("all-reduce", 8), bus_factor("broadcast", 8)
+    (1.75, 1.0)
+    """
+    others = (num_ranks - 1) / num_ranks
+    return {"all-reduce": 2.0 * others, "broadcast": 1.0, "send": 1.0}.get(collective, others)
+
+
+def predict_collective(
+    collective: str, num_bytes: float, cluster: Cluster, num_ranks: int | None = None, *, era: str = "2.2x"
+) -> CollectivePrediction:
+    """Return the prediction of a collective over the first `num_ranks` devices (default: all).
+
+    A send goes from the first of them to the last. `era` is that of `fabric_of`.
+
+    Raises
+    ------
+    SpecError
+        No such collective, no bytes, less than two ranks, or more ranks than devices.
+    """
+    ranks = cluster.num_devices if num_ranks is None else num_ranks
+    _check(collective, num_bytes, ranks, cluster)
+    fabric = fabric_between(cluster, range(ranks), nccl=era)
+    communicator = communicator_of(cluster, ranks) if has_nccl(cluster, ranks) else None
+    return CollectivePrediction(
+        collective=collective,
+        num_bytes=num_bytes,
+        num_ranks=ranks,
+        time_s=float(_time_s(collective, num_bytes, ranks, fabric)),
+        communicator=communicator,
+        choice=nccl_choice(collective, num_bytes, communicator) if communicator else None,
+    )
+
+
+def _time_s(collective: str, num_bytes: float, ranks: int, fabric: Fabric) -> Times:
+    if collective == "send":
+        return send_s(num_bytes, ranks > fabric.domain, fabric)
+    return _FORMS[collective](num_bytes, ranks, 1, fabric)
+
+
+def _check(collective: str, num_bytes: float, ranks: int, cluster: Cluster) -> None:
+    if collective not in NAMES:
+        raise unknown("collective", collective, NAMES, key="COLLECTIVE", rule="Collectives are")
+    if not num_bytes > 0:
+        raise SpecError(
+            "no bytes to move",
+            key="SIZE",
+            value=num_bytes,
+            rule="A collective moves at least one byte",
+            fix="Give a size such as 64KiB or 1GiB",
+        )
+    if ranks < 2:
+        raise SpecError(
+            f"{ranks} rank exchanges nothing",
+            key="--ranks",
+            value=ranks,
+            rule="A collective has at least two ranks",
+            fix="Give --ranks 2 or more, or a cluster of several devices",
+        )
+    if ranks > cluster.num_devices:
+        raise SpecError(
+            f"{ranks} ranks on {cluster.num_devices} devices",
+            key="--ranks",
+            value=ranks,
+            rule="Every rank is a device of the cluster",
+            fix=f"Give --ranks {cluster.num_devices} or less",
+        )

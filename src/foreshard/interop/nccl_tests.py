@@ -1,0 +1,114 @@
+"""What nccl-tests print, as rows: size, time, bandwidths."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from statistics import mode
+
+from foreshard.errors import SpecError
+
+_TAG = re.compile(r"^\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)\s*")  # mpirun --tag-output, srun --label
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+(.+?)\s*$")
+_NAMED = re.compile(r"\b(all_?reduce|all_?gather|reduce_?scatter|broadcast|all_?to_?all|sendrecv)_perf\b")
+_NAMES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all-to-all",
+    "sendrecv": "send",
+}
+_MICRO, _GIGA = 1e-6, 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclTestRow:
+    """One size of one test, out of place unless named otherwise."""
+
+    size_bytes: int
+    time_s: float
+    algbw_bytes_per_s: float
+    busbw_bytes_per_s: float
+    in_place_time_s: float | None
+    num_wrong: int | None  # elements that differ from what they must be; None where not checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclTestRun:
+    """The output of one test: what ran where, as far as it is printed, and its rows."""
+
+    collective: str | None
+    num_ranks: int | None
+    num_hosts: int | None
+    device: str | None
+    rows: tuple[NcclTestRow, ...]
+    num_skipped: int  # lines that begin as a row and have other columns
+
+
+def read_nccl_tests(text: str, file: str | None = None) -> NcclTestRun:
+    """Return the rows of the standard output of a program of nccl-tests.
+
+    Columns are found by the header that names them, so that old releases (without root, with `error`) and new
+    ones are read alike; labels that mpirun and srun put before lines are dropped, logs of NCCL between lines
+    are passed over. Times are printed in microseconds, bandwidths in GB/s.
+
+    Raises
+    ------
+    SpecError
+        There is no header, or no row under it.
+    """
+    lines = [_TAG.sub("", line) for line in text.splitlines()]
+    columns: list[str] = []
+    rows: list[NcclTestRow] = []
+    skipped = 0
+    for line in lines:
+        words = line.split()
+        if words[:2] == ["#", "size"]:
+            columns = words[1:]
+        elif columns and words and words[0].isdecimal():
+            row = _row(columns, words)
+            skipped += row is None
+            rows += [row] if row is not None else []
+    if not rows:
+        raise SpecError(
+            "no row of nccl-tests" if columns else "no header of nccl-tests",
+            file=file,
+            rule="Rows stand under a line that begins with '# size count type'",
+            fix="Give the standard output of all_reduce_perf or another program of nccl-tests",
+        )
+    ranks = {found[1]: found for line in lines if (found := _RANK.search(line))}
+    named = _NAMED.search(text)
+    return NcclTestRun(
+        collective=_NAMES[named[1].replace("_", "")] if named else None,
+        num_ranks=len(ranks) or None,
+        num_hosts=len({found[2] for found in ranks.values()}) or None,
+        device=mode(found[3] for found in ranks.values()) if ranks else None,
+        rows=tuple(rows),
+        num_skipped=skipped,
+    )
+
+
+def _row(columns: list[str], words: list[str]) -> NcclTestRow | None:
+    """Return the row of a line, None where its columns are not those of the header or no numbers."""
+    if len(words) != len(columns) or "time" not in columns:
+        return None
+    place = columns.index("time")
+    again = columns.index("time", place + 1) if "time" in columns[place + 1 :] else None
+    try:
+        time, algbw, busbw = (float(word) for word in words[place : place + 3])
+        return NcclTestRow(
+            size_bytes=int(words[0]),
+            time_s=time * _MICRO,
+            algbw_bytes_per_s=algbw * _GIGA,
+            busbw_bytes_per_s=busbw * _GIGA,
+            in_place_time_s=float(words[again]) * _MICRO if again is not None else None,
+            num_wrong=_wrong(words[place + 3]) if place + 3 < len(words) else None,
+        )
+    except ValueError:
+        return None
+
+
+def _wrong(word: str) -> int | None:
+    """Return the number of wrong elements; old releases print a largest error instead, or N/A."""
+    return int(word) if word.isdecimal() else None
