@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foreshard.comm.topology.graph import Kind, Link, SharedResource, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, Kind, SharedResource, Topology, Vertex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Draft:
 
     def __init__(self) -> None:
         self._vertices: list[Vertex] = []
-        self._links: list[Link] = []
+        self._links: list[Edge] = []
         self._shared: list[SharedResource] = []
 
     def vertex(self, kind: Kind, name: str, *, node: int = -1) -> int:
@@ -62,7 +62,7 @@ class Draft:
     ) -> None:
         """Add a link of one direction."""
         self._links.append(
-            Link(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s, shared=shared)
+            Edge(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s, shared=shared)
         )
 
     def join(

@@ -37,7 +37,7 @@ class Vertex:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Edge:
     """One direction of a cable, a bus or a group of lanes.
 
     Attributes
@@ -74,7 +74,7 @@ class Topology:
     Attributes
     ----------
     vertices : tuple of Vertex
-    links : tuple of Link
+    links : tuple of Edge
     shared : tuple of SharedResource
 
     Raises
@@ -84,7 +84,7 @@ class Topology:
     """
 
     vertices: tuple[Vertex, ...]
-    links: tuple[Link, ...]
+    links: tuple[Edge, ...]
     shared: tuple[SharedResource, ...] = ()
     name: str = ""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from foreshard.comm.topology.graph import Kind, Link, SharedResource, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, Kind, SharedResource, Topology, Vertex
 from foreshard.comm.topology.importers.connected import connected
 from foreshard.errors import SpecError, unknown
 from foreshard.spec import codec
@@ -78,13 +78,13 @@ def plain_topology(text: str, *, file: str | None = None) -> Topology:
     table = codec.decode(TopologyFile, data, file=file)
     at = _indices([vertex.name for vertex in table.vertices], "vertices", file)
     resources = _indices([resource.name for resource in table.shared], "shared", file)
-    links: list[Link] = []
+    links: list[Edge] = []
     for i, link in enumerate(table.links):
         ends = [_known(name, at, f"links[{i}]", file) for name in (link.source, link.target)]
         shared = tuple(_known(name, resources, f"links[{i}].shared", file) for name in link.shared)
         for source, target in (ends, ends[::-1])[: 1 + link.both_ways]:
             links.append(
-                Link(
+                Edge(
                     source=source,
                     target=target,
                     bytes_per_s=link.bandwidth,
