@@ -276,7 +276,7 @@ def fill_class(routes: Any, slots: Any, shares: Any, width: int, size: int) -> N
 
 
 def solve(routes: Any, slots: Any, shares: Any, width: int, num_flows: int, num_resources: int) -> None:
-    """Set the new rates of a component: the flows of the highest priority first, the others of what is left."""
+    """Set the new rates of a component: the highest priority first, the others of what is left."""
     if num_flows == 1:
         slots.new_rate[shares.flows[0]] = routes.rate_alone[slots.route[shares.flows[0]]]
         return
@@ -439,7 +439,7 @@ def transpose(indptr: Any, indices: Any, after_indptr: Any, after: Any, fill: An
 
 
 def chain(slot: Any, last: Any, next_task: Any, waits: Any) -> None:
-    """Link each task to the next one in its queue, which waits for it; `last` and `next_task` come in as -1."""
+    """Link each task to the one behind it in its queue; `last` and `next_task` come in as -1."""
     for task in range(len(slot)):
         before = last[slot[task]]
         if before >= 0:

@@ -69,10 +69,10 @@ def max_min_rates(
     if compiled:
         return _compiled_rates(indptr, resources, capacity, weight, rank, usage)
     rate, left = np.zeros(num_flows), capacity.copy()
-    flow = np.repeat(np.arange(num_flows), np.diff(indptr))
-    for one in np.unique(rank)[::-1]:
-        entries = rank[flow] == one
-        _fill(rate, left, flow[entries], resources[entries], usage[entries], weight, capacity)
+    owner = np.repeat(np.arange(num_flows), np.diff(indptr))
+    for one in np.unique(rank)[::-1].tolist():
+        entries = rank[owner] == one
+        _fill(rate, left, owner[entries], resources[entries], usage[entries], weight, capacity)
     return rate
 
 

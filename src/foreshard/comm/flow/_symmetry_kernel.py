@@ -1,0 +1,93 @@
+"""The loops that describe each slot of a flow program by hashes: plain Python that numba can also compile.
+
+All numbers that are hashed are ``uint64`` and wrap around; plain Python needs
+``numpy.errstate(over="ignore")`` for that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+SHIFT_1, SHIFT_2, SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)  # splitmix64 (Steele et al. 2014)
+FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(value: Any) -> Any:
+    """Return 64 bits that look random and differ for different values."""
+    value = (value ^ (value >> SHIFT_1)) * FACTOR_1
+    value = (value ^ (value >> SHIFT_2)) * FACTOR_2
+    return value ^ (value >> SHIFT_3)
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Return one hash of two values, in this order."""
+    return mixed(first * STEP + mixed(second + STEP))
+
+
+def order_by_slot(slot: Any, first: Any, order: Any, position: Any) -> None:
+    """Sort tasks by slot and number them inside each; `first` comes in as zeros, one longer than the slots."""
+    for task in range(len(slot)):
+        position[task] = first[slot[task] + 1]
+        first[slot[task] + 1] += 1
+    for i in range(len(first) - 1):
+        first[i + 1] += first[i]
+    for task in range(len(slot)):
+        order[first[slot[task]] + position[task]] = task
+
+
+def describe(
+    order: Any,
+    first: Any,
+    slot: Any,
+    position: Any,
+    columns: Any,
+    route: Any,
+    indptr: Any,
+    indices: Any,
+    content: Any,
+    run_of_task: Any,
+    run_slot: Any,
+    run_route: Any,
+    run_index: Any,
+    pair_slot: Any,
+    pair_other: Any,
+    pair_hash: Any,
+    last_pair: Any,
+) -> Any:
+    """Hash what the tasks of each slot are and wait for; return how many runs and pairs there are.
+
+    A run is a series of tasks of a slot on one route. A pair is a slot and another one that its tasks wait
+    for; its hash is of which task waits for which, by their positions. `content` is of all that says nothing
+    of other slots and of resources. ``last_pair`` comes in as -1.
+    """
+    num_runs, num_pairs = 0, 0
+    for own in range(len(first) - 1):
+        own_pairs = num_pairs
+        total = mixed(np.uint64(first[own + 1] - first[own]))
+        for at in range(first[own], first[own + 1]):
+            task = order[at]
+            place = np.uint64(at - first[own])
+            if at == first[own] or route[task] != route[order[at - 1]]:
+                run_slot[num_runs] = own
+                run_route[num_runs] = route[task]
+                run_index[num_runs] = 0 if at == first[own] else run_index[num_runs - 1] + 1
+                num_runs += 1
+                total = joined(total, place)
+            run_of_task[task] = num_runs - 1
+            for i in range(len(columns)):
+                total = total * STEP + columns[i][task]
+            total = mixed(total + np.uint64(indptr[task + 1] - indptr[task]))
+            for i in range(indptr[task], indptr[task + 1]):
+                other = slot[indices[i]]
+                pair = last_pair[other]
+                if pair < own_pairs:
+                    pair = num_pairs
+                    num_pairs += 1
+                    last_pair[other] = pair
+                    pair_slot[pair], pair_other[pair], pair_hash[pair] = own, other, np.uint64(0)
+                pair_hash[pair] += joined(place, np.uint64(position[indices[i]]))
+        content[own] = total
+    return num_runs, num_pairs
