@@ -28,7 +28,7 @@ def joined(first: Any, second: Any) -> Any:
 
 
 def order_by_slot(slot: Any, first: Any, order: Any, position: Any) -> None:
-    """Sort tasks by slot and number them inside each; `first` comes in as zeros, one longer than the slots."""
+    """Sort tasks by slot and number them inside each; `first`, of slots + 1 entries, comes in as zeros."""
     for task in range(len(slot)):
         position[task] = first[slot[task] + 1]
         first[slot[task] + 1] += 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import simulate
-from foreshard.comm.flow.symmetry import fold
+from foreshard.comm.flow.symmetry import Fold, fold
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.graph import Topology
 from foreshard.errors import SpecError
@@ -87,7 +87,7 @@ def run_schedule(
     small = fold(program, compiled=compiled) if folded else None
     used = program if small is None else small.program
     times = simulate(used, compiled=compiled)
-    path_s = longest_path_s(used, compiled=compiled)
+    path_s = longest_path_s(program, small, compiled=compiled)
     resource_s = program.resource_bytes / program.capacity_bytes_per_s
     busiest_s = float(resource_s.max(initial=0.0))
     top = np.argsort(-resource_s, kind="stable")[:10]
@@ -104,12 +104,23 @@ def run_schedule(
     )
 
 
-def longest_path_s(program: FlowProgram, *, compiled: bool | None = None) -> float:
-    """Return the makespan if every flow had its route to itself: no sharing makes it shorter."""
+def longest_path_s(program: FlowProgram, small: Fold | None = None, *, compiled: bool | None = None) -> float:
+    """Return the makespan if every flow had its route to itself: no sharing makes it shorter.
+
+    Parameters
+    ----------
+    program : FlowProgram
+    small : Fold, optional
+        Its symmetric form, which gives the same sooner.
+    compiled : bool, optional
+        As in `simulate`.
+    """
     sends = program.route >= 0
-    alone_s = np.zeros(program.num_tasks)
-    alone_s[sends] = program.num_bytes[sends] / program.rate_alone_bytes_per_s[program.route[sends]]
-    fixed = replace(program, delay_s=program.delay_s + alone_s, num_bytes=np.zeros(program.num_tasks))
+    alone_s = program.delay_s.copy()
+    alone_s[sends] += program.num_bytes[sends] / program.rate_alone_bytes_per_s[program.route[sends]]
+    if small is not None:
+        program, alone_s = small.program, alone_s[small.kept]
+    fixed = replace(program, delay_s=alone_s, num_bytes=np.zeros(program.num_tasks))
     return simulate(fixed, compiled=compiled).makespan_s
 
 

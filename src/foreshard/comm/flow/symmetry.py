@@ -36,10 +36,13 @@ class Fold:
     program : FlowProgram
     task : ndarray of int, shape (T,)
         Task of the small program that stands for each task of the large one.
+    kept : ndarray of int
+        Task of the large program that each task of the small one is.
     """
 
     program: FlowProgram
     task: np.ndarray
+    kept: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,10 +88,8 @@ def _describe(program: FlowProgram, kernel: Any) -> _Description:
     num_tasks, num_slots = program.num_tasks, program.num_slots
     first, order, position = (np.zeros(n, dtype=np.int64) for n in (num_slots + 1, num_tasks, num_tasks))
     kernel.order_by_slot(program.slot, first, order, position)
-    columns = tuple(
-        np.ascontiguousarray(column).view(np.uint64)
-        for column in (program.delay_s, program.num_bytes, program.weight, program.release_s)
-    ) + (program.priority.view(np.uint64),)
+    numbers = (program.delay_s, program.num_bytes, program.weight, program.release_s, program.priority)
+    columns = tuple(np.ascontiguousarray(column).view(np.uint64) for column in numbers)
     content = np.zeros(num_slots, dtype=np.uint64)
     run_of_task = np.empty(num_tasks, dtype=np.int64)
     runs = [np.empty(num_tasks, dtype=np.int64) for _ in range(3)]
@@ -199,7 +200,7 @@ def _folded(
         indices=task_of[program.indices[edges]],
         **table,
     )
-    return Fold(program=small, task=task_of)
+    return Fold(program=small, task=task_of, kept=kept)
 
 
 def _rows(indptr: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -230,7 +231,7 @@ def _folded_routes(
     num_classes = len(kept_resource)
     key = run_class[carried.run[is_kept]] * num_classes + resource_class[carried.resource[is_kept]]
     cells, cell_of = np.unique(key, return_inverse=True)
-    usage = np.bincount(cell_of, carried.usage[is_kept], minlength=len(cells))
+    usage = np.bincount(cell_of, carried.usage[is_kept], minlength=len(cells)).astype(np.float64)
     counts = np.bincount(cells // num_classes, minlength=runs_before[-1])
     table = {
         "route_indptr": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
