@@ -91,3 +91,56 @@ def describe(
                 pair_hash[pair] += joined(place, np.uint64(position[indices[i]]))
         content[own] = total
     return num_runs, num_pairs
+
+
+def peel(first_pair: Any, after_indptr: Any, after: Any, waits: Any, order: Any) -> int:
+    """List slots behind all that they wait for, as far as they wait in no circle; return how many those are.
+
+    The slots in circles and behind them follow in `order`; ``waits`` comes in as the pairs of each slot.
+    """
+    num_slots = len(first_pair) - 1
+    size, at = 0, 0
+    for slot in range(num_slots):
+        if waits[slot] == 0:
+            order[size] = slot
+            size += 1
+    while at < size:
+        slot = order[at]
+        at += 1
+        for i in range(after_indptr[slot], after_indptr[slot + 1]):
+            waits[after[i]] -= 1
+            if waits[after[i]] == 0:
+                order[size] = after[i]
+                size += 1
+    num_peeled = size
+    for slot in range(num_slots):
+        if waits[slot] > 0:
+            order[size] = slot
+            size += 1
+    return num_peeled
+
+
+def spread(
+    first_pair: Any,
+    pair_other: Any,
+    pair_hash: Any,
+    order: Any,
+    num_peeled: int,
+    of_runs: Any,
+    old: Any,
+    new: Any,
+    is_new: Any,
+) -> None:
+    """Hash each slot with those it waits for: with their new hashes where those come before it in any order.
+
+    A chain of slots so gets its final classes in one pass instead of one for each slot of it. Slots in
+    circles see each other's old hashes, or else their classes would depend on their numbers.
+    """
+    for n in range(len(order)):
+        slot = order[n]
+        total = of_runs[slot]
+        for pair in range(first_pair[slot], first_pair[slot + 1]):
+            other = pair_other[pair]
+            total += joined(pair_hash[pair], new[other] if is_new[other] else old[other])
+        new[slot] = joined(old[slot], total)
+        is_new[slot] = n < num_peeled

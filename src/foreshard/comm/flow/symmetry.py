@@ -57,7 +57,7 @@ class _Description:
     run_slot: np.ndarray
     run_route: np.ndarray
     run_index: np.ndarray
-    pair_slot: np.ndarray
+    first_pair: np.ndarray
     pair_other: np.ndarray
     pair_hash: np.ndarray
 
@@ -75,10 +75,11 @@ def fold(program: FlowProgram, *, compiled: bool | None = None) -> Fold | None:
     """Return the small program of a symmetric one, or None where too little repeats."""
     if compiled is None:
         compiled = is_worth_compiling(program.num_tasks)
+    kernel = loops("foreshard.comm.flow._symmetry_kernel", compiled)
     with np.errstate(over="ignore"):
-        seen = _describe(program, loops("foreshard.comm.flow._symmetry_kernel", compiled))
+        seen = _describe(program, kernel)
         carried = _carried(program, seen)
-        slot_class, resource_class = _classes(program, seen, carried)
+        slot_class, resource_class = _classes(program, seen, carried, kernel)
     if slot_class.max(initial=-1) + 1 > MAX_CLASSES_FRAC * program.num_slots:
         return None
     return _folded(program, seen, carried, slot_class, resource_class)
@@ -121,7 +122,7 @@ def _describe(program: FlowProgram, kernel: Any) -> _Description:
         run_slot=runs[0][:num_runs],
         run_route=runs[1][:num_runs],
         run_index=runs[2][:num_runs],
-        pair_slot=pairs[0][:num_pairs],
+        first_pair=np.searchsorted(pairs[0][:num_pairs], np.arange(num_slots + 1)),
         pair_other=pairs[1][:num_pairs],
         pair_hash=pair_hash[:num_pairs],
     )
@@ -135,25 +136,40 @@ def _carried(program: FlowProgram, seen: _Description) -> _Carried:
     return _Carried(run=run, resource=program.route_resources[entry], usage=program.route_usage[entry])
 
 
-def _classes(program: FlowProgram, seen: _Description, carried: _Carried) -> tuple[np.ndarray, np.ndarray]:
+def _classes(
+    program: FlowProgram, seen: _Description, carried: _Carried, kernel: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the class of each slot and of each resource."""
     usage = carried.usage.view(np.uint64)
     run_index = seen.run_index.astype(np.uint64)
     slots = seen.content
     resources = joined(np.zeros(1, dtype=np.uint64), program.capacity_bytes_per_s.view(np.uint64))
+    pairs = (seen.first_pair, seen.pair_other, seen.pair_hash)
+    order, num_peeled = _slot_order(seen, kernel)
     slot_class, resource_class = _numbered(slots), _numbered(resources)
     num_classes, is_finer = _num(slot_class) + _num(resource_class), True
     while is_finer and _num(slot_class) <= MAX_CLASSES_FRAC * program.num_slots:
         of_runs = _sums(len(run_index), carried.run, joined(usage, resources[carried.resource]))
         of_slots = _sums(len(slots), seen.run_slot, joined(run_index, of_runs))
-        of_slots += _sums(len(slots), seen.pair_slot, joined(seen.pair_hash, slots[seen.pair_other]))
-        slots = joined(slots, of_slots)
+        old, slots = slots, np.empty_like(slots)
+        kernel.spread(*pairs, order, num_peeled, of_slots, old, slots, np.zeros(len(slots), dtype=bool))
         tasks = joined(run_index[carried.run], slots[seen.run_slot[carried.run]])
         resources = joined(resources, _sums(len(resources), carried.resource, joined(usage, tasks)))
         slot_class, resource_class = _numbered(slots), _numbered(resources)
         is_finer = _num(slot_class) + _num(resource_class) > num_classes
         num_classes = _num(slot_class) + _num(resource_class)
     return slot_class, resource_class
+
+
+def _slot_order(seen: _Description, kernel: Any) -> tuple[np.ndarray, int]:
+    """Return the slots, each behind those it waits for, and how many are in no circle nor behind one."""
+    num_slots = len(seen.content)
+    owner = np.repeat(np.arange(num_slots), np.diff(seen.first_pair))
+    by_other = np.argsort(seen.pair_other, kind="stable")
+    after_indptr = np.searchsorted(seen.pair_other[by_other], np.arange(num_slots + 1))
+    order, waits = np.empty(num_slots, dtype=np.int64), np.diff(seen.first_pair)
+    num_peeled = kernel.peel(seen.first_pair, after_indptr, owner[by_other], waits, order)
+    return order, num_peeled
 
 
 def _numbered(hashes: np.ndarray) -> np.ndarray:
