@@ -39,58 +39,74 @@ def order_by_slot(slot: Any, first: Any, order: Any, position: Any) -> None:
 
 
 def describe(
-    order: Any,
-    first: Any,
     slot: Any,
     position: Any,
     columns: Any,
     route: Any,
     indptr: Any,
-    indices: Any,
     content: Any,
+    last_run: Any,
     run_of_task: Any,
     run_slot: Any,
     run_route: Any,
     run_index: Any,
-    pair_slot: Any,
+) -> int:
+    """Hash what the tasks of each slot are, and divide them into runs on one route; return how many runs.
+
+    `content` is of all that says nothing of other slots and of resources. It comes in as zeros, ``last_run``
+    as -1.
+    """
+    num_runs = 0
+    for task in range(len(slot)):  # in the order of the columns: in that of slots, memory is the slower part
+        own = slot[task]
+        total = content[own]
+        run = last_run[own]
+        if run < 0 or run_route[run] != route[task]:
+            run_slot[num_runs] = own
+            run_route[num_runs] = route[task]
+            run_index[num_runs] = 0 if run < 0 else run_index[run] + 1
+            run = num_runs
+            last_run[own] = run
+            num_runs += 1
+            total = joined(total, np.uint64(position[task]))
+        run_of_task[task] = run
+        for i in range(len(columns)):
+            total = total * STEP + columns[i][task]
+        content[own] = mixed(total * STEP + np.uint64(indptr[task + 1] - indptr[task]))
+    return num_runs
+
+
+def describe_waits(
+    order: Any,
+    first: Any,
+    slot: Any,
+    position: Any,
+    indptr: Any,
+    indices: Any,
+    first_pair: Any,
     pair_other: Any,
     pair_hash: Any,
     last_pair: Any,
-) -> Any:
-    """Hash what the tasks of each slot are and wait for; return how many runs and pairs there are.
+) -> None:
+    """Hash what the tasks of each slot wait for, in a pair for each other slot.
 
-    A run is a series of tasks of a slot on one route. A pair is a slot and another one that its tasks wait
-    for; its hash is of which task waits for which, by their positions. `content` is of all that says nothing
-    of other slots and of resources. ``last_pair`` comes in as -1.
+    The hash of a pair is of which task waits for which, by their positions. ``last_pair`` comes in as -1.
     """
-    num_runs, num_pairs = 0, 0
+    num_pairs = 0
     for own in range(len(first) - 1):
-        own_pairs = num_pairs
-        total = mixed(np.uint64(first[own + 1] - first[own]))
+        first_pair[own] = num_pairs
         for at in range(first[own], first[own + 1]):
             task = order[at]
-            place = np.uint64(at - first[own])
-            if at == first[own] or route[task] != route[order[at - 1]]:
-                run_slot[num_runs] = own
-                run_route[num_runs] = route[task]
-                run_index[num_runs] = 0 if at == first[own] else run_index[num_runs - 1] + 1
-                num_runs += 1
-                total = joined(total, place)
-            run_of_task[task] = num_runs - 1
-            for i in range(len(columns)):
-                total = total * STEP + columns[i][task]
-            total = mixed(total + np.uint64(indptr[task + 1] - indptr[task]))
             for i in range(indptr[task], indptr[task + 1]):
                 other = slot[indices[i]]
                 pair = last_pair[other]
-                if pair < own_pairs:
+                if pair < first_pair[own]:
                     pair = num_pairs
                     num_pairs += 1
                     last_pair[other] = pair
-                    pair_slot[pair], pair_other[pair], pair_hash[pair] = own, other, np.uint64(0)
-                pair_hash[pair] += joined(place, np.uint64(position[indices[i]]))
-        content[own] = total
-    return num_runs, num_pairs
+                    pair_other[pair], pair_hash[pair] = other, np.uint64(0)
+                pair_hash[pair] += joined(np.uint64(at - first[own]), np.uint64(position[indices[i]]))
+    first_pair[len(first) - 1] = num_pairs
 
 
 def peel(first_pair: Any, after_indptr: Any, after: Any, waits: Any, order: Any) -> int:

@@ -86,32 +86,21 @@ def fold(program: FlowProgram, *, compiled: bool | None = None) -> Fold | None:
 
 
 def _describe(program: FlowProgram, kernel: Any) -> _Description:
-    num_tasks, num_slots = program.num_tasks, program.num_slots
+    num_tasks, num_slots, num_edges = program.num_tasks, program.num_slots, len(program.indices)
+    slot, indptr = program.slot, program.indptr
     first, order, position = (np.zeros(n, dtype=np.int64) for n in (num_slots + 1, num_tasks, num_tasks))
-    kernel.order_by_slot(program.slot, first, order, position)
+    kernel.order_by_slot(slot, first, order, position)
     numbers = (program.delay_s, program.num_bytes, program.weight, program.release_s, program.priority)
     columns = tuple(np.ascontiguousarray(column).view(np.uint64) for column in numbers)
-    content = np.zeros(num_slots, dtype=np.uint64)
-    run_of_task = np.empty(num_tasks, dtype=np.int64)
-    runs = [np.empty(num_tasks, dtype=np.int64) for _ in range(3)]
-    pairs = [np.empty(len(program.indices), dtype=np.int64) for _ in range(2)]
-    pair_hash = np.empty(len(program.indices), dtype=np.uint64)
-    last_pair = np.full(num_slots, -1)
-    num_runs, num_pairs = kernel.describe(
-        order,
-        first,
-        program.slot,
-        position,
-        columns,
-        program.route,
-        program.indptr,
-        program.indices,
-        content,
-        run_of_task,
-        *runs,
-        *pairs,
-        pair_hash,
-        last_pair,
+    content, last_run = np.zeros(num_slots, dtype=np.uint64), np.full(num_slots, -1)
+    run_of_task, *runs = (np.empty(num_tasks, dtype=np.int64) for _ in range(4))
+    num_runs = kernel.describe(
+        slot, position, columns, program.route, indptr, content, last_run, run_of_task, *runs
+    )
+    first_pair, last_pair = np.zeros(num_slots + 1, dtype=np.int64), np.full(num_slots, -1)
+    pair_other, pair_hash = np.empty(num_edges, dtype=np.int64), np.empty(num_edges, dtype=np.uint64)
+    kernel.describe_waits(
+        order, first, slot, position, indptr, program.indices, first_pair, pair_other, pair_hash, last_pair
     )
     return _Description(
         first=first,
@@ -122,9 +111,9 @@ def _describe(program: FlowProgram, kernel: Any) -> _Description:
         run_slot=runs[0][:num_runs],
         run_route=runs[1][:num_runs],
         run_index=runs[2][:num_runs],
-        first_pair=np.searchsorted(pairs[0][:num_pairs], np.arange(num_slots + 1)),
-        pair_other=pairs[1][:num_pairs],
-        pair_hash=pair_hash[:num_pairs],
+        first_pair=first_pair,
+        pair_other=pair_other[: first_pair[-1]],
+        pair_hash=pair_hash[: first_pair[-1]],
     )
 
 
