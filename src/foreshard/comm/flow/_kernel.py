@@ -446,3 +446,27 @@ def chain(slot: Any, last: Any, next_task: Any, waits: Any) -> None:
             next_task[before] = task
             waits[task] += 1
         last[slot[task]] = task
+
+
+def longest_path(tasks: Any, waits: Any, duration_s: Any, start_s: Any, stack: Any) -> float:
+    """Move each start behind all that its task waits for; return the last end. Starts come in as releases."""
+    size, end_s = 0, 0.0
+    for task in range(len(waits)):
+        if waits[task] == 0:
+            stack[size] = task
+            size += 1
+    while size > 0:
+        size -= 1
+        task = stack[size]
+        own_end_s = start_s[task] + duration_s[task]
+        end_s = max(end_s, own_end_s)
+        first, last = tasks.after_indptr[task], tasks.after_indptr[task + 1]
+        for i in range(first, last + 1):
+            behind = tasks.after[i] if i < last else tasks.next[task]
+            if behind >= 0:
+                start_s[behind] = max(start_s[behind], own_end_s)
+                waits[behind] -= 1
+                if waits[behind] == 0:
+                    stack[size] = behind
+                    size += 1
+    return end_s

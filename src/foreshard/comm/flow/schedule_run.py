@@ -7,19 +7,23 @@ before has arrived, and all take the route that the routing function gives to th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
+from foreshard.comm.flow.bounds import longest_path_s, resource_times_s
+from foreshard.comm.flow.program import FlowProgramBuilder
 from foreshard.comm.flow.simulation import simulate
-from foreshard.comm.flow.symmetry import Fold, fold
+from foreshard.comm.flow.symmetry import fold
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.graph import Topology
 from foreshard.errors import SpecError
 
 Routing = Callable[[int, int, int], Sequence[int]]
 """Links, in order, from a source place to a target place for a flow: the channel of the sends."""
+
+NUM_BUSIEST = 10
+"""Resources that a result names, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class ScheduleRun:
     longest_path_s : float
         Longest chain of sends that wait for each other, each as if alone on its route.
     busiest : tuple of (int, float)
-        Resources with the highest utilisation, and that utilisation; up to ten, highest first.
+        Resources with the highest utilisation, and that utilisation; up to `NUM_BUSIEST`, highest first.
     num_sends, num_simulated, num_solves : int
         Sends of the schedule, those simulated after folding, and components whose rates were solved.
     """
@@ -88,40 +92,19 @@ def run_schedule(
     used = program if small is None else small.program
     times = simulate(used, compiled=compiled)
     path_s = longest_path_s(program, small, compiled=compiled)
-    resource_s = program.resource_bytes / program.capacity_bytes_per_s
-    busiest_s = float(resource_s.max(initial=0.0))
-    top = np.argsort(-resource_s, kind="stable")[:10]
+    resource_s = resource_times_s(program)
+    top = np.argsort(-resource_s, kind="stable")[:NUM_BUSIEST]
     seconds = times.makespan_s
     return ScheduleRun(
         seconds=seconds,
-        lower_bound_s=max(busiest_s, path_s),
-        busiest_resource_s=busiest_s,
+        lower_bound_s=max(float(resource_s.max(initial=0.0)), path_s),
+        busiest_resource_s=float(resource_s.max(initial=0.0)),
         longest_path_s=path_s,
         busiest=tuple((int(one), float(resource_s[one] / seconds)) for one in top if resource_s[one] > 0.0),
         num_sends=schedule.num_sends,
         num_simulated=used.num_tasks,
         num_solves=times.num_solves,
     )
-
-
-def longest_path_s(program: FlowProgram, small: Fold | None = None, *, compiled: bool | None = None) -> float:
-    """Return the makespan if every flow had its route to itself: no sharing makes it shorter.
-
-    Parameters
-    ----------
-    program : FlowProgram
-    small : Fold, optional
-        Its symmetric form, which gives the same sooner.
-    compiled : bool, optional
-        As in `simulate`.
-    """
-    sends = program.route >= 0
-    alone_s = program.delay_s.copy()
-    alone_s[sends] += program.num_bytes[sends] / program.rate_alone_bytes_per_s[program.route[sends]]
-    if small is not None:
-        program, alone_s = small.program, alone_s[small.kept]
-    fixed = replace(program, delay_s=alone_s, num_bytes=np.zeros(program.num_tasks))
-    return simulate(fixed, compiled=compiled).makespan_s
 
 
 def add_schedule(

@@ -66,7 +66,7 @@ def simulate(program: FlowProgram, *, compiled: bool | None = None) -> FlowTimes
         compiled = is_worth_compiling(program.num_tasks)
     kernel = loops("foreshard.comm.flow._kernel", compiled)
     start_s, end_s = np.zeros(program.num_tasks), np.full(program.num_tasks, -1.0)
-    tasks, waits = _tasks(program, kernel)
+    tasks, waits = kernel_tasks(program, kernel)
     routes = _routes(program)
     width = int(np.diff(program.route_indptr).max(initial=1))
     slots = empty_slots(program.num_slots)
@@ -98,8 +98,8 @@ def _routes(program: FlowProgram) -> Routes:
     )
 
 
-def _tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
-    """Return the columns that the loop reads, and how many tasks each task waits for."""
+def kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
+    """Return the columns that the loops read, and how many tasks each task waits for."""
     num_tasks = program.num_tasks
     waits = np.diff(program.indptr)
     after_indptr = np.zeros(num_tasks + 1, dtype=np.int64)
