@@ -1,7 +1,7 @@
 """The loops of max-min rates and of the flow simulation: plain Python that numba can also compile unchanged.
 
 Arrays come in named tuples. A slot holds the task that a queue runs now; a task in no queue has a slot of
-its own. Active flows hang in one doubly linked list for each resource; entry ``slot * width + i`` is the
+its own. Active flows hang in one doubly linked list for each resource; entry ``(slot << shift) + i`` is the
 i-th resource of the route of the slot's flow.
 """
 
@@ -140,12 +140,12 @@ def take(heap: Any, place: Any, key: Any, item: int, size: int) -> int:
     return size
 
 
-def attach(routes: Any, slots: Any, shares: Any, width: int, slot: int) -> None:
+def attach(routes: Any, slots: Any, shares: Any, shift: int, slot: int) -> None:
     """Add a slot's flow to the list of every resource on its route."""
     first = routes.indptr[slots.route[slot]]
     for i in range(first, routes.indptr[slots.route[slot] + 1]):
         resource = routes.resources[i]
-        entry = slot * width + i - first
+        entry = (slot << shift) + i - first
         behind = shares.head[resource]
         shares.next[entry] = behind
         shares.before[entry] = EMPTY
@@ -154,11 +154,11 @@ def attach(routes: Any, slots: Any, shares: Any, width: int, slot: int) -> None:
         shares.head[resource] = entry
 
 
-def detach(routes: Any, slots: Any, shares: Any, width: int, slot: int) -> None:
+def detach(routes: Any, slots: Any, shares: Any, shift: int, slot: int) -> None:
     """Remove a slot's flow from the lists of its route."""
     first = routes.indptr[slots.route[slot]]
     for i in range(first, routes.indptr[slots.route[slot] + 1]):
-        entry = slot * width + i - first
+        entry = (slot << shift) + i - first
         ahead, behind = shares.before[entry], shares.next[entry]
         if ahead >= 0:
             shares.next[ahead] = behind
@@ -168,7 +168,7 @@ def detach(routes: Any, slots: Any, shares: Any, width: int, slot: int) -> None:
             shares.before[behind] = ahead
 
 
-def component(routes: Any, slots: Any, shares: Any, width: int, seed: int, stamp: int) -> Any:
+def component(routes: Any, slots: Any, shares: Any, shift: int, seed: int, stamp: int) -> Any:
     """List the flows and resources that a resource is connected with; return how many of each."""
     shares.resources[0] = seed
     shares.seen[seed] = stamp
@@ -177,7 +177,7 @@ def component(routes: Any, slots: Any, shares: Any, width: int, seed: int, stamp
         entry = shares.head[shares.resources[at]]
         at += 1
         while entry >= 0:
-            slot = entry // width
+            slot = entry >> shift
             entry = shares.next[entry]
             if slots.seen[slot] == stamp:
                 continue
@@ -194,13 +194,13 @@ def component(routes: Any, slots: Any, shares: Any, width: int, seed: int, stamp
     return num_flows, num_resources
 
 
-def exact_level(routes: Any, slots: Any, shares: Any, width: int, resource: int) -> float:
+def exact_level(routes: Any, slots: Any, shares: Any, shift: int, resource: int) -> float:
     """Return the rate of weight 1 at which a resource is full, from sums without accumulated rounding."""
     used, load = 0.0, 0.0
     entry = shares.head[resource]
     while entry >= 0:
-        slot = entry // width
-        usage = routes.usage[routes.indptr[slots.route[slot]] + entry - slot * width]
+        slot = entry >> shift
+        usage = routes.usage[routes.indptr[slots.route[slot]] + entry - (slot << shift)]
         if slots.mark[slot] == FIXED:
             used += usage * slots.new_rate[slot]
         elif slots.mark[slot] == FILLING:
@@ -252,7 +252,7 @@ def load_class(
     return size
 
 
-def fill_class(routes: Any, slots: Any, shares: Any, width: int, size: int) -> None:
+def fill_class(routes: Any, slots: Any, shares: Any, shift: int, size: int) -> None:
     """Raise all flows of one priority together; fix those of each resource that gets full."""
     while size > 0:
         resource = shares.heap[0]
@@ -266,16 +266,16 @@ def fill_class(routes: Any, slots: Any, shares: Any, width: int, size: int) -> N
                 sift_down(shares.heap, shares.place, shares.level, 0, size)
                 continue
         size = take(shares.heap, shares.place, shares.level, resource, size)
-        level = exact_level(routes, slots, shares, width, resource)
+        level = exact_level(routes, slots, shares, shift, resource)
         entry = shares.head[resource]
         while entry >= 0:
-            slot = entry // width
+            slot = entry >> shift
             if slots.mark[slot] == FILLING:
                 fix(routes, slots, shares, slot, level)
             entry = shares.next[entry]
 
 
-def solve(routes: Any, slots: Any, shares: Any, width: int, num_flows: int, num_resources: int) -> None:
+def solve(routes: Any, slots: Any, shares: Any, shift: int, num_flows: int, num_resources: int) -> None:
     """Set the new rates of a component: the highest priority first, the others of what is left."""
     if num_flows == 1:
         slots.new_rate[shares.flows[0]] = routes.rate_alone[slots.route[shares.flows[0]]]
@@ -292,7 +292,7 @@ def solve(routes: Any, slots: Any, shares: Any, width: int, num_flows: int, num_
             if (num_fixed == 0 or own < last) and (not found or own > priority):
                 priority, found = own, True
         size = load_class(routes, slots, shares, num_flows, num_resources, priority)
-        fill_class(routes, slots, shares, width, size)
+        fill_class(routes, slots, shares, shift, size)
         last = priority
         num_fixed = 0
         for n in range(num_flows):
@@ -342,7 +342,7 @@ def seed(routes: Any, slots: Any, shares: Any, slot: int, stamp: int, num_seeds:
 
 
 def flow_starts(
-    routes: Any, tasks: Any, slots: Any, shares: Any, width: int, slot: int, now_s: float
+    routes: Any, tasks: Any, slots: Any, shares: Any, shift: int, slot: int, now_s: float
 ) -> None:
     """Let the bytes of a slot's task flow, at no rate yet."""
     task = slots.task[slot]
@@ -353,7 +353,7 @@ def flow_starts(
     slots.left_bytes[slot] = tasks.num_bytes[task]
     slots.rate[slot] = 0.0
     slots.since_s[slot] = now_s
-    attach(routes, slots, shares, width, slot)
+    attach(routes, slots, shares, shift, slot)
 
 
 def has_flow(routes: Any, tasks: Any, task: int) -> bool:
@@ -363,7 +363,7 @@ def has_flow(routes: Any, tasks: Any, task: int) -> bool:
 
 
 def execute(
-    routes: Any, tasks: Any, slots: Any, shares: Any, width: int, waits: Any, start_s: Any, end_s: Any
+    routes: Any, tasks: Any, slots: Any, shares: Any, shift: int, waits: Any, start_s: Any, end_s: Any
 ) -> Any:
     """Fill start_s and end_s; return how many tasks ended, moments with events, and components solved.
 
@@ -384,11 +384,11 @@ def execute(
             task = slots.task[slot]
             size = take(slots.heap, slots.place, slots.event_s, slot, size)
             if slots.phase[slot] == DELAYED and has_flow(routes, tasks, task):
-                flow_starts(routes, tasks, slots, shares, width, slot, now_s)
+                flow_starts(routes, tasks, slots, shares, shift, slot, now_s)
                 num_seeds = seed(routes, slots, shares, slot, num_moments, num_seeds)
                 continue
             if slots.phase[slot] == FLOWING:
-                detach(routes, slots, shares, width, slot)
+                detach(routes, slots, shares, shift, slot)
                 num_seeds = seed(routes, slots, shares, slot, num_moments, num_seeds)
             slots.phase[slot] = IDLE
             end_s[task] = now_s
@@ -406,21 +406,21 @@ def execute(
             resource = shares.seeds[n]
             if shares.seen[resource] == num_moments or shares.head[resource] < 0:
                 continue
-            num_flows, num_resources = component(routes, slots, shares, width, resource, num_moments)
-            solve(routes, slots, shares, width, num_flows, num_resources)
+            num_flows, num_resources = component(routes, slots, shares, shift, resource, num_moments)
+            solve(routes, slots, shares, shift, num_flows, num_resources)
             size = apply_rates(slots, shares, num_flows, now_s, size)
             num_solves += 1
     return num_done, num_moments, num_solves
 
 
-def rates_of_all(routes: Any, slots: Any, shares: Any, width: int) -> None:
+def rates_of_all(routes: Any, slots: Any, shares: Any, shift: int) -> None:
     """Set the new rates of all slots, each with one flow, component by component."""
     for slot in range(len(slots.route)):
-        attach(routes, slots, shares, width, slot)
+        attach(routes, slots, shares, shift, slot)
     for resource in range(len(routes.capacity)):
         if shares.seen[resource] != 1 and shares.head[resource] >= 0:
-            num_flows, num_resources = component(routes, slots, shares, width, resource, 1)
-            solve(routes, slots, shares, width, num_flows, num_resources)
+            num_flows, num_resources = component(routes, slots, shares, shift, resource, 1)
+            solve(routes, slots, shares, shift, num_flows, num_resources)
 
 
 def transpose(indptr: Any, indices: Any, after_indptr: Any, after: Any, fill: Any) -> None:

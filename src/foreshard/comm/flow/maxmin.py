@@ -111,10 +111,10 @@ def _compiled_rates(
     num_flows = len(weight)
     alone = np.minimum.reduceat(capacity[resources] / usage, indptr[:-1]) if num_flows else np.empty(0)
     routes = Routes(capacity, indptr.astype(np.int64), resources.astype(np.int64), usage, alone)
-    width = int(np.diff(indptr).max(initial=1))
+    shift = entry_shift(indptr)
     slots = empty_slots(num_flows)._replace(route=np.arange(num_flows), weight=weight, priority=priority)
     kernel = loops("foreshard.comm.flow._kernel", True)
-    kernel.rates_of_all(routes, slots, empty_shares(len(capacity), num_flows, width), width)
+    kernel.rates_of_all(routes, slots, empty_shares(len(capacity), num_flows, shift), shift)
     return slots.new_rate
 
 
@@ -138,12 +138,17 @@ def empty_slots(num_slots: int) -> Slots:
     )
 
 
-def empty_shares(num_resources: int, num_slots: int, width: int) -> Shares:
-    """Return resources without flows; no route has more than `width` resources."""
+def entry_shift(route_indptr: np.ndarray) -> int:
+    """Return the bits that number the resources of the longest route."""
+    return int(np.diff(route_indptr).max(initial=1) - 1).bit_length()
+
+
+def empty_shares(num_resources: int, num_slots: int, shift: int) -> Shares:
+    """Return resources without flows; no route has more than ``2**shift`` resources."""
     return Shares(
         head=np.full(num_resources, -1),
-        next=np.full(num_slots * width, -1),
-        before=np.full(num_slots * width, -1),
+        next=np.full(num_slots << shift, -1),
+        before=np.full(num_slots << shift, -1),
         left=np.zeros(num_resources),
         load=np.zeros(num_resources),
         num_filling=np.zeros(num_resources, dtype=np.int64),

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreshard.comm.flow._kernel import Routes, Tasks
 from foreshard.comm.flow.compiled import is_worth_compiling, loops
-from foreshard.comm.flow.maxmin import empty_shares, empty_slots
+from foreshard.comm.flow.maxmin import empty_shares, empty_slots, entry_shift
 from foreshard.comm.flow.program import FlowProgram
 from foreshard.errors import SpecError
 
@@ -68,10 +68,10 @@ def simulate(program: FlowProgram, *, compiled: bool | None = None) -> FlowTimes
     start_s, end_s = np.zeros(program.num_tasks), np.full(program.num_tasks, -1.0)
     tasks, waits = kernel_tasks(program, kernel)
     routes = _routes(program)
-    width = int(np.diff(program.route_indptr).max(initial=1))
+    shift = entry_shift(program.route_indptr)
     slots = empty_slots(program.num_slots)
-    shares = empty_shares(program.num_resources, program.num_slots, width)
-    done, moments, solves = kernel.execute(routes, tasks, slots, shares, width, waits, start_s, end_s)
+    shares = empty_shares(program.num_resources, program.num_slots, shift)
+    done, moments, solves = kernel.execute(routes, tasks, slots, shares, shift, waits, start_s, end_s)
     if done < program.num_tasks:
         raise _circle(np.flatnonzero(end_s < 0.0))
     makespan_s = float(end_s.max(initial=0.0))
