@@ -9,21 +9,21 @@ Every row compares results too. One core.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "unit" / "comm"))
-from test_flow_schedule import GIB, node_ring, own_link, rails, ring
 
 from foreshard.comm.flow.maxmin import max_min_rates
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.schedule_run import run_schedule
 from foreshard.comm.flow.simulation import simulate
+from foreshard.comm.schedules.schedule import Schedule, chunks_of
+from foreshard.comm.topology.graph import Link, SharedResource, Topology, Vertex
+
+GIB = 2.0**30
+NODE = 8
 
 
 def irregular(num_flows: int, num_resources: int, num_pods: int = 1) -> FlowProgram:
@@ -37,6 +37,47 @@ def irregular(num_flows: int, num_resources: int, num_pods: int = 1) -> FlowProg
     sizes, starts = rng.uniform(1e6, 1e9, num_flows), rng.uniform(0.0, 1.0, num_flows)
     builder.add_many(num_bytes=sizes, release_s=starts, route=routes)
     return builder.build()
+
+
+def ring(num_ranks: int, stride: int) -> Schedule:
+    """All-reduce of rings that connect every `stride`-th rank; each reduces its part of the size."""
+    rounds = 2 * (num_ranks // stride - 1)
+    at, source = np.repeat(np.arange(rounds), num_ranks), np.tile(np.arange(num_ranks), rounds)
+    waits = at > 0
+    return Schedule(
+        collective="all-reduce",
+        algorithm="ring",
+        num_ranks=num_ranks,
+        chunks=tuple(chunks_of("all-reduce", num_ranks)),
+        source=source,
+        target=(source + stride) % num_ranks,
+        chunk=(source - stride * at) % num_ranks,
+        is_reduced=at < rounds // 2,
+        channel=np.zeros(len(source), dtype=np.int64),
+        indptr=np.concatenate([[0], np.cumsum(waits)]),
+        indices=((at - 1) * num_ranks + (source - stride) % num_ranks)[waits],
+    )
+
+
+def fabric(num_ranks: int, stride: int) -> Topology:
+    """Link r leaves rank r: to the next rank (NVLink in a node, else a NIC), or on its rail to the next node.
+
+    Eight rails share the uplink of their node, oversubscribed by four.
+    """
+    vertices = tuple(Vertex(name=f"gpu{i}", kind="device", node=i // NODE) for i in range(num_ranks))
+    uplink = NODE * 50e9 / 4.0
+    shared = tuple(SharedResource(name=f"up{i}", bytes_per_s=uplink) for i in range(num_ranks // NODE))
+    links = []
+    for rank in range(num_ranks):
+        is_inside = stride == 1 and rank % NODE < NODE - 1
+        speed = (
+            {"bytes_per_s": 450e9, "latency_s": 1e-6}
+            if is_inside
+            else {"bytes_per_s": 50e9, "latency_s": 5e-6}
+        )
+        ends = {"source": rank, "target": (rank + stride) % num_ranks}
+        links.append(Link(**ends, **speed, shared=() if stride == 1 else (rank // NODE,)))
+    return Topology(vertices=vertices, links=tuple(links), shared=shared)
 
 
 def full_resolve(program: FlowProgram, *, compiled: bool) -> np.ndarray:
@@ -96,10 +137,11 @@ def print_irregular(numpy_flows: int) -> None:
 def print_regular() -> None:
     print("| ring all-reduce | sends | simulated | folded s | each rank | result ms | difference |")
     print("|---|---|---|---|---|---|---|")
-    cases = [(f"{n} ranks, one ring", ring(n), node_ring(n)) for n in (64, 256, 1024)]
-    cases += [(f"{n} ranks, 8 rails, uplink over 4", ring(n, 8), rails(n, 4.0)) for n in (64, 1024)]
-    for name, schedule, topology in cases:
-        arguments = (schedule, GIB, topology, own_link)
+    cases = [(f"{n} ranks, one ring", n, 1) for n in (64, 256, 1024)]
+    cases += [(f"{n} ranks, 8 rails, uplink over 4", n, NODE) for n in (64, 1024)]
+    for name, num_ranks, stride in cases:
+        topology = fabric(num_ranks, stride)
+        arguments = (ring(num_ranks, stride), GIB, topology, lambda source, target, flow: (source,))
         folded_s, folded = timed(partial(run_schedule, *arguments, compiled=True), repeats=3)
         each_s, each = timed(partial(run_schedule, *arguments, folded=False, compiled=True), repeats=1)
         print(

@@ -1,12 +1,14 @@
 """Times of flow programs worked out by hand, in plain Python and compiled."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import simulate
 from foreshard.comm.flow.symmetry import fold
-from foreshard.errors import SpecError
+from foreshard.errors import ExtraMissingError, SpecError
 
 pytestmark = pytest.mark.parametrize("compiled", [False, True])
 
@@ -166,3 +168,21 @@ def test_dependencies_on_tasks_that_do_not_exist_are_refused(compiled):
     builder.depend(2, 0)
     with pytest.raises(SpecError, match="a dependency names task 2"):
         builder.build()
+
+
+def test_without_numba_a_program_runs_in_plain_python(compiled, monkeypatch):
+    """A module set to None is one that import does not find."""
+    from foreshard.comm.flow.compiled import MIN_COMPILED_TASKS, loops
+
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    loops.cache_clear()
+    builder = build(1.0)
+    for _ in range(MIN_COMPILED_TASKS):
+        builder.send(builder.route([0]), 1.0)
+    if compiled:
+        with pytest.raises(ExtraMissingError, match="needs numba"):
+            simulate(builder.build(), compiled=True)
+    else:
+        assert simulate(builder.build()).makespan_s == pytest.approx(MIN_COMPILED_TASKS)
+    loops.cache_clear()

@@ -2,7 +2,8 @@
 
 Arrays come in named tuples. A slot holds the task that a queue runs now; a task in no queue has a slot of
 its own. Active flows hang in one doubly linked list for each resource; entry ``(slot << shift) + i`` is the
-i-th resource of the route of the slot's flow.
+i-th resource of the route of the slot's flow. All loops are in this one file, because numba compiles a cached
+function anew only when the file of that function changes, not when one that it calls does.
 """
 
 from __future__ import annotations
@@ -330,7 +331,7 @@ def begin(tasks: Any, slots: Any, start_s: Any, task: int, now_s: float, size: i
 
 
 def seed(routes: Any, slots: Any, shares: Any, slot: int, stamp: int, num_seeds: int) -> int:
-    """Note the first resource of a flow's route: those after it are connected or noted by other flows."""
+    """Note the resources of a flow's route, each once a moment: flows connected with them get new rates."""
     route = slots.route[slot]
     for i in range(routes.indptr[route], routes.indptr[route + 1]):
         resource = routes.resources[i]
@@ -360,6 +361,18 @@ def has_flow(routes: Any, tasks: Any, task: int) -> bool:
     """Return whether a task's bytes occupy any resource."""
     route = tasks.route[task]
     return tasks.num_bytes[task] > 0.0 and route >= 0 and routes.indptr[route] < routes.indptr[route + 1]
+
+
+def release(tasks: Any, slots: Any, waits: Any, start_s: Any, task: int, now_s: float, size: int) -> int:
+    """Start what waited for a task only; return the size of the heap of events."""
+    first, last = tasks.after_indptr[task], tasks.after_indptr[task + 1]
+    for i in range(first, last + 1):
+        behind = tasks.after[i] if i < last else tasks.next[task]
+        if behind >= 0:
+            waits[behind] -= 1
+            if waits[behind] == 0:
+                size = begin(tasks, slots, start_s, behind, now_s, size)
+    return size
 
 
 def execute(
@@ -393,15 +406,7 @@ def execute(
             slots.phase[slot] = IDLE
             end_s[task] = now_s
             num_done += 1
-            for i in range(tasks.after_indptr[task], tasks.after_indptr[task + 1]):
-                waits[tasks.after[i]] -= 1
-                if waits[tasks.after[i]] == 0:
-                    size = begin(tasks, slots, start_s, tasks.after[i], now_s, size)
-            behind = tasks.next[task]
-            if behind >= 0:
-                waits[behind] -= 1
-                if waits[behind] == 0:
-                    size = begin(tasks, slots, start_s, behind, now_s, size)
+            size = release(tasks, slots, waits, start_s, task, now_s, size)
         for n in range(num_seeds):
             resource = shares.seeds[n]
             if shares.seen[resource] == num_moments or shares.head[resource] < 0:
