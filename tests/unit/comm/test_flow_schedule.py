@@ -120,6 +120,39 @@ def test_folding_changes_nothing(num_ranks, stride):
     assert dict(folded.busiest) == pytest.approx(dict(whole.busiest))
 
 
+@pytest.mark.parametrize("stride", [1, 8])
+def test_the_numbers_of_ranks_and_sends_do_not_matter(stride):
+    """Otherwise folding would depend on the generator's order."""
+    num_ranks, rng = 32, np.random.default_rng(stride)
+    schedule = ring(num_ranks, stride)
+    topology = node_ring(num_ranks) if stride == 1 else rails(num_ranks, 4.0)
+    rank, send = rng.permutation(num_ranks), rng.permutation(schedule.num_sends)
+    # sends of a channel keep their order: sort the new numbers of each rank's sends
+    for one in range(num_ranks):
+        own = schedule.source == one
+        send[own] = np.sort(send[own])
+    old = np.argsort(send)
+    count = np.diff(schedule.indptr)[old]
+    other = Schedule(
+        collective="all-reduce",
+        algorithm="ring",
+        num_ranks=num_ranks,
+        chunks=schedule.chunks,
+        source=rank[schedule.source[old]],
+        target=rank[schedule.target[old]],
+        chunk=schedule.chunk[old],
+        is_reduced=schedule.is_reduced[old],
+        channel=schedule.channel[old],
+        indptr=np.concatenate([[0], np.cumsum(count)]),
+        indices=send[schedule.indices[schedule.indptr[old][count > 0]]],
+    )
+    expected = run_schedule(schedule, GIB, topology, own_link)
+    place = np.argsort(rank)
+    found = run_schedule(other, GIB, topology, lambda source, target, flow: (int(place[source]),))
+    assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
+    assert found.num_simulated == expected.num_simulated < expected.num_sends
+
+
 def test_plain_python_finds_the_same():
     arguments = (ring(16), 1e6, node_ring(16), own_link)
     compiled, plain = (run_schedule(*arguments, compiled=one) for one in (True, False))

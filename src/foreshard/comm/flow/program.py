@@ -16,6 +16,25 @@ from numpy.typing import ArrayLike
 
 from foreshard.errors import SpecError
 
+COLUMNS = {
+    "delay_s": np.float64,
+    "num_bytes": np.float64,
+    "weight": np.float64,
+    "priority": np.int64,
+    "release_s": np.float64,
+    "route": np.int64,
+    "queue": np.int64,
+}
+"""Columns of the tasks and their types."""
+TABLES = {
+    "capacity_bytes_per_s": np.float64,
+    "indptr": np.int64,
+    "indices": np.int64,
+    "route_indptr": np.int64,
+    "route_resources": np.int64,
+    "route_usage": np.float64,
+}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlowProgram:
@@ -64,9 +83,10 @@ class FlowProgram:
     route_usage: np.ndarray
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no task, route or resource can have."""
-        columns = ("delay_s", "num_bytes", "weight", "priority", "release_s", "route", "queue")
-        for name in columns:
+        """Refuse numbers that no task, route or resource can have; give every column its type."""
+        for name, kind in {**COLUMNS, **TABLES}.items():  # the compiled loops are made for one type each
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype=kind))
+        for name in COLUMNS:
             if len(getattr(self, name)) != self.num_tasks:
                 found = len(getattr(self, name))
                 rule = f"Every column has one entry for each of the {self.num_tasks} tasks"
@@ -256,29 +276,22 @@ class FlowProgramBuilder:
     def build(self) -> FlowProgram:
         """Return the program of everything added so far."""
         self._flush()
-        types = (np.float64, np.float64, np.float64, np.int64, np.float64, np.int64, np.int64)
-        columns = [
-            np.concatenate([np.empty(0, kind), *(block[i] for block in self._blocks)])
-            if len(self._blocks) != 1
-            else self._blocks[0][i]
-            for i, kind in enumerate(types)
-        ]
+        columns = {
+            name: self._blocks[0][i]
+            if len(self._blocks) == 1
+            else np.concatenate([np.empty(0, kind), *(block[i] for block in self._blocks)])
+            for i, (name, kind) in enumerate(COLUMNS.items())
+        }
         indptr, indices = self._dependencies()
         resources = [one for key in self._routes for one in key[0]]
         usage = [one for key in self._routes for one in key[1]]
         lengths = [len(key[0]) for key in self._routes]
         return FlowProgram(
-            capacity_bytes_per_s=np.asarray(self.capacity_bytes_per_s, dtype=np.float64),
-            delay_s=columns[0],
-            num_bytes=columns[1],
-            weight=columns[2],
-            priority=columns[3],
-            release_s=columns[4],
-            route=columns[5],
-            queue=columns[6],
+            capacity_bytes_per_s=self.capacity_bytes_per_s,
+            **columns,
             indptr=indptr,
             indices=indices,
-            route_indptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            route_indptr=np.concatenate([[0], np.cumsum(lengths)]),
             route_resources=np.array(resources, dtype=np.int64),
             route_usage=np.array(usage, dtype=np.float64),
         )
@@ -304,5 +317,5 @@ class FlowProgramBuilder:
             raise SpecError(f"a dependency names task {wrong}", key="tasks", value=wrong, rule=rule)
         indptr = np.concatenate([[0], np.cumsum(np.bincount(task, minlength=self._num_tasks))])
         if len(task) and np.all(task[1:] >= task[:-1]):  # in order already: a sort costs more than the rest
-            return indptr.astype(np.int64), before
-        return indptr.astype(np.int64), before[np.argsort(task, kind="stable")]
+            return indptr, before
+        return indptr, before[np.argsort(task, kind="stable")]
