@@ -1,0 +1,169 @@
+"""The flow simulation against a full re-solve at every event: python bench/bench_flow.py.
+
+Irregular traffic: flows with random routes of four resources, sizes of 1 MB to 1 GB and starts in one second,
+in one fabric or in separate pods. The baseline solves all rates at each start and each end, by the same
+compiled loop or in numpy. Regular traffic: ring all-reduces of 1 GiB, symmetric ranks simulated once or each.
+Every row compares results too. One core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from foreshard.comm.flow.maxmin import max_min_rates
+from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
+from foreshard.comm.flow.schedule_run import run_schedule
+from foreshard.comm.flow.simulation import simulate
+from foreshard.comm.schedules.schedule import Schedule, chunks_of
+from foreshard.comm.topology.graph import Link, SharedResource, Topology, Vertex
+
+GIB = 2.0**30
+NODE = 8
+
+
+def irregular(num_flows: int, num_resources: int, num_pods: int = 1) -> FlowProgram:
+    rng = np.random.default_rng(0)
+    builder = FlowProgramBuilder(rng.uniform(1e9, 50e9, num_resources))
+    pod_size = num_resources // num_pods
+    routes = [
+        builder.route((i % num_pods * pod_size + rng.choice(pod_size, 4, replace=False)).tolist())
+        for i in range(num_flows)
+    ]
+    sizes, starts = rng.uniform(1e6, 1e9, num_flows), rng.uniform(0.0, 1.0, num_flows)
+    builder.add_many(num_bytes=sizes, release_s=starts, route=routes)
+    return builder.build()
+
+
+def ring(num_ranks: int, stride: int) -> Schedule:
+    """All-reduce of rings that connect every `stride`-th rank; each reduces its part of the size."""
+    rounds = 2 * (num_ranks // stride - 1)
+    at, source = np.repeat(np.arange(rounds), num_ranks), np.tile(np.arange(num_ranks), rounds)
+    waits = at > 0
+    return Schedule(
+        collective="all-reduce",
+        algorithm="ring",
+        num_ranks=num_ranks,
+        chunks=tuple(chunks_of("all-reduce", num_ranks)),
+        source=source,
+        target=(source + stride) % num_ranks,
+        chunk=(source - stride * at) % num_ranks,
+        is_reduced=at < rounds // 2,
+        channel=np.zeros(len(source), dtype=np.int64),
+        indptr=np.concatenate([[0], np.cumsum(waits)]),
+        indices=((at - 1) * num_ranks + (source - stride) % num_ranks)[waits],
+    )
+
+
+def fabric(num_ranks: int, stride: int) -> Topology:
+    """Link r leaves rank r: to the next rank (NVLink in a node, else a NIC), or on its rail to the next node.
+
+    Eight rails share the uplink of their node, oversubscribed by four.
+    """
+    vertices = tuple(Vertex(name=f"gpu{i}", kind="device", node=i // NODE) for i in range(num_ranks))
+    uplink = NODE * 50e9 / 4.0
+    shared = tuple(SharedResource(name=f"up{i}", bytes_per_s=uplink) for i in range(num_ranks // NODE))
+    links = []
+    for rank in range(num_ranks):
+        is_inside = stride == 1 and rank % NODE < NODE - 1
+        speed = (
+            {"bytes_per_s": 450e9, "latency_s": 1e-6}
+            if is_inside
+            else {"bytes_per_s": 50e9, "latency_s": 5e-6}
+        )
+        ends = {"source": rank, "target": (rank + stride) % num_ranks}
+        links.append(Link(**ends, **speed, shared=() if stride == 1 else (rank // NODE,)))
+    return Topology(vertices=vertices, links=tuple(links), shared=shared)
+
+
+def full_resolve(program: FlowProgram, *, compiled: bool) -> np.ndarray:
+    """Return the end of each flow, with all rates solved anew at each event."""
+    left, end_s, now_s = program.num_bytes.copy(), np.full(program.num_tasks, np.inf), 0.0
+    routes = program.route_resources.reshape(-1, 4)[program.route]
+    while True:
+        active = np.flatnonzero((program.release_s <= now_s) & np.isinf(end_s))
+        later = program.release_s[program.release_s > now_s]
+        if not len(active) and not len(later):
+            return end_s
+        rate = max_min_rates(
+            np.arange(0, 4 * len(active) + 1, 4),
+            routes[active].ravel(),
+            program.capacity_bytes_per_s,
+            compiled=compiled,
+        )
+        to_end_s = left[active] / rate
+        step_s = min(to_end_s.min(initial=np.inf), later.min(initial=np.inf) - now_s)
+        left[active] -= rate * step_s
+        now_s += step_s
+        end_s[active[to_end_s <= step_s * (1 + 1e-13)]] = now_s
+
+
+def timed(work: Callable[[], object], repeats: int) -> tuple[float, object]:
+    work()  # compiles, and warms caches
+    best_s = np.inf
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        result = work()
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return best_s, result
+
+
+def print_irregular(numpy_flows: int) -> None:
+    print(
+        "| flows x resources | simulation s | full re-solve, compiled | full re-solve, numpy | difference |"
+    )
+    print("|---|---|---|---|---|")
+    for num_flows, num_resources, num_pods in ((100, 40, 1), (500, 200, 1), (2000, 500, 1), (2000, 500, 50)):
+        program = irregular(num_flows, num_resources, num_pods)
+        own_s, times = timed(partial(simulate, program, compiled=True), repeats=3)
+        cells, differences = [], []
+        for compiled in (True, False):
+            if not compiled and num_flows > numpy_flows:
+                cells.append("not run")
+                continue
+            full_resolve(irregular(4, 8), compiled=compiled)  # compiles
+            begin_s = time.perf_counter()
+            end_s = full_resolve(program, compiled=compiled)
+            cells.append(f"{(time.perf_counter() - begin_s) / own_s:.1f}x")
+            differences.append(np.abs(end_s / times.end_s - 1.0).max())
+        name = f"{num_flows} x {num_resources}" + (f", {num_pods} pods" if num_pods > 1 else "")
+        print(f"| {name} | {own_s:.3f} | {' | '.join(cells)} | {max(differences):.0e} |", flush=True)
+
+
+def print_regular() -> None:
+    print("| ring all-reduce | sends | simulated | folded s | each rank | result ms | difference |")
+    print("|---|---|---|---|---|---|---|")
+    cases = [(f"{n} ranks, one ring", n, 1) for n in (64, 256, 1024)]
+    cases += [(f"{n} ranks, 8 rails, uplink over 4", n, NODE) for n in (64, 1024)]
+    for name, num_ranks, stride in cases:
+        topology = fabric(num_ranks, stride)
+        arguments = (ring(num_ranks, stride), GIB, topology, lambda source, target, flow: (source,))
+        folded_s, folded = timed(partial(run_schedule, *arguments, compiled=True), repeats=3)
+        each_s, each = timed(partial(run_schedule, *arguments, folded=False, compiled=True), repeats=1)
+        print(
+            f"| {name} | {folded.num_sends:,} | {folded.num_simulated:,} | {folded_s:.4f} "
+            f"| {each_s / folded_s:.1f}x | {folded.seconds * 1e3:.6f} "
+            f"| {abs(each.seconds / folded.seconds - 1.0):.0e} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--numpy-flows",
+        type=int,
+        default=500,
+        help="most flows that the numpy baseline runs (2,000: a minute)",
+    )
+    print_irregular(parser.parse_args().numpy_flows)
+    print()
+    print_regular()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""A schedule on a topology: how long it takes, how near that is to a bound, and which resources are busiest.
+
+Every send is a flow. Sends of one channel between the same two places are a queue: each starts when the one
+before has arrived, and all take the route that the routing function gives to their channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.comm.flow.bounds import longest_path_s, resource_times_s
+from foreshard.comm.flow.program import FlowProgramBuilder
+from foreshard.comm.flow.simulation import simulate
+from foreshard.comm.flow.symmetry import fold
+from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.topology.graph import Topology
+from foreshard.errors import SpecError
+
+Routing = Callable[[int, int, int], Sequence[int]]
+"""Links, in order, from a source place to a target place for a flow: the channel of the sends."""
+
+NUM_BUSIEST = 10
+"""Resources that a result names, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRun:
+    """What a schedule of a given size takes on a topology.
+
+    Attributes
+    ----------
+    seconds : float
+    lower_bound_s : float
+        No order and no sharing of the same sends over the same routes takes less: the larger of the next two.
+    busiest_resource_s : float
+        Bytes over capacity of the resource where that is largest.
+    longest_path_s : float
+        Longest chain of sends that wait for each other, each as if alone on its route.
+    busiest : tuple of (int, float)
+        Resources with the highest utilisation, and that utilisation; up to `NUM_BUSIEST`, highest first.
+    num_sends, num_simulated, num_solves : int
+        Sends of the schedule, those simulated after folding, and components whose rates were solved.
+    """
+
+    seconds: float
+    lower_bound_s: float
+    busiest_resource_s: float
+    longest_path_s: float
+    busiest: tuple[tuple[int, float], ...]
+    num_sends: int
+    num_simulated: int
+    num_solves: int
+
+
+def run_schedule(
+    schedule: Schedule,
+    size_bytes: float,
+    topology: Topology,
+    route: Routing,
+    *,
+    folded: bool = True,
+    compiled: bool | None = None,
+) -> ScheduleRun:
+    """Return what a schedule takes.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    size_bytes : float
+        Size of the collective; a send carries its chunk's part of it.
+    topology : Topology
+    route : callable
+        ``route(source_place, target_place, flow)`` returns the links, with the channel as flow; it is asked
+        once for each.
+    folded : bool
+        Simulate symmetric ranks once; the same result to rounding.
+    compiled : bool, optional
+        As in `simulate`.
+
+    Raises
+    ------
+    SpecError
+        If sends wait for each other in a circle, or the size is no finite number of at least 0.
+    """
+    builder = FlowProgramBuilder(topology.capacity_bytes_per_s)
+    add_schedule(builder, schedule, size_bytes, topology, route)
+    program = builder.build()
+    small = fold(program, compiled=compiled) if folded else None
+    used = program if small is None else small.program
+    times = simulate(used, compiled=compiled)
+    path_s = longest_path_s(program, small, compiled=compiled)
+    resource_s = resource_times_s(program)
+    top = np.argsort(-resource_s, kind="stable")[:NUM_BUSIEST]
+    seconds = times.makespan_s
+    return ScheduleRun(
+        seconds=seconds,
+        lower_bound_s=max(float(resource_s.max(initial=0.0)), path_s),
+        busiest_resource_s=float(resource_s.max(initial=0.0)),
+        longest_path_s=path_s,
+        busiest=tuple((int(one), float(resource_s[one] / seconds)) for one in top if resource_s[one] > 0.0),
+        num_sends=schedule.num_sends,
+        num_simulated=used.num_tasks,
+        num_solves=times.num_solves,
+    )
+
+
+def add_schedule(
+    builder: FlowProgramBuilder,
+    schedule: Schedule,
+    size_bytes: float,
+    topology: Topology,
+    route: Routing,
+    *,
+    after: Sequence[Sequence[int]] = (),
+    weight: float = 1.0,
+    priority: int = 0,
+) -> int:
+    """Add the sends of a schedule to a program, in order, and return the number of the first.
+
+    Parameters
+    ----------
+    builder : FlowProgramBuilder
+    schedule, size_bytes, topology, route
+        As in `run_schedule`; the builder's resources start with those of the topology.
+    after : sequence of sequence of int, optional
+        For each rank, tasks that end before its first send: those that compute what it sends.
+    weight : float
+    priority : int
+    """
+    if not 0.0 <= size_bytes < np.inf:
+        raise SpecError(
+            f"size is {size_bytes:g} bytes", key="size_bytes", value=size_bytes, rule="A size is at least 0"
+        )
+    keys, queue = _channels(schedule)
+    places = max(schedule.num_places, 1)
+    ends = [(key // places % places, key % places, key // places**2) for key in keys.tolist()]
+    links = [tuple(route(*end)) for end in ends]
+    rows = np.array([builder.route(topology.resources_of(one)) for one in links], dtype=np.int64)
+    latency_s = np.array([float(topology.latency_s[list(one)].sum()) for one in links])
+    first = builder.add_many(
+        delay_s=latency_s[queue],
+        num_bytes=schedule.weight * size_bytes,
+        weight=weight,
+        priority=priority,
+        route=rows[queue],
+        queue=builder.new_queue(len(keys)) + queue,
+    )
+    count = np.diff(schedule.indptr)
+    builder.depend(first + np.repeat(np.arange(schedule.num_sends), count), first + schedule.indices)
+    if after:
+        _start_after(builder, schedule, queue, first, after)
+    return first
+
+
+def _channels(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Return a key of each channel between two places, ascending, and the channel of each send."""
+    places = schedule.num_places
+    key = (schedule.channel * places + schedule.source) * places + schedule.target
+    size = int(key.max(initial=-1)) + 1
+    if size > 4 * schedule.num_sends + 2**20:
+        return np.unique(key, return_inverse=True)
+    is_used = np.zeros(size, dtype=bool)  # a table is several times faster than sorting two million sends
+    is_used[key] = True
+    return np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[key]
+
+
+def _start_after(
+    builder: FlowProgramBuilder,
+    schedule: Schedule,
+    queue: np.ndarray,
+    first: int,
+    after: Sequence[Sequence[int]],
+) -> None:
+    """Let the first send of each channel wait for the tasks of its source; those behind it follow."""
+    for send in np.unique(queue, return_index=True)[1].tolist():
+        source = int(schedule.source[send])
+        if source < len(after) and len(after[source]):
+            builder.depend(first + send, list(after[source]))
+
+
+def last_sends(schedule: Schedule) -> list[np.ndarray]:
+    """Return, for each rank, sends after which it has sent and received all: the last of each channel."""
+    _, queue = _channels(schedule)
+    last = np.full(int(queue.max(initial=-1)) + 1, -1)
+    np.maximum.at(last, queue, np.arange(schedule.num_sends))
+    source, target = schedule.source[last], schedule.target[last]
+    return [last[(source == rank) | (target == rank)] for rank in range(schedule.num_ranks)]
