@@ -46,7 +46,7 @@ def verify(schedule: Schedule) -> Verification:
     >>> verify(ring("all-gather", 3)).faults
     ()
     """
-    faults = list(_malformed(schedule))
+    faults = list(malformed(schedule))
     none = np.zeros(max(schedule.num_ranks, 0))
     if faults:
         return Verification(faults=tuple(faults[:MAX_FAULTS]), peak=none)
@@ -60,8 +60,22 @@ def verify(schedule: Schedule) -> Verification:
     return Verification(faults=tuple(found), peak=_peak(schedule, round_of))
 
 
-def _malformed(schedule: Schedule) -> Iterator[str]:
-    """Yield what is no schedule at all: columns of other lengths, and numbers out of range."""
+def channel_rounds(schedule: Schedule) -> np.ndarray:
+    """Return a round of each send after those it waits for and those before it on its channel.
+
+    Raises
+    ------
+    ValueError
+        If sends wait for each other.
+    """
+    round_of, stuck = _rounds(schedule, _previous_on_channel(schedule))
+    if len(stuck):
+        raise ValueError("sends wait for each other")
+    return round_of
+
+
+def malformed(schedule: Schedule) -> Iterator[str]:
+    """Yield why it is no schedule at all: columns of other lengths, and numbers out of range."""
     count, places = schedule.num_sends, schedule.num_places
     columns = (schedule.target, schedule.chunk, schedule.is_reduced, schedule.channel)
     if any(len(one) != count for one in columns) or len(schedule.indptr) != count + 1:
