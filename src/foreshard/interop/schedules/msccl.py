@@ -162,38 +162,26 @@ class _Blocks:
             order[block].append((send, True))
         for block, queue in received.items():
             order[block] += [(one, False) for one in queue[placed[block] :]]
-        found = {side: (block, n) for block, sides in order.items() for n, side in enumerate(sides)}
-        plain = {block: self._fused(block, sides, found) for block, sides in sorted(order.items()) if sides}
+        plain = {block: self._fused(block, sides) for block, sides in sorted(order.items()) if sides}
+        position = {
+            side: (block, n)
+            for block, some in plain.items()
+            for n, step in enumerate(some)
+            for side in step.sides
+        }
+        for block, some in plain.items():
+            self._wait(block, some, position)
         if self.is_exchange:
             self._keep_own(plain)
         return {block: _with_nops(steps) for block, steps in sorted(plain.items())}
 
-    def _fused(
-        self, block: Block, sides: Sequence[Side], at: Mapping[Side, tuple[Block, int]]
-    ) -> list[_Step]:
-        """Return the steps of a block; a receive and the send that passes its chunk on are one.
-
-        `at` is the block and position of each step, in the order of which a step waits for several.
-        """
+    def _fused(self, block: Block, sides: Sequence[Side]) -> list[_Step]:
+        """Return the steps of a block; a receive and the send that passes its chunk on are one."""
         steps: list[_Step] = []
-        depended: dict[Block, dict[bool, set[Side]]] = defaultdict(lambda: {True: set(), False: set()})
         for side in sides:
             send, is_out = side
-            waits = [one for one in self._local_waits(side) if at[one][0] != block]
-            waits.sort(key=at.__getitem__)
-            # what an earlier step waited for, later ones need not: sends after sends, all after receives
-            known = depended[block][False] | (depended[block][True] if is_out else set())
-            waits = [one for one in waits if one not in known]
-            depended[block][is_out].update(waits)
             last = steps[-1] if steps else None
-            if (
-                is_out
-                and last is not None
-                and last.kind in ("r", "rrc")
-                and self.chunk[last.sides[0][0]] == self.chunk[send]
-                and not waits
-                and not self.is_exchange
-            ):
+            if is_out and last is not None and self._passes_on(block, last, send):
                 received = last.sides[0][0]
                 last.kind = "rcs" if last.kind == "r" else "rrs" if self._forgets(received, send) else "rrcs"
                 last.sides += (side,)
@@ -201,8 +189,29 @@ class _Blocks:
             else:
                 ends = [self.location(one[send], self.chunk[send]) for one in (self.source, self.target)]
                 kind = "s" if is_out else "rrc" if self.adds[send] else "r"
-                steps.append(_Step(kind, ends[0], ends[1], (side,), waits))
+                steps.append(_Step(kind, ends[0], ends[1], (side,)))
         return steps
+
+    def _passes_on(self, block: Block, step: _Step, send: int) -> bool:
+        """Return whether a send waits for nothing but its block, and sends what a step has just received."""
+        return (
+            step.kind in ("r", "rrc")
+            and not self.is_exchange
+            and self.chunk[step.sides[0][0]] == self.chunk[send]
+            and all(self.block(one) == block for one in self._local_waits((send, True)))
+        )
+
+    def _wait(self, block: Block, steps: Sequence[_Step], at: Mapping[Side, tuple[Block, int]]) -> None:
+        """Let steps wait for those of other blocks; `at` is the block and position of each step.
+
+        What an earlier step has waited for, later ones need not.
+        """
+        known: set[tuple[Block, int]] = set()
+        for step in steps:
+            found = {at[one]: one for side in step.sides for one in self._local_waits(side)}
+            new = sorted(one for one in found if one[0] != block and one not in known)
+            known.update(new)
+            step.waits = [found[one] for one in new]
 
     def _local_waits(self, side: Side) -> list[Side]:
         """Return the steps at a step's GPU that it waits for."""
