@@ -33,10 +33,11 @@ class SequentialBuilder(ScheduleBuilder):
         switches: Sequence[str] = (),
     ) -> None:
         super().__init__(collective, algorithm, num_ranks, chunks, switches)
-        self._writes: dict[tuple[int, int], list[int]] = {}  # last copy, or additions since
-        self._before: dict[tuple[int, int], list[int]] = {}  # what those additions waited for
-        self._reads: dict[tuple[int, int], list[int]] = {}  # since the last write
-        self._adds: set[tuple[int, int]] = set()  # where the last writes were additions
+        # of each (place, chunk), by number: what a read waits for, what a further addition waits for, and the
+        # reads since the last write
+        self._writes: dict[int, list[int]] = {}
+        self._before: dict[int, list[int]] = {}  # only where the last writes were additions
+        self._reads: dict[int, list[int]] = {}
         self._arrived: dict[int, dict[tuple[int, int], int]] = {}  # in this round, the last of each channel
         self._gates: dict[int, list[int]] = {}
 
@@ -51,17 +52,27 @@ class SequentialBuilder(ScheduleBuilder):
         after: Sequence[int] = (),
     ) -> int:
         """Add a send that follows all before it on the same data, and return its index."""
-        waits = {*after, *self._gates.get(source, ()), *self._writes.get((source, chunk), ())}
-        there = (target, chunk)
-        if reduce and there in self._adds and not self._reads.get(there):
-            waits.update(self._before[there])
-        else:
-            before = [*self._writes.get(there, ()), *self._reads.get(there, ())]
-            waits.update(before)
-            self._writes[there], self._reads[there], self._before[there] = [], [], before
-            (self._adds.add if reduce else self._adds.discard)(there)
-        made = super().send(source, target, chunk, reduce=reduce, channel=channel, after=sorted(waits))
-        self._reads.setdefault((source, chunk), []).append(made)
+        width = len(self.chunks)
+        here, there = source * width + chunk, target * width + chunk
+        waits = [*after, *self._gates.get(source, ()), *self._writes.get(here, ())]
+        before = self._before.get(there) if reduce and there not in self._reads else None
+        if before is None:
+            before = [*self._writes.get(there, ()), *self._reads.pop(there, ())]
+            self._writes[there] = []
+            if reduce:
+                self._before[there] = before
+            else:
+                self._before.pop(there, None)
+        waits += before
+        made = super().send(
+            source,
+            target,
+            chunk,
+            reduce=reduce,
+            channel=channel,
+            after=sorted(set(waits)) if len(waits) > 1 else waits,
+        )
+        self._reads.setdefault(here, []).append(made)
         self._writes[there].append(made)
         self._arrived.setdefault(target, {})[source, channel] = made
         return made
