@@ -1,0 +1,190 @@
+"""Schedules as JSON, GOAL and traces, and choices as the CSV of NCCL's tuner."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
+from foreshard.comm.schedules.ring import ring
+from foreshard.errors import SpecError
+from foreshard.interop.schedules.goal import goal_text
+from foreshard.interop.schedules.nccl_tuner import (
+    ALGORITHMS_OF,
+    MAX_BYTES,
+    NCCL_NAME,
+    TunerChoice,
+    nccl_tuner_csv,
+    tuner_choices,
+)
+from foreshard.interop.schedules.schedule_file import (
+    load_schedule,
+    save_schedule,
+    schedule_from,
+    schedule_object,
+)
+from foreshard.interop.schedules.send_trace import send_trace
+
+CASES = [(collective, name) for name, one in ALGORITHMS.items() for collective in one.collectives]
+
+
+@pytest.mark.parametrize(("collective", "name"), CASES)
+def test_a_schedule_is_saved_and_loaded(collective, name, tmp_path):
+    schedule = schedule_of(collective, name, 6, per_node=3, parts=2)
+    save_schedule(schedule, tmp_path / "x.json")
+    again = load_schedule(tmp_path / "x.json")
+    assert schedule_object(again) == schedule_object(schedule)
+    assert again.chunks == schedule.chunks and again.switches == schedule.switches
+
+
+GOOD = schedule_object(ring("all-gather", 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"collective": "all-gathr"}, "Did you mean 'all-gather'"),
+        ({"num_ranks": 1}, "num_ranks"),
+        ({"num_ranks": True}, "num_ranks"),
+        ({"weight": [0.5, -0.1, 0.5]}, "weight"),
+        ({"weight": [0.5]}, "Each chunk has"),
+        ({"sources": [0, 1, 99]}, "index of the"),
+        ({"groups": [[0], [0, 1, 2], [1], [7]]}, "ranks that do not exist"),
+        ({"source": [0, 1, 2, 0, 1, 99]}, "beyond"),
+        ({"source": [0, 1, 2, 0, 1, 2**40]}, "two thousand million"),
+        ({"target": [1, 2, 0]}, "lengths"),
+        ({"is_reduced": [2, 0, 0, 0, 0, 0]}, "is_reduced"),
+        ({"indices": [0, 1, -1]}, "does not exist"),
+        ({"indices": [5, 4, 3]}, "deadlock"),
+        ({"indptr": [0, 0, 0, 0, 1, 2, 9]}, "indptr"),
+        ({"is_reduced": [1, 0, 0, 0, 0, 0]}, "holds nothing"),
+        ({"surprise": 1}, "surprise"),
+        ({"schema_version": 2}, "schema_version"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(change, words):
+    with pytest.raises(SpecError) as error:
+        schedule_from({**GOOD, **change}, file="x.json")
+    assert words in str(error.value) and "x.json" in str(error.value)
+
+
+def run_goal(text: str) -> tuple[int, int]:
+    """Run GOAL text: return operations and bytes, after checking that all match and none waits for ever."""
+    ranks = re.findall(r"rank (\d+) \{\n(.*?)\}", text, flags=re.DOTALL)
+    done, open_ops, needs = set(), {}, {}
+    for rank, body in ranks:
+        for line in body.splitlines():
+            if " requires " in line:
+                one, other = line.split(" requires ")
+                needs.setdefault((rank, one), set()).add((rank, other))
+            else:
+                label, op = line.split(": ")
+                open_ops[rank, label] = op
+    assert len(ranks) == int(text.split()[1])
+    sent = {}
+    total = len(open_ops)
+    while open_ops:
+        ready = [key for key in open_ops if needs.get(key, set()) <= done]
+        moved = False
+        for rank, label in ready:
+            op = open_ops[rank, label].split()
+            if op[0] == "recv" and (op[3], rank, op[5]) not in sent:
+                continue
+            if op[0] == "send":
+                sent[rank, op[3], op[5]] = op[1]
+            elif op[0] == "recv":
+                assert sent[op[3], rank, op[5]] == op[1]
+            del open_ops[rank, label]
+            done.add((rank, label))
+            moved = True
+        assert moved, open_ops
+    return total, sum(int(size[:-1]) for size in sent.values())
+
+
+@pytest.mark.parametrize(("collective", "name"), CASES)
+def test_goal_text_runs_to_its_end(collective, name):
+    schedule = schedule_of(collective, name, 6, per_node=3, parts=2)
+    if schedule.switches:
+        with pytest.raises(SpecError, match="switches"):
+            goal_text(schedule, 1e6)
+        return
+    operations, moved = run_goal(goal_text(schedule, 6_000_000, add_s_per_byte=1e-10))
+    assert operations == 2 * schedule.num_sends + schedule.is_reduced.sum()
+    assert moved == pytest.approx(6_000_000 * schedule.weight.sum(), abs=schedule.num_sends)
+
+
+def test_a_trace_has_both_ends_of_every_send():
+    schedule = schedule_of("all-reduce", "nvls", 3)
+    start = schedule.rounds() * 1e-3
+    trace = json.loads(json.dumps(send_trace(schedule, start, start + 1e-3, num_bytes=300)))
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == 2 * schedule.num_sends
+    assert {event["args"]["bytes"] for event in slices} == {300.0}
+    assert sum(event["ph"] == "s" for event in trace["traceEvents"]) == schedule.num_sends
+    called = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert called == ["rank 0", "rank 1", "rank 2", "switch 0"]
+    short = send_trace(schedule, start, start, num_bytes=1, max_sends=2)
+    assert short["otherData"]["omitted_sends"] == schedule.num_sends - 2
+    with pytest.raises(SpecError, match="finite start"):
+        send_trace(schedule, start, start - 1, num_bytes=1)
+    with pytest.raises(SpecError, match="finite start"):
+        send_trace(schedule, np.zeros(1), np.zeros(1), num_bytes=1)
+
+
+def test_tuner_choices_are_written_and_read():
+    choices = [
+        TunerChoice(collective="allreduce", min_bytes=0, max_bytes=65536, algorithm="tree", protocol="ll"),
+        TunerChoice(
+            collective="allreduce", min_bytes=65537, max_bytes=MAX_BYTES, algorithm="ring", protocol="ll128"
+        ),
+        TunerChoice(
+            collective="allgather",
+            min_bytes=0,
+            max_bytes=MAX_BYTES,
+            algorithm="pat",
+            channels=4,
+            num_nodes=8,
+            num_ranks=8,
+            registered=1,
+        ),
+    ]
+    text = nccl_tuner_csv(choices)
+    assert text.splitlines()[2] == "allreduce,65537,4294967295,ring,ll128,-1,-1,-1,-1,-1"
+    assert text.splitlines()[3] == "allgather,0,4294967295,pat,simple,4,8,8,-1,1"
+    assert tuner_choices(text) == choices
+    short = "broadcast,0,32768,ring,simple,-1,1,-1\n"
+    assert tuner_choices(short)[0].registered == -1
+    assert set(NCCL_NAME) <= set(ALGORITHMS) and set(NCCL_NAME.values()) <= set(ALGORITHMS_OF["allreduce"])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("reducescatter,0,9,tree,simple,-1,1,-1,-1,-1", "Algorithms of reducescatter are ring"),
+        ("broadcast,0,9,tree,simple,-1,1,-1", "Algorithms of broadcast are ring"),
+        ("allreduce,0,9,pat,simple,-1,1,-1", "Algorithms of allreduce are"),
+        ("allreduce,0,9,nvls,ll,-1,1,-1", "Protocols of nvls are simple"),
+        ("allgather,0,9,pat,simple,-1,2,16", "one rank for each node"),
+        ("allreduce,9,0,ring,simple,-1,1,-1", "the smaller first"),
+        ("allreduce,0,4294967296,ring,simple,-1,1,-1", "Sizes are from"),
+        ("allreduce,0,9,ring,simple,0,1,-1", "at least 1"),
+        ("allreduce,0,9,ring,simple,-1,1,-1,-1,7", "0, 1, or -1"),
+        ("allreduce,0,9,ring,simple,x,1,-1", "A whole number"),
+        ("allreduce,0,9,ring", "8 to 10 fields"),
+        ("alreduce,0,9,ring,simple,-1,1,-1", "Did you mean 'allreduce'"),
+    ],
+)
+def test_what_nccl_would_skip_is_refused(line, words):
+    with pytest.raises(SpecError) as error:
+        tuner_choices(f"# header\n{line}\n", file="tuner.csv")
+    assert words in str(error.value) and "tuner.csv: line 2" in str(error.value)
+
+
+def test_two_choices_for_one_call_are_refused():
+    one = TunerChoice(collective="allreduce", min_bytes=0, max_bytes=9, algorithm="ring", num_nodes=2)
+    other = TunerChoice(collective="allreduce", min_bytes=9, max_bytes=20, algorithm="tree")
+    with pytest.raises(SpecError, match="two choices for allreduce of 9 bytes"):
+        nccl_tuner_csv([one, other])
