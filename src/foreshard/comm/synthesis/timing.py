@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.arcs import routes_from
 from foreshard.comm.topology.graph import Topology
@@ -9,7 +11,15 @@ from foreshard.errors import SpecError
 
 
 def seconds_of(schedule: Schedule, topology: Topology, num_bytes: float) -> float:
-    """Return the seconds of a schedule for a collective of a size.
+    """Return the seconds of a schedule for a collective of a size: the last arrival of `arrivals_s`.
+
+    The one place where synthesis takes a time from; a flow simulator may stand in its stead.
+    """
+    return float(arrivals_s(schedule, topology, num_bytes).max(initial=0.0))
+
+
+def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.ndarray:
+    """Return the second at which each send has arrived.
 
     A send starts when what it waits for has arrived and every resource of its route is free; it occupies each
     resource for its bytes over that resource's rate, and arrives after the narrowest one's and the latency.
@@ -26,7 +36,7 @@ def seconds_of(schedule: Schedule, topology: Topology, num_bytes: float) -> floa
 
     Returns
     -------
-    float, seconds
+    ndarray, shape (sends,), seconds
 
     Raises
     ------
@@ -48,7 +58,7 @@ def seconds_of(schedule: Schedule, topology: Topology, num_bytes: float) -> floa
         for one in resources:
             free[one] = start + size[i] * slowness[one]
         arrived[i] = start + size[i] * slowest + latency_s
-    return max(arrived, default=0.0)
+    return np.array(arrived)
 
 
 class _RouteTable(dict[tuple[int, int, int], tuple[tuple[int, ...], float, float]]):
