@@ -20,7 +20,7 @@ from foreshard.errors import SpecError
 sys.path.insert(0, str(Path(__file__).parent))
 from synthesis_cases import GB, a100, dgx2_x2, mi250, ndv2, random_network, torus, wrong_places
 
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send")
 SMALL = {
     "A100 x1": lambda: a100(1, 1e-6),
     "A100 x2": lambda: a100(2, 1e-6),
@@ -85,6 +85,14 @@ def test_two_nodes_of_eight_a100_are_within_a_percent():
     found = synthesize("all-gather", 2.0**28, topology, budget_s=2.0)
     assert found.gap < 0.01
     assert found.method == "symmetry"
+
+
+@pytest.mark.parametrize(
+    ("make", "gap"), [(lambda: torus(8, 8), 0.001), (lambda: a100(2), 0.001), (lambda: ndv2(2), 0.001)]
+)
+def test_all_to_alls_are_within_a_thousandth(make, gap):
+    found = synthesize("all-to-all", 1e9, make(), budget_s=2.0)
+    assert found.gap < gap
 
 
 @pytest.mark.parametrize("name", ["torus 4x3", "A100 x2"])

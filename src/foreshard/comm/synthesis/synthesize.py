@@ -12,9 +12,16 @@ import numpy as np
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology
 from foreshard.comm.synthesis.bounds import lower_bound_s
+from foreshard.comm.synthesis.legs import hops_of_arcs, hops_of_shifts
 from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
 from foreshard.comm.synthesis.quotient import greedy_reception, schedule_of, shifts_of
 from foreshard.comm.synthesis.reversal import all_reduce_from, reduce_scatter_from
+from foreshard.comm.synthesis.routing import (
+    all_to_all_of_shifts,
+    demands_of,
+    routed_order,
+    schedule_of_hops,
+)
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.synthesis.timing import seconds_of
 from foreshard.comm.topology.graph import Topology
@@ -112,7 +119,8 @@ def synthesize(
             rule="Above 0 and finite",
         )
     bound = lower_bound_s(collective, num_bytes, topology)
-    found, method, tried = _search(_attempts(collective, num_bytes, topology, seed), bound, start + budget_s)
+    attempts = _attempts(collective, num_bytes, topology, seed, bound)
+    found, method, tried = _search(attempts, bound, start + budget_s)
     schedule = found.schedule()
     return Synthesis(
         schedule=schedule,
@@ -161,7 +169,7 @@ def _search(
 
 
 def _attempts(
-    collective: str, num_bytes: float, topology: Topology, seed: int
+    collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float
 ) -> Iterator[tuple[str, float, _Attempt]]:
     """Yield the attempts at a collective, the quickest first."""
     if collective == "broadcast":
@@ -171,6 +179,8 @@ def _attempts(
     elif collective == "reduce-scatter":
         for method, work, attempt in _all_gathers(num_bytes, reversed_topology(topology), seed):
             yield method, work, _backwards(attempt, topology, num_bytes)
+    elif collective in ("all-to-all", "send"):
+        yield from _routings(collective, num_bytes, topology, seed, bound_s)
     else:
         gathers = _all_gathers(num_bytes, topology, seed)
         scatters = _all_gathers(num_bytes, reversed_topology(topology), seed)
@@ -249,6 +259,35 @@ def _matchings(
     more = ranks if collective == "broadcast" else 1
     for parts, rng in _chunkings(seed, (ranks - 1) * (ranks // more), more):
         yield "matching", parts, partial(attempt, parts, rng)
+
+
+def _routings(
+    collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float
+) -> Iterator[tuple[str, float, _Attempt]]:
+    """Yield attempts at an all-to-all or send by paths that load links evenly."""
+    ranks = topology.num_ranks
+    group = translations_of(topology) if collective == "all-to-all" else None
+    shifts = shifts_of(topology, group) if group else None
+    arcs = [] if shifts else arcs_of(topology)
+    hops = hops_of_shifts(shifts) if shifts else hops_of_arcs(topology, arcs)
+
+    def attempt(parts: int, rng: np.random.Generator, _: float) -> _Found:
+        demands = demands_of(collective, ranks, parts)
+        if shifts:
+            demands = demands[: ranks * parts]  # those of rank 0
+        chunk_bytes = num_bytes / parts / (1 if collective == "send" else ranks)
+        order = routed_order(hops, demands, chunk_bytes, bound_s, rng)
+        if shifts:
+            return _Found(
+                seconds=order.seconds, schedule=lambda: all_to_all_of_shifts(order, hops, shifts, parts)
+            )
+        return _Found(
+            seconds=order.seconds, schedule=lambda: schedule_of_hops(order, hops, arcs, collective, parts)
+        )
+
+    paths, most = (1, 8) if collective == "send" else (ranks * (ranks - 1), 1)
+    for parts, rng in _chunkings(seed, paths, most):
+        yield "even paths", parts, partial(attempt, parts, rng)
 
 
 def _chunkings(seed: int, num_sends: int, most: int = 1) -> Iterator[tuple[int, np.random.Generator]]:
