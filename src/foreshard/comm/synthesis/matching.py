@@ -194,22 +194,24 @@ class _Matching:
         made: list[tuple[int, int]] = []
         for repeats in (False, True):
             free = np.flatnonzero(self.arc_free_s <= now)
-            free = free[self.useful[free].any(axis=1)]
-            if not repeats:
-                free = free[self._novel(free).any(axis=1)]
+            if repeats:
+                # a slow arc that ends after everything else would be done had better stay free
+                done_s = now + float((self.missing * self.wait_s).max())
+                late = now + self.transfer_s[free] + self.latency_s[free] > done_s
+                free = free[~(late & (self.tier[free] > 0))]
+            candidates = self.useful[free] if repeats else self._novel(free)
+            free = free[candidates.any(axis=1)]
             noise = self.rng.random(len(free))
             while len(free):
-                k = self._most_urgent(free, noise)
-                arc = int(free[k])
-                item = self._scarcest(arc, now, repeats)
-                if item is None:
-                    free, noise = np.delete(free, k), np.delete(noise, k)
-                    continue
+                arc = int(free[self._most_urgent(free, noise)])
+                item = self._scarcest(arc, repeats)
                 self._take(int(self.target[arc]), item)
                 self._occupy(arc, now)
                 made.append((arc, item))
+                still = self.arc_free_s[free] <= now
+                free, noise = free[still], noise[still]
                 candidates = self.useful[free] if repeats else self._novel(free)
-                keep = (self.arc_free_s[free] <= now) & candidates.any(axis=1)
+                keep = candidates.any(axis=1)
                 free, noise = free[keep], noise[keep]
         return made
 
@@ -221,20 +223,14 @@ class _Matching:
 
     def _most_urgent(self, free: np.ndarray, noise: np.ndarray) -> int:
         """Return the position of the arc that is matched next."""
-        left_s = (self.missing * self.wait_s)[self.target[free]]
+        left = (self.missing * self.wait_s)[self.target[free]] / self.wait_s.min()
         options = np.bincount(self.source[free], minlength=len(self.missing))[self.source[free]]
-        return int(np.lexsort((noise, options, -left_s))[0])
+        # in this order: what is left to receive, in chunks; the sender's options; chance
+        return int((noise + options - 1e4 * left).argmin())
 
-    def _scarcest(self, arc: int, now: float, repeats: bool) -> int | None:
-        """Return the chunk that an arc carries, None if it had better stay free."""
-        tier = int(self.tier[arc])
-        useful = self.useful[arc]
-        if tier and not repeats:
-            useful = self._novel(np.array([arc]))[0]
-        elif tier and repeats:
-            done_s = now + float((self.missing * self.wait_s).max())
-            if now + self.transfer_s[arc] + self.latency_s[arc] > done_s:
-                return None
+    def _scarcest(self, arc: int, repeats: bool) -> int:
+        """Return the chunk that an arc carries."""
+        useful = self.useful[arc] if repeats else self._novel(np.array([arc]))[0]
         items = np.flatnonzero(useful)
         return int(items[(self.copies[items] + self.rng.random(len(items))).argmin()])
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology
-from foreshard.comm.synthesis.bounds import lower_bound_s
+from foreshard.comm.synthesis.arcs import Arc, arcs_of, reversed_topology
+from foreshard.comm.synthesis.bounds import all_gather_bytes_per_s, broadcast_bytes_per_s, lower_bound_s
 from foreshard.comm.synthesis.legs import hops_of_arcs, hops_of_shifts
 from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
+from foreshard.comm.synthesis.packing import Packing, packed_trees, schedule_of_trees, streamed
 from foreshard.comm.synthesis.quotient import greedy_reception, schedule_of, shifts_of
 from foreshard.comm.synthesis.reversal import all_reduce_from, reduce_scatter_from
 from foreshard.comm.synthesis.routing import (
@@ -35,6 +36,14 @@ _PARTS = (1, 2, 4, 8, 16, 32)
 """Chunks of a rank's data that are tried; more make shorter last transfers, and more sends."""
 _RESTARTS = 3
 """Times that each number of chunks is tried, with other ties: results of later ones differ by about 1 %."""
+
+
+_TREES = ((1, 16), (3, 10), (2, 16), (8, 4))
+"""Trees of each rank, and pieces that each streams its data in, that are tried for an all-gather."""
+_BROADCAST_TREES = ((4, 32), (8, 16), (4, 256), (8, 128), (12, 64))
+"""The same of the root of a broadcast."""
+_PACKING_S = 2e-3
+"""Seconds that packing trees takes for each pair of a rank and a vertex, before any is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +149,7 @@ def _search(
     Parameters
     ----------
     attempts : iterator of (str, float, callable)
-        A method's name, its work in any unit of that method, and the attempt.
+        A method's name, its work in any unit of that method (seconds for trees), and the attempt.
     bound_s : float, seconds
         The search ends within `CLOSE_ENOUGH` of it.
     deadline : float, seconds
@@ -152,7 +161,7 @@ def _search(
     """
     best: _Found | None = None
     made_by, tried = "", 0
-    pace: dict[str, float] = {}
+    pace = {"trees": 1.0}
     for method, work, attempt in attempts:
         begun = time.perf_counter()
         if best and begun + pace.get(method, 0.0) * work > deadline:
@@ -173,7 +182,7 @@ def _attempts(
 ) -> Iterator[tuple[str, float, _Attempt]]:
     """Yield the attempts at a collective, the quickest first."""
     if collective == "broadcast":
-        yield from _matchings("broadcast", num_bytes, topology, seed)
+        yield from _spreads("broadcast", num_bytes, topology, seed)
     elif collective == "all-gather":
         yield from _all_gathers(num_bytes, topology, seed)
     elif collective == "reduce-scatter":
@@ -224,7 +233,7 @@ def _all_gathers(num_bytes: float, topology: Topology, seed: int) -> Iterator[tu
     """Yield attempts at an all-gather: by symmetry where there is one, else by matching."""
     group = translations_of(topology)
     if group is None:
-        yield from _matchings("all-gather", num_bytes, topology, seed)
+        yield from _spreads("all-gather", num_bytes, topology, seed)
         return
     shifts = shifts_of(topology, group)
 
@@ -242,11 +251,51 @@ def _ignoring_limit(
     return attempt(parts, rng)
 
 
-def _matchings(
+def _spreads(
     collective: str, num_bytes: float, topology: Topology, seed: int
 ) -> Iterator[tuple[str, float, _Attempt]]:
-    """Yield attempts at an all-gather or broadcast by greedy matching."""
+    """Yield attempts at an all-gather or broadcast: a matching of each size, trees, other matchings."""
     arcs = arcs_of(topology)
+    matchings = list(_matchings(collective, num_bytes, topology, arcs, seed))
+    first = len(matchings) // _RESTARTS
+    yield from matchings[:first]
+    yield from _packings(collective, num_bytes, topology, arcs)
+    yield from matchings[first:]
+
+
+def _packings(
+    collective: str, num_bytes: float, topology: Topology, arcs: list[Arc]
+) -> Iterator[tuple[str, float, _Attempt]]:
+    """Yield attempts at an all-gather or broadcast by packing trees."""
+    hops = hops_of_arcs(topology, arcs)
+    ranks = topology.num_ranks
+    gathers = collective == "all-gather"
+    roots = tuple(range(ranks)) if gathers else (0,)
+
+    @cache
+    def packed(trees: int) -> Packing | None:
+        bytes_per_s = all_gather_bytes_per_s(topology) if gathers else broadcast_bytes_per_s(topology)
+        return packed_trees(topology, arcs, roots, trees, bytes_per_s)
+
+    def attempt(trees: int, pieces: int, _: float) -> _Found | None:
+        packing = packed(trees)
+        if packing is None:
+            return None
+        orders = [streamed(packing, hops, num_bytes, pieces, by_piece=one) for one in (True, False)]
+        best = min(orders, key=lambda order: order.seconds)
+        return _Found(
+            seconds=best.seconds, schedule=lambda: schedule_of_trees(best, packing, hops, arcs, pieces)
+        )
+
+    for trees, pieces in _TREES if gathers else _BROADCAST_TREES:
+        if trees * pieces * len(roots) * (ranks - 1) <= MAX_SENDS:
+            yield "trees", _PACKING_S * ranks * len(topology.vertices), partial(attempt, trees, pieces)
+
+
+def _matchings(
+    collective: str, num_bytes: float, topology: Topology, arcs: list[Arc], seed: int
+) -> Iterator[tuple[str, float, _Attempt]]:
+    """Yield attempts at an all-gather or broadcast by greedy matching."""
     ranks = topology.num_ranks
 
     def attempt(parts: int, rng: np.random.Generator, to_beat_s: float) -> _Found | None:
