@@ -113,6 +113,7 @@ class _Matching:
         self.arcs_in = [np.flatnonzero(self.target == rank) for rank in range(ranks)]
         self.taken = np.zeros((ranks, items), dtype=bool)
         self.useful = np.zeros((len(arcs), items), dtype=bool)
+        self.num_useful = np.zeros(len(arcs), dtype=np.int64)
         self.copies = np.zeros(items)
         self.missing = np.full(ranks, items)
         self._set_tiers(ranks, items)
@@ -150,7 +151,9 @@ class _Matching:
     def _take(self, rank: int, item: int) -> None:
         """Count a chunk as on its way to a rank: nobody else needs to send it there."""
         self.taken[rank, item] = True
-        self.useful[self.arcs_in[rank], item] = False
+        arcs = self.arcs_in[rank]
+        self.num_useful[arcs] -= self.useful[arcs, item]
+        self.useful[arcs, item] = False
         self.copies[item] += 1
         self.missing[rank] -= 1
         self.in_domain[np.arange(len(self.domain)), self.domain[:, rank], item] += 1
@@ -158,7 +161,9 @@ class _Matching:
     def _arrive(self, rank: int, item: int) -> None:
         """Let a rank send a chunk on."""
         arcs = self.arcs_out[rank]
-        self.useful[arcs, item] = ~self.taken[self.target[arcs], item]
+        wanted = ~self.taken[self.target[arcs], item]
+        self.useful[arcs, item] = wanted
+        self.num_useful[arcs] += wanted
 
     def run(self, give_up_s: float) -> Transfers | None:
         """Return the transfers in order of their start, None if they end no sooner than a time."""
@@ -199,8 +204,7 @@ class _Matching:
                 done_s = now + float((self.missing * self.wait_s).max())
                 late = now + self.transfer_s[free] + self.latency_s[free] > done_s
                 free = free[~(late & (self.tier[free] > 0))]
-            candidates = self.useful[free] if repeats else self._novel(free)
-            free = free[candidates.any(axis=1)]
+            free = free[self._has_work(free, repeats)]
             noise = self.rng.random(len(free))
             while len(free):
                 arc = int(free[self._most_urgent(free, noise)])
@@ -210,10 +214,17 @@ class _Matching:
                 made.append((arc, item))
                 still = self.arc_free_s[free] <= now
                 free, noise = free[still], noise[still]
-                candidates = self.useful[free] if repeats else self._novel(free)
-                keep = candidates.any(axis=1)
+                keep = self._has_work(free, repeats)
                 free, noise = free[keep], noise[keep]
         return made
+
+    def _has_work(self, arcs: np.ndarray, repeats: bool) -> np.ndarray:
+        """Return which arcs have a useful chunk, one that no faster arc can bring unless `repeats`."""
+        found = self.num_useful[arcs] > 0
+        slow = np.flatnonzero(found & (self.tier[arcs] > 0))
+        if len(slow) and not repeats:
+            found[slow] = self._novel(arcs[slow]).any(axis=1)
+        return found
 
     def _novel(self, arcs: np.ndarray) -> np.ndarray:
         """Return which useful chunks of arcs no faster arc can bring, shape (arcs, items)."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import routes_from
+from foreshard.comm.synthesis.arcs import bottleneck_bytes_per_s, routes_from
 from foreshard.comm.synthesis.symmetry import Translations
 from foreshard.comm.topology.graph import Topology
 
@@ -26,7 +27,8 @@ class Shifts:
     group : Translations
     shift : ndarray of int, shape (ways,)
         Target of rank 0.
-    channel : ndarray of int, shape (ways,)
+    first_channel, num_channels : ndarray of int, shape (ways,)
+        Equally wide routes between the two ranks.
     occupancy_s_per_byte : ndarray, shape (ways, orbits)
         Seconds for which a byte from every rank keeps each orbit of links busy.
     transfer_s_per_byte, latency_s : ndarray, shape (ways,)
@@ -35,44 +37,58 @@ class Shifts:
     topology: Topology
     group: Translations
     shift: np.ndarray
-    channel: np.ndarray
+    first_channel: np.ndarray
+    num_channels: np.ndarray
     occupancy_s_per_byte: np.ndarray
     transfer_s_per_byte: np.ndarray
     latency_s: np.ndarray
+
+    def channels(self, way: np.ndarray) -> np.ndarray:
+        """Return the channel of every rank in transfers by the given ways, shape (transfers, ranks)."""
+        turn = np.arange(len(way))[:, None] + np.arange(self.topology.num_ranks)
+        return self.first_channel[way][:, None] + turn % self.num_channels[way][:, None]
 
     @cached_property
     def rate_bytes_per_s(self) -> float:
         """What a rank receives per second where every orbit that binds is busy."""
         binding = self.occupancy_s_per_byte.argmax(axis=1)
-        return float(
-            sum(1.0 / self.transfer_s_per_byte[binding == one].min() for one in set(binding.tolist()))
-        )
+        busiest = self.occupancy_s_per_byte.max(axis=1)
+        return float(sum(1.0 / busiest[binding == one].min() for one in set(binding.tolist())))
 
 
 def shifts_of(topology: Topology, group: Translations) -> Shifts:
-    """Return the ways of all ranks to send at once, along the routes of rank 0 that pass no device."""
+    """Return the ways of all ranks to send at once, along the routes of rank 0 that pass no device.
+
+    Equally wide routes to one rank are one way: ranks and transfers take turns on them.
+    """
     rank_of = {vertex: rank for rank, vertex in enumerate(topology.devices.tolist())}
     routes = routes_from(topology, int(topology.devices[0]))
-    ways = [
-        (rank_of[target], channel, links)
-        for target, options in sorted(routes.items())
-        if target in rank_of
-        for channel, links in enumerate(options)
-    ]
     orbit_size = np.bincount(group.link_orbit)
-    occupancy = np.zeros((len(ways), len(orbit_size)))
-    for row, (_, _, links) in zip(occupancy, ways, strict=True):
-        for link in links:
-            orbit = group.link_orbit[link]
-            row[orbit] += topology.num_ranks / orbit_size[orbit] / topology.links[link].bytes_per_s
-    latency = [sum(topology.links[link].latency_s for link in links) for _, _, links in ways]
+    made: list[tuple[int, int, int, float, float]] = []
+    occupancy = []
+    for target, options in sorted(routes.items()):
+        if target not in rank_of:
+            continue
+        widths = [bottleneck_bytes_per_s(topology, links) for links in options]
+        for width, alike in groupby(range(len(options)), key=widths.__getitem__):
+            channels = list(alike)
+            row = np.zeros(len(orbit_size))
+            for link in (link for channel in channels for link in options[channel]):
+                orbit = group.link_orbit[link]
+                row[orbit] += topology.num_ranks / orbit_size[orbit] / topology.links[link].bytes_per_s
+            occupancy.append(row / len(channels))
+            latency_s = max(sum(topology.links[link].latency_s for link in options[c]) for c in channels)
+            made.append((rank_of[target], channels[0], len(channels), 1.0 / width, latency_s))
+    shift, channel, number, transfer, latency = zip(*made, strict=True)
+    busy = np.array(occupancy)
     return Shifts(
         topology=topology,
         group=group,
-        shift=np.array([way[0] for way in ways]),
-        channel=np.array([way[1] for way in ways]),
-        occupancy_s_per_byte=occupancy,
-        transfer_s_per_byte=occupancy.max(axis=1),
+        shift=np.array(shift),
+        first_channel=np.array(channel),
+        num_channels=np.array(number),
+        occupancy_s_per_byte=busy,
+        transfer_s_per_byte=np.maximum(busy.max(axis=1), transfer),
         latency_s=np.array(latency),
     )
 
@@ -229,7 +245,7 @@ def schedule_of(reception: Reception, shifts: Shifts) -> Schedule:
         target=np.tile(every, len(reception.item)),
         chunk=chunk.ravel(),
         is_reduced=np.zeros(chunk.size, dtype=bool),
-        channel=np.repeat(shifts.channel[reception.way], ranks),
+        channel=shifts.channels(reception.way).ravel(),
         indptr=np.concatenate([[0], np.cumsum(waits)]),
         indices=index.ravel()[waits],
     )

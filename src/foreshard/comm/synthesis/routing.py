@@ -169,7 +169,6 @@ def all_to_all_of_shifts(order: HopOrder, hops: HopGraph, shifts: Shifts, parts:
     chunk = (every * ranks + shifts.group.added(every, distance)) * parts + part
     waits = np.repeat(order.previous >= 0, ranks)
     index = (order.previous[:, None] * ranks + every).ravel()
-    channel = shifts.channel[order.hop % len(shifts.shift)]
     return Schedule(
         collective="all-to-all",
         algorithm="translated even paths",
@@ -179,7 +178,7 @@ def all_to_all_of_shifts(order: HopOrder, hops: HopGraph, shifts: Shifts, parts:
         target=shifts.group.added(every, hops.target[order.hop][:, None]).ravel(),
         chunk=chunk.ravel(),
         is_reduced=np.zeros(chunk.size, dtype=bool),
-        channel=np.repeat(channel, ranks),
+        channel=shifts.channels(order.hop % len(shifts.shift)).ravel(),
         indptr=np.concatenate([[0], np.cumsum(waits)]),
         indices=index[waits],
     )

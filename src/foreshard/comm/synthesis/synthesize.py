@@ -239,6 +239,10 @@ def _all_gathers(num_bytes: float, topology: Topology, seed: int) -> Iterator[tu
 
     def attempt(parts: int, rng: np.random.Generator) -> _Found:
         reception = greedy_reception(shifts, num_bytes, parts, rng)
+        if (shifts.num_channels > 1).any():
+            # ranks that take turns on routes wait for each other: only the whole schedule tells how long
+            schedule = schedule_of(reception, shifts)
+            return _Found(seconds=seconds_of(schedule, topology, num_bytes), schedule=lambda: schedule)
         return _Found(seconds=reception.seconds, schedule=lambda: schedule_of(reception, shifts))
 
     for parts, rng in _chunkings(seed, topology.num_ranks * (topology.num_ranks - 1)):
