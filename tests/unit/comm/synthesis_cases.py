@@ -1,0 +1,187 @@
+"""Topologies that published synthesizers were run on, and the execution of a schedule on integers.
+
+Links and bandwidths: ForestColl (topologies.py, A100 and MI250), TE-CCL (teccl/topologies, DGX2 and NDv2),
+TACOS (all-gather on tori, 50 GiB/s and 0.5 us a link).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.topology.graph import Link, Topology, Vertex
+
+GB = 1e9
+
+
+class Wiring:
+    """Collects named vertices and links between them."""
+
+    def __init__(self):
+        self.index, self.vertices, self.links = {}, [], []
+
+    def vertex(self, name, kind="device", node=-1, **more):
+        self.index[name] = len(self.vertices)
+        self.vertices.append(Vertex(name=name, kind=kind, node=node, **more))
+
+    def link(self, source, target, rate, latency_s=0.0, both=False):
+        ends = (self.index[source], self.index[target])
+        for one, other in (ends, ends[::-1]) if both else (ends,):
+            self.links.append(Link(source=one, target=other, bytes_per_s=rate, latency_s=latency_s))
+
+    def topology(self):
+        return Topology(vertices=tuple(self.vertices), links=tuple(self.links))
+
+
+def a100(num_nodes, latency_s=0.0):
+    w = Wiring()
+    for n in range(num_nodes):
+        for g in range(8):
+            w.vertex(f"{n}.gpu{g}", node=n)
+    if num_nodes > 1:
+        for parity in range(2):
+            w.vertex(f"ib{parity}", "switch")
+    for n in range(num_nodes):
+        w.vertex(f"{n}.nvswitch", "switch", n)
+        for g in range(8):
+            w.link(f"{n}.gpu{g}", f"{n}.nvswitch", 300 * GB, latency_s, both=True)
+            if num_nodes > 1:
+                w.vertex(f"{n}.nic{g}", "nic", n)
+                w.link(f"{n}.gpu{g}", f"{n}.nic{g}", 25 * GB, latency_s, both=True)
+                w.link(f"{n}.nic{g}", f"ib{g % 2}", 25 * GB, latency_s, both=True)
+    return w.topology()
+
+
+MI250_LANES = {
+    4: [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15)],
+    2: [(0, 4), (3, 7), (8, 12), (11, 15)],
+    1: [
+        *zip((0, 1, 1, 1, 2, 2, 2, 3), (8, 5, 9, 10, 6, 9, 10, 11), strict=True),
+        *zip((4, 5, 5, 9, 10, 12, 13, 13), (6, 6, 7, 13, 14, 14, 14, 15), strict=True),
+    ],
+}
+
+
+def mi250(num_nodes):
+    w = Wiring()
+    for n in range(num_nodes):
+        for g in range(16):
+            w.vertex(f"{n}.gcd{g}", node=n)
+    if num_nodes > 1:
+        w.vertex("ib", "switch")
+    for n in range(num_nodes):
+        for lanes, pairs in MI250_LANES.items():
+            for a, b in pairs:
+                w.link(f"{n}.gcd{a}", f"{n}.gcd{b}", 50 * GB * lanes, both=True)
+        if num_nodes > 1:
+            for g in range(16):
+                w.link(f"{n}.gcd{g}", "ib", 16 * GB, both=True)
+    return w.topology()
+
+
+def dgx2_x2():
+    w = Wiring()
+    for n in range(2):
+        for g in range(16):
+            w.vertex(f"{n}.gpu{g}", node=n)
+    for n in range(2):
+        w.vertex(f"{n}.nvswitch", "switch", n)
+        for g in range(16):
+            w.link(f"{n}.gpu{g}", f"{n}.nvswitch", 125 * GB, 0.35e-6, both=True)
+    for n in range(2):
+        for g in range(0, 16, 2):
+            w.link(f"{n}.gpu{g + 1}", f"{1 - n}.gpu{g}", 12.5 * GB, 2.6e-6)
+    return w.topology()
+
+
+NDV2_DOUBLE = [(0, 1), (0, 4), (1, 3), (2, 3), (2, 6), (4, 5), (5, 7), (6, 7)]
+NDV2_SINGLE = [(0, 2), (0, 3), (1, 2), (1, 5), (3, 7), (4, 6), (4, 7), (5, 6)]
+
+
+def ndv2(num_nodes):
+    w = Wiring()
+    for n in range(num_nodes):
+        for g in range(8):
+            w.vertex(f"{n}.gpu{g}", node=n)
+    if num_nodes > 2:
+        w.vertex("switch", "switch")
+    for n in range(num_nodes):
+        for rate, pairs in ((50, NDV2_DOUBLE), (25, NDV2_SINGLE)):
+            for a, b in pairs:
+                w.link(f"{n}.gpu{a}", f"{n}.gpu{b}", rate * GB, 0.7e-6, both=True)
+        if num_nodes > 2:
+            w.link(f"{n}.gpu1", "switch", 12.5 * GB, 1.3e-6)
+            w.link("switch", f"{n}.gpu0", 12.5 * GB, 1.3e-6)
+    if num_nodes == 2:
+        for n in range(2):
+            w.link(f"{n}.gpu1", f"{1 - n}.gpu0", 12.5 * GB, 1.3e-6)
+    return w.topology()
+
+
+def torus(*shape, rate=50 * 2**30, latency_s=0.5e-6, wrap=True):
+    w = Wiring()
+    places = list(itertools.product(*(range(n) for n in shape)))
+    for place in places:
+        w.vertex(str(place))
+    for place in places:
+        for axis, n in enumerate(shape):
+            for step in (1, -1):
+                to = list(place)
+                to[axis] += step
+                if wrap or 0 <= to[axis] < n:
+                    to[axis] %= n
+                    w.link(str(place), str(tuple(to)), rate, latency_s)
+    return w.topology()
+
+
+def random_network(rng, num_devices, num_switches, density=0.5):
+    """Return a strongly connected network of a few vertices."""
+    w = Wiring()
+    for i in range(num_devices):
+        w.vertex(f"d{i}")
+    for i in range(num_switches):
+        w.vertex(f"s{i}", "switch")
+    names = list(w.index)
+    order = rng.permutation(len(names))
+    for a, b in zip(order, np.roll(order, 1), strict=True):
+        w.link(names[a], names[b], float(rng.integers(1, 9)))
+    for a, b in itertools.permutations(range(len(names)), 2):
+        if rng.random() < density:
+            w.link(names[a], names[b], float(rng.integers(1, 9)))
+    return w.topology()
+
+
+def wrong_places(schedule: Schedule) -> list[str]:
+    """Execute a schedule on integers, and return what is not as its chunks promise.
+
+    Every source holds its own power of two of each chunk, so that a sum says what is in it. Sends are
+    executed in the order of their rounds, all of one round at once, and in the reverse order within a round:
+    only what the dependencies guarantee is used.
+    """
+    rounds = schedule.rounds()
+    held: dict[tuple[int, int], int] = {}
+    for c, chunk in enumerate(schedule.chunks):
+        for rank in chunk.sources:
+            held[rank, c] = 1 << rank
+    wrong = []
+    order = np.lexsort((-np.arange(schedule.num_sends), rounds))
+    for _, group in itertools.groupby(order.tolist(), key=lambda i: rounds[i]):
+        arriving = []
+        for i in group:
+            key = int(schedule.source[i]), int(schedule.chunk[i])
+            if key not in held:
+                wrong.append(f"send {i}: place {key[0]} does not hold chunk {key[1]}")
+            arriving.append((i, held.get(key, 0)))
+        for i, value in arriving:
+            key = int(schedule.target[i]), int(schedule.chunk[i])
+            held[key] = held.get(key, 0) + value if schedule.is_reduced[i] else value
+    for c, chunk in enumerate(schedule.chunks):
+        total = sum(1 << rank for rank in chunk.sources)
+        wrong += [
+            f"rank {r} lacks chunk {c}: {held.get((r, c), 0):b}"
+            for r in chunk.targets
+            if held.get((r, c)) != total
+        ]
+    return wrong

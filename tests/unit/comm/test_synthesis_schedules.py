@@ -1,0 +1,145 @@
+"""Synthesized schedules compute what they promise, within the gaps that published synthesizers leave."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology
+from foreshard.comm.synthesis.bounds import lower_bound_s
+from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
+from foreshard.comm.synthesis.quotient import greedy_reception, schedule_of, shifts_of
+from foreshard.comm.synthesis.symmetry import translations_of
+from foreshard.comm.synthesis.synthesize import synthesize
+from foreshard.comm.synthesis.timing import seconds_of
+from foreshard.errors import SpecError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from synthesis_cases import GB, a100, dgx2_x2, mi250, ndv2, random_network, torus, wrong_places
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send")
+SMALL = {
+    "A100 x1": lambda: a100(1, 1e-6),
+    "A100 x2": lambda: a100(2, 1e-6),
+    "NDv2 x2": lambda: ndv2(2),
+    "MI250 x1": lambda: mi250(1),
+    "torus 4x3": lambda: torus(4, 3),
+    "mesh 3x3": lambda: torus(3, 3, wrap=False),
+    "random": lambda: random_network(np.random.default_rng(3), 6, 2, 0.3),
+    "two": lambda: torus(2),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_schedules_do_what_their_collective_promises(collective, name):
+    topology = SMALL[name]()
+    found = synthesize(collective, 1e8, topology, budget_s=0.2)
+    assert found.schedule.collective == collective
+    assert wrong_places(found.schedule) == []
+    assert found.seconds >= found.lower_bound_s * (1 - 1e-9)
+    assert found.seconds == seconds_of(found.schedule, topology, 1e8)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_schedules_on_random_networks_are_right(seed):
+    rng = np.random.default_rng(seed)
+    topology = random_network(rng, int(rng.integers(2, 7)), int(rng.integers(0, 3)), rng.uniform(0.1, 0.6))
+    for collective in COLLECTIVES:
+        found = synthesize(collective, 1e3, topology, budget_s=0.0)
+        assert wrong_places(found.schedule) == []
+        assert found.seconds >= found.lower_bound_s * (1 - 1e-9)
+
+
+PUBLISHED = {  # 1 GB all-gather, GB/s that TE-CCL's outputs reach
+    "DGX2 x2": (dgx2_x2, 129.02),
+    "NDv2 x2": (lambda: ndv2(2), 22.857),
+    "NDv2 x4": (lambda: ndv2(4), 15.385),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_gathers_are_as_fast_as_published_ones(name):
+    make, gb_per_s = PUBLISHED[name]
+    topology = make()
+    found = synthesize("all-gather", 1e9, topology, budget_s=0.5)
+    assert 1e9 / found.seconds / GB >= gb_per_s
+    assert wrong_places(found.schedule) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "gap"), [((8, 8), 1, 0.081), ((8, 8), 4, 0.022), ((16, 16), 1, 0.042)]
+)
+def test_all_gathers_on_tori_are_nearer_the_bound_than_tacos(shape, parts, gap):
+    topology = torus(*shape)
+    shifts = shifts_of(topology, translations_of(topology))
+    found = greedy_reception(shifts, 2.0**30, parts, np.random.default_rng(0))
+    assert found.seconds <= lower_bound_s("all-gather", 2.0**30, topology) * (1 + gap / 4)
+
+
+def test_two_nodes_of_eight_a100_are_within_a_percent():
+    topology = a100(2, 1e-6)
+    found = synthesize("all-gather", 2.0**28, topology, budget_s=2.0)
+    assert found.gap < 0.01
+    assert found.method == "symmetry"
+
+
+@pytest.mark.parametrize(
+    ("make", "gap"), [(lambda: torus(8, 8), 0.001), (lambda: a100(2), 0.001), (lambda: ndv2(2), 0.001)]
+)
+def test_all_to_alls_are_within_a_thousandth(make, gap):
+    found = synthesize("all-to-all", 1e9, make(), budget_s=2.0)
+    assert found.gap < gap
+
+
+@pytest.mark.parametrize("name", ["torus 4x3", "A100 x2"])
+def test_the_time_of_one_rank_is_that_of_the_whole_schedule(name):
+    topology = SMALL[name]()
+    shifts = shifts_of(topology, translations_of(topology))
+    found = greedy_reception(shifts, 1e8, 3, np.random.default_rng(1))
+    schedule = schedule_of(found, shifts)
+    assert wrong_places(schedule) == []
+    assert seconds_of(schedule, topology, 1e8) == pytest.approx(found.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["NDv2 x2", "random", "A100 x2"])
+def test_the_matching_counts_the_seconds_of_its_schedule(name):
+    topology = SMALL[name]()
+    arcs, ranks = arcs_of(topology), topology.num_ranks
+    spread = spread_chunks("all-gather", 1e8, ranks, 2)
+    made = greedy_transfers(topology, arcs, spread, np.random.default_rng(1))
+    schedule = schedule_of_transfers(made, arcs, spread, ranks)
+    assert seconds_of(schedule, topology, 1e8) == pytest.approx(made.seconds, rel=1e-6)
+    beaten = greedy_transfers(topology, arcs, spread, np.random.default_rng(1), give_up_s=made.seconds / 2)
+    assert beaten is None
+
+
+def test_a_seed_gives_one_schedule():
+    topology = ndv2(2)
+    first, second = (synthesize("all-reduce", 1e8, topology, budget_s=0.0, seed=5) for _ in range(2))
+    assert first.seconds == second.seconds
+    for name in ("source", "target", "chunk", "indices"):
+        assert np.array_equal(getattr(first.schedule, name), getattr(second.schedule, name))
+
+
+def test_a_larger_budget_is_never_slower():
+    topology = mi250(1)
+    gaps = [synthesize("all-gather", 1e9, topology, budget_s=budget_s).gap for budget_s in (0.0, 0.1, 0.5)]
+    assert gaps == sorted(gaps, reverse=True)
+
+
+def test_shifts_are_found_on_tori_and_alike_nodes_only():
+    assert translations_of(torus(4, 3)) is not None
+    assert sorted(translations_of(a100(2)).radix) == [2, 8]
+    assert translations_of(torus(3, 3, wrap=False)) is None
+    assert translations_of(mi250(1)) is None
+    turned = reversed_topology(torus(4, 3))
+    assert translations_of(turned) is not None
+
+
+def test_a_size_of_nothing_is_refused():
+    with pytest.raises(SpecError, match="Above 0"):
+        synthesize("all-gather", 0.0, torus(2, 2), budget_s=1.0)
