@@ -20,7 +20,7 @@ from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.schedule_run import run_schedule
 from foreshard.comm.flow.simulation import simulate
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.topology.graph import Link, SharedResource, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
 
 GIB = 2.0**30
 NODE = 8
@@ -76,7 +76,7 @@ def fabric(num_ranks: int, stride: int) -> Topology:
             else {"bytes_per_s": 50e9, "latency_s": 5e-6}
         )
         ends = {"source": rank, "target": (rank + stride) % num_ranks}
-        links.append(Link(**ends, **speed, shared=() if stride == 1 else (rank // NODE,)))
+        links.append(Edge(**ends, **speed, shared=() if stride == 1 else (rank // NODE,)))
     return Topology(vertices=vertices, links=tuple(links), shared=shared)
 
 

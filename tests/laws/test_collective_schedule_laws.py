@@ -15,7 +15,7 @@ from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.schedule import Chunk
 from foreshard.comm.schedules.sequential import SequentialBuilder
 from foreshard.comm.schedules.verify import verify
-from foreshard.comm.topology.graph import Link, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, Topology, Vertex
 from foreshard.interop.schedules.schedule_file import schedule_from, schedule_object
 
 CASES = [
@@ -38,7 +38,7 @@ def full_mesh(num_places: int, bytes_per_s: float, latency_s: float) -> Topology
     """Return a link between every two places."""
     places = tuple(Vertex(name=str(place), kind="device") for place in range(num_places))
     links = tuple(
-        Link(source=a, target=b, bytes_per_s=bytes_per_s, latency_s=latency_s)
+        Edge(source=a, target=b, bytes_per_s=bytes_per_s, latency_s=latency_s)
         for a in range(num_places)
         for b in range(num_places)
         if a != b

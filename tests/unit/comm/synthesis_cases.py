@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.comm.topology.graph import Link, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, Topology, Vertex
 
 GB = 1e9
 
@@ -29,7 +29,7 @@ class Wiring:
     def link(self, source, target, rate, latency_s=0.0, both=False):
         ends = (self.index[source], self.index[target])
         for one, other in (ends, ends[::-1]) if both else (ends,):
-            self.links.append(Link(source=one, target=other, bytes_per_s=rate, latency_s=latency_s))
+            self.links.append(Edge(source=one, target=other, bytes_per_s=rate, latency_s=latency_s))
 
     def topology(self):
         return Topology(vertices=tuple(self.vertices), links=tuple(self.links))

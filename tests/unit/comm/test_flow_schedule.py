@@ -7,7 +7,7 @@ from foreshard.comm.flow.program import FlowProgramBuilder
 from foreshard.comm.flow.schedule_run import add_schedule, last_sends, run_schedule
 from foreshard.comm.flow.simulation import simulate
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.topology.graph import Link, SharedResource, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
 from foreshard.errors import SpecError
 
 GIB = 2.0**30
@@ -44,9 +44,9 @@ def devices(num_ranks: int) -> tuple[Vertex, ...]:
 def node_ring(num_ranks: int) -> Topology:
     """Link r goes from rank r to the next: NVLink in the node, a NIC of 50 GB/s between nodes."""
     links = [
-        Link(source=r, target=(r + 1) % num_ranks, bytes_per_s=NIC_BYTES_PER_S, latency_s=NIC_S)
+        Edge(source=r, target=(r + 1) % num_ranks, bytes_per_s=NIC_BYTES_PER_S, latency_s=NIC_S)
         if r % NODE == NODE - 1
-        else Link(source=r, target=(r + 1) % num_ranks, bytes_per_s=NVLINK_BYTES_PER_S, latency_s=NVLINK_S)
+        else Edge(source=r, target=(r + 1) % num_ranks, bytes_per_s=NVLINK_BYTES_PER_S, latency_s=NVLINK_S)
         for r in range(num_ranks)
     ]
     return Topology(vertices=devices(num_ranks), links=tuple(links))
@@ -59,7 +59,7 @@ def rails(num_ranks: int, oversubscription: float) -> Topology:
     shared = [SharedResource(name=f"up{i}", bytes_per_s=capacity) for i in range(nodes)]
     shared += [SharedResource(name=f"down{i}", bytes_per_s=capacity) for i in range(nodes)]
     links = tuple(
-        Link(
+        Edge(
             source=r,
             target=(r + NODE) % num_ranks,
             bytes_per_s=NIC_BYTES_PER_S,
@@ -163,7 +163,7 @@ def test_plain_python_finds_the_same():
 def test_one_slow_link_ends_the_symmetry_but_not_the_bound():
     topology = node_ring(16)
     links = list(topology.links)
-    links[3] = Link(source=3, target=4, bytes_per_s=10e9, latency_s=NVLINK_S)
+    links[3] = Edge(source=3, target=4, bytes_per_s=10e9, latency_s=NVLINK_S)
     run = run_schedule(ring(16), GIB, Topology(vertices=topology.vertices, links=tuple(links)), own_link)
     assert run.num_simulated == run.num_sends
     assert run.busiest[0][0] == 3

@@ -11,7 +11,7 @@ import pytest
 from foreshard.comm.schedules.cost import round_cost
 from foreshard.comm.schedules.registry import ALGORITHMS, algorithms_of, schedule_of
 from foreshard.comm.schedules.ring import ring
-from foreshard.comm.topology.graph import Link, SharedResource, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
 from foreshard.errors import SpecError
 
 ALPHA, BANDWIDTH, SIZE = 3e-6, 25e9, 1e7
@@ -23,7 +23,7 @@ def star(num_ranks: int, shared: tuple[SharedResource, ...] = ()) -> Topology:
     ranks = tuple(Vertex(name=f"rank {r}", kind="device") for r in range(num_ranks))
     ends = [(r, num_ranks) for r in range(num_ranks)]
     links = [
-        Link(
+        Edge(
             source=a,
             target=b,
             bytes_per_s=BANDWIDTH,
@@ -99,7 +99,7 @@ def test_a_shared_resource_bounds_a_round():
 
 def test_a_slow_link_is_named():
     topology = star(4)
-    slow = Link(source=2, target=4, bytes_per_s=BANDWIDTH / 10, latency_s=ALPHA / 2)
+    slow = Edge(source=2, target=4, bytes_per_s=BANDWIDTH / 10, latency_s=ALPHA / 2)
     links = (*topology.links[:4], slow, *topology.links[5:])
     cost = round_cost(ring("all-gather", 4), Topology(vertices=topology.vertices, links=links), through)
     assert cost.bottleneck.tolist() == [4, 4, 4]

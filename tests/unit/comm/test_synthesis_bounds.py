@@ -19,7 +19,7 @@ from foreshard.comm.synthesis.bounds import (
     reduce_scatter_bytes_per_s,
 )
 from foreshard.comm.synthesis.symmetry import translations_of
-from foreshard.comm.topology.graph import Link, SharedResource, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
 from foreshard.errors import SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -82,7 +82,7 @@ def test_bounds_scale_with_bandwidth_and_no_link_slows(collective, seed):
     twice = tuple(replace(link, bytes_per_s=2 * link.bytes_per_s) for link in topology.links)
     faster = replace(topology, links=twice)
     assert lower_bound_s(collective, 100.0, faster) == pytest.approx(bound / 2, rel=1e-6)
-    more = Link(source=int(rng.integers(3)), target=4, bytes_per_s=3.0)
+    more = Edge(source=int(rng.integers(3)), target=4, bytes_per_s=3.0)
     wider = replace(topology, links=(*topology.links, more))
     assert lower_bound_s(collective, 100.0, wider) <= bound * (1 + 1e-6)
 
@@ -119,7 +119,7 @@ def test_all_to_all_of_a_symmetric_network_equals_that_of_the_whole_program():
 def test_a_shared_bus_bounds_what_its_links_carry_together():
     vertices = tuple(Vertex(name=name, kind="device") for name in "abc")
     pairs = itertools.permutations(range(3), 2)
-    links = tuple(Link(source=i, target=j, bytes_per_s=10.0, shared=(0,) if j == 2 else ()) for i, j in pairs)
+    links = tuple(Edge(source=i, target=j, bytes_per_s=10.0, shared=(0,) if j == 2 else ()) for i, j in pairs)
     bus = SharedResource(name="bus", bytes_per_s=5.0)
     topology = Topology(vertices=vertices, links=links, shared=(bus,))
     assert all_gather_bytes_per_s(topology) == pytest.approx(3 * 5.0 / 2)
@@ -135,7 +135,7 @@ def test_unconnected_devices_and_unknown_collectives_are_refused():
     vertices = tuple(Vertex(name=name, kind="device") for name in "ab")
     with pytest.raises(SpecError, match="reach"):
         latency_bound_s(
-            "all-gather", Topology(vertices=vertices, links=(Link(source=0, target=1, bytes_per_s=1.0),))
+            "all-gather", Topology(vertices=vertices, links=(Edge(source=0, target=1, bytes_per_s=1.0),))
         )
     with pytest.raises(SpecError, match="all-gather"):
         lower_bound_s("all-gathr", 1.0, torus(2, 2))

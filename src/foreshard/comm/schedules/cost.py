@@ -54,9 +54,9 @@ def round_cost(schedule: Schedule, topology: Topology, route: Route) -> RoundCos
     Examples
     --------
     >>> from foreshard.comm.schedules.ring import ring
-    >>> from foreshard.comm.topology.graph import Link, Vertex
+    >>> from foreshard.comm.topology.graph import Edge, Vertex
     >>> ends = [(0, 1), (1, 0)]
-    >>> links = tuple(Link(source=a, target=b, bytes_per_s=2.0, latency_s=1.0) for a, b in ends)
+    >>> links = tuple(Edge(source=a, target=b, bytes_per_s=2.0, latency_s=1.0) for a, b in ends)
     >>> two = tuple(Vertex(name=name, kind="device") for name in "ab")
     >>> pair = Topology(vertices=two, links=links)
     >>> round_cost(ring("all-reduce", 2), pair, lambda source, target: (source,)).time_s(8.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foreshard.comm.topology.graph import Link, Topology
+from foreshard.comm.topology.graph import Edge, Topology
 
 MAX_ROUTES = 8
 """Routes of fewest hops kept between two vertices: enough for the eight planes of NVSwitch systems."""
@@ -86,7 +86,7 @@ def arcs_of(topology: Topology) -> list[Arc]:
     >>> names = ("device", "device", "switch")
     >>> vertices = tuple(Vertex(name=f"{i}", kind=kind) for i, kind in enumerate(names))
     >>> pairs = ((0, 2), (2, 0), (1, 2), (2, 1))
-    >>> links = tuple(Link(source=i, target=j, bytes_per_s=1e9) for i, j in pairs)
+    >>> links = tuple(Edge(source=i, target=j, bytes_per_s=1e9) for i, j in pairs)
     >>> [(arc.source, arc.target, arc.links) for arc in arcs_of(Topology(vertices=vertices, links=links))]
     [(0, 1, (0, 3)), (1, 0, (2, 1))]
     """
@@ -114,7 +114,7 @@ def arcs_of(topology: Topology) -> list[Arc]:
 def reversed_topology(topology: Topology) -> Topology:
     """Return the topology with every link turned round; links keep their numbers."""
     links = tuple(
-        Link(
+        Edge(
             source=link.target,
             target=link.source,
             bytes_per_s=link.bytes_per_s,

@@ -1,0 +1,173 @@
+"""`foreshard comm simulate COLLECTIVE SIZE CLUSTER`: one flow simulation of a schedule on a topology."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard import quantity
+from foreshard.cli.options.answer import give
+from foreshard.cli.options.sources import verb_command
+from foreshard.cli.options.values import ByteCount, Count, Word
+from foreshard.comm.schedules.schedule import COLLECTIVES
+from foreshard.errors import SpecError
+from foreshard.report.screen import Box, Screen, table
+
+if TYPE_CHECKING:
+    from foreshard.comm.flow.schedule_run import ScheduleRun
+    from foreshard.comm.schedules.schedule import Schedule
+    from foreshard.comm.topology.graph import Topology
+
+RATES = ("fitted", "datasheet")
+_MAX_BYTES = 2**26
+_TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
+
+
+@verb_command("simulate")
+@click.argument("collective", type=Word(*COLLECTIVES), metavar="COLLECTIVE")
+@click.argument("size", type=ByteCount(), metavar="SIZE")
+@click.argument("cluster", metavar="CLUSTER")
+@click.option(
+    "--algorithm",
+    default="ring",
+    metavar="NAME|FILE",
+    help="An algorithm by name, or a schedule's JSON or MSCCL file.",
+)
+@click.option("--ranks", type=Count(2), help="Take the first N devices (default: all).")
+@click.option(
+    "--rates", type=Word(*RATES), default="fitted", help="Rates that collectives reach, or raw ones."
+)
+@click.option("--channels", type=Count(), default=1, help="Channels, each with its part of the data.")
+@click.option("--parts", type=Count(), help="Pieces that follow each other (default: one a channel).")
+def command(
+    collective: str,
+    size: float,
+    cluster: str,
+    algorithm: str,
+    ranks: int | None,
+    rates: str,
+    channels: int,
+    parts: int | None,
+) -> None:
+    """Simulate one collective of SIZE bytes, flow by flow, on the links of CLUSTER.
+
+    CLUSTER is as everywhere, or a topology file: NCCL's XML, an ASTRA-sim yml, a graph as JSON. Flows share
+    links fairly (max-min). The lower bound is that of the same sends over the same routes.
+
+    \b
+    foreshard comm simulate all-reduce 1GiB 8x8xh100-sxm --algorithm ring
+    foreshard comm simulate all-to-all 64MiB 2x8xa100-sxm-80gb --algorithm direct --rates datasheet --json
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    from foreshard.comm.flow.places import routing_of
+    from foreshard.comm.flow.schedule_run import run_schedule
+
+    topology, per_node = topology_at(cluster, rates)
+    if not size > 0:
+        raise SpecError(
+            "no bytes to move",
+            key="SIZE",
+            value=size,
+            rule="A collective moves at least one byte",
+            fix="Give 64KiB",
+        )
+    started = time.perf_counter()
+    schedule = _schedule(collective, algorithm, ranks or topology.num_ranks, per_node, channels, parts)
+    run = run_schedule(schedule, size, topology, routing_of(schedule, topology))
+    wall_s = time.perf_counter() - started
+    data = {
+        "schema_version": 1,
+        "collective": schedule.collective,
+        "algorithm": schedule.algorithm,
+        "size_bytes": int(size),
+        "num_ranks": schedule.num_ranks,
+        "time_s": run.seconds,
+        "lower_bound_s": run.lower_bound_s,
+        "gap": run.seconds / run.lower_bound_s - 1.0,
+        "flows": run.num_sends,
+        "busiest": [{"resource": _name(topology, one), "utilisation": part} for one, part in run.busiest],
+        "wall_s": wall_s,
+    }
+    give(data, lambda: _screen(data, run))
+
+
+def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
+    """Return the topology of a cluster or of a file, and the devices of each node where all have as many."""
+    from foreshard import api
+    from foreshard.comm.topology.importers.formats import read_topology
+    from foreshard.comm.topology.of_cluster import topology_of
+
+    if Path(cluster).suffix.lower() in _TOPOLOGY_FILES:
+        return read_topology(cluster), None
+    loaded = api.load_cluster(cluster)
+    sizes = {nodes.per_node for nodes in loaded.nodes}
+    return topology_of(loaded, rates=rates), sizes.pop() if len(sizes) == 1 else None  # type: ignore[arg-type]
+
+
+def _schedule(
+    collective: str, algorithm: str, ranks: int, per_node: int | None, channels: int, parts: int | None
+) -> Schedule:
+    """Return the schedule of an algorithm's name, or of a file that must be one of the collective."""
+    from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
+
+    suffix = Path(algorithm).suffix.lower()
+    if suffix not in (".json", ".xml"):
+        knows_nodes = algorithm in ALGORITHMS and "per_node" in ALGORITHMS[algorithm].options
+        nodes = per_node if knows_nodes and per_node and ranks % per_node == 0 else None
+        return schedule_of(collective, algorithm, ranks, per_node=nodes, channels=channels, parts=parts)
+    made = schedule_file(algorithm)
+    if made.collective != collective:
+        raise SpecError(
+            f"the schedule is one of {made.collective}",
+            file=algorithm,
+            key="collective",
+            value=made.collective,
+            rule=f"It has to be one of {collective}",
+        )
+    return made
+
+
+def schedule_file(path: str) -> Schedule:
+    """Return the schedule of a JSON or MSCCL file, proven right."""
+    from foreshard.comm.schedules.verify import verify
+    from foreshard.interop.schedules.msccl_reader import schedule_of_msccl
+    from foreshard.interop.schedules.schedule_file import load_schedule
+    from foreshard.spec.codec import read_text
+
+    if Path(path).suffix.lower() == ".xml":
+        made = schedule_of_msccl(read_text(path, max_bytes=_MAX_BYTES), file=path)
+    else:
+        made = load_schedule(path)
+    faults = verify(made).faults
+    if faults:
+        raise SpecError(faults[0], file=path, key="sends", rule="Every target ends with every source once")
+    return made
+
+
+def _name(topology: Topology, resource: int) -> str:
+    """Return the ends of a link, or the name of a shared resource."""
+    if resource >= len(topology.links):
+        return topology.shared[resource - len(topology.links)].name
+    link = topology.links[resource]
+    return f"{topology.vertices[link.source].name} -> {topology.vertices[link.target].name}"
+
+
+def _screen(data: dict[str, Any], run: ScheduleRun) -> Screen:
+    header = f"{data['collective']} of {quantity.size(data['size_bytes'])} over {data['num_ranks']} ranks"
+    boxes = (
+        Box(title="time", value=quantity.seconds(data["time_s"])),
+        Box(
+            title="no faster than",
+            value=quantity.seconds(data["lower_bound_s"]),
+            note=f"{100 * data['gap']:.1f} % gap, the same sends over the same routes",
+        ),
+        Box(title="flows", value=f"{data['flows']:,}", note=f"{run.num_simulated:,} simulated after folding"),
+    )
+    rows = [(one["resource"], f"{100 * one['utilisation']:.1f} %") for one in data["busiest"]]
+    return Screen(
+        header=(header, f"algorithm {data['algorithm']}"),
+        boxes=boxes,
+        tables=(table("Busiest resources", ("resource", ">busy"), rows),),
+    )

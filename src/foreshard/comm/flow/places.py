@@ -1,0 +1,69 @@
+"""Where the places of a schedule are on a topology, and which routes its sends take."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreshard.comm.flow.schedule_run import Routing
+from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.topology.graph import Topology
+from foreshard.comm.topology.routing import Forwarding, Routing as Routes
+from foreshard.errors import SpecError
+
+
+def routing_of(schedule: Schedule, topology: Topology, *, forwarding: Forwarding = "direct") -> Routing:
+    """Return the routes of a schedule's sends: shortest paths, by a hash of the channel where several are.
+
+    Rank r is the r-th device. A switch place is the vertex of its name; one without a name of the topology is
+    the reducing switch nearest to the places that send to it, each switch once.
+
+    Raises
+    ------
+    SpecError
+        If there are more ranks than devices, or no switch that reduces is left.
+    """
+    if schedule.num_ranks > topology.num_ranks:
+        raise SpecError(
+            f"{schedule.num_ranks} ranks on {topology.num_ranks} devices",
+            key="ranks",
+            value=schedule.num_ranks,
+            rule="Every rank is a device of the topology",
+        )
+    routes = Routes(topology, forwarding=forwarding)
+    vertices = _vertices(schedule, topology, routes)
+
+    def route(source: int, target: int, flow: int) -> tuple[int, ...]:
+        return routes.ecmp(vertices[source], vertices[target], flow=flow)
+
+    return route
+
+
+def _vertices(schedule: Schedule, topology: Topology, routes: Routes) -> list[int]:
+    """Return the vertex of each place."""
+    found = topology.devices[: schedule.num_ranks].tolist()
+    names = {vertex.name: i for i, vertex in enumerate(topology.vertices)}
+    free = [i for i, vertex in enumerate(topology.vertices) if vertex.can_reduce]
+    for place, name in enumerate(schedule.switches, start=schedule.num_ranks):
+        if name not in names and not free:
+            raise SpecError(
+                f"{schedule.algorithm} needs {len(schedule.switches)} switches that reduce",
+                key="algorithm",
+                value=schedule.algorithm,
+                rule=f"The topology has {place - schedule.num_ranks}",
+                fix="Use an algorithm without switches, or a topology whose switches reduce",
+            )
+        below = np.unique(schedule.source[(schedule.target == place) & (schedule.source < place)])
+        near = [found[one] for one in below.tolist()]
+        chosen = names.get(name)
+        if chosen is None:
+            chosen = min(free, key=lambda switch: max((_hops(routes, v, switch) for v in near), default=0))
+        free = [one for one in free if one != chosen]
+        found.append(chosen)
+    return found
+
+
+def _hops(routes: Routes, source: int, target: int) -> float:
+    try:
+        return len(routes.shortest(source, target))
+    except SpecError:
+        return float("inf")
