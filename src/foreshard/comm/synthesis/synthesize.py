@@ -42,6 +42,8 @@ _TREES = ((1, 16), (3, 10), (2, 16), (8, 4))
 """Trees of each rank, and pieces that each streams its data in, that are tried for an all-gather."""
 _BROADCAST_TREES = ((4, 32), (8, 16), (4, 256), (8, 128), (12, 64))
 """The same of the root of a broadcast."""
+_MAX_RANKS_ROUTED_ALONE = 128
+"""Ranks of an all-to-all whose chunks are routed one by one though all ranks are alike: some 16,000 paths."""
 _PACKING_S = 2e-3
 """Seconds that packing trees takes for each pair of a rank and a vertex, before any is measured."""
 
@@ -321,6 +323,9 @@ def _routings(
     ranks = topology.num_ranks
     group = translations_of(topology) if collective == "all-to-all" else None
     shifts = shifts_of(topology, group) if group else None
+    if shifts and (shifts.num_channels > 1).any() and ranks <= _MAX_RANKS_ROUTED_ALONE:
+        # which of several routes a chunk takes matters more than that all ranks do alike
+        shifts = None
     arcs = [] if shifts else arcs_of(topology)
     hops = hops_of_shifts(shifts) if shifts else hops_of_arcs(topology, arcs)
 
