@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from foreshard.comm.synthesis.quotient import greedy_reception, schedule_of, shi
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.synthesis.synthesize import synthesize
 from foreshard.comm.synthesis.timing import seconds_of
+from foreshard.comm.topology.graph import SharedResource
 from foreshard.errors import SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from synthesis_cases import GB, a100, dgx2_x2, mi250, ndv2, random_network, torus, wrong_places
+from synthesis_cases import GB, Wiring, a100, dgx2_x2, mi250, ndv2, random_network, torus, wrong_places
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send")
 SMALL = {
@@ -93,6 +95,59 @@ def test_two_nodes_of_eight_a100_are_within_a_percent():
 def test_all_to_alls_are_within_a_thousandth(make, gap):
     found = synthesize("all-to-all", 1e9, make(), budget_s=2.0)
     assert found.gap < gap
+
+
+def nvlink_sharp(num_planes):
+    """Return eight devices under switches that reduce and multicast."""
+    wiring = Wiring()
+    for rank in range(8):
+        wiring.vertex(f"gpu{rank}", node=0)
+    for plane in range(num_planes):
+        wiring.vertex(f"plane{plane}", "switch", 0, can_reduce=True, can_multicast=True)
+        for rank in range(8):
+            wiring.link(f"gpu{rank}", f"plane{plane}", (100 + 50 * plane) * GB, 0.5e-6, both=True)
+    return wiring.topology()
+
+
+@pytest.mark.parametrize("collective", ["all-reduce", "broadcast"])
+@pytest.mark.parametrize("num_planes", [1, 3])
+def test_switches_that_reduce_nearly_reach_the_cut(collective, num_planes):
+    found = synthesize(collective, 1e9, nvlink_sharp(num_planes), budget_s=0.5)
+    assert found.method == "in-network"
+    assert found.gap < 0.02
+    assert wrong_places(found.schedule) == []
+
+
+def test_parallel_switches_are_used_together():
+    wiring = Wiring()
+    for rank in range(8):
+        wiring.vertex(f"gpu{rank}", node=0)
+    for plane in range(4):
+        wiring.vertex(f"plane{plane}", "switch", 0)
+        for rank in range(8):
+            wiring.link(f"gpu{rank}", f"plane{plane}", 50 * GB, 0.5e-6, both=True)
+    topology = wiring.topology()
+    for collective in ("all-gather", "all-to-all"):
+        found = synthesize(collective, 1e9, topology, budget_s=0.5)
+        assert found.gap < 0.03
+        assert wrong_places(found.schedule) == []
+
+
+def test_links_that_share_a_bus_are_not_busy_at_once():
+    wiring = Wiring()
+    for rank in range(4):
+        wiring.vertex(f"gpu{rank}")
+    for rank in range(4):
+        wiring.link(f"gpu{rank}", f"gpu{(rank + 1) % 4}", 10 * GB, both=True)
+    plain = wiring.topology()
+    links = tuple(replace(link, shared=(0,)) if link.target == 3 else link for link in plain.links)
+    bus = SharedResource(name="bus", bytes_per_s=10 * GB)
+    topology = replace(plain, links=links, shared=(bus,))
+    for collective in ("all-gather", "all-to-all"):
+        found = synthesize(collective, 1e9, topology, budget_s=0.3)
+        assert wrong_places(found.schedule) == []
+        assert 0.0 <= found.gap < 0.1
+    assert synthesize("all-gather", 1e9, plain, budget_s=0.3).seconds < 0.6 * 1e9 * 3 / 4 / (10 * GB)
 
 
 @pytest.mark.parametrize("name", ["torus 4x3", "A100 x2"])

@@ -11,6 +11,7 @@ import pytest
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.ring import ring
 from foreshard.errors import SpecError
+from foreshard.interop.schedules.chakra import VERSION, chakra_traces
 from foreshard.interop.schedules.goal import goal_text
 from foreshard.interop.schedules.nccl_tuner import (
     ALGORITHMS_OF,
@@ -114,6 +115,62 @@ def test_goal_text_runs_to_its_end(collective, name):
     operations, moved = run_goal(goal_text(schedule, 6_000_000, add_s_per_byte=1e-10))
     assert operations == 2 * schedule.num_sends + schedule.is_reduced.sum()
     assert moved == pytest.approx(6_000_000 * schedule.weight.sum(), abs=schedule.num_sends)
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def message(data: bytes) -> dict[int, list]:
+    """Return the fields of a protobuf message by number."""
+    found: dict[int, list] = {}
+    at = 0
+    while at < len(data):
+        key, at = varint(data, at)
+        value, at = varint(data, at)
+        if key & 7:
+            at, value = at + value, data[at : at + value]
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def nodes_of(trace: bytes) -> list[dict[int, list]]:
+    found, at = [], 0
+    while at < len(trace):
+        size, at = varint(trace, at)
+        found.append(message(trace[at : at + size]))
+        at += size
+    assert found[0] == {1: [VERSION.encode()]}
+    return found[1:]
+
+
+def test_chakra_traces_name_both_ends_and_what_they_wait_for():
+    schedule = schedule_of("all-reduce", "ring", 3)
+    traces = [nodes_of(trace) for trace in chakra_traces(schedule, 3000)]
+    for rank, nodes in enumerate(traces):
+        numbers = {node[1][0] for node in nodes}
+        assert len(numbers) == len(nodes) == 8
+        for node in nodes:
+            attributes = {one[1][0].decode(): one for one in map(message, node[10])}
+            ends = [attributes[name][7][0] for name in ("comm_src", "comm_dst")]
+            assert ends[node[3][0] == 6] == rank  # 5 sends, 6 receives
+            assert attributes["comm_size"][9] == [1000]
+            waits, at = [], 0
+            packed = b"".join(node.get(5, []))
+            while at < len(packed):
+                one, at = varint(packed, at)
+                waits.append(one)
+            assert set(waits) <= numbers - {node[1][0]}
+    waiting = sum(5 in node for nodes in traces for node in nodes)
+    assert waiting == 9  # all sends but those of the first round
+    with pytest.raises(SpecError, match="switches"):
+        chakra_traces(schedule_of("all-reduce", "nvls", 3), 1)
 
 
 def test_a_trace_has_both_ends_of_every_send():

@@ -34,7 +34,8 @@ class ScheduleRun:
     ----------
     seconds : float
     lower_bound_s : float
-        No order and no sharing of the same sends over the same routes takes less: the larger of the next two.
+        No order and no sharing of the same sends over the same routes takes less, to rounding: the larger of
+        the next two.
     busiest_resource_s : float
         Bytes over capacity of the resource where that is largest.
     longest_path_s : float

@@ -34,20 +34,48 @@ def direct(
     3
     """
     parts = channels if parts is None else parts
-    if collective == "all-to-all":
+    if collective == "all-to-all" and weights is not None:
         return _all_to_all("direct", num_ranks, [], parts, channels, weights)  # type: ignore[arg-type]
     chunks = chunks_of(collective, num_ranks, parts, weights=weights)  # type: ignore[arg-type]
+    if collective != "all-reduce":
+        return _shifted(collective, num_ranks, chunks, parts, channels)
     build = SequentialBuilder(collective, "direct", num_ranks, chunks)
     for reduces in (True, False):
-        if collective in ("all-reduce", "reduce-scatter" if reduces else "all-gather"):
-            for shift in range(1, num_ranks):
-                for rank in range(num_ranks):
-                    other = (rank + shift) % num_ranks
-                    for part in range(parts):
-                        chunk = (other if reduces else rank) * parts + part
-                        build.send(rank, other, chunk, reduce=reduces, channel=part % channels)
-                build.next_round()
+        for shift in range(1, num_ranks):
+            for rank in range(num_ranks):
+                other = (rank + shift) % num_ranks
+                for part in range(parts):
+                    chunk = (other if reduces else rank) * parts + part
+                    build.send(rank, other, chunk, reduce=reduces, channel=part % channels)
+            build.next_round()
     return build.schedule()
+
+
+def _shifted(collective: str, num_ranks: int, chunks: Sequence[Chunk], parts: int, channels: int) -> Schedule:
+    """Return an exchange whose chunks move once: in round n, all parts go to the n-th next rank.
+
+    Columns are built whole: 1,024 ranks exchange a million chunks.
+    """
+    grid = (num_ranks - 1, num_ranks, parts)
+    shift, rank, part = (one.ravel() for one in np.indices(grid, dtype=np.int32))
+    target = (rank + shift + 1) % num_ranks
+    group = {"all-gather": rank, "reduce-scatter": target}.get(collective, rank * num_ranks + target)
+    # a rank goes on when the same part has arrived there in the round before, from the rank that far back
+    before = ((shift - 1) * num_ranks + (rank - shift) % num_ranks) * parts + part
+    waits = shift > 0
+    return Schedule(
+        collective=collective,
+        algorithm="direct",
+        num_ranks=num_ranks,
+        chunks=tuple(chunks),
+        source=rank,
+        target=target,
+        chunk=group * parts + part,
+        is_reduced=np.full(len(rank), collective == "reduce-scatter"),
+        channel=part % channels,
+        indptr=np.concatenate([[0], np.cumsum(waits)]),
+        indices=before[waits],
+    )
 
 
 Way = Callable[[int, int, int], int]

@@ -59,26 +59,26 @@ class Shifts:
 def shifts_of(topology: Topology, group: Translations) -> Shifts:
     """Return the ways of all ranks to send at once, along the routes of rank 0 that pass no device.
 
-    Equally wide routes to one rank are one way: ranks and transfers take turns on them.
+    A route that all ranks can take at once without slowing each other is a way. Of equally wide routes on
+    which they would, all together are one way: ranks and transfers take turns on them.
     """
     rank_of = {vertex: rank for rank, vertex in enumerate(topology.devices.tolist())}
     routes = routes_from(topology, int(topology.devices[0]))
-    orbit_size = np.bincount(group.link_orbit)
     made: list[tuple[int, int, int, float, float]] = []
     occupancy = []
     for target, options in sorted(routes.items()):
         if target not in rank_of:
             continue
+        rows = [_occupancy(topology, group, links) for links in options]
         widths = [bottleneck_bytes_per_s(topology, links) for links in options]
+        latency_s = [sum(topology.links[link].latency_s for link in links) for links in options]
         for width, alike in groupby(range(len(options)), key=widths.__getitem__):
             channels = list(alike)
-            row = np.zeros(len(orbit_size))
-            for link in (link for channel in channels for link in options[channel]):
-                orbit = group.link_orbit[link]
-                row[orbit] += topology.num_ranks / orbit_size[orbit] / topology.links[link].bytes_per_s
-            occupancy.append(row / len(channels))
-            latency_s = max(sum(topology.links[link].latency_s for link in options[c]) for c in channels)
-            made.append((rank_of[target], channels[0], len(channels), 1.0 / width, latency_s))
+            crowded = max(float(rows[c].max()) for c in channels) * width > 1.0 + 1e-9
+            for some in [channels] if crowded else [[c] for c in channels]:
+                occupancy.append(np.mean([rows[c] for c in some], axis=0))
+                slowest_s = max(latency_s[c] for c in some)
+                made.append((rank_of[target], some[0], len(some), 1.0 / width, slowest_s))
     shift, channel, number, transfer, latency = zip(*made, strict=True)
     busy = np.array(occupancy)
     return Shifts(
@@ -91,6 +91,16 @@ def shifts_of(topology: Topology, group: Translations) -> Shifts:
         transfer_s_per_byte=np.maximum(busy.max(axis=1), transfer),
         latency_s=np.array(latency),
     )
+
+
+def _occupancy(topology: Topology, group: Translations, links: tuple[int, ...]) -> np.ndarray:
+    """Return how long each orbit is busy when every rank sends a byte by the shifted route."""
+    orbit_size = np.bincount(group.link_orbit)
+    busy = np.zeros(len(orbit_size))
+    for link in links:
+        orbit = group.link_orbit[link]
+        busy[orbit] += topology.num_ranks / orbit_size[orbit] / topology.links[link].bytes_per_s
+    return busy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

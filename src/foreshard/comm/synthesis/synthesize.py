@@ -12,6 +12,7 @@ import numpy as np
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.arcs import Arc, arcs_of, reversed_topology
 from foreshard.comm.synthesis.bounds import all_gather_bytes_per_s, broadcast_bytes_per_s, lower_bound_s
+from foreshard.comm.synthesis.in_network import in_network_schedule, reducing_planes
 from foreshard.comm.synthesis.legs import hops_of_arcs, hops_of_shifts
 from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
 from foreshard.comm.synthesis.packing import Packing, packed_trees, schedule_of_trees, streamed
@@ -42,6 +43,10 @@ _TREES = ((1, 16), (3, 10), (2, 16), (8, 4))
 """Trees of each rank, and pieces that each streams its data in, that are tried for an all-gather."""
 _BROADCAST_TREES = ((4, 32), (8, 16), (4, 256), (8, 128), (12, 64))
 """The same of the root of a broadcast."""
+_MAX_RANKS_ROUTED_ALONE = 128
+"""Ranks of an all-to-all whose chunks are routed one by one though all ranks are alike: some 16,000 paths."""
+_IN_NETWORK_PIECES = (1, 4, 16, 64, 256)
+"""Pieces tried of what goes through a switch that reduces: more make the last one's way back shorter."""
 _PACKING_S = 2e-3
 """Seconds that packing trees takes for each pair of a rank and a vertex, before any is measured."""
 
@@ -181,6 +186,9 @@ def _attempts(
     collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float
 ) -> Iterator[tuple[str, float, _Attempt]]:
     """Yield the attempts at a collective, the quickest first."""
+    if collective in ("all-reduce", "broadcast") and reducing_planes(topology):
+        for pieces in _IN_NETWORK_PIECES:
+            yield "in-network", pieces, partial(_through_switches, collective, num_bytes, topology, pieces)
     if collective == "broadcast":
         yield from _spreads("broadcast", num_bytes, topology, seed)
     elif collective == "all-gather":
@@ -195,6 +203,11 @@ def _attempts(
         scatters = _all_gathers(num_bytes, reversed_topology(topology), seed)
         for (method, work, gather), (_, _, scatter) in zip(gathers, scatters, strict=True):
             yield method, 2 * work, _both_ways(gather, scatter, topology, num_bytes)
+
+
+def _through_switches(collective: str, num_bytes: float, topology: Topology, pieces: int, _: float) -> _Found:
+    schedule = in_network_schedule(collective, topology, pieces)
+    return _Found(seconds=seconds_of(schedule, topology, num_bytes), schedule=lambda: schedule)
 
 
 def _backwards(attempt: _Attempt, topology: Topology, num_bytes: float) -> _Attempt:
@@ -321,6 +334,9 @@ def _routings(
     ranks = topology.num_ranks
     group = translations_of(topology) if collective == "all-to-all" else None
     shifts = shifts_of(topology, group) if group else None
+    if shifts and (shifts.num_channels > 1).any() and ranks <= _MAX_RANKS_ROUTED_ALONE:
+        # which of several routes a chunk takes matters more than that all ranks do alike
+        shifts = None
     arcs = [] if shifts else arcs_of(topology)
     hops = hops_of_shifts(shifts) if shifts else hops_of_arcs(topology, arcs)
 

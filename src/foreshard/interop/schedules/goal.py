@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.errors import SpecError
+from foreshard.interop.schedules.endpoints import Side, bytes_of, require_ranks_only, waits_at
 
 
 def goal_text(schedule: Schedule, num_bytes: float, *, add_s_per_byte: float = 0.0) -> str:
@@ -39,41 +39,31 @@ def goal_text(schedule: Schedule, num_bytes: float, *, add_s_per_byte: float = 0
     }
     <BLANKLINE>
     """
-    if schedule.switches:
-        raise SpecError(
-            "GOAL cannot express the schedule: switches take part",
-            key="schedule",
-            value=schedule.algorithm,
-            rule="Only ranks send and receive",
-        )
-    source, target = schedule.source.tolist(), schedule.target.tolist()
+    require_ranks_only(schedule, "GOAL")
     lines: dict[int, list[str]] = defaultdict(list)
-    for send, (a, b) in enumerate(zip(source, target, strict=True)):
-        size = max(1, round(float(schedule.weight[send]) * num_bytes))
-        adds_ns = round(1e9 * add_s_per_byte * size) if schedule.is_reduced[send] else 0
-        waits = schedule.waits_for(send).tolist()
+    ends = zip(schedule.source.tolist(), schedule.target.tolist(), strict=True)
+    for send, (a, b) in enumerate(ends):
+        size = bytes_of(schedule, send, num_bytes)
         lines[a].append(f"s{send}: send {size}b to {b} tag {send}")
-        lines[a] += [
-            f"s{send} requires {_done(schedule, one, a, add_s_per_byte)}" for one in _at(schedule, waits, a)
-        ]
         lines[b].append(f"r{send}: recv {size}b from {a} tag {send}")
-        # what the receive overwrites must have been read, and written before
-        lines[b] += [
-            f"r{send} requires {_done(schedule, one, b, add_s_per_byte)}" for one in _at(schedule, waits, b)
-        ]
-        if adds_ns:
-            lines[b] += [f"c{send}: calc {adds_ns}", f"c{send} requires r{send}"]
+        for rank, side, name in ((a, (send, True), "s"), (b, (send, False), "r")):
+            done = [_done(schedule, one, add_s_per_byte) for one in waits_at(schedule, side)]
+            lines[rank] += [f"{name}{send} requires {one}" for one in done]
+        if _adds(schedule, send, add_s_per_byte):
+            time_ns = max(1, round(1e9 * add_s_per_byte * size))
+            lines[b] += [f"c{send}: calc {time_ns}", f"c{send} requires r{send}"]
     blocks = ["\n".join([f"rank {rank} {{", *lines[rank], "}", ""]) for rank in range(schedule.num_ranks)]
     return "\n".join([f"num_ranks {schedule.num_ranks}\n", *blocks])
 
 
-def _at(schedule: Schedule, sends: list[int], rank: int) -> list[int]:
-    """Return the sends that begin or end at a rank; GOAL orders operations of one rank only."""
-    return [one for one in sends if rank in (schedule.source[one], schedule.target[one])]
+def _adds(schedule: Schedule, send: int, add_s_per_byte: float) -> bool:
+    """Return whether adding what a send brings is an operation."""
+    return add_s_per_byte > 0.0 and bool(schedule.is_reduced[send])
 
 
-def _done(schedule: Schedule, send: int, rank: int, add_s_per_byte: float) -> str:
+def _done(schedule: Schedule, side: Side, add_s_per_byte: float) -> str:
     """Return the operation by which a send is done at one of its ends."""
-    if schedule.source[send] == rank:
+    send, is_out = side
+    if is_out:
         return f"s{send}"
-    return f"c{send}" if add_s_per_byte > 0.0 and schedule.is_reduced[send] else f"r{send}"
+    return f"c{send}" if _adds(schedule, send, add_s_per_byte) else f"r{send}"

@@ -18,6 +18,7 @@ import numpy as np
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.verify import channel_rounds, verify
 from foreshard.errors import SpecError
+from foreshard.interop.schedules.endpoints import Side, require_ranks_only, waits_at
 
 MAX_STEPS = 256  # of a thread block
 COLLECTIVE_NAMES = {
@@ -30,8 +31,6 @@ COLLECTIVE_NAMES = {
 BUFFER = {"all-reduce": "i", "reduce-scatter": "i", "broadcast": "i", "all-gather": "o"}
 """Where all chunks of a collective lie in place; an all-to-all has an input, an output and scratch."""
 
-Side = tuple[int, bool]
-"""A send, and whether its source's step is meant."""
 Location = tuple[str, int]
 """Buffer and offset."""
 
@@ -86,8 +85,7 @@ def _check(schedule: Schedule, protocol: str) -> None:
         )
     if schedule.collective not in COLLECTIVE_NAMES:
         raise _refused(f"it is a {schedule.collective}", f"Collectives are {', '.join(COLLECTIVE_NAMES)}")
-    if schedule.switches:
-        raise _refused("switches take part", "Only ranks hold data")
+    require_ranks_only(schedule, "MSCCL")
     weights = np.array([chunk.weight for chunk in schedule.chunks])
     if not np.allclose(weights, weights.mean(), rtol=1e-6, atol=0.0):
         raise _refused("chunks have different weights", "Chunks are equal")
@@ -198,7 +196,7 @@ class _Blocks:
             step.kind in ("r", "rrc")
             and not self.is_exchange
             and self.chunk[step.sides[0][0]] == self.chunk[send]
-            and all(self.block(one) == block for one in self._local_waits((send, True)))
+            and all(self.block(one) == block for one in waits_at(self.schedule, (send, True)))
         )
 
     def _wait(self, block: Block, steps: Sequence[_Step], at: Mapping[Side, tuple[Block, int]]) -> None:
@@ -208,22 +206,10 @@ class _Blocks:
         """
         known: set[tuple[Block, int]] = set()
         for step in steps:
-            found = {at[one]: one for side in step.sides for one in self._local_waits(side)}
+            found = {at[one]: one for side in step.sides for one in waits_at(self.schedule, side)}
             new = sorted(one for one in found if one[0] != block and one not in known)
             known.update(new)
             step.waits = [found[one] for one in new]
-
-    def _local_waits(self, side: Side) -> list[Side]:
-        """Return the steps at a step's GPU that it waits for."""
-        send, is_out = side
-        gpu = self.source[send] if is_out else self.target[send]
-        found = []
-        for other in self.schedule.waits_for(send).tolist():
-            if self.target[other] == gpu:
-                found.append((other, False))
-            elif self.source[other] == gpu:
-                found.append((other, True))
-        return found
 
     def _forgets(self, received: int, passed: int) -> bool:
         """Return whether nothing but the send that passes a sum on reads it before it is overwritten."""
