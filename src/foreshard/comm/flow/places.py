@@ -7,7 +7,8 @@ import numpy as np
 from foreshard.comm.flow.schedule_run import Routing
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.graph import Topology
-from foreshard.comm.topology.routing import Forwarding, Routing as Routes
+from foreshard.comm.topology.routing import Forwarding
+from foreshard.comm.topology.routing import Routing as Routes
 from foreshard.errors import SpecError
 
 
