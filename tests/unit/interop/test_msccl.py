@@ -51,6 +51,14 @@ def test_a_ring_is_fused():
     assert kinds == ["s", "rrs", "rrs", "rrcs", "rcs", "rcs", "r"] * 4
 
 
+def test_sizes_limit_what_a_schedule_is_used_for():
+    text = msccl_xml(ring("reduce-scatter", 2), sizes=(1024, 2048))
+    assert 'coll="reduce_scatter" inplace="1" minBytes="1024" maxBytes="2048">' in text
+    assert schedule_of_msccl(text).collective == "reduce-scatter"
+    with pytest.raises(SpecError, match="the smaller first"):
+        msccl_xml(ring("reduce-scatter", 2), sizes=(2, 1))
+
+
 def test_an_exchange_keeps_its_own_with_a_copy():
     text = msccl_xml(schedule_of("all-to-all", "direct", 3))
     assert text.count('type="cpy"') == 3

@@ -24,7 +24,7 @@ MAX_STEPS = 256  # of a thread block
 COLLECTIVE_NAMES = {
     "all-reduce": "allreduce",
     "all-gather": "allgather",
-    "reduce-scatter": "reducescatter",
+    "reduce-scatter": "reduce_scatter",
     "all-to-all": "alltoall",
     "broadcast": "broadcast",
 }
@@ -50,7 +50,7 @@ Block = tuple[int, int, int, int]
 """GPU, peer it sends to, peer it receives from, channel; -1 for no peer."""
 
 
-def msccl_xml(schedule: Schedule, *, protocol: str = "Simple") -> str:
+def msccl_xml(schedule: Schedule, *, protocol: str = "Simple", sizes: tuple[int, int] | None = None) -> str:
     """Return a schedule as MSCCL XML.
 
     Parameters
@@ -58,6 +58,8 @@ def msccl_xml(schedule: Schedule, *, protocol: str = "Simple") -> str:
     schedule : Schedule
         Of equal chunks, between ranks only; no send.
     protocol : {'Simple', 'LL', 'LL128'}
+    sizes : (int, int), bytes, optional
+        Smallest and largest size that MSCCL uses the schedule for; all unless given.
 
     Raises
     ------
@@ -65,12 +67,15 @@ def msccl_xml(schedule: Schedule, *, protocol: str = "Simple") -> str:
         For what MSCCL cannot express, with the reason.
     """
     _check(schedule, protocol)
+    if sizes is not None and not 0 <= sizes[0] <= sizes[1]:
+        raise SpecError(f"sizes {sizes}", key="sizes", value=str(sizes), rule="From 0, the smaller first")
     blocks = _Blocks(schedule)
     steps = blocks.steps()
     longest = max((len(one) for one in steps.values()), default=0)
     if longest > MAX_STEPS:
         raise _refused(f"a thread block has {longest} steps", f"A thread block has at most {MAX_STEPS} steps")
-    return _text(schedule, protocol, blocks, steps)
+    limits = "" if sizes is None else f' minBytes="{sizes[0]}" maxBytes="{sizes[1]}"'
+    return _text(schedule, protocol, limits, blocks, steps)
 
 
 def _refused(what: str, rule: str) -> SpecError:
@@ -266,8 +271,10 @@ def _with_nops(steps: Sequence[_Step]) -> list[_Step]:
     return made
 
 
-def _text(schedule: Schedule, protocol: str, blocks: _Blocks, steps: dict[Block, list[_Step]]) -> str:
-    """Return the XML of thread blocks."""
+def _text(
+    schedule: Schedule, protocol: str, limits: str, blocks: _Blocks, steps: dict[Block, list[_Step]]
+) -> str:
+    """Return the XML of thread blocks; `limits` are attributes of the algorithm."""
     number: dict[Block, int] = {}
     per_gpu: list[list[Block]] = [[] for _ in range(schedule.num_ranks)]
     for block in steps:
@@ -288,7 +295,7 @@ def _text(schedule: Schedule, protocol: str, blocks: _Blocks, steps: dict[Block,
     lines = [
         f"<algo name={quoteattr(schedule.algorithm)} proto={quoteattr(protocol)} "
         f'nchannels="{channels}" nchunksperloop="{size}" ngpus="{schedule.num_ranks}" '
-        f'coll="{COLLECTIVE_NAMES[schedule.collective]}" inplace="{int(not blocks.is_exchange)}">'
+        f'coll="{COLLECTIVE_NAMES[schedule.collective]}" inplace="{int(not blocks.is_exchange)}"{limits}>'
     ]
     for gpu, some in enumerate(per_gpu):
         scratch = len(blocks.scratch[gpu])
