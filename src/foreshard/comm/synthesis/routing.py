@@ -18,6 +18,7 @@ _PASSES = 3
 def routed_order(
     hops: HopGraph,
     demands: np.ndarray,
+    pieces: int,
     chunk_bytes: float,
     bound_s: float,
     rng: np.random.Generator,
@@ -32,7 +33,9 @@ def routed_order(
     ----------
     hops : HopGraph
     demands : ndarray of int, shape (demands, 2)
-        Places where each chunk starts and ends.
+        Places where each path starts and ends.
+    pieces : int, at least 1
+        Chunks that follow each other on each path.
     chunk_bytes : float
     bound_s : float, seconds
         That no schedule takes fewer of.
@@ -43,7 +46,8 @@ def routed_order(
     -------
     HopOrder
     """
-    paths = _even_paths(hops, demands, chunk_bytes / bound_s, rng)
+    chosen = _even_paths(hops, demands, pieces * chunk_bytes / bound_s, rng)
+    paths = [path for path in chosen for _ in range(pieces)]
     same_way = bool((demands == demands[0]).all())
     turn = _turns(hops, paths) if same_way else rng.random(len(paths))
     return ordered(hops, _legs_of(hops, paths, chunk_bytes, turn, longest_first=not same_way), chunk_bytes)

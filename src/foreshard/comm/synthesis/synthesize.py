@@ -47,6 +47,8 @@ _MAX_RANKS_ROUTED_ALONE = 128
 """Ranks of an all-to-all whose chunks are routed one by one though all ranks are alike: some 16,000 paths."""
 _IN_NETWORK_PIECES = (1, 4, 16, 64, 256)
 """Pieces tried of what goes through a switch that reduces: more make the last one's way back shorter."""
+_MAX_PATHS = 64
+"""Paths that a send is spread over, each with several chunks: as many load links evenly."""
 _PACKING_S = 2e-3
 """Seconds that packing trees takes for each pair of a rank and a vertex, before any is measured."""
 
@@ -101,8 +103,8 @@ def synthesize(
     """Return the fastest schedule found for a collective of a size on a topology.
 
     Methods are tried one after the other, with chunks of half the size each time, until one is within
-    `CLOSE_ENOUGH` of the bound, all are tried, or the budget is spent. The result depends on the seed and,
-    where the budget ends the search, on the speed of the machine; a larger budget never gives a slower one.
+    `CLOSE_ENOUGH` of the bound, all are tried, or the budget is spent; the best one is returned. It depends
+    on the seed and, where the budget ends the search, on the speed of the machine.
 
     Parameters
     ----------
@@ -341,11 +343,12 @@ def _routings(
     hops = hops_of_shifts(shifts) if shifts else hops_of_arcs(topology, arcs)
 
     def attempt(parts: int, rng: np.random.Generator, _: float) -> _Found:
-        demands = demands_of(collective, ranks, parts)
+        paths = min(parts, _MAX_PATHS) if collective == "send" else parts
+        demands = demands_of(collective, ranks, paths)
         if shifts:
             demands = demands[: ranks * parts]  # those of rank 0
         chunk_bytes = num_bytes / parts / (1 if collective == "send" else ranks)
-        order = routed_order(hops, demands, chunk_bytes, bound_s, rng)
+        order = routed_order(hops, demands, parts // paths, chunk_bytes, bound_s, rng)
         if shifts:
             return _Found(
                 seconds=order.seconds, schedule=lambda: all_to_all_of_shifts(order, hops, shifts, parts)
@@ -354,8 +357,8 @@ def _routings(
             seconds=order.seconds, schedule=lambda: schedule_of_hops(order, hops, arcs, collective, parts)
         )
 
-    paths, most = (1, 8) if collective == "send" else (ranks * (ranks - 1), 1)
-    for parts, rng in _chunkings(seed, paths, most):
+    sends, most = (1, _MAX_PATHS) if collective == "send" else (ranks * (ranks - 1), 1)
+    for parts, rng in _chunkings(seed, sends, most):
         yield "even paths", parts, partial(attempt, parts, rng)
 
 
