@@ -12,7 +12,6 @@ import pytest
 from foreshard.comm.schedules.exchange import direct, through_nodes
 from foreshard.comm.schedules.hierarchical import nested, two_level
 from foreshard.comm.schedules.in_network import nvls
-from foreshard.comm.schedules.packing import packed_trees
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.ring import ring
 from foreshard.comm.schedules.schedule import Chunk, Schedule, ScheduleBuilder
@@ -164,23 +163,6 @@ def test_levels_take_any_algorithm():
         schedule = two_level("all-reduce", inner, outer, parts=3)
         assert verify(schedule).faults == ()
         assert is_right(schedule, rng)
-
-
-@pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter"])
-def test_random_trees(collective):
-    rng = np.random.default_rng(8)
-    for num_ranks in range(2, 10):
-        trees = []
-        for root in [*range(num_ranks), *rng.integers(0, num_ranks, 3).tolist()]:
-            order = [root, *rng.permutation([r for r in range(num_ranks) if r != root]).tolist()]
-            parents = [-1] * num_ranks
-            for n, rank in enumerate(order[1:], start=1):
-                parents[rank] = order[rng.integers(0, n)]
-            trees.append((parents, float(rng.random() + 0.1)))
-        schedule = packed_trees(collective, num_ranks, trees, parts=2)
-        assert verify(schedule).faults == ()
-        assert is_right(schedule, rng)
-        assert sum(chunk.weight for chunk in schedule.chunks) == pytest.approx(1.0)
 
 
 @cache

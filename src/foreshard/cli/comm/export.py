@@ -14,7 +14,7 @@ from foreshard.cli.options.values import ByteCount, Word
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen
 
-FORMATS = ("msccl", "goal", "json", "svg", "graph")
+FORMATS = ("msccl", "goal", "chakra", "json", "svg", "graph", "nccl-tuner")
 _OF_TOPOLOGY = ("svg", "graph")
 
 
@@ -25,14 +25,25 @@ _OF_TOPOLOGY = ("svg", "graph")
 @click.option("--rates", type=Word(*RATES), default="datasheet", help="Of links, for svg and graph.")
 @click.pass_context
 def command(ctx: click.Context, what: str, target: str, size: float | None, rates: str) -> None:
-    """Write a schedule for another tool: msccl (XML), goal (LogGOPSim), json; or a topology as svg or graph.
+    """Write a schedule for another tool: msccl (XML), goal (LogGOPSim), chakra (one file a rank), json.
+
+    Of a cluster: its topology as svg or graph, or nccl-tuner, the algorithm that NCCL's own model picks for
+    every size, as the file that pins it (NCCL_TUNER_CONFIG_FILE).
 
     \b
     foreshard comm export schedule.json --to msccl -o schedule.xml
     foreshard comm export 2x8xh100-sxm --to svg -o network.svg
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    text = _of_topology(what, target, rates) if target in _OF_TOPOLOGY else _of_schedule(what, target, size)
     output = ctx.meta.pop("foreshard.output", None)
+    if target == "chakra":
+        _write_chakra(what, size, output)
+        return
+    if target == "nccl-tuner":
+        text = _tuner_file(what)
+    else:
+        text = (
+            _of_topology(what, target, rates) if target in _OF_TOPOLOGY else _of_schedule(what, target, size)
+        )
     if output:
         write_text(output, text)
         say(f"{target}: {output}")
@@ -65,9 +76,77 @@ def _of_schedule(what: str, target: str, size: float | None) -> str:
 
     schedule = schedule_file(what)
     if target == "goal":
-        if size is None:
-            raise SpecError(
-                "no size", key="--size", rule="GOAL has bytes of every send", fix="Give --size, such as 1GiB"
-            )
-        return goal_text(schedule, size)
+        return goal_text(schedule, _sized(size))
     return msccl_xml(schedule) if target == "msccl" else dump(schedule_object(schedule)) + "\n"
+
+
+def _sized(size: float | None) -> float:
+    if size is None:
+        rule, fix = "The format has bytes of every send", "Give --size, such as 1GiB"
+        raise SpecError("no size", key="--size", rule=rule, fix=fix)
+    return size
+
+
+def _write_chakra(what: str, size: float | None, output: str | None) -> None:
+    """Write NAME.RANK.et for every rank."""
+    from foreshard.cli.options.answer import save
+    from foreshard.interop.schedules.chakra import chakra_traces
+
+    if output is None:
+        rule, fix = "Chakra has a file for each rank", "Give -o NAME; NAME.0.et and so on are written"
+        raise SpecError("no output file", key="-o", rule=rule, fix=fix)
+    traces = chakra_traces(schedule_file(what), _sized(size))
+    for rank, trace in enumerate(traces):
+        path = Path(f"{output}.{rank}.et")
+        save(str(path), f"rank {rank}", lambda path=path, trace=trace: path.write_bytes(trace))  # type: ignore[misc]
+    data = {"schema_version": 1, "format": "chakra", "file": output, "ranks": len(traces)}
+    give(data, lambda: Screen(header=(f"{Path(what).name} as {len(traces)} Chakra files",)))
+
+
+def _tuner_file(cluster: str) -> str:
+    """Return the picks of NCCL's model for powers of two, ranges of one pick joined."""
+    from foreshard import api
+    from foreshard.comm.nccl.choice import nccl_choice
+    from foreshard.comm.nccl.communicator import communicator_of, has_nccl
+    from foreshard.interop.schedules.nccl_tuner import MAX_BYTES, TunerChoice, nccl_tuner_csv
+
+    loaded = api.load_cluster(cluster)
+    if not has_nccl(loaded, loaded.num_devices):
+        raise SpecError(
+            f"{cluster} has no NCCL",
+            key="CLUSTER",
+            value=cluster,
+            rule="NCCL runs on devices of NVIDIA from Pascal on",
+        )
+    comm = communicator_of(loaded, loaded.num_devices)
+    sizes = [2**power for power in range(8, 33)]
+    rows: list[TunerChoice] = []
+    for name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast"):
+        picks = [nccl_choice(name, size, comm) for size in sizes]
+        words = [(_NCCL[one.algorithm], one.protocol.lower()) for one in picks]
+        first = 0
+        for at in range(1, len(sizes) + 1):
+            if at == len(sizes) or words[at] != words[first]:
+                rows.append(
+                    TunerChoice(
+                        collective=name.replace("-", ""),
+                        min_bytes=0 if first == 0 else sizes[first],
+                        max_bytes=MAX_BYTES if at == len(sizes) else sizes[at] - 1,
+                        algorithm=words[first][0],
+                        protocol=words[first][1],
+                    )
+                )
+                first = at
+    return nccl_tuner_csv(rows)
+
+
+_NCCL = {
+    "Ring": "ring",
+    "Tree": "tree",
+    "NVLS": "nvls",
+    "NVLSTree": "nvls_tree",
+    "CollNetDirect": "collnet_direct",
+    "CollNetChain": "collnet_chain",
+    "PAT": "pat",
+}
+"""The tuner's names of NCCL's algorithms."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.options.answer import give
+from foreshard.cli.options.answer import dump, give, say, write_text
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
 from foreshard.comm.schedules.schedule import COLLECTIVES
@@ -17,12 +17,13 @@ from foreshard.errors import SpecError
 from foreshard.report.screen import Box, Screen, table
 
 if TYPE_CHECKING:
-    from foreshard.comm.flow.schedule_run import ScheduleRun
+    from foreshard.comm.flow.schedule_run import Routing, ScheduleRun
     from foreshard.comm.schedules.schedule import Schedule
     from foreshard.comm.topology.graph import Topology
 
 RATES = ("fitted", "datasheet")
 _MAX_BYTES = 2**26
+_MAX_ROUNDED = 200_000  # sends whose rounds are counted within a second
 _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
 
@@ -42,6 +43,7 @@ _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 )
 @click.option("--channels", type=Count(), default=1, help="Channels, each with its part of the data.")
 @click.option("--parts", type=Count(), help="Pieces that follow each other (default: one a channel).")
+@click.option("--trace", metavar="FILE", help="Write every send as a trace that ui.perfetto.dev opens.")
 def command(
     collective: str,
     size: float,
@@ -51,6 +53,7 @@ def command(
     rates: str,
     channels: int,
     parts: int | None,
+    trace: str | None,
 ) -> None:
     """Simulate one collective of SIZE bytes, flow by flow, on the links of CLUSTER.
 
@@ -62,7 +65,8 @@ def command(
     foreshard comm simulate all-to-all 64MiB 2x8xa100-sxm-80gb --algorithm direct --rates datasheet --json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.comm.flow.places import routing_of
-    from foreshard.comm.flow.schedule_run import run_schedule
+    from foreshard.comm.flow.schedule_run import run_schedule, send_times
+    from foreshard.interop.schedules.send_trace import send_trace
 
     topology, per_node = topology_at(cluster, rates)
     if not size > 0:
@@ -75,8 +79,14 @@ def command(
         )
     started = time.perf_counter()
     schedule = _schedule(collective, algorithm, ranks or topology.num_ranks, per_node, channels, parts)
-    run = run_schedule(schedule, size, topology, routing_of(schedule, topology))
+    route = routing_of(schedule, topology, forwarding="any")
+    run = run_schedule(schedule, size, topology, route)
     wall_s = time.perf_counter() - started
+    closed_form_s = _closed_form_s(schedule, topology, route, size)
+    if trace:
+        times = send_times(schedule, size, topology, route)
+        write_text(trace, dump(send_trace(schedule, *times, num_bytes=size)) + "\n")
+        say(f"trace: {trace}")
     data = {
         "schema_version": 1,
         "collective": schedule.collective,
@@ -86,11 +96,21 @@ def command(
         "time_s": run.seconds,
         "lower_bound_s": run.lower_bound_s,
         "gap": run.seconds / run.lower_bound_s - 1.0,
+        "closed_form_s": closed_form_s,
         "flows": run.num_sends,
         "busiest": [{"resource": _name(topology, one), "utilisation": part} for one, part in run.busiest],
         "wall_s": wall_s,
     }
     give(data, lambda: _screen(data, run))
+
+
+def _closed_form_s(schedule: Schedule, topology: Topology, route: Routing, size: float) -> float | None:
+    """Return the time if all sends of a round waited for those of the round before; None for many sends."""
+    from foreshard.comm.schedules.cost import round_cost
+
+    if schedule.num_sends > _MAX_ROUNDED:
+        return None
+    return round_cost(schedule, topology, lambda source, target: tuple(route(source, target, 0))).time_s(size)
 
 
 def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
@@ -162,6 +182,11 @@ def _screen(data: dict[str, Any], run: ScheduleRun) -> Screen:
             title="no faster than",
             value=quantity.seconds(data["lower_bound_s"]),
             note=f"{100 * data['gap']:.1f} % gap, the same sends over the same routes",
+        ),
+        *(
+            [Box(title="in rounds", value=quantity.seconds(data["closed_form_s"]), note="closed form")]
+            if data["closed_form_s"] is not None
+            else []
         ),
         Box(title="flows", value=f"{data['flows']:,}", note=f"{run.num_simulated:,} simulated after folding"),
     )

@@ -108,6 +108,16 @@ def run_schedule(
     )
 
 
+def send_times(
+    schedule: Schedule, size_bytes: float, topology: Topology, route: Routing
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return when each send starts and has arrived, in seconds; shape (sends,) each. As `run_schedule`."""
+    builder = FlowProgramBuilder(topology.capacity_bytes_per_s)
+    first = add_schedule(builder, schedule, size_bytes, topology, route)
+    times, own = simulate(builder.build()), slice(first, first + schedule.num_sends)
+    return times.start_s[own], times.end_s[own]
+
+
 def add_schedule(
     builder: FlowProgramBuilder,
     schedule: Schedule,

@@ -114,7 +114,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     },
     "chain": _of(_without_collective(chains.chain_send), "send"),
 }
-"""Algorithms that need no more than their name; tree packing needs trees (`packing.packed_trees`)."""
+"""Algorithms that need no more than their name; ``synthesis/packing.py`` packs trees into a topology."""
 
 
 def algorithms_of(collective: str) -> tuple[str, ...]:
