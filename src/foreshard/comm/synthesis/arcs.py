@@ -8,6 +8,8 @@ from foreshard.comm.topology.graph import Edge, Topology
 
 MAX_ROUTES = 8
 """Routes of fewest hops kept between two vertices: enough for the eight planes of NVSwitch systems."""
+MUCH_FASTER = 1.5
+"""Ratio of transfer times from which the slower of two arcs leaves to the faster what both could carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

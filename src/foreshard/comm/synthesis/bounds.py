@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from foreshard.comm.synthesis.arcs import reversed_topology
-from foreshard.comm.synthesis.symmetry import Translations, translations_of
+from foreshard.comm.synthesis.flow_bounds import all_to_all_bytes_per_s
+from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.topology.graph import Topology
 from foreshard.errors import SpecError, unknown
 
@@ -17,8 +18,6 @@ _TOLERANCE = 1e-7
 """Relative shortfall of a flow below which its cut is taken for tight; three digits above the rounding."""
 _MAX_SINKS = 160
 """Sinks tried on topologies without symmetry; fewer leave a bound valid, and perhaps looser."""
-_LARGEST_FLOW_LP = 200_000
-"""Variables of the largest flow problem that HiGHS is given."""
 
 
 def lower_bound_s(collective: str, num_bytes: float, topology: Topology) -> float:
@@ -141,22 +140,6 @@ def send_bytes_per_s(topology: Topology) -> float:
     """Return the rate at which rank 0 can send to the last rank: the smallest cut between them."""
     _check(topology)
     return _min_cut(topology, [(0, topology.num_ranks - 1)])
-
-
-def all_to_all_bytes_per_s(topology: Topology) -> float:
-    """Return the bytes of an all-to-all over its seconds that no schedule exceeds.
-
-    A linear program: one commodity per source, x units to every other rank, the largest x whose flows fit
-    links and shared resources. On a symmetric topology one source stands for all; on a topology whose
-    problem is too large, the bound is the sum of the shortest distances over the capacity (links weighted by
-    the inverse of their bandwidth).
-    """
-    _check(topology)
-    shifts = translations_of(topology)
-    sources = 1 if shifts else topology.num_ranks
-    if sources * len(topology.links) > _LARGEST_FLOW_LP:
-        return topology.num_ranks * _distance_rate(topology)
-    return topology.num_ranks * _concurrent_flow(topology, shifts)
 
 
 def _check(topology: Topology) -> None:
@@ -317,79 +300,3 @@ class _FlowNetwork:
         inside = np.zeros(count + 1, dtype=bool)
         inside[reached] = True
         return inside[:count]
-
-
-def _concurrent_flow(topology: Topology, shifts: Translations | None) -> float:
-    """Return the largest x such that every rank can send x bytes/s to every other at once."""
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix
-
-    links, vertices = len(topology.links), len(topology.vertices)
-    sources = [0] if shifts else list(range(topology.num_ranks))
-    head = np.array([link.target for link in topology.links])
-    tail = np.array([link.source for link in topology.links])
-    each = np.arange(links)
-    is_device = np.zeros(vertices)
-    is_device[topology.devices] = 1.0
-    rows, columns, values = [], [], []
-    kept = []
-    for k, source in enumerate(sources):
-        rows += [k * vertices + head, k * vertices + tail]
-        columns += [k * links + each] * 2
-        values += [np.ones(links), -np.ones(links)]
-        rows.append(k * vertices + np.arange(vertices))
-        columns.append(np.full(vertices, len(sources) * links))
-        values.append(-is_device)
-        # what leaves the source follows from what the others receive
-        kept.append(np.delete(k * vertices + np.arange(vertices), topology.devices[source]))
-    shape = (len(sources) * vertices, len(sources) * links + 1)
-    balance = coo_matrix(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=shape
-    ).tocsr()[np.concatenate(kept)]
-    used, limit = _capacity_rows(topology, len(sources), shifts)
-    scale = float(topology.capacity_bytes_per_s.max())
-    cost = np.zeros(shape[1])
-    cost[-1] = -1.0
-    solved = linprog(cost, A_ub=used, b_ub=limit / scale, A_eq=balance, b_eq=np.zeros(balance.shape[0]))
-    if solved.x is None:
-        return _distance_rate(topology)
-    return float(solved.x[-1]) * scale
-
-
-def _capacity_rows(
-    topology: Topology, sources: int, shifts: Translations | None
-) -> tuple[object, np.ndarray]:
-    """Return the rows and limits of what links and shared resources carry of all sources."""
-    from scipy.sparse import coo_matrix
-
-    links = len(topology.links)
-    if shifts:
-        # by symmetry all links of an orbit carry the same: all sources together, what one puts on the orbit
-        orbit = shifts.link_orbit
-        limit = np.zeros(orbit.max() + 1)
-        np.add.at(limit, orbit, topology.capacity_bytes_per_s[:links])
-        rows = coo_matrix((np.ones(links), (orbit, np.arange(links))), shape=(len(limit), links + 1))
-        return rows.tocsr(), limit / topology.num_ranks
-    uses = [(i, i) for i in range(links)]
-    uses += [(links + one, i) for i, link in enumerate(topology.links) for one in link.shared]
-    pairs = np.array(uses)
-    row = np.tile(pairs[:, 0], sources)
-    column = (pairs[:, 1] + links * np.arange(sources)[:, None]).ravel()
-    limit = topology.capacity_bytes_per_s
-    matrix = coo_matrix((np.ones(len(row)), (row, column)), shape=(len(limit), sources * links + 1))
-    return matrix.tocsr(), limit
-
-
-def _distance_rate(topology: Topology) -> float:
-    """Return a rate per pair that no all-to-all exceeds: links over the summed distances of all pairs."""
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import dijkstra
-
-    shortest: dict[tuple[int, int], float] = {}
-    for link in topology.links:
-        key = link.source, link.target
-        shortest[key] = min(shortest.get(key, np.inf), 1.0 / link.bytes_per_s)
-    rows, columns = np.array(list(shortest)).T
-    graph = csr_matrix((list(shortest.values()), (rows, columns)), shape=(len(topology.vertices),) * 2)
-    distance = dijkstra(graph, indices=topology.devices)[:, topology.devices]
-    return len(topology.links) / float(distance.sum())

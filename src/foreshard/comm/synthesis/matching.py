@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Chunk, Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import Arc
+from foreshard.comm.synthesis.arcs import MUCH_FASTER, Arc
 from foreshard.comm.topology.graph import Topology
-
-_MUCH_FASTER = 1.5
-"""Ratio of transfer times from which arcs are of different tiers (see ``quotient.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +126,7 @@ class _Matching:
         from scipy.sparse.csgraph import connected_components
 
         order = np.unique(self.transfer_s)
-        step = np.concatenate([[False], order[1:] > order[:-1] * _MUCH_FASTER])
+        step = np.concatenate([[False], order[1:] > order[:-1] * MUCH_FASTER])
         self.tier = np.cumsum(step)[np.searchsorted(order, self.transfer_s)]
         self.domain = np.zeros((int(self.tier.max()) + 1, ranks), dtype=np.int64)
         for tier in range(len(self.domain)):

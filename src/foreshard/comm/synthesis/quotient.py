@@ -9,12 +9,9 @@ from itertools import groupby
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import bottleneck_bytes_per_s, routes_from
+from foreshard.comm.synthesis.arcs import MUCH_FASTER, bottleneck_bytes_per_s, routes_from
 from foreshard.comm.synthesis.symmetry import Translations
 from foreshard.comm.topology.graph import Topology
-
-_MUCH_FASTER = 1.5
-"""Ratio of transfer times from which the slower way leaves to the other what both could carry."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,7 +157,7 @@ class _Reception:
         self.item_s = bytes_ / shifts.rate_bytes_per_s
         # speeds in tiers: ways of one tier may take from each other
         order = np.unique(self.transfer_s)
-        step = np.concatenate([[False], order[1:] > order[:-1] * _MUCH_FASTER])
+        step = np.concatenate([[False], order[1:] > order[:-1] * MUCH_FASTER])
         self.tier = np.cumsum(step)[np.searchsorted(order, self.transfer_s)]
         # before[w, s]: the item that rank 0 must hold so that its counterpart can send item s by way w
         every = np.arange(ranks)
