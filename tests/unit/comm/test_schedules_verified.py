@@ -329,8 +329,11 @@ def test_malformed_schedules_are_told_apart_from_wrong_ones():
         ({"channel": good.channel[:-1]}, "lengths"),
         ({"indices": good.indices + 99}, "does not exist"),
         ({"indptr": good.indptr[::-1]}, "indptr"),
+        ({"chunks": ()}, "has chunk"),
     ):
         assert word in verify(replace(good, **change)).faults[0]
+    empty = ScheduleBuilder("all-gather", "x", 2, []).schedule()
+    assert verify(empty).faults == ("there are no chunks",)
 
 
 def test_order_through_another_chunk_is_an_order():

@@ -245,3 +245,14 @@ def test_two_choices_for_one_call_are_refused():
     other = TunerChoice(collective="allreduce", min_bytes=9, max_bytes=20, algorithm="tree")
     with pytest.raises(SpecError, match="two choices for allreduce of 9 bytes"):
         nccl_tuner_csv([one, other])
+
+
+def test_a_small_file_takes_little_memory():
+    """A million ranks, of which two take part, are no reason to hold a million rows for each chunk."""
+    parts = 500
+    data = {
+        **schedule_object(schedule_of("broadcast", "ring", 2, parts=parts)),
+        "num_ranks": 2**20,
+        "groups": [[0], [0, 1]],
+    }
+    assert schedule_from(data).num_ranks == 2**20

@@ -100,6 +100,8 @@ def malformed(schedule: Schedule) -> Iterator[str]:
         yield f"send {send} goes from place {schedule.source[send]} to itself"
     if ((schedule.indices < 0) | (schedule.indices >= count)).any():
         yield "a send waits for one that does not exist"
+    if not schedule.chunks:
+        yield "there are no chunks"
     for number, chunk in enumerate(schedule.chunks):
         ranks = {*chunk.sources, *chunk.targets}
         if not (chunk.sources and 0 <= min(ranks) <= max(ranks) < schedule.num_ranks):
@@ -308,28 +310,29 @@ def _peak(schedule: Schedule, round_of: np.ndarray) -> np.ndarray:
     """Return the most that each rank holds at once if sends go in rounds."""
     num_chunks, ranks = len(schedule.chunks), schedule.num_ranks
     last = int(round_of.max(initial=0)) + 1
-    held_from = np.full(ranks * num_chunks, last + 1, dtype=np.int64)
-    held_to = np.full(ranks * num_chunks, -1, dtype=np.int64)
-    for places, writes in ((schedule.target, True), (schedule.source, False)):
-        at_rank = places < ranks
-        key = places[at_rank].astype(np.int64) * num_chunks + schedule.chunk[at_rank]
-        if writes:
-            np.minimum.at(held_from, key, round_of[at_rank])
-        np.maximum.at(held_to, key, round_of[at_rank])
-    for number, chunk in enumerate(schedule.chunks):
-        held_from[np.array(chunk.sources) * num_chunks + number] = 0
-        ends = np.array([*chunk.sources, *chunk.targets])
-        held_to[ends * num_chunks + number] = last
-    held = np.flatnonzero(held_to >= held_from)
+    ends = [
+        np.array([rank * num_chunks + n for n, chunk in enumerate(schedule.chunks) for rank in some(chunk)])
+        for some in (lambda chunk: chunk.sources, lambda chunk: chunk.targets)
+    ]
+    sends = [
+        places.astype(np.int64) * num_chunks + schedule.chunk for places in (schedule.target, schedule.source)
+    ]
+    held, at = np.unique(np.concatenate([*ends, *sends]).astype(np.int64), return_inverse=True)
+    sources, targets, written, read = np.split(at, np.cumsum([len(some) for some in [*ends, *sends]])[:-1])
+    # input stays, output stays, and the rest is held from the first write to the last read
+    held_from, held_to = np.full(len(held), last), np.full(len(held), -1)
+    np.minimum.at(held_from, written, round_of)
+    np.maximum.at(held_to, read, round_of)
+    np.maximum.at(held_to, written, round_of)
+    held_from[sources], held_to[sources], held_to[targets] = 0, last, last
     weight = np.array([chunk.weight for chunk in schedule.chunks])[held % num_chunks]
-    rank = held // num_chunks
     # what is freed at the end of a round makes room before the next one begins
-    when = np.concatenate([2 * held_from[held], 2 * held_to[held] + 1])
-    change, where = np.concatenate([weight, -weight]), np.concatenate([rank, rank])
+    when = np.concatenate([2 * held_from, 2 * held_to + 1])
+    where = np.tile(held // num_chunks, 2)
     order = np.lexsort((when, where))
-    peak = np.zeros(ranks)
-    total = np.cumsum(change[order])
-    begins = np.searchsorted(where[order], np.arange(ranks))
-    base = np.where(begins > 0, total[begins - 1], 0.0) if len(total) else np.zeros(ranks)
+    total = np.cumsum(np.concatenate([weight, -weight])[order])
+    begins = np.searchsorted(where[order], np.arange(schedule.num_places))
+    base = np.where(begins > 0, total[begins - 1], 0.0)
+    peak = np.zeros(schedule.num_places)
     np.maximum.at(peak, where[order], total - base[where[order]])
-    return peak
+    return peak[:ranks]

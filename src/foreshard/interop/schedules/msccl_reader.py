@@ -117,6 +117,9 @@ def _chunks(
     """Return the chunks of a collective, after naming that of each send."""
     ranks = len(gpus)
     size = number_of(algo, "nchunksperloop", 1, 10**7, file)
+    if size * (ranks if collective == "all-to-all" else 1) > 2 * len(sends):
+        what = f"{size} chunks and {len(sends)} sends"
+        raise wrong(what, "Every chunk that is not kept is sent", file, "algo.nchunksperloop")
     if collective in ("all-reduce", "broadcast"):
         every = tuple(range(ranks))
         sources = every if collective == "all-reduce" else (_only_source(ranks, sends, file),)
