@@ -114,8 +114,8 @@ def send_times(
     """Return when each send starts and has arrived, in seconds; shape (sends,) each. As `run_schedule`."""
     builder = FlowProgramBuilder(topology.capacity_bytes_per_s)
     first = add_schedule(builder, schedule, size_bytes, topology, route)
-    times, own = simulate(builder.build()), slice(first, first + schedule.num_sends)
-    return times.start_s[own], times.end_s[own]
+    times, sends = simulate(builder.build()), first + np.arange(schedule.num_sends)
+    return times.start_s[sends], times.end_s[sends + schedule.num_sends * schedule.overlaps]
 
 
 def add_schedule(
@@ -130,6 +130,8 @@ def add_schedule(
     priority: int = 0,
 ) -> int:
     """Add the sends of a schedule to a program, in order, and return the number of the first.
+
+    Where sends of a channel overlap, as many tasks follow: their arrivals, in the same order.
 
     Parameters
     ----------
@@ -152,15 +154,19 @@ def add_schedule(
     rows = np.array([builder.route(topology.resources_of(one)) for one in links], dtype=np.int64)
     latency_s = np.array([float(topology.latency_s[list(one)].sum()) for one in links])
     first = builder.add_many(
-        delay_s=latency_s[queue],
+        delay_s=0.0 if schedule.overlaps else latency_s[queue],
         num_bytes=schedule.weight * size_bytes,
         weight=weight,
         priority=priority,
         route=rows[queue],
         queue=builder.new_queue(len(keys)) + queue,
     )
+    arrived = first
+    if schedule.overlaps:  # the latency follows outside the queue
+        arrived = builder.add_many(delay_s=latency_s[queue])
+        builder.depend(arrived + np.arange(schedule.num_sends), first + np.arange(schedule.num_sends))
     count = np.diff(schedule.indptr)
-    builder.depend(first + np.repeat(np.arange(schedule.num_sends), count), first + schedule.indices)
+    builder.depend(first + np.repeat(np.arange(schedule.num_sends), count), arrived + schedule.indices)
     if after:
         _start_after(builder, schedule, queue, first, after)
     return first

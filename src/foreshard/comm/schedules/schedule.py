@@ -58,6 +58,9 @@ class Schedule:
     switches : tuple of str
         Names of the vertices that the places after the ranks stand for; a generator that does not know the
         topology writes 'switch'.
+    overlaps : bool
+        Whether a send of a channel starts when the bytes of the one before have left, as copies in flight do;
+        else when they have arrived, as a ring of blocking steps does.
     """
 
     collective: str
@@ -72,6 +75,7 @@ class Schedule:
     indptr: np.ndarray
     indices: np.ndarray
     switches: tuple[str, ...] = ()
+    overlaps: bool = False
 
     @property
     def num_sends(self) -> int:

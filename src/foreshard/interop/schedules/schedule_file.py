@@ -41,6 +41,7 @@ class ScheduleFile:
     indptr: tuple[int, ...]
     indices: tuple[int, ...]
     switches: tuple[_Name, ...] = ()
+    overlaps: bool = False
 
 
 def schedule_object(schedule: Schedule) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def schedule_object(schedule: Schedule) -> dict[str, Any]:
         "algorithm": schedule.algorithm,
         "num_ranks": schedule.num_ranks,
         "switches": list(schedule.switches),
+        "overlaps": schedule.overlaps,
         "groups": [list(ranks) for ranks in groups],
         "weight": [chunk.weight for chunk in schedule.chunks],
         "sources": ends[0],
@@ -103,6 +105,7 @@ def schedule_from(data: Any, *, file: str | None = None) -> Schedule:
         indptr=_column(read.indptr, "indptr", file),
         indices=_column(read.indices, "indices", file),
         switches=read.switches,
+        overlaps=read.overlaps,
     )
     for what in malformed(schedule):
         raise SpecError(
