@@ -6,4 +6,8 @@ over plans. An all-reduce takes the faster of ring and tree; the tree may reduce
 collective is a function of ``collectives.py``, a new algorithm a `Pipelined` there; constants of links are
 read by ``catalog/fabrics.py``, and where a step uses a collective is ``predict/tasks/collectives.py``. Read
 ``collectives.py`` first, then ``fabric.py``.
+
+Below them are the layers of one collective: ``topology/`` (the network as a graph), ``schedules/`` (what is
+sent when), ``flow/`` (how sends share links), ``synthesis/`` (schedules made for a network), ``nccl/`` (what
+the library picks), ``fusion/`` (gradient buckets).
 """
