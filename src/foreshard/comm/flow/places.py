@@ -58,9 +58,27 @@ def _vertices(schedule: Schedule, topology: Topology, routes: Routes) -> list[in
         chosen = names.get(name)
         if chosen is None:
             chosen = min(free, key=lambda switch: max((_hops(routes, v, switch) for v in near), default=0))
+        if schedule.algorithm.startswith("nvls"):
+            _check_domain(schedule, topology, routes, near, chosen)
         free = [one for one in free if one != chosen]
         found.append(chosen)
     return found
+
+
+def _check_domain(
+    schedule: Schedule, topology: Topology, routes: Routes, members: list[int], switch: int
+) -> None:
+    """Refuse a switch of a scale-up domain that some ranks reach over a network, or not at all."""
+    near = [routes.shortest(one, switch) for one in members if np.isfinite(_hops(routes, one, switch))]
+    passed = (topology.vertices[topology.links[link].target] for route in near for link in route)
+    if len(near) < len(members) or any(vertex.kind == "nic" for vertex in passed):
+        raise SpecError(
+            f"{schedule.algorithm} over several scale-up domains",
+            key="algorithm",
+            value=schedule.algorithm,
+            rule="Devices add up in the switch that they are linked to",
+            fix="Use nvls-tree, hierarchical or ring, or fewer ranks",
+        )
 
 
 def _hops(routes: Routes, source: int, target: int) -> float:
