@@ -84,12 +84,32 @@ def test_the_tuner_file_covers_every_size_once(shell):
         (("simulate", "all-dance", "1MiB", "2x8xh100-sxm"), "all-dance"),
         (("synthesize", "all-gather", "0", "2x8xh100-sxm"), "SIZE"),
         (("export", "2x8xh100-sxm", "--to", "msccl"), "2x8xh100-sxm"),
+        (("measure", "all-reduce", "1MiB", "--local", "1"), "--local"),
+        (("measure", "all-reduce", "1MiB", "--local", "4", "--algorithm", "nvls"), "switches"),
         (("export", "1x8xmi300x", "--to", "nccl-tuner"), "NVIDIA"),
     ],
 )
 def test_bad_input_ends_with_2_and_says_why(shell, words, said):
     answer = shell("comm", *words)
     assert answer.code == 2 and said in answer.err
+
+
+def test_a_schedule_is_measured_between_local_ranks(shell):
+    words = (
+        "comm",
+        "measure",
+        "all-gather",
+        "64KiB",
+        "--local",
+        "3",
+        "--algorithm",
+        "bruck",
+        "--repeats",
+        "2",
+    )
+    found = shell(*words, "--json").json
+    assert found["is_exact"] is True and found["num_ranks"] == 3 and found["algorithm"] == "bruck"
+    assert found["time_s"] > 0 and found["library_s"] > 0
 
 
 def test_a_malformed_topology_file_ends_with_2(shell, tmp_path):

@@ -78,7 +78,7 @@ def command(
             fix="Give 64KiB",
         )
     started = time.perf_counter()
-    schedule = _schedule(collective, algorithm, ranks or topology.num_ranks, per_node, channels, parts)
+    schedule = schedule_named(collective, algorithm, ranks or topology.num_ranks, per_node, channels, parts)
     route = routing_of(schedule, topology, forwarding="any")
     run = run_schedule(schedule, size, topology, route)
     wall_s = time.perf_counter() - started
@@ -126,7 +126,7 @@ def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
     return topology_of(loaded, rates=rates), sizes.pop() if len(sizes) == 1 else None  # type: ignore[arg-type]
 
 
-def _schedule(
+def schedule_named(
     collective: str, algorithm: str, ranks: int, per_node: int | None, channels: int, parts: int | None
 ) -> Schedule:
     """Return the schedule of an algorithm's name, or of a file that must be one of the collective."""

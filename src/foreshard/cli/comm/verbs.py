@@ -12,6 +12,7 @@ VERBS = {
     "predict": "Predict one collective, and explain what NCCL picks.",
     "simulate": "Simulate a schedule on a topology, flow by flow.",
     "synthesize": "Make a schedule for a topology, and bound what is possible.",
+    "measure": "Execute a schedule between ranks, and time it.",
     "buckets": "Find the gradient bucket size that data-parallel training should use.",
     "import": "Read the output of nccl-tests, and predict it.",
     "export": "Write a schedule or a topology for another tool.",
