@@ -117,3 +117,21 @@ def test_a_malformed_topology_file_ends_with_2(shell, tmp_path):
     bomb.write_text('<!DOCTYPE a [<!ENTITY b "c">]><system version="1">&b;</system>')
     answer = shell("comm", "simulate", "all-reduce", "1MiB", str(bomb))
     assert answer.code == 2 and "bomb.xml" in answer.err
+
+
+def test_the_schema_names_every_key_of_a_schedule_and_a_topology():
+    from dataclasses import fields
+
+    from foreshard.cli.schema import read
+    from foreshard.comm.topology.importers import plain_graph
+    from foreshard.interop.schedules.schedule_file import ScheduleFile
+
+    def names(kind):
+        return [field.name for field in fields(kind)]
+
+    assert list(read("schedule")["keys"]["schedule"]) == names(ScheduleFile)
+    topology = read("topology")["keys"]
+    assert list(topology["topology"]) == names(plain_graph.TopologyFile)
+    assert list(topology["vertices"]) == names(plain_graph.VertexTable)
+    assert list(topology["links"]) == names(plain_graph.TopologyLinkTable)
+    assert list(topology["shared"]) == names(plain_graph.SharedTable)
