@@ -31,7 +31,7 @@ _SOURCES = "Flags win over FORESHARD_* environment variables, these over --confi
 @verb_command("schema")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
-    """Describe a file format (cluster, plan, lab, prediction, scenario, topology, schedule, config), or list the frameworks."""
+    """Describe a file format (plan, cluster, schedule, topology, config ...), or list the frameworks."""
     if name is None:
         formats = [(known, read(known)["title"]) for known in NAMES]
         data = {"schema_version": 1, "formats": dict(formats)}
