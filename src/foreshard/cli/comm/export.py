@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from foreshard.cli.comm.simulate import RATES, schedule_file, topology_at
+from foreshard.cli.comm.inputs import RATES, schedule_file, topology_at
 from foreshard.cli.options.answer import give, say, write_text
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Word

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.comm.simulate import schedule_named
+from foreshard.cli.comm.inputs import schedule_named
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word

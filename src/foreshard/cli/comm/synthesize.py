@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.comm.simulate import RATES, topology_at
+from foreshard.cli.comm.inputs import RATES, topology_at
 from foreshard.cli.options.answer import give, say
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Word

@@ -1,0 +1,63 @@
+"""What verbs of `foreshard comm` take: a topology, and a schedule by name or from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foreshard.errors import SpecError
+
+if TYPE_CHECKING:
+    from foreshard.comm.schedules.schedule import Schedule
+    from foreshard.comm.topology.graph import Topology
+
+RATES = ("fitted", "datasheet")
+_MAX_BYTES = 2**26
+_TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
+
+
+def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
+    """Return the topology of a cluster or of a file, and the devices of each node where all have as many."""
+    from foreshard import api
+    from foreshard.comm.topology.importers.formats import read_topology
+    from foreshard.comm.topology.of_cluster import topology_of
+
+    if Path(cluster).suffix.lower() in _TOPOLOGY_FILES:
+        return read_topology(cluster), None
+    loaded = api.load_cluster(cluster)
+    sizes = {nodes.per_node for nodes in loaded.nodes}
+    return topology_of(loaded, rates=rates), sizes.pop() if len(sizes) == 1 else None  # type: ignore[arg-type]
+
+
+def schedule_named(
+    collective: str, algorithm: str, ranks: int, per_node: int | None, channels: int, parts: int | None
+) -> Schedule:
+    """Return the schedule of an algorithm's name, or of a file that must be one of the collective."""
+    from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
+
+    suffix = Path(algorithm).suffix.lower()
+    if suffix not in (".json", ".xml"):
+        knows_nodes = algorithm in ALGORITHMS and "per_node" in ALGORITHMS[algorithm].options
+        nodes = per_node if knows_nodes and per_node and ranks % per_node == 0 else None
+        return schedule_of(collective, algorithm, ranks, per_node=nodes, channels=channels, parts=parts)
+    made = schedule_file(algorithm)
+    if made.collective != collective:
+        raise SpecError(
+            f"the schedule is one of {made.collective}",
+            file=algorithm,
+            key="collective",
+            value=made.collective,
+            rule=f"It has to be one of {collective}",
+        )
+    return made
+
+
+def schedule_file(path: str) -> Schedule:
+    """Return the schedule of a JSON or MSCCL file; both readers prove it right."""
+    from foreshard.interop.schedules.msccl_reader import schedule_of_msccl
+    from foreshard.interop.schedules.schedule_file import load_schedule
+    from foreshard.spec.codec import read_text
+
+    if Path(path).suffix.lower() == ".xml":
+        return schedule_of_msccl(read_text(path, max_bytes=_MAX_BYTES), file=path)
+    return load_schedule(path)
