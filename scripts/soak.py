@@ -69,6 +69,7 @@ DETECT_S = 4.0
 SAVE_EVERY = 10
 SEARCH_STEPS = 80
 EVAL_EVERY = 5
+STEPS_PER_MINUTE = 45  # more than are trained in a minute under faults (240 took 433 s with one each 3.2 s)
 CALM_STEPS = 40  # without faults at the end, so that the last checkpoint is complete
 FILE_BYTES = 400_000
 """Bound of files on the emulated full disk: above a ledger, below a rank's part of a checkpoint."""
@@ -537,7 +538,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, help=f"{STEPS_PER_MINUTE} for each minute if not given")
     parser.add_argument("--pace-s", type=float, default=0.2, help="seconds per sample in the run with faults")
     parser.add_argument("--search", action="store_true", help="many short runs of drawn plans and faults")
     asked = parser.parse_args()
@@ -546,7 +547,7 @@ def main() -> int:
     gap_s = asked.minutes * 60 / asked.faults
     found = compared(
         asked.out.resolve(),
-        steps=asked.steps,
+        steps=asked.steps or round(STEPS_PER_MINUTE * asked.minutes),
         seed=asked.seed,
         faults=10**6,
         gap_s=(0.5 * gap_s, 1.3 * gap_s),

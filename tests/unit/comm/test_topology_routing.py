@@ -1,6 +1,5 @@
-"""Routes: shortest by latency and hops, equal-cost paths, who forwards, and how fast they are found."""
+"""Routes: shortest by latency and hops, equal-cost paths, who forwards, and how much of a fabric is searched."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -175,14 +174,22 @@ def test_a_route_to_itself_has_no_links():
     assert routing.num_paths(1, 1) == 1
 
 
-def test_neighbours_on_a_large_fabric_are_found_without_visiting_it():
+def test_neighbours_on_a_large_fabric_are_found_without_visiting_it(monkeypatch):
     node = switched(8, 450e9, num_nics=8, nic_bytes_per_s=50e9)
     topology = leaf_spine([node] * 128, nodes_per_leaf=32, num_spines=8)
+    visited = []
+    expand = Routing._expand
+
+    def counted(self, search, *, forward):
+        visited.append(expand(self, search, forward=forward))
+        return visited[-1]
+
+    monkeypatch.setattr(Routing, "_expand", counted)
     routing = Routing(topology)
-    start = time.process_time()
     for rank in range(1024):
         routing.between_ranks(rank, (rank + 1) % 1024)
-    assert time.process_time() - start < 0.1 * 3  # measured 0.03 s; the machine may be busy
+    assert len(topology.vertices) > 2000
+    assert len(visited) < 8 * 1024, len(visited)
 
 
 @pytest.mark.parametrize("seed", range(5))
