@@ -1,4 +1,4 @@
-"""Routes: shortest by latency and hops, equal-cost paths, who forwards, and how much of a fabric is searched."""
+"""Routes: shortest by latency and hops, equal-cost paths, who forwards, how much of a fabric is searched."""
 
 from collections import Counter
 from dataclasses import replace
