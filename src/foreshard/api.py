@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, Request
+from foreshard.errors import ExtraMissingError
 from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
@@ -21,6 +22,7 @@ from foreshard.spec.timeline import Timeline
 if TYPE_CHECKING:
     from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
+    from foreshard.spec.traced_module import TracedModule
 
 ESTIMATED = ("slurm", "skypilot")  # exports that state how long the run takes
 __all__ = [name for name in PUBLIC_NAMES if name != "__version__"]
@@ -362,6 +364,89 @@ def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, C
 
     target = _lab_or_cluster(cluster)
     return planned(load_costs(costs), target, **asked), target
+
+
+def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
+    """Return a module traced on the meta device; None for a model that is not traced.
+
+    Parameters
+    ----------
+    model : str
+        ``module.py:factory``, where the factory returns ``(module, example inputs)`` or ``(module, example
+        inputs, loss)``, or the name of a network (`profile.networks.catalog.NETWORKS`).
+    precision : str
+        fp32, tf32, fp16 or bf16.
+
+    Raises
+    ------
+    ExtraMissingError
+        If torch is not installed.
+    SpecError
+        If the module cannot be traced.
+    """
+    from foreshard.catalog.models import load_module
+    from foreshard.profile.networks.catalog import NETWORKS, network
+
+    name = model.lower()
+    if name not in NETWORKS and not model.rpartition(":")[0].endswith(".py"):
+        return None
+    made = (*_with_torch(lambda: network(name)), None) if name in NETWORKS else load_module(model)
+    if made is None:
+        return None
+    from foreshard.profile.tracing.trace import trace_module
+
+    module, inputs, loss = made
+    title = name if name in NETWORKS else model.rpartition(":")[2]
+    return trace_module(module, inputs, loss=loss, precision=precision, name=title, where=model)
+
+
+def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    try:
+        return make()
+    except ModuleNotFoundError as error:
+        what = f"networks are traced, which needs {error.name}"
+        raise ExtraMissingError(what, fix="The extra foreshard[run] brings torch") from error
+
+
+def predict_traced(
+    module: TracedModule, cluster: Cluster, plan: Plan, *, fidelity: str = "zero-shot"
+) -> Prediction:
+    """Return the prediction of a step of a traced module.
+
+    Parameters
+    ----------
+    module : TracedModule
+    cluster : Cluster
+    plan : Plan
+        Cuts the chain of traced layers.
+    fidelity : {'zero-shot', 'datasheet'}
+    """
+    from foreshard.predict.measured.engine import predict_measured as predicted
+    from foreshard.predict.measured.memory import counts_of
+    from foreshard.predict.measured.traced import traced_costs
+
+    sizes = {
+        count
+        for group in plan.groups
+        for stage in group.stages
+        for count in counts_of(stage, min(group.micro_batch, group.share))
+        if count
+    }
+    devices = [nodes.device for nodes in cluster.nodes]
+    costs = traced_costs(module, devices, micro_batches=sizes, optimizer=plan.optimizer, fidelity=fidelity)
+    return predicted(costs, cluster, plan)
+
+
+def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:
+    """Return the best plans for a traced module: `planner.measured.plans.plan_measured`."""
+    from foreshard.planner.measured.plans import plan_measured as planned
+    from foreshard.predict.measured.traced import traced_costs
+
+    devices = [nodes.device for nodes in cluster.nodes]
+    optimizer = asked.get("optimizer", "adamw")
+    sizes = (1, max(2, min(global_batch, 128)))
+    costs = traced_costs(module, devices, micro_batches=sizes, optimizer=optimizer)
+    return planned(costs, cluster, global_batch=global_batch, seq_len=1, precision=module.precision, **asked)
 
 
 def validate(

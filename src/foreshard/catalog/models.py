@@ -8,7 +8,7 @@ import importlib.util
 import os.path
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -116,6 +116,21 @@ def load_model(text: str | Path) -> Model:
     raise _wrong(f"unknown model {text[:100]!r}", text, fix)
 
 
+def load_module(text: str | Path) -> tuple[Any, Any, Any] | None:
+    """Return the module, example inputs and loss that ``module.py:factory`` returns; None for other models.
+
+    Such a factory returns ``(module, inputs)`` or ``(module, inputs, loss)``: it is traced rather than read
+    as a transformer.
+    """
+    module, colon, factory = str(text).rpartition(":")
+    if not colon or not module.endswith(".py") or not Path(module).is_file():
+        return None
+    made = _call(Path(module), factory)
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not hasattr(made[0], "named_parameters"):
+        return None
+    return (*made, None) if len(made) == 2 else made
+
+
 def _wrong(what: str, text: str, fix: str, more: str = "") -> SpecError:
     return SpecError(what, key="model", value=text[:100], rule=_RULE + more, fix=fix)
 
@@ -155,7 +170,7 @@ def _call(path: Path, factory: str) -> Any:
         made = getattr(module, factory, None)
         if not callable(made):
             raise _no_factory(path, factory, module)
-        return made()
+        return _made(made)
     except ForeshardError:
         raise
     except ModuleNotFoundError as error:
@@ -166,6 +181,18 @@ def _call(path: Path, factory: str) -> Any:
         raise SpecError(what, file=str(path), key="model", value=factory, rule=_FACTORY) from error
     finally:
         sys.modules.pop(spec.name, None)
+
+
+def _made(factory: Callable[[], Any]) -> Any:
+    """Return what a factory makes, without values where it uses torch and can do without."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return factory()
+    try:
+        with torch.device("meta"):
+            return factory()
+    except Exception:  # initial values that are computed: made for real
+        return factory()
 
 
 def _no_factory(path: Path, factory: str, module: ModuleType) -> SpecError:
@@ -184,5 +211,5 @@ def _from_module(made: Any, where: str) -> Model:
         return model_from_config(config.to_dict(), name=type(made).__name__, file=where)
     if hasattr(made, "named_parameters"):
         return model_from_module(made, where)
-    rule = "A factory returns a Model, a config dict or a torch.nn.Module"
-    raise SpecError(f"returned a {type(made).__name__}", file=where, rule=rule)
+    rule = "A factory returns a Model, a config dict, a torch.nn.Module, or (module, example inputs)"
+    raise SpecError(f"returned a {type(made).__name__}", file=where, key="model", rule=rule)

@@ -18,7 +18,7 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
 KV_HEADS = ("num_kv_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads")
 LENGTHS = ("max_seq_len", "max_seq_length", "block_size", "context_length", "seq_len")
 RULE = "A module is read when it is a stack of equal attention and MLP blocks between an embedding and a head"
-FIX = "Return a foreshard Model or a Hugging Face config dict from the factory"
+FIX = "Return (module, example inputs) from the factory to have it traced, or a Model or a config dict"
 
 
 def model_from_module(module: Any, where: str = "module") -> Model:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.advise.request import flag_of
+from foreshard.cli.options import traced
 from foreshard.cli.options.answer import (
     dump,
     give,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.model import Model
     from foreshard.spec.plan import Plan
+    from foreshard.spec.traced_module import TracedModule
 
 # Exit code after Ctrl-C, as shells give it.
 INTERRUPTED = 130
@@ -152,6 +154,9 @@ def command(
         from foreshard.cli.options import measured
 
         search = partial(measured.plan, model, cluster, asked, of_one_cluster)
+    elif (module := traced.traced(model, asked.get("precision"))) is not None:
+        target_cluster = api.load_cluster(cluster)
+        search = partial(_planned_traced, module, target_cluster, asked, of_one_cluster)
     else:
         source, known = api.load_model(model), api.load_cluster(cluster)
         search = partial(_planned, source, known, asked)
@@ -187,6 +192,12 @@ def _planned(model: Model, cluster: Cluster, asked: dict[str, Any]) -> tuple[Pla
     from foreshard import api
 
     return api.plan(model, cluster, **asked), cluster
+
+
+def _planned_traced(
+    module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: dict[str, Any]
+) -> tuple[PlanResult, Cluster]:
+    return traced.plan(module, cluster, asked, others), cluster
 
 
 def _limits_need_tokens(values: dict[str, Any]) -> None:

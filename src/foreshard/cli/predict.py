@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.options import measured
+from foreshard.cli.options import measured, traced
 from foreshard.cli.options.answer import NOTHING_FITS, give, save, save_page, say, wants_json
 from foreshard.cli.options.request import describing_a_run, to_request
 from foreshard.cli.options.sources import verb_command
@@ -36,6 +36,10 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     if measured.is_file(values.get("costs")):
         measured.predict(ctx, values, {"trace": trace, "report": report, "explain": explain})
+        return
+    module = traced.traced(values["model"], values.get("precision"))
+    if module is not None:
+        traced.predict(ctx, module, values, {"trace": trace, "report": report, "explain": explain})
         return
     request = to_request(values)
     timeline, advice, fit, explained = None, None, None, None

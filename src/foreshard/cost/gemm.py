@@ -20,6 +20,7 @@ def gemm_s(
     bytes_per_element: Any = 2,
     sixteen_bit: bool = False,
     batch: Any = 1,
+    moved_bytes: Any = None,
 ) -> np.ndarray:
     """Seconds of `batch` products of (m, k) with (k, n) in one launch: 2 m n k FLOP each; any zero gives 0.
 
@@ -27,8 +28,8 @@ def gemm_s(
     output, and never less than its longest unsplit run. The best of a few tile shapes is taken, as the
     library would. Computing and moving overlap up to `gemm_exposed` of the shorter. The result never falls
     when m, n, k or batch grows, nor when a peak or the bandwidth falls. `bytes_per_element` of operands and
-    result count for the memory roof; `sixteen_bit` takes that rate and curve although the precision is
-    narrower.
+    result count for the memory roof, or `moved_bytes` where given: a convolution never forms its patches.
+    `sixteen_bit` takes that rate and curve although the precision is narrower.
 
     Source
     ------
@@ -38,8 +39,11 @@ def gemm_s(
     compute_s = _compute_s(m, n, k, batch, kernels, sixteen_bit)
     if np.count_nonzero(kernels.gemm_sag):
         compute_s = compute_s * (1.0 + kernels.gemm_sag * (compute_s / (compute_s + CLOCK_SAG_S)))
-    moved = (k * (m + n) + m * n) * batch
-    memory_s = moved * (bytes_per_element / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s))
+    if moved_bytes is None:
+        moved = (k * (m + n) + m * n) * batch
+        memory_s = moved * (bytes_per_element / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s))
+    else:
+        memory_s = moved_bytes / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s)
     time_s = np.maximum(compute_s, memory_s) + kernels.gemm_exposed * np.minimum(compute_s, memory_s)
     time_s = time_s + kernels.gemm_launch_s
     if all(np.count_nonzero(size) == size.size for size in (m, n, k, batch)):

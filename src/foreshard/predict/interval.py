@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreshard.catalog.shipped import shipped
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
@@ -227,3 +228,13 @@ def class_interval(
         low, high = spread(predicted_s, (entry["bounds"][0], entry["bounds"][1]), factor)
         return float(low), float(high)
     raise AssertionError("residuals.json has no class 'all'")
+
+
+@cache
+def traced_bounds() -> tuple[float, float]:
+    """Return bounds of the log residual of traced modules: of classic networks, none of them in a fit.
+
+    One residual for each network, device, precision, layout and number of devices
+    (`scripts/accuracy_networks.py --residuals`).
+    """
+    return absolute_bounds([case["residual"] for case in shipped("network_residuals.json")["cases"]])

@@ -93,7 +93,7 @@ def plan_measured(
         groups=(),
         precision=precision,
         optimizer=optimizer,
-        framework="foreshard",
+        framework="ddp" if costs.by_formula else "foreshard",
     )
     equal = [
         _equal_shares(blank, len(costs.layers), list(_blocks(costs, places, tp)), max(sizes))
@@ -136,7 +136,7 @@ def plan_measured(
         f"micro-batches up to {max(sizes)}, 1f1b",
         ladder={"work": bound_s},
         interrupted=any(solution.interrupted for solution in solutions),
-        notes=("The bound is all work at the least measured seconds a sample, all devices without a pause",),
+        notes=("The bound is all work at the least seconds a sample, all devices without a pause",),
     )
 
 

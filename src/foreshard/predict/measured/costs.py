@@ -1,4 +1,4 @@
-"""The cost source `measured`: what layers and links cost on the user's own machines, from a costs file.
+"""Costs of layers and links: measured on the user's own machines, or priced by formulas (`traced`).
 
 A layer's forward and backward take `fixed + per_sample * samples` seconds on a device that was measured, and
 `slow` times that on one that is stated to be slower.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from foreshard.comm.collectives import all_reduce_s, send_s
+from foreshard.comm.fabric import fabric_between
 from foreshard.errors import SpecError
 from foreshard.predict.measured.links import MeasuredLinks
 from foreshard.spec.cluster import Cluster
@@ -68,7 +71,7 @@ class LayerSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
-    """Calibrated costs of one model on the devices it was timed on."""
+    """Costs of one model's layers on each device: timed there, or priced by formulas (clock 'formula')."""
 
     layers: tuple[LayerCost, ...]  # on the device that was measured first
     # mapping of device name to factor: how many times as long the work takes there; 1 for a measured device
@@ -91,9 +94,18 @@ class MeasuredCosts:
     # mapping of device name to mapping of degree to tuple of LayerCost: a rank's part of the layers where so
     # many compute them together; '' for those without a table
     parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
+    # gradients that are summed at once while the backward goes on; 0: all together after it, as `run` does
+    bucket_bytes: float = 0.0
+    flops_per_sample: float = 0.0  # of forward and backward; 0: not known
+    notes: tuple[str, ...] = ()  # of how the costs were made
     _sums: dict[tuple[str, int], LayerSums] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
+
+    @property
+    def by_formula(self) -> bool:
+        """Whether the seconds were computed from shapes rather than measured."""
+        return self.clock == "formula"
 
     def slow_of(self, device: str) -> float:
         """Return how slow a device is."""
@@ -159,17 +171,26 @@ class MeasuredCosts:
         measured = self.links.between(apart=_apart(cluster, (source, target)))
         if measured is not None:
             return measured.message_s(num_bytes)
+        if self.by_formula:
+            fabric = fabric_between(cluster, (source, target))
+            return send_s(num_bytes, _apart(cluster, (source, target)), fabric)
         rate, latency_s = _stated(cluster, source, target)
         return latency_s + num_bytes / rate
 
     def ring_s(self, cluster: Cluster, owners: Sequence[int], num_bytes: Any) -> Any:
-        """Return the seconds of an all-reduce: a ring over the slowest link (Thakur et al. 2005)."""
+        """Return the seconds of an all-reduce: a ring over the slowest link (Thakur et al. 2005).
+
+        With costs by formulas it is the closed form of the collective library.
+        """
         m = len(owners)
         if m < 2:
             return 0.0 * num_bytes
         measured = self.links.between(apart=_apart(cluster, owners))
         if measured is not None:
             return measured.ring_s(m, num_bytes)
+        if self.by_formula:
+            stride = min(b - a for a, b in pairwise(sorted(owners)))
+            return all_reduce_s(num_bytes, m, stride, fabric_between(cluster, owners))
         links = [_stated(cluster, a, b) for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)]
         rate, latency_s = min(r for r, _ in links), max(wait for _, wait in links)
         return 2 * (m - 1) * latency_s + 2 * (m - 1) / m * num_bytes / rate

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from foreshard.catalog.kernels import kernel_evidence
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import MeasuredCosts
@@ -18,6 +19,15 @@ from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import number_of
 
 COVERAGE = 0.9  # of the interval: passes between their 5th and 95th percentile
+_FORMULA_ASSUMPTIONS = (
+    "operations as traced, each a kernel of its own: nothing is fused or compiled",
+    "in 16 bit: activations and products in 16, parameters, gradients and optimizer in 32 (mixed precision)",
+    "gradients are summed in buckets of 25 MiB while the backward goes on, as DistributedDataParallel does",
+    "memory: of parameters, gradients, optimizer and activations; not what the process takes besides",
+    "interval: errors of classic networks on 1 to 8 devices, whatever the module is",
+    "reading data is not timed",
+    "a token is a sample",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +70,7 @@ def predict_measured(
     samples_per_s = plan.global_batch / step_s
     tokens_per_s = samples_per_s * costs.tokens_per_sample
     total = tokens / tokens_per_s if tokens else None
+    used = _utilisation(costs, cluster, plan, step_s, costs.precision) or 0.0
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=(step_s * costs.spread[0], step_s * costs.spread[1]),
@@ -67,10 +78,10 @@ def predict_measured(
         tokens_per_s=tokens_per_s,
         samples_per_s=samples_per_s,
         tokens_per_s_per_device=tokens_per_s / len(plan.ranks),
-        mfu=0.0,
-        mfu_causal=0.0,
-        mfu_bf16=None,
-        hfu=0.0,
+        mfu=used,
+        mfu_causal=used,
+        mfu_bf16=_utilisation(costs, cluster, plan, step_s, "bf16"),
+        hfu=used,
         time_breakdown_s=parts,
         memory=measured_memory(costs, cluster, plan),
         cost=money(cluster, step_s, plan.global_batch * costs.tokens_per_sample, tokens=tokens),
@@ -81,14 +92,33 @@ def predict_measured(
         plan=plan,
         model=costs.model,
         cluster=cluster.name,
-        framework="foreshard",
+        framework=plan.framework if costs.by_formula else "foreshard",
         engine="graph",
-        costs=costs.path,
-        fidelity="calibrated",
+        costs="formula" if costs.by_formula else costs.path,
+        fidelity="zero-shot" if costs.by_formula else "calibrated",
         assumptions=_assumptions(costs, cluster, plan),
-        evidence=f"layers timed on {costs.machine or 'this machine'}",
+        evidence=_evidence(costs, cluster, plan),
         predict_s=time.perf_counter() - started,
     )
+
+
+def _utilisation(
+    costs: MeasuredCosts, cluster: Cluster, plan: Plan, step_s: float, precision: str
+) -> float | None:
+    """Return FLOPs over the peaks of the devices; None where either is not known."""
+    devices = [cluster.device_of(rank) for rank in plan.ranks]
+    if not costs.flops_per_sample or not all(device.supports(precision) for device in devices):
+        return None
+    peak = sum(device.peak(precision) for device in devices)
+    return costs.flops_per_sample * plan.global_batch / (step_s * peak)
+
+
+def _evidence(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> str:
+    """Return what the seconds rest on: timed layers, or the weakest of the devices' kernel curves."""
+    if not costs.by_formula:
+        return f"layers timed on {costs.machine or 'this machine'}"
+    found = {kernel_evidence(cluster.device_of(rank), costs.precision) for rank in plan.ranks}
+    return next((weakest for weakest in ("datasheet", "architecture") if weakest in found), "fitted")
 
 
 def step_seconds(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> float:
@@ -132,6 +162,8 @@ def _bottleneck(parts: Mapping[str, float], critical: RankTimes) -> str:
 
 
 def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[str, ...]:
+    if costs.by_formula:
+        return (*_FORMULA_ASSUMPTIONS, *costs.notes)
     slow = {name: factor for name, factor in costs.slow.items() if factor != 1.0}
     low, high = costs.spread
     links = costs.links.between(apart=cluster.num_nodes > 1)

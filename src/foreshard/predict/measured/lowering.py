@@ -1,8 +1,8 @@
 """Lowering of a step by measured costs to a program of tasks, as `predict.graph.lowering` does by formulas.
 
 Pipelines run as scheduled, with messages beside the work. Gradients that the same ranks hold are summed in
-one ring, one ring after another on every rank. Then each rank runs its optimizer, and a small sum over all
-ranks (they agree on how to go on) ends the step.
+one ring, or in buckets while the backward goes on; one ring after another on every rank. Then each rank runs
+its optimizer. Under `foreshard run` a small sum over all ranks (they agree on how to go on) ends the step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_shape
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.memory import counts_of
 from foreshard.predict.measured.passes import PassSeconds
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
@@ -58,9 +59,10 @@ def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Measur
         if tasks.reduced is not None:
             after.add(tasks.reduced)
         tasks.optimizer = builder.add(f"rank{rank}", seconds / shards, sorted(after), kind=Kind.OPTIMIZER)
-    everyone = sorted(ranks)
-    vote_s = float(costs.ring_s(cluster, everyone, 0.0))
-    builder.add("vote", vote_s, [ranks[rank].optimizer for rank in everyone])
+    if not costs.by_formula:  # ranks of `foreshard run` agree on how to go on
+        everyone = sorted(ranks)
+        vote_s = float(costs.ring_s(cluster, everyone, 0.0))
+        builder.add("vote", vote_s, [ranks[rank].optimizer for rank in everyone])
     return MeasuredStep(program=builder.build(), ranks=ranks)
 
 
@@ -70,7 +72,13 @@ def _add_group(
     """Append the pipeline of a group; return its ranks."""
     passes = PassSeconds(costs, cluster, group)
     if passes.forward.shape[:2] == (1, 1):  # a stage alone waits for nothing: its passes are one task
-        chunks = [(builder.add(f"group{g}", float(passes.forward.sum() + passes.backward.sum())),)]
+        own_s = float(passes.forward.sum() + passes.backward.sum())
+        if costs.bucket_bytes:
+            last_s = float(passes.backward[0, 0, -1])
+            start = builder.add(f"group{g}", own_s - last_s)
+            gradients = _last_backward(builder, costs, cluster, g, group, last_s, start)
+            return _ranks_of(group, passes, [gradients])
+        chunks = [(builder.add(f"group{g}", own_s),)]
     else:
         shape = pipeline_shape(
             group.schedule,
@@ -93,11 +101,43 @@ def _add_group(
         )
         last = add_pipeline(builder, shape, seconds, group=g).ops.max(axis=(0, 3))
         chunks = [tuple(row) for row in last.tolist()]
+    gradients_of = [
+        {layer: task for task, span in zip(row, stage.layers, strict=True) for layer in range(*span)}
+        for row, stage in zip(chunks, group.stages, strict=True)
+    ]
+    return _ranks_of(group, passes, gradients_of)
+
+
+def _last_backward(
+    builder: ProgramBuilder,
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    g: int,
+    group: Group,
+    seconds: float,
+    start: int,
+) -> dict[int, int]:
+    """Append the last backward of a stage alone, layer by layer; return the task of each layer."""
+    (stage,), (span,) = group.stages, group.stages[0].layers
+    device = cluster.device_of(stage.ranks[0]).name
+    samples = max(counts_of(stage, group.micro_batch))
+    weights = [
+        float(costs.work_s(device, (layer, layer + 1), "backward_s", samples, stage.tp))
+        for layer in range(*span)
+    ]
+    each_s, task, found = seconds / (sum(weights) or 1.0), start, {}
+    for layer, weight in zip(reversed(range(*span)), reversed(weights), strict=True):
+        task = builder.add(f"group{g}", weight * each_s, [task])
+        found[layer] = task
+    return found
+
+
+def _ranks_of(
+    group: Group, passes: PassSeconds, gradients_of: Sequence[dict[int, int]]
+) -> dict[int, RankTasks]:
+    """Return the ranks of a group, given the task that completes each layer's gradients on each stage."""
     ranks = {}
-    for s, stage in enumerate(group.stages):
-        gradients = {
-            layer: task for task, span in zip(chunks[s], stage.layers, strict=True) for layer in range(*span)
-        }
+    for stage, gradients in zip(group.stages, gradients_of, strict=True):
         for place, rank in enumerate(stage.ranks):
             ranks[rank] = RankTasks(
                 stage=stage, part=place % stage.tp, work_s=passes.of_rank[rank], gradients=gradients
@@ -132,7 +172,12 @@ def _add_rings(
         owners = tuple(rank for rank in sorted(ranks) if ranks[rank].holds(layers, part))
         if size > 0 and len(owners) > 1:
             rings.setdefault(owners, []).append((layers, size))
-    for owners, pieces in sorted(rings.items()):
+    buckets = [
+        (owners, bucket)
+        for owners, pieces in sorted(rings.items())
+        for bucket in _buckets(pieces, costs.bucket_bytes)
+    ]
+    for owners, pieces in buckets:
         held = {layer for layers, _ in pieces for layer in layers}
         after: set[int] = set()
         for tasks in (ranks[rank] for rank in owners):
@@ -142,6 +187,20 @@ def _add_rings(
         ring = builder.add(f"rings{owners}", seconds, sorted(after), kind=Kind.GRADIENT_REDUCE)
         for rank in owners:
             ranks[rank].reduced = ring
+
+
+def _buckets(
+    pieces: list[tuple[tuple[int, ...], float]], bucket_bytes: float
+) -> list[list[tuple[tuple[int, ...], float]]]:
+    """Return gradients in the order of the backward, in buckets of at least so many bytes; 0: all in one."""
+    if not bucket_bytes:
+        return [pieces]
+    found: list[list[tuple[tuple[int, ...], float]]] = [[]]
+    for layers, size in sorted(pieces, key=lambda piece: -min(piece[0])):
+        if sum(known for _, known in found[-1]) >= bucket_bytes:
+            found.append([])
+        found[-1].append((layers, size))
+    return found
 
 
 def _pieces(

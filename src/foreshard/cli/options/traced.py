@@ -1,0 +1,92 @@
+"""MODEL that is traced: a factory that returns a module with example inputs, or a classic network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from foreshard.advise.request import flag_of
+from foreshard.cli.options.answer import NOTHING_FITS, give
+from foreshard.errors import SpecError
+
+if TYPE_CHECKING:
+    from foreshard.planner.result import PlanResult
+    from foreshard.spec.cluster import Cluster
+    from foreshard.spec.traced_module import TracedModule
+
+_PREDICTS = {
+    *("model", "cluster", "plan", "dp", "pp", "zero", "micro_batch", "global_batch", "schedule"),
+    *("precision", "optimizer", "recompute", "engine", "costs", "fidelity"),
+}
+_PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
+_RULE = "A traced module takes dp, pp, zero 0-2, micro-batch, recompute, schedule, dtype and optimizer"
+
+
+def traced(model: str, precision: Any) -> TracedModule | None:
+    """Return the module that MODEL names, None for one that is not traced."""
+    from foreshard import api
+
+    if isinstance(precision, tuple):
+        precision = precision[0]
+    return api.trace(model, precision=precision or "bf16")
+
+
+def predict(ctx: click.Context, module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> None:
+    """Answer `predict` for a traced module."""
+    from foreshard import api
+    from foreshard.report.summary import prediction_screen
+    from foreshard.spec.degrees import plan_from_degrees
+
+    _reject_unknown({**values, **others}, _PREDICTS)
+    cluster = api.load_cluster(values["cluster"])
+    if values.get("plan"):
+        plan = api.load_plan(values["plan"])
+    else:
+        named = ("dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
+        stated = {name: values[name] for name in named if values.get(name) is not None}
+        plan = plan_from_degrees(
+            _cut_layers(module, stated.get("pp", 1)),
+            cluster.num_devices,
+            zero=values.get("zero") or 0,
+            seq_len=1,
+            precision=module.precision,
+            framework="ddp",
+            **stated,
+        )
+    prediction = api.predict_traced(module, cluster, plan, fidelity=values.get("fidelity") or "zero-shot")
+    give({"schema_version": 1} | prediction.to_dict(), lambda: prediction_screen(prediction, None, None, ()))
+    if not prediction.memory.fits:
+        ctx.exit(NOTHING_FITS)
+
+
+def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: dict[str, Any]) -> PlanResult:
+    """Return the result of `plan` for a traced module."""
+    from foreshard import api
+
+    _reject_unknown({**asked, **others}, _PLANS)
+    if asked.get("objective", ("time",)) != ("time",):
+        raise _refused("--objective", ",".join(asked["objective"]))
+    kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if name in asked}
+    return api.plan_traced(module, cluster, global_batch=asked["global_batch"], **kept)
+
+
+def _cut_layers(module: TracedModule, pp: int) -> int:
+    """Return the layers between the first and the last, which the cuts of a pipeline count."""
+    most = len(module.layers)
+    if pp > max(most - 2, 1):
+        rule = f"{module.name} can be cut into {most} layers"
+        raise SpecError(f"pp {pp}", key="--pp", value=pp, rule=rule, fix=f"Use at most {max(most - 2, 1)}")
+    return most - 2
+
+
+def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
+    for name, value in values.items():
+        if name not in known and value not in (None, False, (), "none"):
+            raise _refused(flag_of(name), str(value))
+
+
+def _refused(flag: str, value: str) -> SpecError:
+    return SpecError(
+        f"{flag} is not taken for a traced module", key=flag, value=value, rule=_RULE, fix="Leave it out"
+    )

@@ -1,0 +1,95 @@
+"""Time of traced operations: products, convolutions, attention, and what streams through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s
+from foreshard.cost.elementwise import stream_s
+from foreshard.cost.gemm import gemm_s
+from foreshard.cost.kernels import KernelModel
+from foreshard.spec.traced_module import Operation
+
+
+def operations_s(
+    operations: Sequence[Operation],
+    samples: float,
+    kernels: KernelModel,
+    vector_flops_per_s: float,
+    *,
+    matrix_units: bool = True,
+) -> np.ndarray:
+    """Seconds of each operation for a micro-batch of `samples`; shape (operations,).
+
+    Parameters
+    ----------
+    operations : sequence of Operation
+    samples : float
+    kernels : KernelModel
+    vector_flops_per_s : float
+        Rate outside the matrix units: convolutions with few channels to a group run there where that is
+        faster, which libraries choose.
+    matrix_units : bool
+        Whether 16-bit products run on units of their own, which ask for a layout.
+
+    Source
+    ------
+    A convolution is the product of its patches and its weights, formed on the fly (implicit GEMM: Chetlur et
+    al. 2014, arXiv 1410.0759), so that it moves only its own tensors.
+    """
+    found = np.zeros(len(operations))
+    for kind, price in _PRICES.items():
+        which = [i for i, operation in enumerate(operations) if operation.kind == kind]
+        if which and (matrix_units or kind != "layout"):
+            found[which] = price([operations[i] for i in which], samples, kernels, vector_flops_per_s)
+    return found
+
+
+def _products(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
+    rows, columns, inner, count = _sizes(operations, samples)
+    moved = _bytes(operations, samples)
+    return gemm_s(rows, columns, inner, kernels, batch=count, moved_bytes=moved)
+
+
+def _convolutions(operations: list[Operation], samples: float, kernels: KernelModel, vector: float) -> Any:
+    moved = _bytes(operations, samples)
+    direct_s = np.maximum(_flops(operations, samples) / vector, stream_s(moved, kernels))
+    return np.minimum(_products(operations, samples, kernels, vector), direct_s)
+
+
+def _attention(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
+    sequences, heads, queries, keys, width, causal = _sizes(operations, samples)
+    forward_s = flash_attention_forward_s(
+        sequences, heads, heads, queries, keys, width, width, kernels, causal=causal > 0
+    )
+    backward = np.array([operation.name.endswith("backward") for operation in operations])
+    return np.where(backward, backward_of_forward_s(forward_s, kernels), forward_s)
+
+
+def _streams(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
+    return stream_s(_bytes(operations, samples), kernels)
+
+
+_PRICES = {
+    "product": _products,
+    "convolution": _convolutions,
+    "attention": _attention,
+    "stream": _streams,
+    "layout": _streams,
+}
+
+
+def _sizes(operations: list[Operation], samples: float) -> np.ndarray:
+    """Return the sizes of operations of one kind, shape (sizes, operations)."""
+    return np.array([[size.at(samples) for size in operation.sizes] for operation in operations]).T
+
+
+def _bytes(operations: list[Operation], samples: float) -> np.ndarray:
+    return np.array([operation.bytes.at(samples) for operation in operations])
+
+
+def _flops(operations: list[Operation], samples: float) -> np.ndarray:
+    return np.array([operation.flops.at(samples) for operation in operations])

@@ -1,0 +1,135 @@
+"""Costs of a traced module by formulas, in the form of measured ones: a table of layers for each device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+
+from foreshard.catalog.kernels import kernel_model
+from foreshard.cost.elementwise import stream_s
+from foreshard.cost.kernels import KernelModel
+from foreshard.cost.memory import optimizer_state_bytes
+from foreshard.cost.operations import operations_s
+from foreshard.errors import SpecError
+from foreshard.predict.interval import traced_bounds
+from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts
+from foreshard.spec.device import Device
+from foreshard.spec.traced_module import Operation, TracedLayer, TracedModule
+
+MASTER_BYTES = 4
+"""Parameters, gradients and moments are kept in 32 bit."""
+_CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
+_WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
+
+Price = Callable[..., np.ndarray]
+"""Seconds of operations for a number of samples on one device."""
+
+
+def traced_costs(
+    module: TracedModule,
+    devices: Iterable[Device],
+    *,
+    micro_batches: Iterable[int],
+    optimizer: str = "adamw",
+    fidelity: str = "zero-shot",
+) -> MeasuredCosts:
+    """Return what the layers of a traced module cost on each device.
+
+    Parameters
+    ----------
+    module : TracedModule
+    devices : iterable of Device
+    micro_batches : iterable of int
+        Samples that a rank takes at once. A layer's seconds are the line through the smallest and the
+        largest, exact there; with one size, through that and its half.
+    optimizer : str
+    fidelity : {'zero-shot', 'datasheet'}
+
+    Raises
+    ------
+    SpecError
+        If a device has no rate for the module's precision.
+    """
+    sizes = sorted({float(size) for size in micro_batches})
+    few, many = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0])
+    tables = {device.name: _table(module, device, (few, many), optimizer, fidelity) for device in devices}
+    first, (low, high) = next(iter(tables.values())), traced_bounds()
+    return MeasuredCosts(
+        layers=first,
+        tables=tables,
+        slow=dict.fromkeys(tables, 1.0),
+        spread=(math.exp(low), math.exp(high)),
+        clock="formula",
+        tokens_per_sample=1.0,
+        path=module.source,
+        model=module.name,
+        precision=module.precision,
+        largest=int(many),
+        tied=tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in module.tied),
+        bucket_bytes=BUCKET_BYTES,
+        flops_per_sample=(module.flops(many) - module.flops(few)) / (many - few),
+        notes=module.assumptions,
+    )
+
+
+def _table(
+    module: TracedModule, device: Device, sizes: tuple[float, float], optimizer: str, fidelity: str
+) -> tuple[LayerCost, ...]:
+    if not device.supports(module.precision):
+        known = ", ".join(device.peak_flops_per_s)
+        raise SpecError(
+            f"{device.name} has no {module.precision}",
+            key="--dtype",
+            value=module.precision,
+            rule=f"It has {known}",
+            fix="Name one of them",
+        )
+    kernels = kernel_model(device, module.precision, fidelity=fidelity)
+    vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(module.precision))
+    has_units = module.precision != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
+    price = partial(operations_s, kernels=kernels, vector_flops_per_s=vector, matrix_units=has_units)
+    return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in module.layers)
+
+
+def _layer(
+    layer: TracedLayer,
+    module: TracedModule,
+    kernels: KernelModel,
+    price: Price,
+    sizes: tuple[float, float],
+    optimizer: str,
+) -> LayerCost:
+    narrow = module.precision in ("fp16", "bf16")
+    cast_s = float(stream_s(narrow * _CAST_BYTES * (layer.parameters + layer.frozen), kernels))
+    forward_s, backward_s = (
+        _line(operations, price, sizes) for operations in (layer.forward, layer.backward)
+    )
+    own = layer.parameters * MASTER_BYTES
+    state = layer.parameters * optimizer_state_bytes(optimizer)
+    return LayerCost(
+        forward_s=(forward_s[0] + cast_s, forward_s[1]),
+        backward_s=backward_s,
+        backward_input_s=backward_s,
+        optimizer_s=float(stream_s(3 * own + 2 * state, kernels)),
+        parameter_bytes=own,
+        state_bytes=state,
+        saved_bytes_per_sample=layer.saved_bytes.each,
+        boundary_bytes_per_sample=layer.boundary_bytes.each,
+        frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES,
+    )
+
+
+def _line(operations: tuple[Operation, ...], price: Price, sizes: tuple[float, float]) -> Line:
+    """Return (fixed seconds, seconds per sample) through the times of two micro-batches."""
+    if not operations:
+        return 0.0, 0.0
+    few, many = (float(np.sum(price(operations, size))) for size in sizes)
+    each = (many - few) / (sizes[1] - sizes[0])
+    if each * sizes[0] > few:  # the line through the larger one and none
+        each = many / sizes[1]
+    return max(many - each * sizes[1], 0.0), each

@@ -1,0 +1,5 @@
+"""Classic networks as torch modules, to be traced: what published measurements of training name.
+
+A network is a function without arguments that returns the module and example inputs of one sample. Read
+``catalog.py`` first.
+"""

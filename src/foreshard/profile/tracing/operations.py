@@ -1,0 +1,174 @@
+"""Sizes of one operation as torch calls it: which product it is, what it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+_FREE = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+}
+_MATRIX_CHANNELS = 8  # of a group, that a matrix unit multiplies at once
+_PASSES = {  # passes over the largest tensor beyond reading and writing each once: statistics come first
+    aten.native_batch_norm.default: 1,
+    aten._native_batch_norm_legit.default: 1,
+    aten.cudnn_batch_norm.default: 1,
+    aten.native_batch_norm_backward.default: 2,
+    aten.native_group_norm.default: 1,
+    aten.native_group_norm_backward.default: 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation at the traced number of samples."""
+
+    name: str
+    kind: str
+    sizes: tuple[float, ...]
+    bytes: float
+    flops: float
+
+
+def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool = False) -> Iterator[Call]:
+    """Yield the kernels of an operation: none for a view, two for the backward of a convolution.
+
+    `channels_last` is the layout of the module's images: convolutions on the meta device forget it.
+    """
+    if func in _FREE or _is_view(func):
+        return
+    name = str(func.overloadpacket).removeprefix("aten.")
+    if func in _PRODUCTS:
+        yield _product(name, _PRODUCTS[func](args), args, out)
+    elif func is aten.convolution.default:
+        yield _convolution(name, args[0], args[1], out, groups=args[8], transposed=args[6])
+        if not channels_last:
+            yield from _layout(args[0], (args[0], args[1], out), args[8])
+    elif func is aten.convolution_backward.default:
+        yield from _convolution_backward(name, args, channels_last)
+    else:
+        read, written = bytes_of(args), bytes_of(out)
+        again = _PASSES[func] * nbytes(args[0]) if func in _PASSES else 0.0
+        yield Call(name, "stream", (), read + written + again, 0.0)
+
+
+def is_channels_last(tensors: Iterable[Any]) -> bool:
+    """Return whether weights of convolutions say that images have their channels last."""
+    return any(
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+        for tensor in tensors
+    )
+
+
+def nbytes(tensor: Any) -> float:
+    """Return the bytes that an operation touches of a tensor: an expanded one is read once."""
+    return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
+
+
+def bytes_of(values: Any) -> float:
+    """Return the bytes of all tensors among values, each once."""
+    found = {id(value): value for value in tree_leaves(values) if isinstance(value, torch.Tensor)}
+    return sum(nbytes(value) for value in found.values())
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an operation only makes another view of its input."""
+    results = func._schema.returns
+    return bool(results) and all(
+        result.alias_info is not None and not result.alias_info.is_write for result in results
+    )
+
+
+def _mm(args: tuple[Any, ...]) -> tuple[float, ...]:
+    (m, k), n = args[0].shape, args[1].shape[1]
+    return m, n, k, 1.0
+
+
+def _bmm(args: tuple[Any, ...]) -> tuple[float, ...]:
+    (count, m, k), n = args[0].shape, args[1].shape[2]
+    return m, n, k, count
+
+
+_PRODUCTS = {
+    aten.mm.default: _mm,
+    aten.addmm.default: lambda args: _mm(args[1:]),
+    aten.bmm.default: _bmm,
+    aten.baddbmm.default: lambda args: _bmm(args[1:]),
+}
+
+
+def _product(name: str, sizes: tuple[float, ...], args: Any, out: Any) -> Call:
+    return Call(name, "product", tuple(map(float, sizes)), bytes_of((args, out)), 2.0 * prod(sizes))
+
+
+def _convolution(name: str, data: Any, weight: Any, out: Any, *, groups: int, transposed: bool) -> Call:
+    """Return the matrix product of a convolution, or of the gradient of its input.
+
+    Every output position multiplies a patch of the input with the weights of its group. A transposed one is
+    the gradient of a convolution from its output to its input, and takes the positions of its own input.
+    """
+    positions = out.shape[0] * prod(out.shape[2:]) if not transposed else data.shape[0] * prod(data.shape[2:])
+    kernel = prod(weight.shape[2:])
+    inside, outside = data.shape[1] // groups, out.shape[1] // groups
+    sizes = (positions, outside, inside * kernel, groups)
+    if transposed:
+        sizes = (positions, outside * kernel, inside, groups)
+    moved = bytes_of((data, weight, out))
+    return Call(name, "convolution", tuple(map(float, sizes)), moved, 2.0 * prod(sizes))
+
+
+def _layout(data: Any, touched: tuple[Any, ...], groups: int) -> Iterator[Call]:
+    """Yield the change of layout that matrix units ask for: channels last, for tensors that are not.
+
+    Kernels for few channels to a group take either. Source: NVIDIA Deep Learning Performance, Convolutional
+    Layers User's Guide, "Tensor layouts in memory".
+    """
+    many = data.shape[1] // groups >= _MATRIX_CHANNELS or groups == 1
+    if many:
+        yield Call("layout", "layout", (), 2.0 * bytes_of(touched), 0.0)
+
+
+def _convolution_backward(name: str, args: tuple[Any, ...], channels_last: bool) -> Iterator[Call]:
+    gradient, data, weight, transposed, groups, mask = (
+        args[0],
+        args[1],
+        args[2],
+        args[7],
+        args[9],
+        args[10],
+    )
+    touched = (gradient, data, weight)
+    if mask[0]:
+        yield _convolution(name, gradient, weight, data, groups=groups, transposed=not transposed)
+        if not channels_last:
+            yield from _layout(data, touched, groups)
+    if mask[1]:
+        wide, narrow = (data, gradient) if transposed else (gradient, data)
+        positions = wide.shape[0] * prod(wide.shape[2:])
+        sizes = (
+            wide.shape[1] // groups,
+            narrow.shape[1] // groups * prod(weight.shape[2:]),
+            positions,
+            groups,
+        )
+        yield Call(name, "convolution", tuple(map(float, sizes)), bytes_of(touched), 2.0 * prod(sizes))
+        if not channels_last:
+            yield from _layout(data, touched, groups)
+    if mask[2]:
+        yield Call(name, "stream", (), nbytes(gradient), 0.0)

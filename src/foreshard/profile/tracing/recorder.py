@@ -1,0 +1,142 @@
+"""Records the operations of one forward and one backward, and where modules end in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from foreshard.profile.tracing.attention import FusedAttention
+from foreshard.profile.tracing.operations import Call, calls_of
+
+
+@dataclass(slots=True, kw_only=True)
+class End:
+    """A module that has returned one tensor.
+
+    Attributes
+    ----------
+    at : int
+        Forward operations before it.
+    storage : int
+        Of its output.
+    """
+
+    name: str
+    at: int
+    storage: int
+    num_bytes: float
+
+
+@dataclass(slots=True)
+class Recorder:
+    """What a forward and a backward did, in order.
+
+    Attributes
+    ----------
+    constants : frozenset of int
+        Storages of parameters and buffers.
+    channels_last : bool
+        Layout of the images.
+    forward, backward : list of list of Call
+        Kernels of each operation.
+    reads, writes : list of set of int
+        Storages of each forward operation.
+    ends : list of End
+    turns : list of (int, int)
+        (backward operations before, place of the end) where the gradient of a module's output is complete.
+    saved : list of (int, int, float)
+        (forward operations before, storage, bytes) of what forward keeps for backward.
+    users : dict of int to list of int
+        Forward operations that read each parameter or buffer, by storage.
+    """
+
+    constants: frozenset[int]
+    channels_last: bool = False
+    forward: list[list[Call]] = field(default_factory=list)
+    backward: list[list[Call]] = field(default_factory=list)
+    reads: list[set[int]] = field(default_factory=list)
+    writes: list[set[int]] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, int, float]] = field(default_factory=list)
+    users: dict[int, list[int]] = field(default_factory=dict)
+    in_backward: bool = False
+    # tensors whose storages are compared must not be freed and their place taken by others
+    _alive: list[Any] = field(default_factory=list)
+
+    def note(self, call: Call, read: Any, made: Any) -> None:
+        """Add an operation that torch does not know as one."""
+        self._add([call], read, made)
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add an operation as torch calls it."""
+        calls = calls_of(func, (*args, *kwargs.values()), out, channels_last=self.channels_last)
+        self._add(list(calls), (args, kwargs), out)
+
+    def _add(self, calls: list[Call], read: Any, made: Any) -> None:
+        if self.in_backward:
+            self.backward.append(calls)
+            return
+        self.forward.append(calls)
+        self.reads.append(self._storages(read))
+        self.writes.append(self._storages(made))
+        for storage in self.reads[-1] & self.constants:
+            self.users.setdefault(storage, []).append(len(self.reads) - 1)
+
+    def _storages(self, values: Any) -> set[int]:
+        tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+        self._alive.extend(tensors)
+        return {storage_of(tensor) for tensor in tensors}
+
+    def keep(self, tensor: Any) -> Any:
+        """Note what forward keeps for backward, except parameters and buffers."""
+        storage = storage_of(tensor)
+        if storage not in self.constants:
+            self._alive.append(tensor)
+            self.saved.append((len(self.forward), storage, float(tensor.untyped_storage().nbytes())))
+        return tensor
+
+    def end(self, name: str, out: Any) -> None:
+        """Note that a module has returned."""
+        if not isinstance(out, torch.Tensor) or not out.requires_grad:
+            return
+        place = len(self.ends)
+        size = float(out.numel() * out.element_size())
+        self.ends.append(End(name=name, at=len(self.forward), storage=storage_of(out), num_bytes=size))
+        out.register_hook(lambda _: self.turns.append((len(self.backward), place)))
+
+
+def storage_of(tensor: Any) -> int:
+    """Return a number that tensors of the same memory share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._recorder.add(func, args, kwargs or {}, out)
+        return out
+
+
+@contextmanager
+def recording(module: Any, recorder: Recorder) -> Iterator[None]:
+    """Record what runs inside, with the ends of the module's children."""
+    names = {child: name for name, child in module.named_modules() if name}
+    with ExitStack() as stack:
+        for child in names:
+            hook = child.register_forward_hook(lambda child, _, out: recorder.end(names[child], out))
+            stack.callback(hook.remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
+        stack.enter_context(FusedAttention(recorder.note))
+        stack.enter_context(_Operations(recorder))
+        yield

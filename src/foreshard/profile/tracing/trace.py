@@ -1,0 +1,305 @@
+"""A torch module traced at two numbers of samples, and cut into a chain of layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from foreshard.errors import SpecError
+from foreshard.profile.tracing.operations import Call, is_channels_last
+from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
+from foreshard.spec.traced_module import Affine, Operation, TracedLayer, TracedModule
+
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+SAMPLES = (2, 3)
+"""Sizes of the two traces; batch statistics need more than one sample."""
+_WAY_OUT = "Write it with fixed shapes and without branches on values, or profile it as a job"
+
+Loss = Callable[[Any], Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One trace: what was recorded, and where the chain is cut, as places among the recorded ends."""
+
+    recorder: Recorder
+    cuts: list[End]
+    places: list[int]
+
+
+def trace_module(
+    module: Any,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    precision: str = "bf16",
+    name: str = "",
+    where: str = "module",
+) -> TracedModule:
+    """Return a module as a chain of layers with their operations.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        On any device; a copy without values is traced.
+    inputs : tensor, or tuple or dict of tensors
+        Example inputs; the first dimension of every tensor counts the samples.
+    loss : callable, optional
+        Makes a scalar of what the module returns; by default the sum of its floating tensors.
+    precision : {'fp32', 'tf32', 'fp16', 'bf16'}
+        Of activations and products. In 16 bit the optimizer keeps values in 32 bit.
+    name, where : str
+        Of the module, and where it comes from, for messages.
+
+    Raises
+    ------
+    SpecError
+        If the module cannot run without values (it branches on data or needs a real device), or runs other
+        operations for another number of samples.
+    """
+    if precision not in DTYPES:
+        rule = f"A module is traced in {', '.join(DTYPES)}"
+        raise SpecError(f"no trace in {precision}", key="--dtype", value=precision, rule=rule, fix="Use bf16")
+    meta = _without_values(module, DTYPES[precision])
+    runs = [_run(meta, _inputs(inputs, n, DTYPES[precision]), loss, where) for n in SAMPLES]
+    if len({(len(run.recorder.forward), len(run.recorder.backward), tuple(run.places)) for run in runs}) > 1:
+        what = f"{SAMPLES[0]} and {SAMPLES[1]} samples run different operations"
+        raise SpecError(what, file=where, key="model", rule="Shapes grow with samples only", fix=_WAY_OUT)
+    return TracedModule(
+        name=name or type(module).__name__,
+        layers=_layers(meta, runs),
+        precision=precision,
+        source=where,
+        tied=_tied(meta, runs[0]),
+        assumptions=("loss: the sum of all outputs",) if loss is None else (),
+    )
+
+
+def _without_values(module: Any, dtype: Any) -> Any:
+    """Return a copy on the meta device in training mode, floating parameters in a precision."""
+    with torch.no_grad():
+        memo = {id(tensor): _meta(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        made = copy.deepcopy(module, memo)
+    made.train()
+    if dtype is not torch.float32:
+        made.to(dtype)
+    return made
+
+
+def _meta(tensor: Any) -> Any:
+    blank = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(blank, requires_grad=tensor.requires_grad)
+    return blank
+
+
+def _inputs(inputs: Any, samples: int, dtype: Any) -> Any:
+    """Return inputs on the meta device with so many samples."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        kept = dtype if value.is_floating_point() else value.dtype
+        return torch.empty((samples, *value.shape[1:]), dtype=kept, device="meta")
+
+    return tree_map(made, inputs)
+
+
+def _run(module: Any, inputs: Any, loss: Loss | None, where: str) -> _Run:
+    constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    recorder = Recorder(constants, is_channels_last(module.parameters()))
+    try:
+        with torch.device("meta"), recording(module, recorder):
+            out = _called(module, inputs)
+            score = (loss or _total)(out)
+            recorder.in_backward = True
+            score.backward()
+    except SpecError:
+        raise
+    except Exception as error:
+        what = f"the module does not run without values: {type(error).__name__}: {str(error)[:300]}"
+        rule = "A module is traced on the meta device: no branch on values, no real device"
+        raise SpecError(what, file=where, key="model", rule=rule, fix=_WAY_OUT) from error
+    finally:
+        module.zero_grad(set_to_none=True)
+    places = _cuts(recorder, {storage_of(p) for p in module.parameters() if p.requires_grad})
+    return _Run(recorder=recorder, cuts=[recorder.ends[i] for i in places], places=places)
+
+
+def _called(module: Any, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
+
+
+def _total(out: Any) -> Any:
+    """Return the sum of all floating tensors that a module returns."""
+    values = out.values() if hasattr(out, "values") and not isinstance(out, torch.Tensor) else out
+    leaves = [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not leaves:
+        rule = "A module returns at least one tensor with a gradient"
+        raise SpecError("the module returns no tensor that depends on its parameters", key="model", rule=rule)
+    return sum(leaf.sum() for leaf in leaves)
+
+
+def _cuts(recorder: Recorder, trained: set[int]) -> list[int]:
+    """Return the ends where one tensor with a gradient leads on, each operation counted at most once.
+
+    Tensors that do not depend on a trained parameter (masks, tables of positions) may lead on beside it:
+    whoever needs them makes them again.
+    """
+    last: dict[int, int] = {}
+    first: dict[int, int] = {}
+    grown = set(trained)
+    for i, (reads, writes) in enumerate(zip(recorder.reads, recorder.writes, strict=True)):
+        for storage in reads:
+            last[storage] = i
+        if reads & grown:
+            grown |= writes
+        for storage in writes:
+            first.setdefault(storage, i)
+    needed = {
+        storage: (first[storage], last.get(storage, -1)) for storage in grown - trained if storage in first
+    }
+    alive = _alive_at(needed, len(recorder.reads))
+    found: dict[int, int] = {}
+    for place, end in enumerate(recorder.ends):
+        if 0 < end.at < len(recorder.reads) and alive[end.at] == {end.storage}:
+            found.setdefault(end.at, place)
+    return list(found.values())
+
+
+def _alive_at(needed: dict[int, tuple[int, int]], num_operations: int) -> list[set[int]]:
+    """Return what was made before each operation and is read by it or later."""
+    starts: list[list[int]] = [[] for _ in range(num_operations + 1)]
+    stops: list[list[int]] = [[] for _ in range(num_operations + 1)]
+    for storage, (first, last) in needed.items():
+        if last > first:
+            starts[first + 1].append(storage)
+            stops[last + 1 if last + 1 <= num_operations else num_operations].append(storage)
+    alive: set[int] = set()
+    found = []
+    for i in range(num_operations + 1):
+        alive = (alive - set(stops[i])) | set(starts[i])
+        found.append(alive)
+    return found
+
+
+def _bounds(run: _Run) -> list[int]:
+    return [0, *(end.at for end in run.cuts), len(run.recorder.forward)]
+
+
+def _layer_at(bounds: Sequence[int], at: int) -> int:
+    """Return the layer of an operation, by its place in the forward."""
+    layer = 0
+    while layer + 2 < len(bounds) and bounds[layer + 1] <= at:
+        layer += 1
+    return layer
+
+
+def _backwards(run: _Run) -> list[list[Call]]:
+    """Return the backward operations of each layer, which begin when the gradient of its output is there."""
+    layer_of = {place: layer for layer, place in enumerate(run.places)}
+    found: list[list[Call]] = [[] for _ in range(len(run.places) + 1)]
+    turns = sorted((at, layer_of[place]) for at, place in run.recorder.turns if place in layer_of)
+    current = len(run.places)
+    for i, calls in enumerate(run.recorder.backward):
+        while turns and turns[0][0] <= i:
+            current = min(current, turns.pop(0)[1])
+        found[current].extend(calls)
+    return found
+
+
+def _saved(run: _Run) -> list[float]:
+    """Return the bytes that each layer keeps for its backward, a storage counted where it is first kept."""
+    bounds, seen = _bounds(run), set()
+    found = [0.0] * (len(run.cuts) + 1)
+    for at, storage, size in run.recorder.saved:
+        if storage not in seen:
+            seen.add(storage)
+            found[_layer_at(bounds, at)] += size
+    return found
+
+
+def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
+    one = runs[0]
+    bounds = _bounds(one)
+    forwards = [
+        [[call for calls in run.recorder.forward[lo:hi] for call in calls] for run in runs]
+        for lo, hi in pairwise(bounds)
+    ]
+    backwards = list(zip(*(_backwards(run) for run in runs), strict=True))
+    saved = list(zip(*(_saved(run) for run in runs), strict=True))
+    sizes = [[end.num_bytes for end in run.cuts] + [0.0] for run in runs]
+    trained, frozen, buffers = _elements(module, one)
+    return tuple(
+        TracedLayer(
+            name=(one.cuts[i].name if i < len(one.cuts) else "output"),
+            forward=_operations(*forwards[i]),
+            backward=_operations(*backwards[i]),
+            parameters=trained[i],
+            frozen=frozen[i],
+            buffers=buffers[i],
+            saved_bytes=_affine(*saved[i]),
+            boundary_bytes=_affine(*(size[i] for size in sizes)),
+        )
+        for i in range(len(forwards))
+    )
+
+
+def _owners(module: Any, run: _Run) -> list[tuple[Any, list[int]]]:
+    """Return each parameter and buffer with the layers that read it; the first layer for those unread."""
+    bounds = _bounds(run)
+    found = []
+    for tensor in (*module.parameters(), *module.buffers()):
+        uses = run.recorder.users.get(storage_of(tensor), [])
+        found.append((tensor, sorted({_layer_at(bounds, at) for at in uses}) or [0]))
+    return found
+
+
+def _elements(module: Any, run: _Run) -> tuple[list[int], list[int], list[int]]:
+    """Return the elements of each layer: trained, frozen, of buffers."""
+    trained, frozen, buffers = ([0] * (len(run.cuts) + 1) for _ in range(3))
+    for tensor, layers in _owners(module, run):
+        kind = trained if tensor.requires_grad else frozen
+        for layer in layers:
+            (kind if isinstance(tensor, torch.nn.Parameter) else buffers)[layer] += tensor.numel()
+    return trained, frozen, buffers
+
+
+def _tied(module: Any, run: _Run) -> tuple[tuple[tuple[int, ...], int], ...]:
+    return tuple(
+        (tuple(layers), tensor.numel())
+        for tensor, layers in _owners(module, run)
+        if len(layers) > 1 and tensor.requires_grad
+    )
+
+
+def _operations(few: Sequence[Call], more: Sequence[Call]) -> tuple[Operation, ...]:
+    return tuple(
+        Operation(
+            name=a.name,
+            kind=a.kind,
+            sizes=tuple(map(_affine, a.sizes, b.sizes)),
+            bytes=_affine(a.bytes, b.bytes),
+            flops=_affine(a.flops, b.flops),
+        )
+        for a, b in zip(few, more, strict=True)
+    )
+
+
+def _affine(few: float, more: float) -> Affine:
+    """Return the line through a number at both traced sizes."""
+    each = (more - few) / (SAMPLES[1] - SAMPLES[0])
+    return Affine(few - each * SAMPLES[0], each)

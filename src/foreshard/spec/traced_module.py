@@ -1,0 +1,117 @@
+"""A torch module as it was traced: a chain of layers, each with the operations of its forward and backward.
+
+Every number of an operation is affine in the samples of a micro-batch, so that one trace prices any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Affine", "Operation", "TracedLayer", "TracedModule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A number of a micro-batch: what it is without samples, and what each sample adds."""
+
+    fixed: float
+    each: float
+
+    def at(self, samples: float) -> float:
+        """Return the number for a micro-batch.
+
+        Examples
+        --------
+        >>> Affine(3.0, 2.0).at(4)
+        11.0
+        """
+        return self.fixed + self.each * samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One kernel.
+
+    Attributes
+    ----------
+    name : str
+        The operator, as torch calls it.
+    kind : {'product', 'convolution', 'attention', 'stream', 'layout'}
+        What prices it. A convolution is the matrix product that it equals.
+    sizes : tuple of Affine
+        product, convolution: rows, columns, inner length, number of products; attention: number of
+        sequences, heads, queries, keys, head dimension, 1 where causal; others: none.
+    bytes : Affine
+        Read and written.
+    flops : Affine
+        2 for each multiply-add of products.
+    """
+
+    name: str
+    kind: str
+    sizes: tuple[Affine, ...]
+    bytes: Affine
+    flops: Affine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """A part of the chain: one tensor goes in, one comes out.
+
+    Attributes
+    ----------
+    name : str
+        The last module in it.
+    forward, backward : tuple of Operation
+    parameters, frozen, buffers : int
+        Elements: of parameters that get a gradient, of those that do not, of buffers.
+    saved_bytes : Affine
+        Kept from forward to backward.
+    boundary_bytes : Affine
+        Handed to the next layer.
+    """
+
+    name: str
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    parameters: int
+    frozen: int
+    buffers: int
+    saved_bytes: Affine
+    boundary_bytes: Affine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModule:
+    """A module, traced in one precision.
+
+    Attributes
+    ----------
+    tied : tuple of ((int, ...), int)
+        Layers that share a parameter, and its elements; each of the layers counts them.
+    """
+
+    name: str
+    layers: tuple[TracedLayer, ...]
+    precision: str
+    source: str
+    tied: tuple[tuple[tuple[int, ...], int], ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, shared ones once."""
+        again = sum((len(layers) - 1) * elements for layers, elements in self.tied)
+        return sum(layer.parameters + layer.frozen for layer in self.layers) - again
+
+    def flops(self, samples: float) -> float:
+        """Return the FLOPs of forward and backward of a micro-batch."""
+        return sum(
+            operation.flops.at(samples)
+            for layer in self.layers
+            for operation in (*layer.forward, *layer.backward)
+        )
+
+    def saved_bytes(self, samples: float) -> float:
+        """Return the bytes that forward keeps for backward."""
+        return sum(layer.saved_bytes.at(samples) for layer in self.layers)

@@ -1,0 +1,77 @@
+"""Commands on modules that are traced: classic networks and a user's own."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+NET = """
+import torch
+from torch import nn
+
+def net():
+    layers = [nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)]
+    return nn.Sequential(*layers), torch.empty(1, 3, 32, 32)
+
+def with_loss():
+    module, image = net()
+    return module, image, lambda out: out.float().logsumexp(-1).mean()
+
+def bare():
+    return net()[0]
+
+def wrong():
+    return 3, 4
+"""
+
+
+@pytest.fixture
+def net(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    return path
+
+
+@pytest.mark.parametrize("factory", ["net", "with_loss"])
+def test_predict_takes_a_module_with_example_inputs(shell, net, factory):
+    answer = shell("predict", f"{net}:{factory}", "1x4xrtx-3090", "--micro-batch", "32", "--json")
+    assert answer.code == 0
+    assert answer.json["model"] == factory and answer.json["costs"] == "formula"
+    low, high = answer.json["step_time_interval_s"]
+    assert low < answer.json["step_time_s"] < high
+    assert sum(answer.json["time_breakdown_s"].values()) == pytest.approx(answer.json["step_time_s"])
+
+
+def test_a_network_by_name_and_a_plan_of_it(shell, tmp_path):
+    first = shell("predict", "ResNet18", "1x2xrtx-3090", "--micro-batch", "16", "--dtype", "fp16", "--json")
+    assert first.code == 0 and first.json["model"] == "resnet18"
+    out = tmp_path / "plan.json"
+    planned = shell(
+        *("plan", "resnet18", "1x1xa100-sxm-40gb+1x1xrtx-3090", "--global-batch", "64"),
+        *("--budget-s", "2", "-o", out, "--json"),
+    )
+    assert planned.code == 0 and planned.json["gap"] >= 0
+    again = shell("predict", "resnet18", "1x1xa100-sxm-40gb+1x1xrtx-3090", "--plan", out, "--json")
+    assert again.code == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (("--tp", "2"), "--tp"),
+        (("--seq", "128"), "--seq"),
+        (("--pp", "9"), "--pp"),
+        (("--dtype", "fp8"), "--dtype"),
+    ],
+)
+def test_what_a_traced_module_does_not_take_is_named(shell, net, more, key):
+    answer = shell("predict", f"{net}:net", "1x4xrtx-3090", *more, "--json")
+    assert answer.code == 2
+    assert answer.json["error"]["key"] == key
+
+
+@pytest.mark.parametrize(("factory", "words"), [("bare", "example inputs"), ("wrong", "example inputs")])
+def test_a_factory_that_returns_something_else_is_told_what_to_return(shell, net, factory, words):
+    answer = shell("predict", f"{net}:{factory}", "1x4xrtx-3090", "--json")
+    assert answer.code == 2
+    error = answer.json["error"]
+    assert words in f"{error['rule']} {error.get('fix')}"

@@ -1,0 +1,161 @@
+"""Traced modules: costs by formulas in the form of measured ones, and the steps that follow."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from foreshard.api import load_cluster, plan_traced, predict_traced
+from foreshard.catalog.devices import resolve_device
+from foreshard.catalog.kernels import kernel_model
+from foreshard.cost.operations import operations_s
+from foreshard.errors import SpecError
+from foreshard.predict.measured.engine import predict_measured
+from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
+from foreshard.profile.networks.catalog import network
+from foreshard.profile.tracing.trace import trace_module
+from foreshard.spec.degrees import plan_from_degrees
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    return trace_module(*network("resnet50"), precision="fp16", name="resnet50")
+
+
+def plan_of(module, devices, **degrees):
+    return plan_from_degrees(
+        len(module.layers) - 2,
+        devices,
+        seq_len=1,
+        precision=module.precision,
+        framework="ddp",
+        **{"zero": 0, "micro_batch": 64} | degrees,
+    )
+
+
+def step_of(module, cluster, **degrees):
+    found = load_cluster(cluster)
+    return predict_traced(module, found, plan_of(module, found.num_devices, **degrees))
+
+
+def test_one_device_takes_the_sum_of_its_operations(resnet):
+    device = resolve_device("a100-sxm-40gb")
+    kernels = kernel_model(device, "fp16")
+    work_s = sum(
+        operations_s(operations, 64, kernels, device.peak("fp32")).sum()
+        for layer in resnet.layers
+        for operations in (layer.forward, layer.backward)
+        if operations
+    )
+    made = step_of(resnet, "1x1xa100-sxm-40gb")
+    # what is not an operation of the trace: casting 25.6 million weights to 16 bit
+    cast_s = 6 * resnet.num_params / (kernels.stream_eff * kernels.memory_bytes_per_s)
+    assert made.time_breakdown_s["compute"] == pytest.approx(work_s + cast_s, rel=0.01)
+    assert sum(made.time_breakdown_s.values()) == pytest.approx(made.step_time_s, rel=1e-9)
+    assert made.mfu == pytest.approx(resnet.flops(64) / (made.step_time_s * device.peak("fp16")))
+
+
+@pytest.mark.parametrize("change", [{"memory_bytes_per_s": 2.0}, {"peak_flops_per_s": 2.0}])
+def test_a_faster_device_is_never_slower(resnet, change):
+    device = resolve_device("a100-sxm-40gb")
+    name, factor = next(iter(change.items()))
+    value = getattr(device, name)
+    faster = (
+        {key: rate * factor for key, rate in value.items()}
+        if isinstance(value, dict)
+        else value * factor
+        if not hasattr(value, "items")
+        else {key: rate * factor for key, rate in value.items()}
+    )
+    seconds = [
+        sum(
+            cost.forward_s[1] + cost.backward_s[1]
+            for cost in traced_costs(resnet, [d], micro_batches=[32]).layers
+        )
+        for d in (device, replace(device, **{name: faster}))
+    ]
+    assert seconds[1] < seconds[0]
+
+
+def test_costs_are_exact_at_the_micro_batch_that_is_planned(resnet):
+    device = resolve_device("v100-sxm-16gb")
+    for size in (1, 7, 128):
+        costs = traced_costs(resnet, [device], micro_batches=[size])
+        kernels = kernel_model(device, "fp16")
+        exact = sum(
+            operations_s(layer.backward, size, kernels, device.peak("fp32")).sum()
+            for layer in resnet.layers
+            if layer.backward
+        )
+        line = sum(cost.backward_s[0] + cost.backward_s[1] * size for cost in costs.layers)
+        assert line == pytest.approx(exact, rel=1e-9)
+
+
+def test_gradients_hide_behind_the_backward_but_for_the_last_bucket(resnet):
+    cluster = load_cluster("2x8xa100-sxm-40gb@10Gb/s")
+    plan = plan_of(resnet, 16)
+    costs = traced_costs(resnet, [n.device for n in cluster.nodes], micro_batches=[64])
+    hidden, after = (
+        predict_measured(replace(costs, bucket_bytes=size), cluster, plan) for size in (BUCKET_BYTES, 0.0)
+    )
+    ring_s = costs.ring_s(cluster, range(16), resnet.num_params * 4.0)
+    assert after.time_breakdown_s["data_comm"] == pytest.approx(float(ring_s), rel=1e-6)
+    assert hidden.step_time_s < after.step_time_s
+    assert hidden.time_breakdown_s["data_comm"] > 0
+
+
+def test_two_layers_by_hand(resnet):
+    """Buckets are summed in the order of the backward, one after another, each when its layers are done."""
+    cluster = load_cluster("1x2xa100-sxm-40gb")
+    short = replace(resnet, layers=(resnet.layers[4], resnet.layers[5], resnet.layers[6]), tied=())
+    costs = traced_costs(short, [cluster.nodes[0].device], micro_batches=[64])
+    costs = replace(costs, bucket_bytes=1.0)
+    made = predict_measured(costs, cluster, plan_of(short, 2))
+    line = lambda cost, name: getattr(cost, name)[0] + 64 * getattr(cost, name)[1]  # noqa: E731
+    now = sum(line(cost, "forward_s") for cost in costs.layers)
+    ring_end = 0.0
+    for cost in reversed(costs.layers):
+        now += line(cost, "backward_s")
+        ring_end = max(ring_end, now) + float(costs.ring_s(cluster, (0, 1), cost.parameter_bytes))
+    optimizer_s = sum(cost.optimizer_s for cost in costs.layers)
+    assert made.step_time_s == pytest.approx(max(now, ring_end) + optimizer_s, rel=1e-9)
+
+
+def test_a_slower_network_never_helps_and_pipelines_are_priced(resnet):
+    steps = [step_of(resnet, f"2x4xv100-sxm-16gb@{rate}Gb/s").step_time_s for rate in (5, 10, 50, 100)]
+    assert steps == sorted(steps, reverse=True)
+    piped = step_of(resnet, "1x4xv100-sxm-16gb", pp=4, dp=1, micro_batch=16, global_batch=128)
+    assert piped.time_breakdown_s["bubble"] > 0
+    assert len(piped.memory.per_stage_peak_bytes[0]) == 4
+
+
+def test_recomputation_trades_memory_for_time(resnet):
+    kept, again = (step_of(resnet, "1x1xv100-sxm-16gb", recompute=rule) for rule in ("none", "full"))
+    assert again.memory.peak_bytes < 0.6 * kept.memory.peak_bytes
+    assert again.time_breakdown_s["recompute"] > 0 and again.step_time_s > kept.step_time_s
+
+
+def test_the_planner_gives_faster_devices_more_samples(resnet):
+    cluster = load_cluster("1x1xa100-sxm-40gb+1x1xv100-sxm-16gb")
+    result = plan_traced(resnet, cluster, global_batch=96, budget_s=3)
+    best = result.plans[0]
+    shares = {group.stages[0].ranks[0]: group.share for group in best.plan.groups}
+    assert shares[0] > shares[1] > 0
+    assert result.lower_bound_step_time_s <= best.prediction.step_time_s
+    again = predict_traced(resnet, cluster, best.plan)
+    assert again.step_time_s == pytest.approx(best.prediction.step_time_s, rel=0.15)
+
+
+def test_a_precision_that_a_device_lacks_is_refused(resnet):
+    bf16 = replace(resnet, precision="bf16")
+    with pytest.raises(SpecError, match="has no bf16"):
+        traced_costs(bf16, [resolve_device("v100-sxm-16gb")], micro_batches=[8])
+
+
+def test_intervals_come_from_errors_of_networks_that_no_constant_saw(resnet):
+    made = step_of(resnet, "1x1xa100-sxm-40gb")
+    low, high = made.step_time_interval_s
+    assert low < made.step_time_s < high
+    assert np.log(high / made.step_time_s) == pytest.approx(np.log(made.step_time_s / low))
