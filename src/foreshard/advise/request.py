@@ -40,6 +40,8 @@ ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observ
 """What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
+CPU = "cpu"
+"""Value of offload that means what the framework offloads under that name."""
 SPLIT_EVENLY = (
     "the cluster mixes devices and flags split the work evenly: every stage and rank takes the same "
     "share, the fast wait for the slow; a plan file (--plan) can give groups their own shares"
@@ -118,6 +120,8 @@ class Request:
             from foreshard.catalog.frameworks import load_framework
 
             choices["zero"] = load_framework(choices["framework"]).default_zero
+        if choices.get("offload") == CPU:
+            choices["offload"] = _cpu_offload(choices.get("framework", "megatron-core"))
         if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
             what = f"vpp {choices['vpp']} without a pipeline"
             rule = "Virtual stages divide the stages of a pipeline"
@@ -209,6 +213,9 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
         yield f"sequence {plan.seq_len}, not stated (--seq): that of the model"
     if choices.get("global_batch") is None:
         yield f"global batch {plan.global_batch}, not stated (--global-batch): dp x pp in whole micro-batches"
+    if choices.get("offload") == CPU:
+        moved = plan.groups[0].stages[0].offload
+        yield f"offload {moved}: what {plan.framework} moves to the host as CPU offload"
     if choices.get("zero") is None:
         level = plan.groups[0].stages[0].zero
         yield f"zero {level}, not stated (--zero): the default of {plan.framework}"
@@ -241,6 +248,13 @@ def _with_adapters(model: Model, text: str) -> Model:
         raise
 
 
+def _cpu_offload(framework: str) -> str:
+    from foreshard.catalog.frameworks import load_framework
+    from foreshard.catalog.offers import cpu_offload
+
+    return cpu_offload(load_framework(framework))
+
+
 def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
     if name in COMM_OPTIONS:
@@ -252,6 +266,8 @@ def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
         return replace(plan, groups=groups)
     if name in ("schedule", "sp"):
         return replace(plan, groups=tuple(replace(group, **{name: value}) for group in plan.groups))
+    if name == "offload" and value == CPU:
+        value = _cpu_offload(plan.framework)
     if name in ("zero", "shard_size", "recompute", "offload"):
         groups = tuple(
             replace(group, stages=tuple(replace(stage, **{name: value}) for stage in group.stages))
