@@ -17,6 +17,7 @@ from foreshard.cli.options.answer import (
     say,
     write_text,
 )
+from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.progress import watched
 from foreshard.cli.options.request import named_cluster
 from foreshard.cli.options.sources import verb_command
@@ -54,7 +55,7 @@ def _vendors() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.partition("-")[0] for name in instances()))
 
 
-@verb_command("plan", output="Write the chosen plan to a file.")
+@verb_command("plan", choosing, output="Write the chosen plan to a file.")
 @click.argument("model")
 @click.argument("cluster", required=False)
 @click.option(

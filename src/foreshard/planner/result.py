@@ -24,6 +24,11 @@ class Ranked:
     prediction: Prediction
     why: str
 
+    def with_lora(self, adapters: str) -> Ranked:
+        """Return the plan with adapters stated in it."""
+        plan = replace(self.plan, lora=adapters)
+        return replace(self, plan=plan, prediction=replace(self.prediction, plan=plan))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --json`` prints for one plan."""
         return {"plan": self.plan.to_dict(), "prediction": self.prediction.to_dict(), "why": self.why}
@@ -126,6 +131,13 @@ class PlanResult:
             best_s = self.plans[0].prediction.step_time_s
             if self.lower_bound_step_time_s > best_s * (1.0 - _ROUNDING):
                 object.__setattr__(self, "lower_bound_step_time_s", best_s)
+
+    def with_lora(self, adapters: str | None) -> PlanResult:
+        """Return the result with the adapters stated in every plan."""
+        if adapters is None:
+            return self
+        plans, front = (tuple(one.with_lora(adapters) for one in found) for found in (self.plans, self.front))
+        return replace(self, plans=plans, front=front)
 
     @property
     def gap(self) -> float:

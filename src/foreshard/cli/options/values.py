@@ -269,8 +269,8 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 
     name = "N,N,..."
 
-    def __init__(self, high: int):
-        self.high = high
+    def __init__(self, high: int, *, low: int = 1):
+        self.low, self.high = low, high
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -278,5 +278,5 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         """Return the numbers, or fail naming the range."""
         if isinstance(value, tuple):
             return value
-        count = Count(1, self.high)
+        count = Count(self.low, self.high)
         return tuple(sorted({count.convert(word.strip(), param, ctx) for word in str(value).split(",")}))
