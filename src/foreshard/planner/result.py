@@ -9,6 +9,7 @@ from typing import Any
 from foreshard.errors import InfeasibleError, LimitError
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import Prediction
+from foreshard.spec.shown import Shown
 
 _PROVEN = 0.01
 """Gap from which a note gives the bounds of each kind of plan, where the chosen one is of the wider space."""
@@ -76,8 +77,8 @@ class WiderSpace:
 UNITS = {"time": "s", "cost": "USD per step", "energy": "J per step"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanResult(Shown):
     """Plans best first, and the proof.
 
     Attributes
