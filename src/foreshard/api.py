@@ -17,6 +17,7 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan as load_plan
 from foreshard.spec.prediction import Prediction
+from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -48,38 +49,72 @@ def load_cluster(text: str) -> Cluster:
     return load_cluster(text)
 
 
-def request(model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Request:
+def _view(kind: str, result: Any) -> Any:
+    """Return how a result shows itself in a session."""
+    from foreshard.report.notebook import view
+
+    return view(kind, result)
+
+
+show_with(_view)
+
+
+def _loaded(model: Model | str, cluster: Cluster | str) -> tuple[Model, Cluster]:
+    """Return a model and a cluster, those that were named loaded."""
+    return (
+        load_model(model) if isinstance(model, str) else model,
+        load_cluster(cluster) if isinstance(cluster, str) else cluster,
+    )
+
+
+def request(
+    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+) -> Request:
     """Return the request that `predict` and the other verbs take apart.
 
     Parameters
     ----------
-    model, cluster, plan
-        `plan` excludes degrees and options.
+    model : Model or str
+        As for `load_model`.
+    cluster : Cluster or str
+        As for `load_cluster`.
+    plan : Plan or str, optional
+        Excludes degrees and options; a text is the path of a plan file.
     **choices
         Degrees and options (tp, pp, zero, micro_batch, tp_overlap, ...), lora, engine, costs, fidelity,
         tokens, usd_per_device_hour, observed_step_s; plan_file names the plan in errors.
     """
     stated = {name: value for name, value in choices.items() if value is not None}
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
-    return Request(model=model, cluster=cluster, plan=plan, choices=stated, **asked)
+    if isinstance(plan, str):
+        asked, plan = {"plan_file": plan, **asked}, load_plan(plan)
+    source, target = _loaded(model, cluster)
+    return Request(model=source, cluster=target, plan=plan, choices=stated, **asked)
 
 
-def make_plan(model: Model, cluster: Cluster, **choices: Any) -> Plan:
+def make_plan(model: Model | str, cluster: Cluster | str, **choices: Any) -> Plan:
     """Return the plan that degrees and options spell for the model on the cluster."""
     return request(model, cluster, **choices).to_plan()
 
 
-def predict(model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
+def predict(
+    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+) -> Prediction:
     """Return the predicted training step: time, memory, money, each in parts that sum to the whole.
 
     Parameters
     ----------
-    model : Model
-    cluster : Cluster
-    plan : Plan, optional
+    model : Model or str
+    cluster : Cluster or str
+    plan : Plan or str, optional
         Excludes degrees and options.
     **choices
         As in `request`.
+
+    Returns
+    -------
+    Prediction
+        It prints as a short text, in notebooks as tables; `to_dict`, `to_pandas` and `plot` give the rest.
 
     Raises
     ------
@@ -88,7 +123,7 @@ def predict(model: Model, cluster: Cluster, plan: Plan | None = None, **choices:
 
     Examples
     --------
-    >>> prediction = predict(load_model("llama3-8b"), load_cluster("1x8xh100-sxm"), tp=2)
+    >>> prediction = predict("llama3-8b", "8xh100", tp=2)
     >>> prediction.plan.groups[0].stages[0].tp
     2
     """
@@ -96,28 +131,37 @@ def predict(model: Model, cluster: Cluster, plan: Plan | None = None, **choices:
 
 
 def predict_timeline(
-    model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any
+    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> tuple[Prediction, Timeline | None]:
     """Return the prediction and when each task of its step runs (None from the analytical engine)."""
     return request(model, cluster, plan, **choices).predict_timeline()
 
 
 def compare(
-    model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any
+    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
     return request(model, cluster, plan, **choices).compare()
 
 
 def whatif(
-    model: Model, cluster: Cluster, changes: Iterable[str], plan: Plan | None = None, **choices: Any
+    model: Model | str,
+    cluster: Cluster | str,
+    changes: Iterable[str],
+    plan: Plan | str | None = None,
+    **choices: Any,
 ) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the base prediction and the effect of each ``KEY=VALUE`` change on it, best first."""
     return effects_of(request(model, cluster, plan, **choices), changes)
 
 
 def advise(
-    model: Model, cluster: Cluster, plan: Plan | None = None, *, top: int = 5, **choices: Any
+    model: Model | str,
+    cluster: Cluster | str,
+    plan: Plan | str | None = None,
+    *,
+    top: int = 5,
+    **choices: Any,
 ) -> tuple[Effect, ...]:
     """Return the single changes that would win the most time."""
     from foreshard.advise.advice import improvements
@@ -126,7 +170,9 @@ def advise(
     return improvements(asked, asked.predict(), top=top)
 
 
-def report(path: str, model: Model, cluster: Cluster, plan: Plan | None = None, **choices: Any) -> Prediction:
+def report(
+    path: str, model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+) -> Prediction:
     """Predict, write the one-file HTML report, and return the prediction."""
     from foreshard.advise.advice import improvements
     from foreshard.advise.nearest_fit import nearest_fit
@@ -191,16 +237,17 @@ def export(
     return export(plan, target, model=model, cluster=cluster, prediction=prediction)
 
 
-def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
+def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult:
     """Return the best plans for a model on a cluster, and how far they can be from the best possible.
 
     Parameters
     ----------
-    model : Model
-    cluster : Cluster
+    model : Model or str
+    cluster : Cluster or str
     asked
         global_batch (required), seq_len, objective, max_usd, max_hours, tokens, max_devices, framework,
-        precision, optimizer, engine, top, budget_s, usd_per_device_hour.
+        precision, optimizer, engine, top, budget_s, usd_per_device_hour, lora, and degrees or options as a
+        value or several (tp=4, recompute="none", max_pp=2, forbid=["tp=8"]).
 
     Returns
     -------
@@ -209,7 +256,7 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     """
     from foreshard.planner.search import plan
 
-    return plan(model, cluster, **asked)
+    return plan(*_loaded(model, cluster), **asked)
 
 
 def simulate(

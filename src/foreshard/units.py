@@ -19,11 +19,18 @@ _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e
 _MILLI = {"m": 1e-3}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60}
 _TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_TIME |= {"sec": 1.0} | dict.fromkeys(("d", "day", "days"), 86400.0)
-_TIME |= dict.fromkeys(("hr", "hour", "hours"), 3600.0)
+_TIME |= dict.fromkeys(("sec", "secs", "second", "seconds"), 1.0)
+_TIME |= dict.fromkeys(("mins", "minute", "minutes"), 60.0)
+_TIME |= dict.fromkeys(("hr", "hrs", "hour", "hours"), 3600.0)
+_TIME |= dict.fromkeys(("d", "day", "days"), 86400.0) | dict.fromkeys(("week", "weeks"), 7 * 86400.0)
 _QUANTITY = re.compile(
     r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL
 )
+_COUNTED = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE]\+?([0-9]{1,2}))?\s*([a-z]*)", re.IGNORECASE)
+# Powers of a thousand that words and letters stand for; "m" of a count is a million, never a thousandth.
+_MAGNITUDES = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4, "thousand": 1, "bn": 3, "tn": 4}
+_MAGNITUDES |= {"mn": 2, "mio": 2, "million": 2, "billion": 3, "trillion": 4}
+_BINARY_COUNTS = {"ki": 1, "mi": 2}
 # Longer text is never a quantity; echoing it would drown the error message.
 _MAX_CHARS = 64
 
@@ -45,8 +52,10 @@ def _dimensions() -> Mapping[str, _Dimension]:
     rates = {unit + "/s": scale for unit, scale in sizes.items()}
     rates |= {unit + "/s": scale / 8 for unit, scale in bits.items()}
     rates |= {unit: scale / 8 for unit, scale in _scaled(_DECIMAL, "bps").items()}
+    rates |= {unit: 1e9 / 8 for unit in ("GbE", "GigE")}  # Ethernet is named by its Gb/s
     joules = _scaled(_DECIMAL | _MILLI, "J") | {"Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9}
     prices = {f"{coin}/{hour}": 1.0 for coin in ("USD", "$") for hour in ("h", "hr", "hour")}
+    prices |= {f"{coin} per hour": 1.0 for coin in ("USD", "$")}
     flop_rates = _scaled(_DECIMAL, "FLOP/s", "FLOPS", "FLOPs", "FLOPs/s")
     return {
         "bytes": _Dimension("A size", "80 GiB", sizes),
@@ -126,6 +135,36 @@ def _unit_fix(unit: str, kind: _Dimension) -> str:
     near = near or get_close_matches(unit, kind.units, n=2)
     meant = " or ".join(f"'{name}'" for name in near[:2])
     return f"Did you mean {meant}?" if near else f"Write it like '{kind.example}'"
+
+
+def count(text: str, *, thousand: int = 1000) -> float | None:
+    """Return a number of things written with k, M, B or T or as a word, None where the text is none.
+
+    Parameters
+    ----------
+    text : str
+        As ``8192``, ``2e9``, ``2B``, ``1.5 trillion`` or ``128k``, in any case.
+    thousand : {1000, 1024}
+        What each of these letters multiplies by. ``Ki`` and ``Mi`` always mean powers of 1,024.
+
+    Returns
+    -------
+    float or None
+
+    Examples
+    --------
+    >>> count("2B"), count("128k", thousand=1024), count("8Ki")
+    (2000000000.0, 131072.0, 8192.0)
+    """
+    match = _COUNTED.fullmatch(text.strip()) if len(text) <= _MAX_CHARS else None
+    if match is None:
+        return None
+    number, ten, letters = float(match[1]) * 10.0 ** int(match[2] or 0), match[2], match[3].lower()
+    if letters in _BINARY_COUNTS and not ten:
+        return number * 1024.0 ** _BINARY_COUNTS[letters]
+    if letters not in _MAGNITUDES or (letters and ten):
+        return None
+    return number * float(thousand) ** _MAGNITUDES[letters]
 
 
 def number_of(number: int, noun: str) -> str:

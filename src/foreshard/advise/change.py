@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from foreshard.advise.request import DEGREES, Request, flag_of
+from foreshard.advise.request import CPU, DEGREES, Request, flag_of
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS, check_recompute
 from foreshard.spec.prediction import Prediction
-from foreshard.units import number_of
+from foreshard.units import count, number_of
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
     "precision": PRECISIONS,
     "optimizer": OPTIMIZERS,
     "schedule": MODELLED_SCHEDULES,
-    "offload": OFFLOADS,
+    "offload": (*OFFLOADS, CPU),
 }
 _HARDWARE = ("device", "nic", "nodes")
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
@@ -133,6 +133,9 @@ def _with_shares(request: Request, value: str) -> Request:
 
 
 def _whole(key: str, value: str, low: int, high: int) -> int:
+    counted = count(value, thousand=1024) if key == "seq_len" else None
+    if counted is not None and counted.is_integer() and low <= counted <= high:
+        return int(counted)
     if value.isascii() and value.isdecimal() and len(value) < 12 and low <= int(value) <= high:
         return int(value)
     flag = flag_of(key).removeprefix("--")

@@ -6,7 +6,6 @@ and reports all start from one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +39,8 @@ ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observ
 """What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
+CPU = "cpu"
+"""Value of offload that means what the framework offloads under that name."""
 SPLIT_EVENLY = (
     "the cluster mixes devices and flags split the work evenly: every stage and rank takes the same "
     "share, the fast wait for the slow; a plan file (--plan) can give groups their own shares"
@@ -97,7 +98,13 @@ class Request:
     @property
     def trained(self) -> Model:
         """The model as it is trained: with its adapters, if any."""
-        return self.model if self.lora is None else _with_adapters(self.model, self.lora)
+        from foreshard.spec.adapters import with_adapters
+
+        if self.lora is not None:
+            return with_adapters(self.model, self.lora)
+        if self.plan is not None and self.plan.lora is not None:
+            return with_adapters(self.model, self.plan.lora, key="lora", file=self.plan_file)
+        return self.model
 
     def to_plan(self) -> Plan:
         """Return the plan the request means: the plan file's, or the one its degrees and options spell.
@@ -108,7 +115,7 @@ class Request:
             When a degree or option does not fit the model or the cluster.
         """
         if self.plan is not None:
-            return self.plan
+            return self.plan if self.lora is None else replace(self.plan, lora=self.lora)
         from foreshard.spec.degrees import plan_from_degrees
 
         choices = {name: value for name, value in self.choices.items() if value is not None}
@@ -118,13 +125,15 @@ class Request:
             from foreshard.catalog.frameworks import load_framework
 
             choices["zero"] = load_framework(choices["framework"]).default_zero
+        if choices.get("offload") == CPU:
+            choices["offload"] = _cpu_offload(choices.get("framework", "megatron-core"))
         if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
             what = f"vpp {choices['vpp']} without a pipeline"
             rule = "Virtual stages divide the stages of a pipeline"
             fix = "Add --pp, or leave out --vpp"
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
-        return replace(made, comm=comm) if comm else made
+        return replace(made, comm=comm, lora=self.lora) if comm or self.lora else made
 
     def with_choice(self, name: str, value: Any) -> Request:
         """Return the request with one degree or option set, in the flags or in every group of the plan."""
@@ -209,6 +218,9 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
         yield f"sequence {plan.seq_len}, not stated (--seq): that of the model"
     if choices.get("global_batch") is None:
         yield f"global batch {plan.global_batch}, not stated (--global-batch): dp x pp in whole micro-batches"
+    if choices.get("offload") == CPU:
+        moved = plan.groups[0].stages[0].offload
+        yield f"offload {moved}: what {plan.framework} moves to the host as CPU offload"
     if choices.get("zero") is None:
         level = plan.groups[0].stages[0].zero
         yield f"zero {level}, not stated (--zero): the default of {plan.framework}"
@@ -223,22 +235,11 @@ def _left_alone(request: Request, plan: Plan) -> Iterator[str]:
         yield "experts are not cut over tp (etp 1)"
 
 
-def _with_adapters(model: Model, text: str) -> Model:
-    """Return the model with the adapters that RANK[:TARGET(+TARGET)*] describes."""
-    from foreshard.spec.model import LORA_TARGETS, lora
+def _cpu_offload(framework: str) -> str:
+    from foreshard.catalog.frameworks import load_framework
+    from foreshard.catalog.offers import cpu_offload
 
-    rank, colon, names = text.partition(":")
-    targets = re.split(r"[+,]", names) if colon else ["q", "k", "v", "o"]
-    wrong = [name for name in targets if name not in LORA_TARGETS]
-    if wrong or not (rank.isascii() and rank.isdecimal() and 1 <= int(rank[:9]) <= 65536):
-        what = f"unknown target {wrong[0][:40]!r}" if wrong else f"{rank[:40]!r} is not a rank"
-        rule = f"RANK[:TARGETS], a rank from 1 and targets among {', '.join(LORA_TARGETS)} joined by '+'"
-        raise SpecError(what, key="--lora", value=text[:80], rule=rule, fix="Write it like 16 or 16:q+v")
-    try:
-        return lora(model, int(rank), tuple(dict.fromkeys(targets)))
-    except SpecError as error:
-        error.key, error.value, error.fix = "--lora", text[:80], error.fix or "Leave out --lora"
-        raise
+    return cpu_offload(load_framework(framework))
 
 
 def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
@@ -252,6 +253,8 @@ def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
         return replace(plan, groups=groups)
     if name in ("schedule", "sp"):
         return replace(plan, groups=tuple(replace(group, **{name: value}) for group in plan.groups))
+    if name == "offload" and value == CPU:
+        value = _cpu_offload(plan.framework)
     if name in ("zero", "shard_size", "recompute", "offload"):
         groups = tuple(
             replace(group, stages=tuple(replace(stage, **{name: value}) for stage in group.stages))

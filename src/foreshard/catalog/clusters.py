@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from foreshard import quantity, units
+from foreshard import quantity
 from foreshard.catalog.cluster_file import MAX_DEVICES, NodesTable, links_of, named_device, read_cluster_file
-from foreshard.catalog.devices import device_assumption, devices, resolve_device
+from foreshard.catalog.devices import device_assumption
 from foreshard.catalog.instances import (
     DEFAULT_NIC_LATENCY_S,
     Instance,
     default_nic,
     default_price,
     instance_price,
-    instances,
+    nic_rates_per_device,
 )
+from foreshard.catalog.shorthand import read_shorthand
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, Network, NodeGroup
 from foreshard.spec.device import Device
 
-_BY = r"\s*[xX×]\s*"  # between the numbers of a term
-_MAX_SHORTHAND_CHARS = 4096  # about 200 terms; more nodes than that differ in a file
+# How many times above or below those of every instance a NIC rate is doubted: a rate of one of two, four or
+# eight devices that was taken for the node's is beyond it.
+_FAR = 2.0
 
 # Chips that share one ICI network at most: a pod (Google Cloud TPU documentation, recalled).
 _TPU_POD = {"tpu-v2": 256, "tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256}
@@ -38,9 +40,9 @@ def load_cluster(text: str | Path) -> Cluster:
     Parameters
     ----------
     text : str or Path
-        ``aws-p5.48xlarge``, ``4xaws-p5.48xlarge``; ``8x8xh100-sxm``,
+        ``aws-p5.48xlarge``, ``4xaws-p5.48xlarge``; ``8xh100`` (one node), ``8x8xh100-sxm``,
         ``2x4xa100-sxm-40gb+2x4xv100-sxm-16gb@100Gb/s`` (nodes x devices per node x device, and the NIC rate
-        of every node); or the path of a TOML file.
+        of every node); or the path of a TOML file. See `foreshard.catalog.shorthand.read_shorthand`.
 
     Raises
     ------
@@ -67,73 +69,40 @@ def nvlink_domain(device: Device, per_node: int) -> int:
 
 
 def _from_shorthand(text: str) -> Cluster:
-    if len(text) > _MAX_SHORTHAND_CHARS:
-        raise _bad_shorthand(text, "the cluster description is too long")
-    terms, at, rate = text.strip().rpartition("@")
-    if not at:
-        terms, rate = rate, ""
     assumptions: list[str] = []
-    nic = _shorthand_rate(text, rate) if at else None
-    nodes = tuple(_term(text, term.strip(), nic, assumptions) for term in terms.split("+"))
-    return _checked(Cluster(name=text.strip(), nodes=nodes, assumptions=tuple(dict.fromkeys(assumptions))))
+    nodes = []
+    for term in read_shorthand(text):
+        table = NodesTable(
+            count=term.count, per_node=term.per_node, device=term.named, nic=term.nic_bytes_per_s
+        )
+        nodes.append(_nodes(table, term.device, term.instance, assumptions))
+    return _checked(_cluster(text.strip(), nodes, assumptions))
 
 
-def _shorthand_rate(text: str, rate: str) -> float:
-    try:
-        nic = units.parse(rate, "bytes_per_s")
-    except SpecError as error:
-        error.key = "cluster"
-        raise
-    if not 1.0 <= nic <= 1e15:
-        raise _bad_shorthand(text, f"the NIC rate '{rate.strip()}' is out of range")
-    return nic
+def _cluster(name: str, nodes: Sequence[NodeGroup], assumptions: Sequence[str], **more: Any) -> Cluster:
+    """Return the cluster with what was assumed, and what is doubtful in it."""
+    doubts = _unusual_rates(nodes)
+    said = tuple(dict.fromkeys((*assumptions, *doubts)))
+    return Cluster(name=name, nodes=tuple(nodes), assumptions=said, warnings=doubts, **more)
 
 
-def _term(text: str, term: str, nic: float | None, assumptions: list[str]) -> NodeGroup:
-    """Build the nodes of one term, NODESxPER_NODExDEVICE or [NODESx]INSTANCE."""
-    sized = re.fullmatch(rf"([0-9]{{1,7}}){_BY}([0-9]{{1,7}}){_BY}(.+)", term)
-    if sized:
-        table = NodesTable(count=int(sized[1]), per_node=int(sized[2]), device=sized[3], nic=nic)
-        if table.count < 1 or table.per_node < 1:
-            raise _bad_shorthand(text, f"'{term}' has no devices")
-        return _nodes(table, resolve_device(table.device), None, assumptions)
-    counted = re.fullmatch(rf"(?:([0-9]{{1,7}}){_BY})?(.+)", term)
-    instance = _instance(counted[2].lower().replace("_", "-").strip()) if counted else None
-    count = int(counted[1] or 1) if counted else 0
-    if re.fullmatch(rf"[0-9]+{_BY}[0-9]+{_BY}.+", term):
-        raise _bad_shorthand(text, f"'{term[:80]}' has more than {MAX_DEVICES} devices")
-    if instance is None or count < 1:
-        raise _bad_shorthand(text, f"cannot read '{term[:80]}'")
-    table = NodesTable(count=count, per_node=instance.per_node, device=instance.device, nic=nic)
-    return _nodes(table, resolve_device(instance.device), instance, assumptions)
-
-
-def _instance(name: str) -> Instance | None:
-    """Return the instance of a name, which may leave out a vendor that no other has."""
-    known = instances()
-    ours = [name] if name in known else [whole for whole in known if whole.partition("-")[2] == name]
-    return known[ours[0]] if len(ours) == 1 else None
-
-
-def _bad_shorthand(text: str, what: str) -> SpecError:
-    shown = text if len(text) <= 80 else text[:77] + "..."
-    tail = re.sub(r"^[0-9]{1,9}x", "", text[:100].lower())
-    near = get_close_matches(tail, instances(), n=1, cutoff=0.7)
-    short = re.fullmatch(r"([0-9]{1,7})x(.+)", text.strip())
-    if not near and short and short[2].lower() in devices():
-        near = [f"1x{text.strip()}"]
-    if not near and text.strip().lower() in devices():
-        near = [f"1x1x{text.strip().lower()}"]
-    rule = (
-        "A cluster is NODESxPER_NODExDEVICE terms joined by '+' with an optional '@RATE', "
-        "an instance name, or the path of a TOML file"
-    )
-    fix = (
-        f"Did you mean '{near[0]}'?"
-        if near
-        else "Write it like '8x8xh100-sxm@3200Gb/s'. See 'foreshard clusters'"
-    )
-    return SpecError(what, key="cluster", value=shown, rule=rule, fix=fix)
+def _unusual_rates(nodes: Sequence[NodeGroup]) -> tuple[str, ...]:
+    """Return a sentence for each NIC rate that is far from those of every instance with the device."""
+    if sum(group.count for group in nodes) < 2:
+        return ()
+    found = []
+    for group in nodes:
+        known = nic_rates_per_device(group.device.name)
+        each = group.nic_bytes_per_s / group.per_node
+        if known and not known[0] / _FAR <= each <= known[-1] * _FAR:
+            least, most = (f"{rate * 8 / 1e9:g}" for rate in (known[0], known[-1]))
+            found.append(
+                f"a NIC of {group.nic_bytes_per_s * 8 / 1e9:g} Gb/s for a node of {group.per_node} "
+                f"{group.device.name} is {each * 8 / 1e9:g} Gb/s per device, where instances have "
+                f"{least if least == most else f'{least} to {most}'}; "
+                f"a rate of each device is written as @{each * group.per_node * 8 / 1e9:g}Gb/s/gpu"
+            )
+    return tuple(dict.fromkeys(found))
 
 
 def _from_file(path: str | Path) -> Cluster:
@@ -144,12 +113,12 @@ def _from_file(path: str | Path) -> Cluster:
     for index, entry in enumerate(table.nodes):
         device = own.get(entry.device) or named_device(entry.device, file, f"nodes[{index}].device", own)
         nodes.append(_nodes(entry, device, None, assumptions))
-    cluster = Cluster(
-        name=table.name or Path(path).stem,
-        nodes=tuple(nodes),
+    cluster = _cluster(
+        table.name or Path(path).stem,
+        nodes,
+        assumptions,
         network=Network(kind=table.network.kind, oversubscription=table.network.oversubscription),
         links=links_of(table, file),
-        assumptions=tuple(dict.fromkeys(assumptions)),
     )
     return _checked(cluster, file)
 

@@ -95,6 +95,7 @@ def normalise(name: str) -> str:
     text = re.sub(r"\((?:r|tm)\)", " ", name.lower())
     text = re.sub(r"(?<=\d) (?=gi?b\b)", "", text)
     text = re.sub(r"\b(rtx|gtx|tpu)(?=v?\d)", r"\1-", text)
+    text = re.sub(r"(?<=\d)(?=(?:sxm|pcie|nvl)\d*\b)", "-", text)
     return "-".join(word for word in re.split(r"[\s_,/-]+", _BRACKETS.sub(" ", text)) if word)
 
 
@@ -179,6 +180,8 @@ def resolve_device(name: str) -> Device:
     if name in devices():
         return devices()[name]
     canonical, _, candidates = _find(name)
+    if canonical is None and not candidates and name[-1:] in ("s", "S"):  # "8 H100s"
+        canonical = _find(name[:-1])[0]
     if canonical is None:
         raise _unknown(name, candidates)
     return devices()[canonical]
@@ -186,7 +189,10 @@ def resolve_device(name: str) -> Device:
 
 def device_assumption(name: str) -> str | None:
     """Return what resolving this name assumes, or None when the name says all."""
-    return None if name in devices() else _find(name)[1]
+    if name in devices():
+        return None
+    canonical, said, _ = _find(name)
+    return said if canonical or name[-1:] not in ("s", "S") else _find(name[:-1])[1]
 
 
 def _unknown(name: str, candidates: tuple[str, ...]) -> SpecError:

@@ -9,6 +9,7 @@ from functools import cache
 from types import MappingProxyType
 
 from foreshard.catalog.shipped import shipped
+from foreshard.spec.device import Device
 
 # A price this old is still used, and said to be old.
 PRICE_MAX_AGE_DAYS = 365
@@ -45,6 +46,8 @@ class Default:
     price_date: str | None = None
 
 
+_NODES_OF_FOUR = ("gb200", "gb300", "gh200", "tpu", "rubin")  # trays and boards of these hold four
+_NODES_OF_SIXTEEN = ("v100-sxm3", "trainium")
 # Every other device: nodes of 8 PCIe devices have 100 Gb/s.
 _OTHER = "aws-g5.48xlarge"
 
@@ -59,6 +62,30 @@ def instances() -> Mapping[str, Instance]:
 def interconnects() -> Mapping[str, float]:
     """Return the bandwidth of each named link, bytes/s, one direction."""
     return MappingProxyType({row["name"]: row["bytes_per_s"] for row in shipped("interconnects.json")})
+
+
+@cache
+def nic_rates_per_device(device: str) -> tuple[float, ...]:
+    """Return the NIC rates of instances with a device, bytes/s per device of a node, lowest first."""
+    rates = (
+        one.nic_bytes_per_s / one.per_node
+        for one in instances().values()
+        if one.device == device and one.nic_bytes_per_s
+    )
+    return tuple(sorted(rates))
+
+
+def largest_node(device: Device) -> int:
+    """Return how many devices of this kind a node is sold with at most."""
+    sold = [one.per_node for one in instances().values() if one.device == device.name]
+    return max([usual_node_size(device), *sold])
+
+
+def usual_node_size(device: Device) -> int:
+    """Return how many devices of this kind a node is sold with."""
+    if device.name.startswith(_NODES_OF_SIXTEEN):
+        return 16
+    return 4 if device.name.startswith(_NODES_OF_FOUR) else 8
 
 
 def default_nic(device: str, per_node: int) -> Default:

@@ -22,6 +22,13 @@ from foreshard.catalog.torch_module import model_from_module
 from foreshard.errors import ExtraMissingError, ForeshardError, SpecError
 from foreshard.spec.model import Model
 
+_HUB_SOURCE = re.compile(r"https://huggingface\.co/([^/\s]+/[^/\s]+)")
+_HUB_ADDRESS = re.compile(
+    r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|^(?:hf|huggingface)(?:://|:)"
+)
+# Endings of models that were tuned from another and have its shapes.
+_TUNED = re.compile(r"(?:[-_](?:instruct|chat|it|base|pt|hf))+(?=$|-v[0-9])", re.IGNORECASE)
+_QUANTISED = re.compile(r"[-_](?:bnb|awq|gptq|gguf|fp8|int[48]|[48]bit|nf4)\b", re.IGNORECASE)
 _RULE = "A model is a catalog name, a config.json or module.py:factory"
 _FACTORY = "The factory is a function without arguments in that file"
 
@@ -33,17 +40,46 @@ def _key(name: str) -> str:
 
 @functools.cache
 def _names() -> dict[str, str]:
-    """Return the catalog name of every normalised name and alias."""
+    """Return the catalog name of every normalised name, alias and name on the Hugging Face Hub."""
     table: dict[str, str] = {}
+    hub: dict[str, str] = {}
     for name, entry in shipped("models.json")["models"].items():
         for spelling in (name, *entry["aliases"]):
             table[_key(spelling)] = name
-    return table
+        published = _HUB_SOURCE.match(entry["source"])
+        if published:
+            hub.setdefault(_key(published[1]), name)
+            hub.setdefault(_key(published[1].partition("/")[2]), name)
+    return hub | table
 
 
 @functools.cache
 def _not_modelled() -> dict[str, str]:
     return {_key(name): why for name, why in shipped("models.json")["not_modelled"].items()}
+
+
+def hub_model(text: str) -> Model | None:
+    """Return the catalog model whose shapes a model of the Hub has: ORGANISATION/NAME, its address, or NAME.
+
+    What is tuned from a model (``-Instruct``, ``-chat``, ``-it``) has its shapes. Another version or a
+    quantised copy need not, and is not taken for it.
+
+    Examples
+    --------
+    >>> hub_model("https://huggingface.co/Qwen/Qwen2.5-7B-Instruct").name
+    'qwen2.5-7b'
+    """
+    path = _HUB_ADDRESS.sub("", text.strip()).strip("/")
+    path = re.sub(r"/(?:blob|resolve|raw|tree)/.*$", "", path)
+    if path.count("/") > 1 or path.endswith((".json", ".py", ".toml")):
+        return None
+    name = path.rpartition("/")[2]
+    for spelling in (path, name, _TUNED.sub("", name), _TUNED.sub("", name).lower().removeprefix("meta-")):
+        found = find_model(spelling)
+        if found is not None:
+            said = f"{text[:100]}: the shapes of {found.name} of the catalog; nothing was downloaded"
+            return replace(found, assumptions=(*found.assumptions, said))
+    return None
 
 
 def find_model(name: str) -> Model | None:
@@ -103,17 +139,61 @@ def load_model(text: str | Path) -> Model:
         error = _wrong("a Python file without the name of a factory", text, fix, "; a job is measured first")
         error.file = text
         raise error
-    model = find_model(text)
+    on_disk = os.path.exists(text)
+    model = find_model(text) or (None if on_disk else hub_model(text))
     if model:
         return model
-    tail = text.rpartition("/")[2]
-    if tail != text and not text.endswith(".json") and not os.path.exists(text):
-        _refuse_hub_name(text, tail)
-    if text.endswith(".json") or "/" in text or os.path.exists(text):
-        return model_from_config(read_config(text), name=_config_name(Path(text)), file=text)
-    near = difflib.get_close_matches(text.lower()[:100], models(), n=3, cutoff=0.5)
-    fix = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'"
-    raise _wrong(f"unknown model {text[:100]!r}", text, fix)
+    if on_disk or (text.endswith(".json") and "://" not in text):
+        file = _config_of(text)
+        return model_from_config(read_config(file), name=_config_name(Path(file)), file=file)
+    raise _unknown(text)
+
+
+def _config_of(path: str) -> str:
+    """Return the configuration's path; of a downloaded model, a folder may be named."""
+    inside = os.path.join(path, "config.json")
+    return inside if os.path.isfile(inside) else path
+
+
+def _unknown(text: str) -> SpecError:
+    """Return the error of a model that is neither in the catalog nor a file, with those that come nearest."""
+    name = text.strip("/").rpartition("/")[2][:100]
+    near = near_models(_QUANTISED.split(_TUNED.sub("", name))[0])
+    fix = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'."
+    if "/" in text and "://" not in text and not near:
+        read_config(text)  # raises: a path without such a file
+    if "/" not in text:
+        return _wrong(f"unknown model {text[:100]!r}", text, fix)
+    more = "; weights are trained in the precision of the run" if _QUANTISED.search(name) else ""
+    fix = f"{fix} Or fetch its config.json and give the path"
+    return _wrong(f"no file {text[:100]!r}", text, fix, f"; nothing is downloaded{more}")
+
+
+def near_models(name: str) -> list[str]:
+    """Return the catalog models nearest in meaning: first those of its family and size, then by spelling.
+
+    Examples
+    --------
+    >>> near_models("llama-405b")[0], near_models("qwen3-8")[0]
+    ('llama3.1-405b', 'qwen3-8b')
+    """
+    low = name.lower()
+    words = _words(low)
+
+    def nearness(known: str) -> tuple[float, float]:
+        shared = sum(2.0 if word[-1] in "bm" and word[0].isdigit() else 1.0 for word in words & _words(known))
+        return shared, difflib.SequenceMatcher(None, low, known).ratio()
+
+    scored = sorted(((nearness(known), known) for known in models()), key=lambda pair: pair[0], reverse=True)
+    best = scored[0][0]
+    return [
+        known for (shared, ratio), known in scored if shared >= best[0] and (ratio >= 0.5 or shared >= 2)
+    ][:3]
+
+
+def _words(name: str) -> frozenset[str]:
+    """Return the parts of a model's name that mean something: its family, its version, its size."""
+    return frozenset(re.findall(r"[0-9.]+x?[0-9.]*[bm]\b|[0-9.]+|[a-z]+", name))
 
 
 def load_module(text: str | Path) -> tuple[Any, Any, Any] | None:
@@ -133,14 +213,6 @@ def load_module(text: str | Path) -> tuple[Any, Any, Any] | None:
 
 def _wrong(what: str, text: str, fix: str, more: str = "") -> SpecError:
     return SpecError(what, key="model", value=text[:100], rule=_RULE + more, fix=fix)
-
-
-def _refuse_hub_name(text: str, tail: str) -> None:
-    """Refuse ``organisation/model`` where the catalog knows the model: nothing is downloaded."""
-    known = find_model(tail)
-    near = [known.name] if known else difflib.get_close_matches(tail.lower()[:100], models(), n=1, cutoff=0.6)
-    if near:
-        raise _wrong(f"no file {text[:100]!r}", text, f"Did you mean {near[0]!r}?", "; nothing is downloaded")
 
 
 def _config_name(path: Path) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from foreshard.catalog.shipped import inherited, shipped
+from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
 
 
@@ -23,6 +24,8 @@ class Offers:
     low_precision : whether it trains with 8-bit matrix products
     shards_pipelines : whether levels above 1 go with pipelines
     offload : what it can keep in host memory
+    cpu_offload : what its own switch of that name moves there: optimizer, or weights with their gradients and
+        optimizer states; empty without such a switch
     """
 
     zero: tuple[int, ...]
@@ -34,6 +37,7 @@ class Offers:
     low_precision: bool = False
     shards_pipelines: bool = False
     offload: tuple[str, ...] = ("none",)
+    cpu_offload: str = ""
 
     def levels(self, num_stages: int) -> tuple[int, ...]:
         """Return the levels of sharding for a pipeline of so many stages."""
@@ -53,6 +57,32 @@ def offers_of(framework: Framework) -> Offers:
     """
     table = shipped("offers.toml")
     return _offers(framework.label if framework.label in table else framework.name)
+
+
+def cpu_offload(framework: Framework) -> str:
+    """Return the rule of `--offload` that a framework calls CPU offload.
+
+    Raises
+    ------
+    SpecError
+        If the framework has no such switch, or moves what is not modelled.
+    """
+    offers = offers_of(framework)
+    if offers.cpu_offload in offers.offload:
+        return offers.cpu_offload
+    moved = (
+        f"{framework.name} moves weights, gradients and optimizer states together, which is not modelled"
+        if offers.cpu_offload
+        else f"{framework.name} has no switch of that name"
+    )
+    fix = "State what is offloaded: optimizer, activations or all"
+    raise SpecError(
+        "cpu offload",
+        key="--offload",
+        value="cpu",
+        rule=f"cpu is what the framework offloads; {moved}",
+        fix=fix,
+    )
 
 
 @cache

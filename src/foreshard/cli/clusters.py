@@ -11,6 +11,7 @@ import click
 from foreshard import quantity
 from foreshard.catalog.instances import Instance, instances
 from foreshard.cli.options.answer import give
+from foreshard.cli.options.request import named_cluster
 from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, listing, table
 from foreshard.spec.cluster import Cluster, NodeGroup
@@ -24,9 +25,7 @@ def command(cluster: str | None) -> None:
         known = list(instances().values())
         give({"schema_version": 1, "instances": list(map(asdict, known))}, lambda: _list(known))
         return
-    from foreshard import api
-
-    found = api.load_cluster(cluster)
+    found = named_cluster(cluster)
     give({"schema_version": 1, "cluster": cluster_dict(found)}, lambda: _detail(found))
 
 

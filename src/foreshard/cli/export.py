@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 )
 @click.option("--step", type=Count(), help="Of a run's checkpoint; the newest if not given.")
 @click.option(
-    "--tokens", type=Amount(), help="Tokens of the whole run: time limit and price (slurm, skypilot)."
+    "--tokens",
+    type=Amount(dimension="tokens"),
+    help="Tokens of the whole run: time limit and price (slurm, skypilot).",
 )
 @click.option("-o", "--output", metavar="DIR", help="Write the files there instead of printing them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -18,7 +18,9 @@ from foreshard.cli.options.answer import (
     say,
     write_text,
 )
+from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.progress import watched
+from foreshard.cli.options.request import named_cluster
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, Count, FrameworkLabel, Word, Words
 from foreshard.errors import ForeshardError, SpecError
@@ -55,7 +57,7 @@ def _vendors() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.partition("-")[0] for name in instances()))
 
 
-@verb_command("plan", output="Write the chosen plan to a file.")
+@verb_command("plan", choosing, output="Write the chosen plan to a file.")
 @click.argument("model")
 @click.argument("cluster", required=False)
 @click.option(
@@ -67,7 +69,10 @@ def _vendors() -> tuple[str, ...]:
 )
 @click.option("--global-batch", type=Count(), required=True, help="Samples per step.")
 @click.option(
-    "--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
+    "--seq",
+    "seq_len",
+    type=Count(1, MAX_SEQ_LEN, thousand=1024),
+    help="Tokens per sample (default: the model's).",
 )
 @click.option("--objective", type=Words(*OBJECTIVES), default="time", help="What to minimise.")
 @click.option(
@@ -78,7 +83,7 @@ def _vendors() -> tuple[str, ...]:
 @click.option(
     "--max-hours", type=Amount(dimension="s", unit="h"), help="Limit on the time of the run (with --tokens)."
 )
-@click.option("--tokens", type=Amount(), help="Tokens of the whole run.")
+@click.option("--tokens", type=Amount(dimension="tokens"), help="Tokens of the whole run.")
 @click.option("--max-devices", type=Count(), help="Devices to use at most.")
 @click.option("--framework", type=FrameworkLabel(), help="Default megatron-core.")
 @click.option(
@@ -158,7 +163,7 @@ def command(
         target_cluster = api.load_cluster(cluster)
         search = partial(_planned_traced, module, target_cluster, asked, of_one_cluster)
     else:
-        source, known = api.load_model(model), api.load_cluster(cluster)
+        source, known = api.load_model(model), named_cluster(cluster)
         search = partial(_planned, source, known, asked)
     with watched(asked.get("budget_s")) as pressed:
         result, target = search()

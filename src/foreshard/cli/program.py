@@ -14,6 +14,7 @@ import click
 
 from foreshard import __version__
 from foreshard.cli.options.answer import dump
+from foreshard.cli.options.flags import meant
 from foreshard.cli.options.group import VerbGroup
 from foreshard.cli.options.missing import missing
 from foreshard.cli.options.sources import name_source
@@ -78,9 +79,11 @@ def _usage_error(error: click.ClickException) -> SpecError:
     command = ctx.command_path if ctx is not None else "foreshard"
     key = key or getattr(error, "option_name", None)
     near = getattr(error, "possibilities", None) or ()
+    ours = meant(key) if key and isinstance(error, click.NoSuchOption) else None
     message = error.message or error.format_message()
     said = re.search(r"\. (Did you mean .*|Write it like .*)$", message)
     fix = f"Did you mean {near[0]!r}?" if near else said[1] if said else f"See {command} --help"
+    fix = f"Write {ours}" if ours else fix
     quoted = re.match(r"'([^']*)'", message)
     what = message[: said.start()] if said else message
     made = SpecError(what, key=key, value=quoted[1] if quoted else None, fix=fix)

@@ -15,7 +15,7 @@ from foreshard.spec.prediction import Prediction
 
 NUMBER = 12
 """Plans that the engine times: within the few percent that the closed form may be off, several plans lie."""
-_AT_LEAST = 0.1
+_AT_LEAST = 0.02
 """Part of the budget that timing them may take when the search has used all of it."""
 
 

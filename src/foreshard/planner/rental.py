@@ -25,6 +25,7 @@ from foreshard.planner.settings import (
     switches,
 )
 from foreshard.planner.settings_search import search_settings
+from foreshard.spec.adapters import with_adapters
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 
@@ -157,7 +158,8 @@ def rent(
         Offers to return, each of another instance or number of nodes.
     budget_s : float
     asked
-        max_usd, max_hours, seq_len, framework, precision, comm, optimizer, engine, executor, as for `plan`.
+        max_usd, max_hours, seq_len, framework, precision, comm, optimizer, engine, executor, lora,
+        usd_per_device_hour (of every instance) and choices of the plans, as for `plan`.
 
     Raises
     ------
@@ -166,9 +168,13 @@ def rent(
     """
     started = time.perf_counter()
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
+    adapters = asked.pop("lora", None)
+    model = model if adapters is None else with_adapters(model, adapters)
     words = {"objective": objectives, "tokens": tokens, "global_batch": global_batch, **asked}
     search = _Search(found=[], left_out={})
-    clusters = _clusters(instances, usd_per_h or {}, max_nodes or {}, max_devices, search)
+    rate = asked.get("usd_per_device_hour")
+    prices = {} if rate is None else {name: rate * one.per_node for name, one in catalog_instances().items()}
+    clusters = _clusters(instances, prices | dict(usd_per_h or {}), max_nodes or {}, max_devices, search)
     parts = _parts(model, clusters, words, search)
     if parts and parts[0].request.executor != "local":
         _search_in_tasks(parts, search, budget_s)
@@ -179,6 +185,8 @@ def rent(
     if objectives[0] != "energy" and not search.interrupted:
         _search_offers(parts, search, offers[:top], started + budget_s)
         offers, error = _offers(search, clusters, request, objectives)
+    if adapters is not None:
+        offers = tuple(replace(offer, ranked=offer.ranked.with_lora(adapters)) for offer in offers)
     return RentResult(
         offers=offers[:top],
         left_out=search.left_out,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
+from foreshard.planner.choices import Choices, choices
 from foreshard.planner.grid.ray_sweep import check_executor
 from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.ranking import OBJECTIVES, Limits, ranked
@@ -27,6 +29,7 @@ from foreshard.spec.prediction import Prediction
 class PlanRequest:
     """A search: what to train, on what, what to make small, and how long to look.
 
+    choices : which values degrees and options of plans may have
     comm : what the plans hide otherwise than the framework does by default; `framework` has it too
     overall_s : seconds that all searches may take of which this one is a part
     beat_s : plans of this step time or more are of no interest, and no reason is looked for why there is none
@@ -50,6 +53,7 @@ class PlanRequest:
     budget_s: float = 60.0
     usd_per_device_hour: float | None = None
     executor: str = "local"
+    choices: Choices = field(default_factory=Choices)
     beat_s: float = math.inf
     overall_s: float = 0.0
 
@@ -85,6 +89,7 @@ class PlanRequest:
             precision=self.precision,
             optimizer=self.optimizer,
             comm=self.comm,
+            choices=self.choices,
             objective=objective,
             max_step_s=most,
         )
@@ -118,8 +123,12 @@ def checked_request(
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
     executor: str = "local",
+    **stated: Any,
 ) -> PlanRequest:
-    """Return the request, or raise SpecError naming the flag that is wrong."""
+    """Return the request, or raise SpecError naming the flag that is wrong.
+
+    `stated` are choices of the plans to search, as `planner.choices.choices` takes them.
+    """
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
     for name in objectives:
         one_of(name, OBJECTIVES, key="--objective", name="objective")
@@ -159,6 +168,7 @@ def checked_request(
         budget_s=budget_s,
         usd_per_device_hour=usd_per_device_hour,
         executor=check_executor(executor),
+        choices=choices(stated, load_framework(framework)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from foreshard.errors import InfeasibleError, LimitError
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import Prediction
+from foreshard.spec.shown import Shown
 
 _PROVEN = 0.01
 """Gap from which a note gives the bounds of each kind of plan, where the chosen one is of the wider space."""
@@ -23,6 +24,11 @@ class Ranked:
     plan: Plan
     prediction: Prediction
     why: str
+
+    def with_lora(self, adapters: str) -> Ranked:
+        """Return the plan with adapters stated in it."""
+        plan = replace(self.plan, lora=adapters)
+        return replace(self, plan=plan, prediction=replace(self.prediction, plan=plan))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``plan --json`` prints for one plan."""
@@ -71,8 +77,8 @@ class WiderSpace:
 UNITS = {"time": "s", "cost": "USD per step", "energy": "J per step"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanResult(Shown):
     """Plans best first, and the proof.
 
     Attributes
@@ -126,6 +132,13 @@ class PlanResult:
             best_s = self.plans[0].prediction.step_time_s
             if self.lower_bound_step_time_s > best_s * (1.0 - _ROUNDING):
                 object.__setattr__(self, "lower_bound_step_time_s", best_s)
+
+    def with_lora(self, adapters: str | None) -> PlanResult:
+        """Return the result with the adapters stated in every plan."""
+        if adapters is None:
+            return self
+        plans, front = (tuple(one.with_lora(adapters) for one in found) for found in (self.plans, self.front))
+        return replace(self, plans=plans, front=front)
 
     @property
     def gap(self) -> float:

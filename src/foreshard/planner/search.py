@@ -22,6 +22,7 @@ from foreshard.planner.settings import (
     switches,
 )
 from foreshard.planner.settings_search import search_settings
+from foreshard.spec.adapters import with_adapters
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import PRECISIONS
@@ -39,7 +40,9 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
         objective, max_usd, max_hours, tokens, max_devices, framework, optimizer, engine, top, budget_s,
         usd_per_device_hour, executor. `precision` may be several words: the search chooses among them. `comm`
         is what communication the search may switch: 'framework' (nothing: as it runs by default), 'all' that
-        the framework ships, or names.
+        the framework ships, or names. `lora` is RANK[:TARGETS], adapters on frozen weights. Degrees
+        and options (tp, pp, micro_batch, recompute, ...) fix what plans have, as a value or several; min_tp,
+        max_tp and the like limit it, `forbid` takes NAME=VALUE.
 
     Returns
     -------
@@ -51,6 +54,8 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     SpecError
         For bad input.
     """
+    adapters = asked.pop("lora", None)
+    model = model if adapters is None else with_adapters(model, adapters)
     precisions = checked_precisions(asked.pop("precision", None) or "bf16")
     may = asked.pop("comm", None) or AS_SHIPPED
     request = checked_request(model, cluster, precision=precisions[0], **asked)
@@ -60,7 +65,9 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
     result = plans_under(request, chosen)
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
-    return replace(result, notes=(*result.notes, *notes))
+    if request.choices:
+        notes = (*notes, f"Searched were plans with {request.choices}")
+    return replace(result, notes=(*result.notes, *notes)).with_lora(adapters)
 
 
 def plans_under(request: PlanRequest, chosen: Sequence[Setting]) -> PlanResult:

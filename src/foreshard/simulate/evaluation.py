@@ -22,6 +22,7 @@ from foreshard.simulate.workload import Workload, cluster_of, model_of, workload
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.scenario import Scenario
+from foreshard.spec.shown import Shown
 
 HELD = tuple(f"{name}@budget" for name in BY_SHARES if name != "lb-bsp")
 POLICIES = (
@@ -105,8 +106,8 @@ class EqualShareCut:
         return self.ours / self.ideal if self.ideal >= LEAST_CUT else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Evaluation(Shown):
     """All rounds of a scenario."""
 
     scenario: Scenario

@@ -57,13 +57,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Groups of nodes in order, the network that joins them, and what was assumed to describe them."""
+    """Groups of nodes in order, the network that joins them, and what was assumed to describe them.
+
+    `warnings` are those of the assumptions that are more likely a slip than meant.
+    """
 
     name: str
     nodes: tuple[NodeGroup, ...]
     network: Network = Network()
     links: tuple[Link, ...] = ()
     assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:

@@ -109,6 +109,7 @@ class Plan:
     optimizer: str = "adamw"
     framework: str = "megatron-core"
     comm: Mapping[str, Any] = field(default_factory=dict)
+    lora: str | None = None  # adapters on frozen weights, RANK[:TARGET(+TARGET)*]
     schema_version: int = 1
 
     @property
@@ -124,11 +125,16 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as its file stores it; `plan_file.parse_plan` reads it back equal."""
         names = ("schema_version", "global_batch", "seq_len", "precision", "optimizer", "framework")
-        return {name: getattr(self, name) for name in names} | {
-            "defaults": {},
-            "groups": [_group_dict(group) for group in self.groups],
-            "comm": dict(self.comm),
-        }
+        adapters = {} if self.lora is None else {"lora": self.lora}
+        return (
+            {name: getattr(self, name) for name in names}
+            | adapters
+            | {
+                "defaults": {},
+                "groups": [_group_dict(group) for group in self.groups],
+                "comm": dict(self.comm),
+            }
+        )
 
 
 def _group_dict(group: Group) -> dict[str, Any]:

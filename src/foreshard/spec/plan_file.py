@@ -97,6 +97,7 @@ class PlanFile:
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     framework: str = "megatron-core"
+    lora: Annotated[str, Size(1, 80)] | None = None
     defaults: GroupOptions = GroupOptions()
     groups: Annotated[tuple[GroupEntry, ...], Size(1)]
     comm: Mapping[CommOption, bool] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from foreshard.spec.plan import Plan
+from foreshard.spec.shown import Shown
 
 TIME_LABELS = {
     "compute": "compute",
@@ -59,8 +60,8 @@ class Money:
     price_date: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Prediction(Shown):
     """One predicted training step. Times are exposed seconds on the critical rank."""
 
     step_time_s: float

@@ -15,6 +15,7 @@ import numpy as np
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.devices import resolve_device
+from foreshard.catalog.instances import usual_node_size
 from foreshard.comm.collectives import (
     all_gather_s,
     all_reduce_s,
@@ -26,7 +27,7 @@ from foreshard.comm.collectives import (
 from foreshard.comm.fabric import Fabric, fabric_of
 from foreshard.errors import SpecError
 from foreshard.validation.facts import integer, number
-from foreshard.validation.row_cluster import nic_rate, usual_node_size
+from foreshard.validation.row_cluster import nic_rate
 from foreshard.validation.tables import MeasuredTable
 
 _TIMES = {

@@ -15,6 +15,7 @@ from typing import Any
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.instances import usual_node_size
 from foreshard.catalog.models import load_model
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
@@ -23,7 +24,6 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.validation.collective_cases import NOT_MODELLED
 from foreshard.validation.facts import integer
-from foreshard.validation.row_cluster import usual_node_size
 from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.rows import Skipped, TrainingRow
 from foreshard.validation.tables import MeasuredTable

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from foreshard.catalog.cluster_file import MAX_DEVICES
 from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.instances import usual_node_size
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
 from foreshard.validation.facts import integer
 from foreshard.validation.families import Family
 
+_PER_DEVICE = re.compile(r"(?:per[- ]|/\s*)(?:gpu|device|accelerator|chip)\b")
 _RATES = {"hdr": 200.0, "ndr": 400.0, "edr": 100.0}  # Gb/s of one InfiniBand port by generation
 
 
@@ -36,15 +38,17 @@ class RowReading:
         return integer(self.raw, key)
 
 
-def nic_rate(text: str) -> str | None:
+def nic_rate(text: str, per_node: int = 1) -> str | None:
     """Return the NIC rate of a node that an inter_link cell states, None when it states none.
 
-    Storage and management ports do not count.
+    Storage and management ports do not count. A rate per GPU is of each of `per_node` devices.
 
     Examples
     --------
     >>> nic_rate("8x 200 Gbps HDR IB per DGX A100 (Selene)")
     '1600 Gb/s'
+    >>> nic_rate("400 Gb/s per GPU", per_node=8)
+    '3200 Gb/s'
     """
     parts = re.split(r"[,;]|\band\b", text)
     compute = [part for part in parts if re.search("compute", part.lower())]
@@ -56,19 +60,9 @@ def nic_rate(text: str) -> str | None:
         rate = re.search(r"(?<![\d.])(\d+)\s*[Gg](?:b|bit|bps|bit/s|b/s|b/[Ss]ec|bE)?\b", part)
         kind = next((value for word, value in _RATES.items() if re.search(rf"\b{word}\b", low)), 0.0)
         each = float(rate[1]) if rate else kind
-        best = max(best, each * (int(count[1]) if count else 1))
+        devices = per_node if not count and _PER_DEVICE.search(low) else 1
+        best = max(best, each * (int(count[1]) if count else devices))
     return f"{best:g} Gb/s" if best else None
-
-
-_NODES_OF_FOUR = ("gb200", "gb300", "gh200", "tpu", "rubin")  # trays and boards of these hold four
-_NODES_OF_SIXTEEN = ("v100-sxm3", "trainium")
-
-
-def usual_node_size(device: Device) -> int:
-    """Return how many devices of this kind a node is sold with."""
-    if device.name.startswith(_NODES_OF_SIXTEEN):
-        return 16
-    return 4 if device.name.startswith(_NODES_OF_FOUR) else 8
 
 
 def node_size(row: RowReading, gpus: int) -> int:
@@ -93,7 +87,7 @@ def row_cluster(row: RowReading, gpus: int) -> Cluster:
     nodes, rest = divmod(gpus, per_node)
     rate = None
     if gpus > per_node:
-        rate = nic_rate(raw["inter_link"])
+        rate = nic_rate(raw["inter_link"], per_node)
         if (family.nic and "not stated" in raw["inter_link"]) or (rate is None and family.nic):
             rate = family.nic
             row.note(f"NIC {family.nic}: {family.nic_why}")

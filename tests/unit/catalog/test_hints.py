@@ -20,7 +20,7 @@ def test_framework_names_of_other_places(label, meant):
 
 def test_a_hub_name_is_not_a_missing_file():
     with pytest.raises(SpecError) as caught:
-        load_model("mistralai/Mistral-7B-v0.1")
+        load_model("mistralai/Mistral-7B-v0.3")
     assert "Did you mean 'mistral-7b'" in caught.value.fix and "nothing is downloaded" in caught.value.rule
     with pytest.raises(SpecError, match="cannot read") as caught:
         load_model("folder/nothing-like-it")
@@ -35,10 +35,12 @@ def test_an_empty_config_says_what_a_config_is(tmp_path):
     assert caught.value.key == "model_type" and "Hugging Face" in caught.value.rule
 
 
-def test_a_device_count_alone_is_one_node():
+def test_a_device_count_alone_is_one_node_where_a_node_has_as_many():
+    (node,) = load_cluster("8xh100-sxm").nodes
+    assert (node.count, node.per_node) == (1, 8)
     with pytest.raises(SpecError) as caught:
-        load_cluster("8xh100-sxm")
-    assert caught.value.fix == "Did you mean '1x8xh100-sxm'?"
+        load_cluster("64xh100-sxm")
+    assert "Write '8x8xh100-sxm' for 8 nodes" in caught.value.fix
 
 
 def test_a_doubt_about_a_price_reaches_the_assumptions():

@@ -152,7 +152,7 @@ def test_a_full_disk_is_the_systems_fault(shell):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--tokens", "1T"), "Write it like 1e12"),
+        (("--tokens", "1 fT"), "Write it like 2e9 or 2B"),
         (("--dtype", "e4m3"), "Did you mean 'fp8'?"),
         (("--vpp", "4"), "without a pipeline"),
         (("--framework", "fsdp"), "torchtitan (FSDP2) or composer (FSDP1)?"),
@@ -178,16 +178,58 @@ def test_a_precision_in_another_spelling_is_the_same_run(shell, written, meant):
         assert api.predict(model, cluster, precision=name).step_time_s == by_flag["step_time_s"]
 
 
+def test_words_of_elsewhere_are_the_same_run(shell):
+    ours = shell(
+        *("predict", "llama3.1-8b", "2x8xh100-sxm@3200Gb/s", "--tp", "2", "--micro-batch", "2"),
+        *("--global-batch", "64", "--seq", "8192", "--tokens", "2e9", "--json"),
+    )
+    theirs = shell(
+        *(
+            "predict",
+            "meta-llama/Llama-3.1-8B",
+            "2x8xH100@400Gb/s/gpu",
+            "--tensor-parallel",
+            "2",
+            "--mbs",
+            "2",
+        ),
+        *("--gbs", "64", "--seqlen", "8k", "--tokens", "2B", "--json"),
+    )
+    assert ours.code == theirs.code == 0
+    for key in ("step_time_s", "plan", "cost", "run_time_s", "model"):
+        assert ours.json[key] == theirs.json[key]
+
+
 @pytest.mark.parametrize(
-    ("model", "cluster", "meant"),
+    ("flag", "ours"),
     [
-        ("meta-llama/Llama-3.1-8B", "1x8xh100-sxm", "'llama3.1-8b'"),
-        ("llama3-8b", "8xh100-sxm", "'1x8xh100-sxm'"),
+        ("--gradient-checkpointing", "--recompute full"),
+        ("--batch_size", "--global-batch"),
+        ("--num-gpus", "CLUSTER"),
+        ("--fsdp", "--framework torchtitan"),
+        ("--recomputation", "--recompute"),
     ],
 )
-def test_names_of_elsewhere_lead_to_ours(shell, model, cluster, meant):
-    answer = shell("predict", model, cluster)
-    assert answer.code == 2 and f"Did you mean {meant}?" in answer.err
+def test_a_flag_of_elsewhere_leads_to_ours(shell, flag, ours):
+    answer = shell("predict", "llama3-8b", "8xh100", flag, "8")
+    assert answer.code == 2 and ours in answer.err
+
+
+def test_cpu_offload_is_what_the_framework_calls_so(shell):
+    run = ("predict", "llama3-8b", "8xh100", "--tp", "2", "--json", "--offload")
+    assert (
+        shell(*run, "cpu", "--framework", "deepspeed").json["plan"]
+        == (shell(*run, "optimizer", "--framework", "deepspeed").json["plan"])
+    )
+    refused = shell(*run, "cpu", "--framework", "ddp")
+    assert refused.code == 2 and "has no switch of that name" in refused.err
+
+
+def test_a_rate_far_from_every_instance_is_warned_of(shell):
+    doubted = shell("predict", "llama3-8b", "2x8xh100@400Gb/s", "--tp", "8", "--json")
+    assert "50 Gb/s per device, where instances have 125 to 400" in doubted.err
+    assert any("400Gb/s/gpu" in line for line in api.load_cluster("2x8xh100@400Gb/s").assumptions)
+    assert not shell("predict", "llama3-8b", "2x8xh100@400Gb/s/gpu", "--tp", "8", "--json").err
 
 
 def test_what_breaks_a_rule_in_a_plan_file_names_the_file(shell, tmp_path):

@@ -9,6 +9,7 @@ from foreshard.spec.plan import check_recompute
 from foreshard.spec.scenario import ranks_of
 
 HOURS = Amount(dimension="s", unit="h")
+TOKENS = Amount(dimension="tokens")
 DOLLARS = Amount(dimension="usd", unit="USD")
 
 
@@ -25,6 +26,18 @@ DOLLARS = Amount(dimension="usd", unit="USD")
         (DOLLARS, "500 USD", 500.0),
         (Amount(dimension="usd_per_h", unit="USD/h"), "2.5 USD/h", 2.5),
         (Count(), " 4,096 ", 4096),
+        (Count(thousand=1024), "8k", 8192),
+        (Count(thousand=1024), "128K tokens", 131072),
+        (Count(thousand=1024), "0.5k", 512),
+        (TOKENS, "2B", 2e9),
+        (TOKENS, "1.5 trillion", 1.5e12),
+        (TOKENS, "300m tokens", 3e8),
+        (DOLLARS, "$10k", 1e4),
+        (DOLLARS, "1M USD", 1e6),
+        (HOURS, "2 weeks", 336.0),
+        (Amount(dimension="s"), "2 minutes", 120.0),
+        (Amount(dimension="usd_per_h", unit="USD/h"), "$1.99/gpu/h", 1.99),
+        (Amount(dimension="usd_per_h", unit="USD/h"), "$2 per hour", 2.0),
     ],
 )
 def test_spellings_that_are_read(kind, text, value):
@@ -34,8 +47,8 @@ def test_spellings_that_are_read(kind, text, value):
 @pytest.mark.parametrize(
     ("kind", "text", "fix"),
     [
-        (Amount(), "15T", "Write it like 15e12"),
-        (Count(), "4k", "Write it like 4e3"),
+        (Amount(dimension="tokens"), "15 fT", "Write it like 2e9 or 2B"),
+        (Count(), "4k", "Write it like 4000 or 4096"),
         (HOURS, "3 fortnights", "Write it like 5 or '5 h'"),
         (HOURS, "-3 days", "Write it like 5 or '5 h'"),
         (DOLLARS, "$", "Write it like 5 or '5 USD'"),

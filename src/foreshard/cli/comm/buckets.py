@@ -33,7 +33,10 @@ _LITTLE = 0.005  # of a step: less than what runs of one configuration differ by
 @click.option("--micro-batch", type=Count(), help="Samples per data-parallel rank and pass (default 1).")
 @click.option("--global-batch", type=Count(), help="Samples per step (default dp x micro-batch).")
 @click.option(
-    "--seq", "seq_len", type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
+    "--seq",
+    "seq_len",
+    type=Count(1, MAX_SEQ_LEN, thousand=1024),
+    help="Tokens per sample (default: the model's).",
 )
 @click.option("--recompute", metavar="RULE", help="As predict takes it.")
 @click.option("--dtype", "precision", type=Word(*PRECISIONS), help="Of the matrix products (default bf16).")

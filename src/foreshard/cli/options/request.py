@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
-from foreshard.advise.request import ASKED, DEGREES, OPTIONS, Request
+from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
+from foreshard.cli.options.answer import say
 from foreshard.cli.options.values import Amount, Count, FrameworkLabel, Word
 from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
 
 _DEGREE_HELP = {
@@ -47,14 +49,20 @@ def _run_options() -> list[click.Option]:
             ["--global-batch"], type=Count(), help="Samples per step (default dp x pp x micro-batch)."
         ),
         click.Option(
-            ["--seq", "seq_len"], type=Count(1, MAX_SEQ_LEN), help="Tokens per sample (default: the model's)."
+            ["--seq", "seq_len"],
+            type=Count(1, MAX_SEQ_LEN, thousand=1024),
+            help="Tokens per sample (default: the model's).",
         ),
         click.Option(
             ["--recompute"],
             metavar="RULE",
             help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N.",
         ),
-        click.Option(["--offload"], type=Word(*OFFLOADS), help="To host memory."),
+        click.Option(
+            ["--offload"],
+            type=Word(*OFFLOADS, CPU),
+            help="To host memory; cpu is what the framework offloads under that name.",
+        ),
         click.Option(["--schedule"], type=Word(*MODELLED_SCHEDULES), help="Of the pipeline (default 1f1b)."),
         click.Option(
             ["--dtype", "precision"], type=Word(*PRECISIONS), help="Of the matrix products (default bf16)."
@@ -88,7 +96,11 @@ def _question_options(with_engine: bool) -> list[click.Option]:
     return [
         *(engine if with_engine else []),
         click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
-        click.Option(["--tokens"], type=Amount(), help="Tokens of the whole run, for its time and cost."),
+        click.Option(
+            ["--tokens"],
+            type=Amount(dimension="tokens"),
+            help="Tokens of the whole run, for its time and cost.",
+        ),
         click.Option(
             ["--usd-per-device-hour"], type=Amount(dimension="usd_per_h", unit="USD/h"), help="Your price."
         ),
@@ -106,13 +118,23 @@ def describing_a_run(command: click.Command, *, with_engine: bool = True) -> Non
     command.params += [*_run_options(), *_question_options(with_engine)]
 
 
+def named_cluster(text: str) -> Cluster:
+    """Return the cluster that an argument names; what is doubtful in it is said."""
+    from foreshard import api
+
+    cluster = api.load_cluster(text)
+    for warning in cluster.warnings:
+        say(f"foreshard: warning: {warning}")
+    return cluster
+
+
 def to_request(values: Mapping[str, Any]) -> Request:
     """Return the request a verb's parsed options make; catalog names and files are read here."""
     from foreshard import api
 
     return api.request(
         api.load_model(values["model"]),
-        api.load_cluster(values["cluster"]),
+        named_cluster(values["cluster"]),
         api.load_plan(values["plan"]) if values.get("plan") else None,
         plan_file=values.get("plan"),
         **{name: values.get(name) for name in (*DEGREES, *OPTIONS, *ASKED, "lora")},

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from foreshard.cli.options.answer import answering
+from foreshard.cli.options.flags import canonical
 from foreshard.cli.options.values import Text
 from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import SpecError, did_you_mean, unknown
@@ -22,6 +23,7 @@ _CONFIGURABLE = (str, int, float, bool)
 _PREFIX = "FORESHARD_"
 _OTHER_VARIABLES = ("FORESHARD_CONFIG", "FORESHARD_DEBUG", "FORESHARD_MEASURED", "FORESHARD_SECRET")
 _CONFIG_PATH = "foreshard.config"
+_SETTINGS = {"show_default": True, "token_normalize_func": canonical}
 
 
 def verb_command(
@@ -35,7 +37,7 @@ def verb_command(
     """
 
     def made(function: Callable[..., Any]) -> click.Command:
-        command = click.command(name, context_settings={"show_default": True})(function)
+        command = click.command(name, context_settings=_SETTINGS)(function)
         for add in options:
             add(command)
         answering(command, output)

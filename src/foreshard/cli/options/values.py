@@ -15,7 +15,7 @@ import click
 
 from foreshard.errors import SpecError
 from foreshard.spec.codec import spelled
-from foreshard.units import parse
+from foreshard.units import count, parse
 
 # Counts are 32 bits wide; amounts end far above every token count and price.
 MAX_COUNT = 2**31
@@ -24,44 +24,59 @@ MAX_BYTES = 2.0**60  # an exbibyte: no buffer is larger
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]
-    """A whole number from `low` to `high`."""
+    """A whole number from `low` to `high`.
+
+    With `thousand`, k and M stand for powers of it, as in 8k tokens of a sequence (1,024 each).
+    """
 
     name = "N"
 
-    def __init__(self, low: int = 1, high: int = MAX_COUNT):
-        self.low, self.high = low, high
+    def __init__(self, low: int = 1, high: int = MAX_COUNT, *, thousand: int | None = None):
+        self.low, self.high, self.thousand = low, high, thousand
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number, or fail naming the range."""
         digits = _ungrouped(str(value))
         number = Decimal(digits) if len(digits) < 40 and _WHOLE.fullmatch(digits) else Decimal("nan")
+        if number.is_nan() and self.thousand is not None:
+            number = Decimal(count(_TOKENS.sub("", digits), thousand=self.thousand) or math.nan)
         if number.is_finite() and self.low <= number <= self.high and number == number.to_integral_value():
             return int(number)
         what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
         self.fail(what + _suffix_hint(digits), param, ctx)
 
 
-_GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+")
+_GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+|[0-9]{1,3}( [0-9]{3})+")
 _WHOLE = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,3})?")
-_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
+_TOKENS = re.compile(r"\s+tokens?$")
+_COIN = re.compile(r"\s*(?:\$|usd)$", re.IGNORECASE)
+_PER_DEVICE_HOUR = re.compile(
+    r"\s*(?:/|per )\s*(?:(?:gpu|device|chip)\s*(?:-|/|per)?\s*)?h(?:r|our)?$", re.IGNORECASE
+)
 
 
 def _ungrouped(text: str) -> str:
     """Return a number without the marks between its thousands, other text as it is."""
     text = text.strip()
-    return re.sub("[,_]", "", text) if _GROUPED.fullmatch(text) else text
+    return re.sub("[,_ ]", "", text) if _GROUPED.fullmatch(text) else text
 
 
 def _suffix_hint(text: str) -> str:
     """Return how to write a number with a letter for thousands, which can mean 1000 or 1024."""
-    suffixed = re.fullmatch(r"([0-9.]+)\s*([kmbt])", text[:40].lower())
-    return f". Write it like {suffixed[1]}e{_SUFFIXES[suffixed[2]]}" if suffixed else ""
+    meant = [f"{number:.0f}" for number in (count(text), count(text, thousand=1024)) if number is not None]
+    return f". Write it like {' or '.join(dict.fromkeys(meant))}" if meant and text[-1:].isalpha() else ""
+
+
+def _dollars(text: str) -> str:
+    """Return an amount of dollars without its sign or word, and without a spelled-out hour of one device."""
+    text = _COIN.sub("", _PER_DEVICE_HOUR.sub("", text.removeprefix("$").strip()))
+    return _ungrouped(text)
 
 
 class Amount(click.ParamType):  # type: ignore[type-arg]
     """A finite number above zero, or from `low` to `high`; of a dimension also with a unit, as 5 min.
 
-    `unit` is the one of numbers without a unit.
+    `unit` is the one of numbers without a unit. Tokens and dollars may be counted in k, M, B and T.
     """
 
     name = "X"
@@ -79,18 +94,25 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or fail."""
         number, text = math.nan, _ungrouped(str(value))
-        if self.dimension in ("usd", "usd_per_h"):
-            text = _ungrouped(text.removeprefix("$"))
+        counted = self.dimension in ("tokens", "usd", "usd_per_h")
+        if counted:
+            text = _TOKENS.sub("", text) if self.dimension == "tokens" else _dollars(text)
         with suppress(ValueError, OverflowError):
             number = float(text)
-        if math.isnan(number) and self.dimension is not None:
+        if math.isnan(number) and counted:
+            number = count(text) or math.nan
+        elif math.isnan(number) and self.dimension is not None:
             with suppress(SpecError):
                 number = parse(text, self.dimension) / parse(f"1 {self.unit}", self.dimension)
         if number > 0 and self.low <= number <= self.high:
             return number
-        hint = _suffix_hint(text) if self.dimension is None else f". Write it like 5 or '5 {self.unit}'"
+        hint = _suffix_hint(text) if self.dimension is None else f". Write it like {self._example}"
         limits = f"from {self.low:g} to {self.high:g}" if self.low else "above zero"
         self.fail(f"{str(value)[:40]!r} is not a number {limits}{hint}", param, ctx)
+
+    @property
+    def _example(self) -> str:
+        return "2e9 or 2B" if self.dimension == "tokens" else f"5 or '5 {self.unit}'"
 
 
 class ByteCount(click.ParamType):  # type: ignore[type-arg]
@@ -113,16 +135,46 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg]
 
 _MEANT = {
     "float": "fp32",
+    "single": "fp32",
+    "double": "fp32",
+    "fp64": "fp32",
+    "mixed": "bf16",
+    "amp": "fp16",
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+    "int8": "fp8",
     "e4m3": "fp8",
+    "e5m2": "fp8",
     "fp4": "nvfp4",
+    "mxfp4": "nvfp4",
     "adam": "adamw",
+    "fused-adamw": "adamw",
+    "distributed-adam": "adamw",
     "adam8bit": "adamw-8bit",
+    "8bit-adam": "adamw-8bit",
     "adamw8bit": "adamw-8bit",
+    "momentum": "sgd",
     "interleaved-1f1b": "interleaved",
+    "interleaved1f1b": "interleaved",
+    "looped-bfs": "interleaved",
     "afab": "gpipe",
+    "pipedream": "1f1b",
     "zb": "zb-h1",
+    "zbh1": "zb-h1",
+    "zbh2": "zb-h2",
     "zero-bubble": "zb-h1",
+    "zbvzerobubble": "zbv",
+    "interleavedzerobubble": "zb-h1",
+    "dualpipev": "dualpipe",
+    "opt": "optimizer",
+    "optimizer-states": "optimizer",
+    "states": "optimizer",
+    "nvme": "optimizer",
+    "host": "optimizer",
+    "act": "activations",
+    "checkpoints": "activations",
 }
+"""What is meant by words of other tools, by the word in lower case; only known words are suggested."""
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
@@ -217,8 +269,8 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 
     name = "N,N,..."
 
-    def __init__(self, high: int):
-        self.high = high
+    def __init__(self, high: int, *, low: int = 1):
+        self.low, self.high = low, high
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -226,5 +278,5 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         """Return the numbers, or fail naming the range."""
         if isinstance(value, tuple):
             return value
-        count = Count(1, self.high)
+        count = Count(self.low, self.high)
         return tuple(sorted({count.convert(word.strip(), param, ctx) for word in str(value).split(",")}))

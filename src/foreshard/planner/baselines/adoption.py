@@ -12,6 +12,7 @@ from foreshard.planner.ranking import front_of, score
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.quantity import seconds
+from foreshard.spec.adapters import with_adapters
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.prediction import Prediction
@@ -40,13 +41,16 @@ def beside_others(
         have the one that was chosen.
     """
     comparable = {name: value for name, value in asked.items() if name not in ("comm", "precision")}
+    adapters = comparable.pop("lora", None)
+    model = model if adapters is None else with_adapters(model, adapters)
     words = asked.get("precision", "bf16")
     first = words if isinstance(words, str) else words[0]
     comparable["precision"] = result.plans[0].plan.precision if result.plans else first
     bound_s = result.lower_bound_step_time_s if result.plans else None
     judging = {name: comparable[name] for name in _JUDGED if name in comparable}
     judged = judge(model, cluster, names, bound_s=bound_s, **judging)
-    return adopted(checked_request(model, cluster, **comparable), result, judged), judged
+    made = adopted(checked_request(model, cluster, **comparable), result, judged)
+    return made.with_lora(adapters), judged
 
 
 def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[BaselineResult]) -> PlanResult:
@@ -69,7 +73,7 @@ def adopted(request: PlanRequest, result: PlanResult, judged: Sequence[BaselineR
     offers = [
         (predicted(request, one.plan), one.name)
         for one in judged
-        if one.plan is not None and len(one.plan.ranks) <= most
+        if one.plan is not None and len(one.plan.ranks) <= most and request.choices.holds(one.plan)
     ]
     offers = [offer for offer in offers if request.limits.keeps(offer[0])]
     best, name = min(offers, key=lambda offer: score(offer[0], request.objectives), default=(None, ""))

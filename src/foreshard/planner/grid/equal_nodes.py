@@ -29,6 +29,8 @@ _ROUNDING = 1e-12
 """Share by which sums of the same terms in another order may differ."""
 _KEPT = 50
 """Plans kept for a last choice: other families are among them, and those that the closed form misjudges."""
+_SEARCHING = 0.9
+"""Part of the budget for the search; the rest is for predicting the plans that it kept."""
 _PATIENCE_S = 30.0
 """Seconds beyond the budget that a search goes on as long as there is no plan at all."""
 
@@ -63,14 +65,16 @@ def search_homogeneous(request: PlanRequest, *, explain: bool = True) -> PlanRes
         Whether to search for the nearest change when nothing fits.
     """
     started = time.perf_counter()
-    searched = _search(request, started + request.budget_s)
+    searched = _search(request, started + _SEARCHING * request.budget_s)
     predictions = _predictions(request, searched, started + request.budget_s)
     error: InfeasibleError | LimitError | None
     plans, error = request.ranked(predictions)
     if not plans and request.beat_s == np.inf:
         pairs = list(zip(searched.parts, searched.found, strict=True))
         explain = explain and not searched.stopped
-        error = infeasible(request, pairs, exhaustive=not searched.interrupted, explain=explain)
+        left_s = started + request.budget_s - time.perf_counter()
+        complete = not searched.interrupted
+        error = infeasible(request, pairs, exhaustive=complete, explain=explain, left_s=left_s)
     ladder = _ladder(request, searched, plans)
     return PlanResult(
         plans=plans,
@@ -184,7 +188,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
     framework = load_framework(request.framework.label) if request.comm else request.framework
     for part, found in zip(searched.parts, searched.found, strict=True):
         for i, table in enumerate(found.tables):
-            if made and i >= request.top and (searched.stopped or time.perf_counter() >= deadline):
+            if made and (time.perf_counter() >= deadline or (searched.stopped and i >= request.top)):
                 break
             plan = table.plan(
                 0,

@@ -36,8 +36,13 @@ def infeasible(
     *,
     exhaustive: bool = True,
     explain: bool = True,
+    left_s: float = _ALL_S,
 ) -> InfeasibleError:
-    """Return what keeps every plan out and, with `explain`, the nearest changes that let one in."""
+    """Return what keeps every plan out and, with `explain`, the nearest changes that let one in.
+
+    Changes are tried in the seconds that are left of the budget.
+    """
+    most_s = min(_ALL_S, max(left_s, _TRIAL_S))
     part, found = min(searched, key=lambda pair: pair[1].least_peak_bytes)
     capacity = part.nodes[0].device.capacity_bytes / 2**30
     least, on = found.least_peak_bytes / 2**30, number_of(part.num_devices, "device")
@@ -52,7 +57,16 @@ def infeasible(
             key="--budget-s",
             value=request.budget_s,
             rule="The search was not exhaustive: a plan may exist",
-            fix=_fix(request) if explain else None,
+            fix=_fix(request, most_s) if explain else None,
+        )
+    if found.least_peak is None and request.choices:
+        return InfeasibleError(
+            f"no degrees with {request.choices} divide global batch {request.global_batch} and sequence "
+            f"{request.seq_len} on {on}",
+            key="--" + request.choices.names[0].replace("_", "-"),
+            value=str(request.choices),
+            rule="Degrees multiply to the devices; dp divides the global batch, tp the attention heads",
+            fix="State another value, or leave it out",
         )
     if found.least_peak is None:
         return InfeasibleError(
@@ -68,7 +82,7 @@ def infeasible(
         key="memory",
         value=f"{least:.1f} GiB",
         rule="The fullest device of a plan fits its memory",
-        fix=_fix(request) if explain else None,
+        fix=_fix(request, most_s) if explain else None,
     )
 
 
@@ -88,12 +102,12 @@ def _fits(request: PlanRequest) -> bool:
     return len(found.score) > 0
 
 
-def _fix(request: PlanRequest) -> str | None:
+def _fix(request: PlanRequest, most_s: float) -> str | None:
     """Return the nearest change of each kind that fits, as far as the user waits for it."""
     kinds = (other_batches, more_equal_nodes, other_frameworks, other_optimizers, other_sequences)
     try:
         found = fitting_changes(
-            (kind(request) for kind in kinds), _fits, most=len(kinds), budget=TimeBudget.of(_ALL_S)
+            (kind(request) for kind in kinds), _fits, most=len(kinds), budget=TimeBudget.of(most_s)
         )
     except KeyboardInterrupt:
         return None

@@ -107,8 +107,12 @@ def walk(
             if time.perf_counter() >= deadline + (0.0 if len(found.score) else patience_s):
                 break
             stop = min(start + batch, len(cells.bound))
+            began = time.perf_counter()
             _search_cells(request, cells.table.take(slice(start, stop)), found)
-            start, batch = stop, min(4 * batch, _MOST_CELLS)
+            ended = time.perf_counter()
+            # On a busy machine a large batch would outlast the budget: as many as fit what is left of it.
+            left = (deadline - ended) * (stop - start) / (ended - began)
+            start, batch = stop, max(_FIRST_CELLS, int(min(4 * batch, _MOST_CELLS, max(left, 0.0))))
     except KeyboardInterrupt:
         found.interrupted = found.stopped = True
     best = min([*found.score[:1], found.beat])

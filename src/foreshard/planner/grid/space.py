@@ -15,6 +15,7 @@ import numpy as np
 
 from foreshard.catalog.offers import Offers, offers_of
 from foreshard.catalog.training import TrainingConstants
+from foreshard.planner.choices import Choices
 from foreshard.predict.analytical.table import TableMemory, TableStages
 from foreshard.predict.batch import Batch
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
@@ -45,6 +46,8 @@ class GridRequest:
 
     comm : mapping of str to bool
         What is hidden otherwise than the framework does by default; `framework` has it too.
+    choices : Choices
+        Which values degrees and options may have.
     objective : {'time', 'cost', 'energy'}
     max_step_s : float, seconds
         Slower plans are not kept.
@@ -59,6 +62,7 @@ class GridRequest:
     precision: str = "bf16"
     optimizer: str = "adamw"
     comm: Mapping[str, bool] = field(default_factory=dict)
+    choices: Choices = field(default_factory=Choices)
     objective: str = "time"
     max_step_s: float = np.inf
 
@@ -173,8 +177,11 @@ def cells_of(request: GridRequest) -> PlanTable:
     dp = devices // np.maximum(width, 1)
     ok = (dp * width == devices) & (dp <= request.global_batch)
     ok &= request.global_batch % np.maximum(dp, 1) == 0
+    for name, values in zip(("tp", "pp", "cp", "ep", "etp", "dp"), (*grid, dp), strict=True):
+        ok &= request.choices.mask(name, values)
     kept = [axis[ok] for axis in (*grid, dp)]
     sizes = divisors(request.global_batch)
+    sizes = sizes[request.choices.mask("micro_batch", sizes)]
     index, which = np.nonzero(request.global_batch // kept[5][:, None] % sizes[None] == 0)
     tp, pp, cp, ep, etp, dp = (axis[index] for axis in kept)
     micro_batch = sizes[which]
@@ -199,13 +206,14 @@ def cells_of(request: GridRequest) -> PlanTable:
 def _rules(request: GridRequest) -> tuple[str, ...]:
     words = request.offers.recompute
     parts = "selective" in words  # of a stage, and modules by name: as Megatron has them
-    return tuple(
+    offered = (
         rule
         for rule in RULES
         if rule in words
         or (parts and rule.partition(":")[0] in words)
         or (rule.startswith("every-") and "every" in words)
     )
+    return request.choices.rules(tuple(offered))
 
 
 def shapes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
@@ -219,6 +227,7 @@ def shapes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
     )
     keep = (v <= deep[index]) & ((sp == 0) | (cells.tp[index] > 1))
     keep &= (v == 1) | (cells.num_micro_batches[index] % cells.pp[index] == 0)
+    keep &= request.choices.mask("vpp", v) & (request.choices.mask("sp", sp) | (cells.tp[index] == 1))
     index, v, sp = index[keep], v[keep], sp[keep]
     columns = {"vpp": v, "sp": sp, "schedule": np.where(v > 1, _INTERLEAVED, _1F1B)}
     table = _product(cells, index, columns, rules=("none",))
@@ -273,13 +282,15 @@ def _choices(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) 
     schedules = [MODELLED_SCHEDULES.index(name) for name in offers.schedules if name != "interleaved"]
     if chunks:
         schedules = [_INTERLEAVED]
+    choices = request.choices
+    schedules = [s for s in schedules if choices.may_be("schedule", MODELLED_SCHEDULES[s])]
     if not pipeline:
         schedules = [MODELLED_SCHEDULES.index("1f1b")]
-    offloads = [OFFLOADS.index(name) for name in offers.offload]
+    offloads = [OFFLOADS.index(name) for name in choices.of("offload", offers.offload)]
     found = []
-    for zero in offers.levels(2 if pipeline else 1):
+    for zero in choices.of("zero", offers.levels(2 if pipeline else 1)):
         parts = [int(d) for d in divisors(replicas)[1:-1]] if zero in offers.in_groups else []
-        for shard in (0, *parts):
+        for shard in choices.of("shard_size", (0, *parts)):
             found += [(zero, shard, s, o) for s in schedules for o in offloads]
     columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
     return _Choices(zero=columns[0], shard=columns[1], schedule=columns[2], offload=columns[3])

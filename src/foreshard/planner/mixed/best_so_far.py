@@ -82,7 +82,9 @@ class MixedFound:
         ]
 
     def take(self, plan: Plan) -> float:
-        """Keep a plan if it fits; return its step time, infinite if it does not."""
+        """Keep a plan if it fits and is as stated; return its step time, infinite if it does not."""
+        if not self.request.choices.holds(plan):
+            return np.inf
         missing = missing_bytes(self.request, plan)
         if missing:
             self.missing_bytes = min(self.missing_bytes, missing)
@@ -101,7 +103,7 @@ class MixedFound:
 
         The closed form knows nothing of chunks of unequal lengths: where it promises more, the graph decides.
         """
-        if not graph_takes(plan) or missing_bytes(self.request, plan):
+        if not self.request.choices.holds(plan) or not graph_takes(plan) or missing_bytes(self.request, plan):
             return np.inf
         if engine_seconds(self.request, [plan])[0] > self.best_s:
             return np.inf

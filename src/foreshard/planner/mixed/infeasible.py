@@ -19,6 +19,7 @@ from foreshard.planner.nearest_change import (
 )
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
+from foreshard.planner.result import PlanResult
 from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.solve import fewest_devices, solve
 
@@ -52,6 +53,21 @@ def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> Infea
         rule="Every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
         "after it",
         fix=fix_of(found) or "Use devices with more memory, many more of them, or a smaller model",
+    )
+
+
+def nothing_chosen(request: PlanRequest) -> PlanResult:
+    """Return the result where no stage on any device is as stated."""
+    devices = ", ".join(f"{nodes.per_node} {nodes.device.name} a node" for nodes in request.cluster.nodes)
+    error = InfeasibleError(
+        f"no stage on {devices} has {request.choices}",
+        key="--" + request.choices.names[0].replace("_", "-"),
+        value=str(request.choices),
+        rule="tp divides the devices of a node, the attention heads and the sequence",
+        fix="State another value, or leave it out",
+    )
+    return PlanResult(
+        plans=(), lower_bound_step_time_s=0.0, evaluated=0, pruned=0, wall_s=0.0, infeasible=error
     )
 
 

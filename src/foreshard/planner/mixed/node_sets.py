@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
+from foreshard.planner.pricing.stage_options import stage_options
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.work_bounds import speed_of
@@ -22,6 +23,8 @@ def node_sets(request: PlanRequest) -> list[tuple[int, ...]]:
     """
     nodes = request.cluster.nodes
     able = [g for g, group in enumerate(nodes) if group.device.supports(request.precision)]
+    if request.choices:
+        able = [g for g in able if stage_options(request, (g,), every=True)]
     found: dict[tuple[int, ...], None] = {}
     for vendor in dict.fromkeys(nodes[g].device.vendor for g in able):
         own = [g for g in able if nodes[g].device.vendor == vendor]

@@ -15,9 +15,10 @@ from foreshard.errors import InfeasibleError
 from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import SPACE as EVEN
+from foreshard.planner.idle_devices import idle_devices
 from foreshard.planner.mixed.best_so_far import MixedFound, is_interleaved
 from foreshard.planner.mixed.even_plans import EvenPlans, even_plans_of
-from foreshard.planner.mixed.infeasible import nothing_fits
+from foreshard.planner.mixed.infeasible import nothing_chosen, nothing_fits
 from foreshard.planner.mixed.interleaving import (
     chunk_counts,
     depths,
@@ -70,6 +71,10 @@ _GRID = 0.1
 """Part of the time that is left for each of several grids at first."""
 _SEARCHING = 0.85
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
+_PATIENCE_S = 30.0
+"""Seconds beyond the budget that a search goes on as long as there is no plan at all."""
+_SHOWING = 0.05
+"""Part of the budget that is left for timing the chosen plans by the engine asked for."""
 _NEAREST = 4
 """1f1b plans that are tried with chunks as they are."""
 _BOUNDING = 0.2
@@ -106,6 +111,13 @@ def search_cluster(request: PlanRequest) -> PlanResult:
     by_time = request.objectives[0] == "time" or request.limits
     if equal and not (by_time and "1f1b" in offers_of(request.framework).schedules):
         return search_homogeneous(request)
+    whole = request.choices.of_whole_plans
+    if equal and whole:
+        even = search_homogeneous(request)
+        note = f"Unequal pipelines were not searched: {', '.join(whole)} is stated"
+        return replace(even, notes=(*even.notes, note))
+    if request.choices and not node_sets(request):
+        return search_homogeneous(request) if equal else nothing_chosen(request)
     if equal and find_spec("scipy") is None:
         even = search_homogeneous(request)
         return replace(even, notes=(*even.notes, WITHOUT_EXTRA))
@@ -158,7 +170,7 @@ class MixedSearch:
             self._offer_published(("lb-bsp",))
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
-            while not ((searching.is_over and self.found.timed) or self.stopped):
+            while not (self._is_over(searching) or self.stopped):
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
                 if chosen is None:
                     break
@@ -176,6 +188,10 @@ class MixedSearch:
             if not self.found.timed:
                 raise
             self.stopped = True
+
+    def _is_over(self, searching: TimeBudget) -> bool:
+        """Return whether time is over: with a plan that of the search, else some seconds after the budget."""
+        return searching.is_over if self.found.timed else self.whole.left_s < -_PATIENCE_S
 
     def _start(self) -> None:
         """Search grids, the most promising first, a while each; a single one to its end."""
@@ -213,6 +229,8 @@ class MixedSearch:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
                 starts.setdefault(tuple(len(s.ranks) for g in plan.groups for s in g.stages), (seconds, plan))
         for seconds, plan in starts.values():
+            if self.budget.is_over:
+                break
             changed, changed_s = improved(self.request, plan, seconds, self.budget)
             if changed is not plan:
                 self.found.timed.append((changed_s, changed))
@@ -355,6 +373,8 @@ class MixedSearch:
 
     def _offer_published(self, names: Sequence[str]) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""
+        if self.found.timed and self.budget.is_over:
+            return
         problem = capped(self.found.problem(self.sets[0]), self.request.max_devices)
         for name in names:
             if self.found.timed and self.budget.is_over:
@@ -417,6 +437,8 @@ class MixedSearch:
         if len(self.even) == 1 and len(chosen.ranks) < request.cluster.num_devices:
             whole = request.cluster.num_devices
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
+        if request.objectives[0] == "time" and not request.limits:
+            self.notes += idle_devices(request, chosen, plans[0].prediction.step_time_s, found.timed)
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -480,7 +502,8 @@ class MixedSearch:
         made: list[Prediction] = []
         seen: list[Plan] = []
         for plan in wanted:
-            if plan in seen or (len(made) >= least and self.budget.is_over):
+            late = len(made) >= least and self.budget.is_over
+            if plan in seen or late or (made and self.whole.left_s <= _SHOWING * self.request.budget_s):
                 continue
             seen.append(plan)
             made.append(predicted(request, plan))

@@ -68,6 +68,8 @@ def stage_options(
     rules = recompute_rules(request)
     levels = offers.levels(2)
     zero = request.framework.default_zero if request.framework.default_zero in levels else max(levels)
+    allowed = request.choices.of("zero", levels)
+    zero = zero if zero in allowed or not allowed else max(allowed)
     found = []
     for g in use:
         nodes = request.cluster.nodes[g]
@@ -100,7 +102,10 @@ def stage_options(
                 )
                 for ep in (_expert_degrees(request, ranks) if every else (1,))
             ]
-    return found
+    if not request.choices:
+        return found
+    names = ("tp", "cp", "ep", "micro_batch", "zero", "recompute")
+    return [kind for kind in found if all(request.choices.may_be(n, getattr(kind, n)) for n in names)]
 
 
 def rank_samples(request: PlanRequest, width: int) -> tuple[int, ...]:
@@ -114,7 +119,7 @@ def rank_samples(request: PlanRequest, width: int) -> tuple[int, ...]:
 def recompute_rules(request: PlanRequest) -> tuple[str, ...]:
     """Return the recompute rules that stages may follow."""
     words = offers_of(request.framework).recompute
-    return tuple(rule for rule in _RULES if rule.partition(":")[0] in words)
+    return request.choices.rules([rule for rule in _RULES if rule.partition(":")[0] in words])
 
 
 def splits_sequences(request: PlanRequest) -> bool:

@@ -112,7 +112,9 @@ def price_stages(
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
-        max_stages=min(stages or MAX_STAGES, request.model.num_layers),
+        max_stages=min(
+            stages or MAX_STAGES, request.choices.most_of("pp", MAX_STAGES), request.model.num_layers
+        ),
         types=types.table,
         takes=takes,
         shortest=np.broadcast_to(stage.host / np.maximum(stage.total, 1e-12), shape).T,

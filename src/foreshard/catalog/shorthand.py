@@ -1,0 +1,244 @@
+"""The shorthand of a cluster: terms of nodes joined by '+', and the NIC rates after '@'."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from foreshard import units
+from foreshard.catalog.cluster_file import MAX_DEVICES
+from foreshard.catalog.devices import devices, resolve_device
+from foreshard.catalog.instances import Instance, instances, interconnects, largest_node
+from foreshard.errors import SpecError
+from foreshard.spec.device import Device
+
+_BY = r"\s*[xX×*]\s*"  # between the numbers of a term
+_COUNT = r"([0-9]{1,7})"
+_MAX_CHARS = 4096  # about 200 terms; more nodes than that differ in a file
+_SYSTEM = re.compile(r"(?:nvidia[- ])?[dh]gx[- _]?([a-z].*)", re.IGNORECASE)
+_SYSTEM_DEVICES = 8  # accelerators of a DGX or HGX board since the V100's
+_EACH = re.compile(r"\s*(?:/|\bper\b)\s*(gpu|device|chip|accelerator|node|host|machine)s?\s*$", re.IGNORECASE)
+# A number and a prefix that leave open whether bits or bytes are meant: 400G, 400gb/s, 50GBps, 400 gigabit.
+_OPEN_RATE = re.compile(
+    r"\s*([0-9.]+)\s*([kmgt])(?:ig|eg|er)?a?(?:b|bits?|bytes?)?\s*(?:/s(?:ec)?|ps|per second)?\s*",
+    re.IGNORECASE,
+)
+_OF_DEVICE = ("gpu", "device", "chip", "accelerator")
+_JOINED = re.compile(r"\s*(?:,|;|&|\band\b|\bplus\b)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """Equal nodes as a shorthand states them; `nic_bytes_per_s` is of a whole node, None when not stated."""
+
+    count: int
+    per_node: int
+    device: Device
+    named: str  # the device as it was written
+    instance: Instance | None = None
+    nic_bytes_per_s: float | None = None
+
+
+def read_shorthand(text: str) -> tuple[Term, ...]:
+    """Return the terms of a shorthand.
+
+    A rate after the last term alone is that of every node; where several terms have one, or another than
+    the last, each rate is of its own term.
+
+    Parameters
+    ----------
+    text : str
+        ``8xh100`` (one node), ``2x8xh100-sxm@400Gb/s/gpu``, ``4xaws-p5.48xlarge``, ``2xdgx-h100``, or
+        several joined by ``+``.
+
+    Raises
+    ------
+    SpecError
+        With rule and fix, for anything else.
+
+    Examples
+    --------
+    >>> [(term.count, term.per_node, term.device.name) for term in read_shorthand("8xh100+2x4xrtx-3090")]
+    [(1, 8, 'h100-sxm'), (2, 4, 'rtx-3090')]
+    """
+    if len(text) > _MAX_CHARS:
+        raise _unreadable(text, "the cluster description is too long")
+    written = [part.partition("@") for part in text.strip().split("+")]
+    terms = [_term(text, nodes.strip()) for nodes, _, _ in written]
+    rated = [index for index, (_, at, _) in enumerate(written) if at]
+    for index in rated:
+        rate = written[index][2]
+        of_all = rated == [len(terms) - 1]
+        for place in range(len(terms)) if of_all else (index,):
+            nic = _rate(text, rate, terms[place].per_node)
+            terms[place] = replace(terms[place], nic_bytes_per_s=nic)
+    return tuple(terms)
+
+
+def _rate(text: str, rate: str, per_node: int) -> float:
+    """Return the NIC rate of a node: as written, or so many times a port's or a device's."""
+    each = _EACH.search(rate)
+    plain = rate[: each.start()] if each else rate
+    ports = re.fullmatch(rf"\s*([0-9]{{1,3}}){_BY}(.+)", plain)
+    times = int(ports[1]) if ports else 1
+    if each and each[1].lower() in _OF_DEVICE:
+        times *= per_node
+    try:
+        nic = times * units.parse(ports[2] if ports else plain, "bytes_per_s")
+    except SpecError as error:
+        error.key, error.fix = "cluster", _rate_fix(ports[2] if ports else plain) or error.fix
+        raise
+    if not 1.0 <= nic <= 1e15:
+        raise _unreadable(text, f"the NIC rate '{rate.strip()}' is out of range")
+    return nic
+
+
+def _rate_fix(rate: str) -> str | None:
+    """Return what to write for a rate that names a kind of link, or that leaves bits or bytes open."""
+    short = _OPEN_RATE.fullmatch(rate)
+    if short:
+        amount = f"{short[1]}{short[2].upper()}"
+        return f"Write '{amount}b/s' for bits, '{amount}B/s' for bytes"
+    word = re.search(r"([a-z]+)\s*$", rate.lower())
+    port = interconnects().get(f"InfiniBand {word[1].upper()} 4x") if word else None
+    if port is not None:
+        return (
+            f"One such port is '{port * 8 / 1e9:g}Gb/s'; write '8x{port * 8 / 1e9:g}Gb/s' for eight of a node"
+        )
+    if rate.strip().replace(".", "", 1).isdigit():
+        return f"Write '{rate.strip()}Gb/s' for bits, '{rate.strip()}GB/s' for bytes"
+    return None
+
+
+def _term(text: str, term: str) -> Term:
+    """Build the nodes of one term: [NODESx]PER_NODExDEVICE, or [NODESx] an instance or a DGX."""
+    sized = re.fullmatch(rf"{_COUNT}{_BY}{_COUNT}{_BY}(.+)", term)
+    if sized:
+        if int(sized[1]) < 1 or int(sized[2]) < 1:
+            raise _unreadable(text, f"'{term}' has no devices")
+        return Term(
+            count=int(sized[1]), per_node=int(sized[2]), device=resolve_device(sized[3]), named=sized[3]
+        )
+    counted = re.fullmatch(rf"(?:{_COUNT}{_BY})?(.+)", term)
+    whole = _whole_nodes(int(counted[1] or 1), counted[2].strip()) if counted else None
+    if whole is not None:
+        return whole
+    if re.fullmatch(rf"[0-9]+{_BY}[0-9]+{_BY}.+", term):
+        raise _unreadable(text, f"'{term[:80]}' has more than {MAX_DEVICES} devices")
+    if re.fullmatch(rf"0+(?:{_BY}|\s).*", term):
+        raise _unreadable(text, f"'{term[:80]}' has no devices")
+    for count, per_node, name in _readings(term):
+        device = _device(name)
+        if device is not None:
+            return (
+                _one_node(text, term, int(per_node), device, name)
+                if count is None
+                else Term(count=int(count), per_node=int(per_node), device=device, named=name)
+            )
+    raise _unreadable(text, f"cannot read '{term[:80]}'")
+
+
+def _whole_nodes(count: int, name: str) -> Term | None:
+    """Return nodes of an instance type, which may leave out a vendor that no other has, or DGX systems."""
+    known, low = instances(), name.lower().replace("_", "-")
+    ours = [low] if low in known else [whole for whole in known if whole.partition("-")[2] == low]
+    if count < 1:
+        return None
+    if len(ours) == 1:
+        found = known[ours[0]]
+        sold = resolve_device(found.device)
+        return Term(count=count, per_node=found.per_node, device=sold, named=found.device, instance=found)
+    system = _SYSTEM.fullmatch(name)
+    device = _device(system[1]) if system else None
+    return Term(count=count, per_node=_SYSTEM_DEVICES, device=device, named=name) if device else None
+
+
+def _readings(term: str) -> list[tuple[str | None, str, str]]:
+    """Return how a term may be meant, likeliest first: nodes (None for one), devices of each, their name."""
+    patterns = (
+        rf"(?P<per_node>[0-9]{{1,7}}){_BY}(?P<name>.+)",
+        rf"(?P<name>.+?)(?:{_BY}|\s*:\s*)(?P<per_node>[0-9]{{1,7}})",
+        rf"(?P<count>[0-9]{{1,7}}){_BY}(?P<per_node>[0-9]{{1,7}})\s*(?P<name>[a-zA-Z].*)",
+        r"(?P<per_node>[0-9]{1,7})\s*(?P<name>[a-zA-Z].*)",
+        r"(?P<per_node>[0-9]{1,7})\s+(?P<name>.+)",
+    )
+    found = (re.fullmatch(pattern, term) for pattern in patterns)
+    return [
+        (match.groupdict().get("count"), match["per_node"], match["name"].strip())
+        for match in found
+        if match is not None and int(match["per_node"]) > 0 and int(match.groupdict().get("count") or 1) > 0
+    ]
+
+
+def _device(name: str) -> Device | None:
+    try:
+        return resolve_device(name)
+    except SpecError:
+        return None
+
+
+def _one_node(text: str, term: str, per_node: int, device: Device, named: str) -> Term:
+    """Return one node of so many devices, or raise where no node of this device has as many."""
+    most = largest_node(device)
+    if per_node <= most:
+        return Term(count=1, per_node=per_node, device=device, named=named)
+    nodes, rest = divmod(per_node, most)
+    meant = (
+        f"{nodes}x{most}x{device.name}" if not rest else f"{nodes}x{most}x{device.name}+{rest}x{device.name}"
+    )
+    raise SpecError(
+        f"'{term[:80]}' is one node of {per_node} {device.name}",
+        key="cluster",
+        value=text[:80],
+        rule=f"PER_NODExDEVICE is one node, and a node has at most {most} of these devices",
+        fix=f"Write '{meant}' for {nodes + bool(rest)} nodes, or '1x{per_node}x{device.name}' if it is one",
+    )
+
+
+def _unreadable(text: str, what: str) -> SpecError:
+    """Return the error of a shorthand that cannot be read, with the nearest that can."""
+    rule = (
+        "A cluster is [NODESx]PER_NODExDEVICE terms joined by '+' with an optional '@RATE', "
+        "an instance name, or the path of a TOML file"
+    )
+    near = _nearest(text.strip())
+    fix = (
+        f"Did you mean '{near}'?"
+        if near
+        else "Write it like '8x8xh100-sxm@3200Gb/s'. See 'foreshard clusters'"
+    )
+    return SpecError(
+        what, key="cluster", value=text if len(text) <= 80 else text[:77] + "...", rule=rule, fix=fix
+    )
+
+
+def _nearest(text: str) -> str | None:
+    """Return the readable shorthand that comes nearest, None where none does."""
+    if len(text) > 200:
+        return None
+    alone = _device(text)
+    if alone is not None:
+        return f"{'8' if alone.form == 'sxm' else '1'}x{alone.name}"
+    words = re.sub(
+        r"\b(?:nodes?|of|with|each|gpus?|devices?|servers?|machines?)\b|[()]", " ", text, flags=re.IGNORECASE
+    )
+    words = re.sub(r"(?<=\d)\s+(?=\d)", "x", " ".join(words.split()))
+    for spelled in (_JOINED.sub("+", text), re.sub(r"\s*x\s*|(?<=\d) (?=[a-z])", "x", words), words):
+        if spelled != text and _readable(spelled):
+            return spelled
+    tail = re.sub(r"^[0-9]{1,9}x", "", text[:100].lower())
+    near = get_close_matches(tail, instances(), n=1, cutoff=0.7)
+    if near:
+        return near[0]
+    sized = re.fullmatch(rf"((?:[0-9]{{1,7}}{_BY}){{1,2}})(.+)", text)
+    known = get_close_matches(sized[2].lower(), devices(), n=1, cutoff=0.6) if sized else []
+    return f"{re.sub(_BY, 'x', sized[1])}{known[0]}" if sized and known else None
+
+
+def _readable(text: str) -> bool:
+    try:
+        read_shorthand(text)
+    except (SpecError, RecursionError):
+        return False
+    return True

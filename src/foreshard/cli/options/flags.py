@@ -1,0 +1,83 @@
+"""Flags as users of other tools know them: other spellings, and what flags that we lack are called here."""
+
+from __future__ import annotations
+
+import re
+
+_SPELLINGS = {
+    "gbs": "global-batch",
+    "global-batch-size": "global-batch",
+    "mbs": "micro-batch",
+    "micro-batch-size": "micro-batch",
+    "seqlen": "seq",
+    "seq-len": "seq",
+    "seq-length": "seq",
+    "sequence-length": "seq",
+    "context-length": "seq",
+    "tensor-parallel": "tp",
+    "tensor-model-parallel-size": "tp",
+    "pipeline-parallel": "pp",
+    "pipeline-model-parallel-size": "pp",
+    "data-parallel": "dp",
+    "context-parallel": "cp",
+    "context-parallel-size": "cp",
+    "expert-parallel": "ep",
+    "expert-model-parallel-size": "ep",
+    "expert-tensor-parallel-size": "etp",
+    "sequence-parallel": "sp",
+    "no-sequence-parallel": "no-sp",
+    "precision": "dtype",
+}
+"""Our flag of each other spelling, without dashes."""
+
+_MEANT = {
+    "batch": "--global-batch (samples of a step) or --micro-batch (samples of a rank and pass)",
+    "batch-size": "--global-batch (samples of a step) or --micro-batch (samples of a rank and pass)",
+    "gradient-accumulation(-steps)?|grad-accum(-steps)?": "--global-batch: dp x micro-batch x these steps",
+    "(gradient|activation)-checkpointing|activation-recompute|remat": "--recompute full",
+    "recompute-granularity": "--recompute full or selective",
+    "fsdp2?": "--framework torchtitan --zero 3",
+    "ddp": "--framework ddp --zero 0",
+    "zero-stage|stage": "--zero",
+    "(no-)?cpu-offload(ing)?|offload-optimizer": "--offload cpu",
+    "bf16|fp16|fp32|fp8|tf32": "--dtype",
+    "mixed-precision": "--dtype bf16",
+    "(num-)?(gpus?|devices?|nodes?)|nnodes|nproc-per-node|world-size|ngpus": "CLUSTER, as 2x8xh100",
+    "gpu-type|device-type|accelerators?": "CLUSTER, as 8xh100",
+    "(nic|bandwidth|network-bandwidth|interconnect)": "CLUSTER, as 2x8xh100@400Gb/s/gpu",
+    "price|usd-per-hour|cost-per-hour|gpu-price": "--usd-per-device-hour",
+    "num-tokens|train-tokens|total-tokens": "--tokens",
+    "deadline|max-time|max-days": "--max-hours",
+    "budget|max-cost|max-price": "--max-usd (of the run) or --budget-s (of the search)",
+    "timeout|time-limit": "--budget-s",
+    "lora-(r|rank)|peft": "--lora RANK",
+    "(virtual-pipeline.*|interleave)": "--vpp",
+    "flash-attn|flash-attention|attn-implementation": "--framework: its kernels are those of a run",
+    "clouds?|vendors?|providers?": "--rent VENDORS",
+    "output-file|out": "-o",
+}
+"""What flags that foreshard lacks are called here, by a pattern of the flag without dashes."""
+
+
+def canonical(name: str) -> str:
+    """Return a flag (or a name that click looks up) as foreshard spells it.
+
+    Examples
+    --------
+    >>> canonical("global_batch"), canonical("mbs"), canonical("tp")
+    ('global-batch', 'micro-batch', 'tp')
+    """
+    plain = name.lower().replace("_", "-") if len(name) > 1 else name
+    return _SPELLINGS.get(plain, plain)
+
+
+def meant(flag: str) -> str | None:
+    """Return what a flag that foreshard lacks is called here, None where nothing comes near.
+
+    Examples
+    --------
+    >>> meant("--gradient_checkpointing")
+    '--recompute full'
+    """
+    plain = flag.lstrip("-").lower().replace("_", "-")
+    return next((ours for pattern, ours in _MEANT.items() if re.fullmatch(pattern, plain)), None)

@@ -1,0 +1,34 @@
+"""Adapters on a model, as a flag or a plan file states them: RANK[:TARGET(+TARGET)*]."""
+
+from __future__ import annotations
+
+import re
+
+from foreshard.errors import SpecError
+from foreshard.spec.model import LORA_TARGETS, Model, lora
+
+_TARGETS = ("q", "k", "v", "o")
+
+
+def with_adapters(model: Model, text: str, *, key: str = "--lora", file: str | None = None) -> Model:
+    """Return the model with the low-rank adapters that a text describes; its own weights are frozen.
+
+    Raises
+    ------
+    SpecError
+        For a text that is no rank with targets, and for a model that has no such products.
+    """
+    rank, colon, names = text.partition(":")
+    targets = re.split(r"[+,]", names) if colon else list(_TARGETS)
+    wrong = [name for name in targets if name not in LORA_TARGETS]
+    if wrong or not (rank.isascii() and rank.isdecimal() and 1 <= int(rank[:9]) <= 65536):
+        what = f"unknown target {wrong[0][:40]!r}" if wrong else f"{rank[:40]!r} is not a rank"
+        rule = f"RANK[:TARGETS], a rank from 1 and targets among {', '.join(LORA_TARGETS)} joined by '+'"
+        fix = "Write it like 16 or 16:q+v"
+        raise SpecError(what, file=file, key=key, value=text[:80], rule=rule, fix=fix)
+    try:
+        return lora(model, int(rank), tuple(dict.fromkeys(targets)))
+    except SpecError as error:
+        error.file, error.key, error.value = file, key, text[:80]
+        error.fix = error.fix or f"Leave out {key}"
+        raise
