@@ -36,7 +36,7 @@ OPTIONS = (
     "framework",
     *COMM_OPTIONS,
 )
-ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+ASKED = ("engine", "network", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
 """What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
@@ -74,6 +74,7 @@ class Request:
     plan_file: str | None = None
     lora: str | None = None
     engine: str = "graph"
+    network: str = "closed-form"
     costs: str = "formula"
     fidelity: str = "zero-shot"
     tokens: float | None = None
@@ -137,6 +138,8 @@ class Request:
         from foreshard.predict import predict
 
         asked = {**self._asked(), "engine": engine or self.engine}
+        if asked["engine"] != self.engine:
+            asked["network"] = "closed-form"  # only the graph engine has tasks that share a network
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster, NodeGroup
 
 _IN_NETWORK = ("hopper", "blackwell", "rubin")
+_UNBOUNDED = 1e15
+"""Factor on the rate of what takes no time: far above any, and what is divided by it stays above 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,39 @@ class Fabric(LinkConstants):
     nic_exchange_eff: Any
     # software time of a collective that leaves the domain, once (proxy thread, GPU to NIC handshake)
     nic_launch_s: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialFabric(Fabric):
+    """A fabric of which one part alone takes time: seconds of a collective are those it occupies that part.
+
+    Algorithms are chosen as on the whole.
+    """
+
+    whole: Fabric
+
+
+def links_alone(fabric: Fabric) -> PartialFabric:
+    """Return a fabric on which the bytes in links of the scale-up domain are all that takes time."""
+    return _part(fabric, nic_bytes_per_s=fabric.nic_bytes_per_s * _UNBOUNDED)
+
+
+def network_alone(fabric: Fabric) -> PartialFabric:
+    """Return a fabric on which the bytes in NICs are all that takes time."""
+    return _part(fabric, intra_bytes_per_s=fabric.intra_bytes_per_s * _UNBOUNDED)
+
+
+def _part(fabric: Fabric, **rates: Any) -> PartialFabric:
+    """Return a fabric with these rates, without latency, pipeline filling and local copies."""
+    values = {field.name: getattr(fabric, field.name) for field in fields(Fabric)}
+    for name, value in values.items():
+        if name.endswith("ramp") or name.endswith("copy") or _is_seconds(name):
+            values[name] = 0.0 * value
+    return PartialFabric(whole=fabric, **(values | rates))
+
+
+def _is_seconds(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("per_s")
 
 
 def fabric_from(constants: LinkConstants, *, ideal: bool = False, **nodes: float) -> Fabric:
@@ -111,7 +146,7 @@ def slowest(fabrics: Iterable[Fabric]) -> Fabric:
     """
     rows = list(fabrics)
     base = min(rows, key=lambda x: x.intra_bytes_per_s * x.ring_eff * (x.domain / x.reference) ** x.scaling)
-    latencies = [f.name for f in fields(Fabric) if f.name.endswith("_s") and not f.name.endswith("per_s")]
+    latencies = [f.name for f in fields(Fabric) if _is_seconds(f.name)]
     per_node = min(x.per_node for x in rows)
     return replace(
         base,
