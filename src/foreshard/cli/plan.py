@@ -93,6 +93,11 @@ def _vendors() -> tuple[str, ...]:
 )
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
 @click.option("--engine", type=Word("analytical", "graph"), help="Times the best plans found; default graph.")
+@click.option(
+    "--network",
+    type=Word("closed-form", "flow"),
+    help="Of these times: transfers each by itself, or sharing links and NICs (default closed-form).",
+)
 @click.option("--top", type=Count(1, 1000), help="Plans to show (default 5).")
 @click.option("--budget-s", type=Amount(dimension="s"), help="Seconds to search (default 60).")
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="Where to search (default local).")

@@ -23,7 +23,9 @@ def searching(request: PlanRequest) -> PlanRequest:
     """Return the request as the search takes it: by closed forms, with enough plans to choose from."""
     if request.engine == "analytical":
         return request
-    return replace(request, engine="analytical", top=max(request.top, NUMBER), chooses_later=True)
+    return replace(
+        request, engine="analytical", network="closed-form", top=max(request.top, NUMBER), chooses_later=True
+    )
 
 
 def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> PlanResult:
@@ -55,7 +57,9 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
             break
         if made and one.plan not in shown and _is_beaten(request, one, made):
             continue
-        made.append(one.prediction if not graph_takes(one.plan) else predicted(request, one.plan))
+        made.append(
+            one.prediction if not graph_takes(one.plan, request.network) else predicted(request, one.plan)
+        )
     plans, error = request.ranked(made)
     best = plans[0].prediction
     result = replace(result, plans=plans).bounded()

@@ -14,7 +14,7 @@ from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.ranking import OBJECTIVES, Limits, ranked
 from foreshard.planner.result import Ranked
 from foreshard.predict.run_setup import RunSetup
-from foreshard.predict.step import ENGINES
+from foreshard.predict.step import ENGINES, checked_network
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.framework import Framework
@@ -45,6 +45,7 @@ class PlanRequest:
     comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
     engine: str = "graph"
+    network: str = "closed-form"
     chooses_later: bool = False  # plans are timed once more, so neighbours of the best are kept
     top: int = 5
     budget_s: float = 60.0
@@ -114,6 +115,7 @@ def checked_request(
     precision: str = "bf16",
     optimizer: str = "adamw",
     engine: str = "graph",
+    network: str = "closed-form",
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
@@ -155,6 +157,7 @@ def checked_request(
         precision=one_of(precision, PRECISIONS, key="--dtype", name="dtype"),
         optimizer=one_of(optimizer, OPTIMIZERS, key="--optimizer", name="optimizer"),
         engine=one_of(engine, ENGINES, key="--engine", name="engine"),
+        network=checked_network(network, engine),
         top=whole(top, key="--top", name="top"),
         budget_s=budget_s,
         usd_per_device_hour=usd_per_device_hour,

@@ -37,6 +37,8 @@ FIDELITIES = ("datasheet", "zero-shot", "calibrated")
 MAX_GRAPH_OPS = 2_000_000
 """Forwards and backwards the graph engine takes on: about 10 s and 2 GB."""
 
+_PHASES_OF_LAYER = 12
+"""Most phases of a layer, both passes: computation, exposed and hidden transfers of two classes."""
 PART_WORDS = {
     "compute": "computation",
     "recompute": "recomputation",
@@ -106,7 +108,7 @@ def predict_timeline(
     """
     started = time.perf_counter()
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
-    network = _check_network(network, engine)
+    network = checked_network(network, engine)
     if costs not in COSTS:
         raise SpecError(
             f"unknown cost source {costs!r}",
@@ -167,7 +169,7 @@ def _times(
     return (*graph_times(case, batch, timeline=timeline), ())
 
 
-def _check_network(network: str, engine: str) -> str:
+def checked_network(network: str, engine: str) -> str:
     """Return the name of a network model that the engine has."""
     name = one_of(network, NETWORKS, key="--network", name="network")
     if name == "flow" and engine == "analytical":
@@ -181,8 +183,14 @@ def _check_network(network: str, engine: str) -> str:
     return name
 
 
-def graph_takes(plan: Plan) -> bool:
-    """Return whether the program of a plan fits this machine's memory."""
+def graph_takes(plan: Plan, network: str = "closed-form") -> bool:
+    """Return whether the program of a plan, or surely that of its flows, fits this machine's memory."""
+    if network == "flow":
+        from foreshard.sim.contention import MAX_PHASES
+
+        sizes = {(group.num_micro_batches, group.num_layers) for group in plan.groups}
+        if sum(_PHASES_OF_LAYER * math.prod(size) for size in sizes) > MAX_PHASES:
+            return False
     return _num_ops(plan) <= MAX_GRAPH_OPS
 
 

@@ -21,6 +21,9 @@ from foreshard.sim.critical_path import TaskTimes
 MIN_COMPILED_TASKS = 20_000
 """Below, plain Python takes less than to compile the loops once on a machine; half a second."""
 
+MAX_PHASES = 2_000_000
+"""Phases that one simulation takes on: some seconds and 1 GB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Phases:

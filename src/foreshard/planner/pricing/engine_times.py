@@ -32,6 +32,7 @@ def steps_of(request: PlanRequest, usd_per_device_hour: float | None = None) -> 
         framework=request.framework,
         constants=request.constants,
         engine=request.engine,
+        network=request.network,
         usd_per_device_hour=usd_per_device_hour,
     )
 

@@ -19,7 +19,7 @@ from foreshard.predict.graph.lowering import LoweredGroup, Step
 from foreshard.predict.graph.occupancy import INLINE_PARTS, Occupancy, PartialPrices, partial_prices
 from foreshard.predict.graph.ports import PortTransfer, StepNetwork
 from foreshard.sim import contention
-from foreshard.sim.contention import ContendedRun, Phases
+from foreshard.sim.contention import MAX_PHASES, ContendedRun, Phases
 from foreshard.spec.prediction import CollectiveTimes
 
 COLLECTIVES = (
@@ -38,8 +38,6 @@ _OF_KIND = {
     Kind.SEND_BACKWARD: COLLECTIVES.index("pipeline_comm"),
 }
 _NONE = -1
-MAX_PHASES = 2_000_000
-"""Phases that one simulation takes on: some seconds and 1 GB."""
 
 _Row = tuple[float, float, int, bool, int, float]
 """Of a phase: delay, bytes, route, whether it is beside, class of transfer, its seconds of transfer alone."""
