@@ -8,7 +8,7 @@ Derivation, constants and their data: ``docs/derivations/collectives.md``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -156,11 +156,12 @@ def all_reduce(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> AllRe
     spread = _spread(num_ranks, stride, fabric)
     may_tree = np.count_nonzero(fabric.in_network) or np.count_nonzero(spread[2] > 1.0)
     whole = all_reduce(num_ranks, stride, fabric.whole) if isinstance(fabric, PartialFabric) else None
-    return AllReduce(
-        whole=whole,
-        ring=_ring(spread, fabric, passes=2.0, eff=fabric.ring_eff),
-        tree=_tree(spread, fabric) if may_tree else None,
-    )
+    ring = _ring(spread, fabric, passes=2.0, eff=fabric.ring_eff)
+    tree = _tree(spread, fabric) if may_tree and not np.all(fabric.ring_only > 0.0) else None
+    if tree is not None and np.count_nonzero(fabric.tree_only):
+        runs = (fabric.tree_only > 0.0) & np.isfinite(tree.start_s)
+        ring = replace(ring, start_s=np.where(runs, np.inf, ring.start_s))
+    return AllReduce(ring=ring, tree=tree, whole=whole)
 
 
 def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:

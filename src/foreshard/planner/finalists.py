@@ -57,9 +57,7 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
             break
         if made and one.plan not in shown and _is_beaten(request, one, made):
             continue
-        made.append(
-            one.prediction if not graph_takes(one.plan, request.network) else predicted(request, one.plan)
-        )
+        made.append(_timed(request, one))
     plans, error = request.ranked(made)
     best = plans[0].prediction
     result = replace(result, plans=plans).bounded()
@@ -70,6 +68,17 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
         front=front_of(made, request.limits),
         wall_s=time.perf_counter() - started,
     )
+
+
+def _timed(request: PlanRequest, one: Ranked) -> Prediction:
+    """Return a plan as the engine asked for predicts it, as the closed form does where it is too large."""
+    if graph_takes(one.plan, request.network):
+        return predicted(request, one.plan)
+    if not request.best_buckets:
+        return one.prediction
+    own = replace(request.framework, bucket_bytes=0)
+    closed = replace(request, engine="analytical", network="closed-form", best_buckets=False, framework=own)
+    return predicted(closed, one.plan)
 
 
 def _in_order(request: PlanRequest, found: Iterable[Ranked]) -> list[Ranked]:
