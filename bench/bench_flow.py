@@ -3,7 +3,8 @@
 Irregular traffic: flows with random routes of four resources, sizes of 1 MB to 1 GB and starts in one second,
 in one fabric or in separate pods. The baseline solves all rates at each start and each end, by the same
 compiled loop or in numpy. Regular traffic: ring all-reduces of 1 GiB, symmetric ranks simulated once or each.
-Every row compares results too. One core.
+Every row compares results too. Steps: whole training steps whose transfers share links and NICs, beside the
+graph engine without sharing; processor time, compiled and in plain Python. One core.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from foreshard import api
+from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.training import training_constants
 from foreshard.comm.flow.maxmin import max_min_rates
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.schedule_run import run_schedule
 from foreshard.comm.flow.simulation import simulate
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
+from foreshard.predict.batch import PlannedRun, build_batch
+from foreshard.predict.graph.engine import graph_times, shared_times
+from foreshard.predict.graph.lowering import lower
+from foreshard.predict.graph.prices import group_prices
+from foreshard.predict.graph.transfers import SharedPorts
 
 GIB = 2.0**30
 NODE = 8
@@ -152,6 +162,53 @@ def print_regular() -> None:
         )
 
 
+_PLAIN_PHASES = 50_000  # plain Python runs so many in about a second
+STEPS = (
+    ("llama3-8b", "8x8xh100-sxm", {"tp": 8, "pp": 4, "global_batch": 512}),
+    ("mixtral-8x7b", "4x8xh100-sxm", {"tp": 2, "pp": 2, "ep": 4, "vpp": 2, "schedule": "interleaved"}),
+    ("llama3-8b", "16x8xh100-sxm@400Gb/s", {"zero": 3, "tp": 2, "framework": "torchtitan"}),
+    ("llama3-405b", "2048x8xh100-sxm", {"tp": 8, "pp": 16, "global_batch": 2048}),
+    ("llama3-405b", "2048x8xh100-sxm", {"tp": 8, "pp": 16, "global_batch": 131072}),
+)
+
+
+def processor_s(work: Callable[[], object]) -> tuple[float, object]:
+    """Return the median processor time of three calls, and what the last returned."""
+    taken = []
+    for _ in range(3):
+        begin_s = time.process_time()
+        result = work()
+        taken.append(time.process_time() - begin_s)
+    return sorted(taken)[1], result
+
+
+def print_steps() -> None:
+    print(
+        "| step | tasks | phases | graph s | shared, compiled s | shared, Python s | step over closed form |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for model_name, cluster_name, choices in STEPS:
+        model, cluster = api.load_model(model_name), api.load_cluster(cluster_name)
+        plan = replace(api.make_plan(model, cluster, **choices), comm={"grad_overlap": True})
+        framework = load_framework(plan.framework)
+        case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
+        batch = build_batch([case], training_constants())
+        step = lower(group_prices(case, batch), 0.0)
+        ports = SharedPorts.of(case, batch)
+        shared = ports.run(step, compiled=True)  # compiles
+        closed_s, closed = processor_s(partial(graph_times, case, batch, timeline=False))
+        compiled_s, flow = processor_s(partial(shared_times, case, batch, timeline=False, compiled=True))
+        plain = partial(shared_times, case, batch, timeline=False, compiled=False)
+        python_s = f"{processor_s(plain)[0]:.3f}" if len(shared.phases.task) < _PLAIN_PHASES else "not run"
+        ratio = sum(flow[0].values()) / sum(closed[0].values())
+        print(
+            f"| {model_name}, {cluster.num_devices:,} devices, batch {plan.global_batch:,} "
+            f"| {step.program.num_tasks:,} | {len(shared.phases.task):,} | {closed_s:.3f} | {compiled_s:.3f} "
+            f"| {python_s} | {ratio:.6f} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -160,9 +217,14 @@ def main() -> None:
         default=500,
         help="most flows that the numpy baseline runs (2,000: a minute)",
     )
-    print_irregular(parser.parse_args().numpy_flows)
-    print()
-    print_regular()
+    parser.add_argument("--steps", action="store_true", help="whole steps only")
+    options = parser.parse_args()
+    if not options.steps:
+        print_irregular(options.numpy_flows)
+        print()
+        print_regular()
+        print()
+    print_steps()
 
 
 if __name__ == "__main__":

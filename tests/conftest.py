@@ -60,6 +60,7 @@ def fake_predict(
     plan,
     *,
     engine="graph",
+    network="closed-form",
     costs="formula",
     fidelity="zero-shot",
     tokens=None,

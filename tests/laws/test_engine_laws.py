@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
-from foreshard.errors import SpecError
 from foreshard.predict import predict
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import PlannedRun, build_batch
@@ -22,65 +22,10 @@ from foreshard.spec.plan import Group, Plan
 from foreshard.spec.plan_file import parse_plan
 from foreshard.spec.prediction import TIME_PARTS
 
+sys.path.insert(0, str(Path(__file__).parent))
+from planned_runs import built, cluster_of, faster, model_of, relabelled, runs
+
 ENGINES = ("analytical", "graph")
-MODELS = ("llama3-8b", "mixtral-8x7b", "gpt3-13b")
-CLUSTERS = ("1x8xh100-sxm", "2x8xh100-sxm", "2x8xa100-sxm-80gb", "4x8xh100-sxm@400Gb/s")
-FRAMEWORKS = (
-    "megatron-core",
-    "megatron-lm@2021",
-    "megatron-bridge@26.06",
-    "composer",
-    "megatron-deepspeed@2022",
-)
-
-
-@cache
-def model_of(name):
-    return api.load_model(name)
-
-
-@cache
-def cluster_of(name):
-    return api.load_cluster(name)
-
-
-@st.composite
-def runs(draw, models=MODELS, frameworks=FRAMEWORKS, zeros=(0, 1, 2, 3), clusters=CLUSTERS, dense=False):
-    """Names of a model and a cluster, and flags that make a valid plan on them."""
-    names = draw(st.sampled_from(models)), draw(st.sampled_from(clusters))
-    model, cluster = model_of(names[0]), cluster_of(names[1])
-    tp, pp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 4]))
-    assume(cluster.num_devices % (tp * pp) == 0)
-    dp = cluster.num_devices // (tp * pp)
-    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    rounds = draw(st.integers(1, 6))
-    micro_batch = draw(st.sampled_from([1, 2]))
-    choices = {
-        "tp": tp,
-        "pp": pp,
-        "vpp": vpp,
-        "micro_batch": micro_batch,
-        "global_batch": micro_batch * dp * rounds * (pp if vpp > 1 else 1),
-        "seq_len": draw(st.sampled_from([1024, 4096])),
-        "zero": draw(st.sampled_from(zeros)),
-        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
-        "framework": draw(st.sampled_from(frameworks)),
-        "schedule": "interleaved" if vpp > 1 else draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
-    }
-    has_experts = any(block.num_experts for block, _ in model.block_kinds())
-    if has_experts and not dense:
-        choices["ep"] = draw(st.sampled_from([e for e in (1, 2, 4, 8) if (tp * dp) % e == 0]))
-    try:
-        api.make_plan(model, cluster, **choices)
-    except SpecError:
-        assume(False)
-    return *names, choices
-
-
-def built(run):
-    """Return the model, the cluster, the plan and its flags."""
-    model, cluster, choices = model_of(run[0]), cluster_of(run[1]), run[2]
-    return model, cluster, api.make_plan(model, cluster, **choices), choices
 
 
 def parts_of(engine, model, cluster, plan):
@@ -98,25 +43,6 @@ def parts_of(engine, model, cluster, plan):
 
 def seconds(engine, model, cluster, plan):
     return sum(parts_of(engine, model, cluster, plan).values())
-
-
-def faster(cluster, **factors):
-    """Return the cluster with rates multiplied: nic, link, flops, memory."""
-    nodes = []
-    for group in cluster.nodes:
-        device = group.device
-        device = replace(
-            device,
-            link_bytes_per_s=device.link_bytes_per_s * factors.get("link", 1.0),
-            pcie_bytes_per_s=device.pcie_bytes_per_s * factors.get("link", 1.0),
-            memory_bytes_per_s=device.memory_bytes_per_s * factors.get("memory", 1.0),
-            # The same watts per FLOP/s: what a chip cannot power, it does not compute faster.
-            peak_flops_per_s={k: v * factors.get("flops", 1.0) for k, v in device.peak_flops_per_s.items()},
-            tdp_w=device.tdp_w * factors.get("flops", 1.0),
-        )
-        nic = group.nic_bytes_per_s * factors.get("nic", 1.0)
-        nodes.append(replace(group, device=device, nic_bytes_per_s=nic))
-    return replace(cluster, nodes=tuple(nodes))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -143,17 +69,6 @@ def test_faster_hardware_is_never_slower(engine, what, run, factor):
     # and not the collective, so there it may show: 3e-5 of a step seen.
     slack = 1e-3 if plan.groups[0].schedule == "zb-h1" else 1e-9
     assert after <= before * (1.0 + slack)
-
-
-def relabelled(plan: Plan, new) -> Plan:
-    groups = [
-        replace(
-            group,
-            stages=tuple(replace(s, ranks=tuple(new(r) for r in s.ranks)) for s in group.stages),
-        )
-        for group in plan.groups
-    ]
-    return replace(plan, groups=tuple(groups))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

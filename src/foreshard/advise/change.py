@@ -14,9 +14,17 @@ from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
-from foreshard.spec.plan import COMM_OPTIONS, OFFLOADS, OPTIMIZERS, PRECISIONS, check_recompute
+from foreshard.spec.plan import (
+    ALGORITHMS,
+    COMM_OPTIONS,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    check_recompute,
+    checked_buckets,
+)
 from foreshard.spec.prediction import Prediction
-from foreshard.units import count, number_of
+from foreshard.units import count, number_of, parse
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
@@ -24,11 +32,12 @@ _CHOICES = {
     "optimizer": OPTIMIZERS,
     "schedule": MODELLED_SCHEDULES,
     "offload": (*OFFLOADS, CPU),
+    "collectives": ALGORITHMS,
 }
 _HARDWARE = ("device", "nic", "nodes")
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
-_OTHERS = ("zero", "recompute", "framework", "lora", "shares")
+_OTHERS = ("buckets", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
 _ON = {"on": True, "true": True, "off": False, "false": False}
@@ -79,6 +88,8 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         return request.with_choice(key, _whole(key, value, 0, 3))
     if key in _SWITCHES:
         return request.with_choice(key, _ON[_one_of(key, value, tuple(_ON))])
+    if key == "buckets":
+        return request.with_choice(key, checked_buckets(parse(value, "bytes")))
     if key == "lora":
         changed = replace(request, lora=None if value == "none" else value)
         assert changed.trained

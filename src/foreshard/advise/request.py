@@ -14,8 +14,9 @@ import numpy as np
 
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import one_of
 from foreshard.spec.model import Model
-from foreshard.spec.plan import COMM_OPTIONS, Plan
+from foreshard.spec.plan import ALGORITHMS, AUTO, COMM_OPTIONS, Plan, checked_buckets
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 
@@ -34,8 +35,10 @@ OPTIONS = (
     "optimizer",
     "framework",
     *COMM_OPTIONS,
+    "collectives",
+    "buckets",
 )
-ASKED = ("engine", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+ASKED = ("engine", "network", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
 """What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
@@ -75,6 +78,7 @@ class Request:
     plan_file: str | None = None
     lora: str | None = None
     engine: str = "graph"
+    network: str = "closed-form"
     costs: str = "formula"
     fidelity: str = "zero-shot"
     tokens: float | None = None
@@ -120,6 +124,8 @@ class Request:
 
         choices = {name: value for name, value in self.choices.items() if value is not None}
         comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
+        algorithm, buckets = choices.pop("collectives", "auto"), choices.pop("buckets", None)
+        one_of(algorithm, ALGORITHMS, key="--collectives", name="collectives", exact=True)
         choices.setdefault("seq_len", self.model.max_seq_len)
         if "zero" not in choices and "framework" in choices:
             from foreshard.catalog.frameworks import load_framework
@@ -133,7 +139,38 @@ class Request:
             fix = "Add --pp, or leave out --vpp"
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
-        return replace(made, comm=comm, lora=self.lora) if comm or self.lora else made
+        made = replace(made, comm=comm, lora=self.lora, collectives=algorithm)
+        return self._with_buckets(made, buckets)
+
+    def _with_buckets(self, plan: Plan, buckets: Any) -> Plan:
+        """Return the plan with a bucket size, the best one for 'auto', None for the framework's."""
+        if buckets != AUTO:
+            return plan if buckets is None else replace(plan, buckets=checked_buckets(buckets))
+        from foreshard.catalog.frameworks import load_framework
+        from foreshard.catalog.training import TrainingConstants, training_constants
+        from foreshard.predict.batch import PlannedRun
+        from foreshard.predict.graph.bucket_choice import with_best_buckets
+        from foreshard.predict.step import graph_takes
+        from foreshard.spec.checks import check_plan
+
+        check_plan(plan, self.trained, self.cluster)
+        if self.engine != "graph" or not graph_takes(plan, self.network):
+            raise SpecError(
+                "the best bucket size is found by the graph engine",
+                key="--buckets",
+                value=AUTO,
+                rule="Closed forms have no start-up of each bucket; the graph engine lines them up",
+                fix="Use --engine graph, or state a size such as 25MiB",
+            )
+        ideal = self.fidelity == "datasheet"
+        return with_best_buckets(
+            PlannedRun(
+                model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+            ),
+            TrainingConstants.ideal() if ideal else training_constants(),
+            fidelity=self.fidelity,
+            network=self.network,
+        )
 
     def with_choice(self, name: str, value: Any) -> Request:
         """Return the request with one degree or option set, in the flags or in every group of the plan."""
@@ -146,6 +183,8 @@ class Request:
         from foreshard.predict import predict
 
         asked = {**self._asked(), "engine": engine or self.engine}
+        if asked["engine"] != self.engine:
+            asked["network"] = "closed-form"  # only the graph engine has tasks that share a network
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)
@@ -246,7 +285,7 @@ def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
     if name in COMM_OPTIONS:
         return replace(plan, comm={**plan.comm, name: value})
-    if name in ("precision", "optimizer", "framework", "seq_len"):
+    if name in ("precision", "optimizer", "framework", "seq_len", "collectives", "buckets"):
         return replace(plan, **{name: value})
     if name == "micro_batch":  # as the flag: samples per data-parallel rank
         groups = tuple(replace(group, micro_batch=value * group.stages[0].inner_dp) for group in plan.groups)

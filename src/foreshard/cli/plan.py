@@ -22,9 +22,9 @@ from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.progress import watched
 from foreshard.cli.options.request import named_cluster
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.options.values import Amount, Count, FrameworkLabel, Word, Words
+from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Word, Words
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:
     from foreshard.advise.baseline_comparison import ComparedPlanner
@@ -98,8 +98,23 @@ def _vendors() -> tuple[str, ...]:
     type=Words(*COMM_OPTIONS, alone=("framework", ALL), single=True),
     help="Communication options the search may set (default framework: none).",
 )
+@click.option(
+    "--collectives",
+    type=Word(*ALGORITHMS),
+    help="Algorithm of all-reduces (default auto: of each the faster).",
+)
+@click.option(
+    "--buckets",
+    type=BucketSize(),
+    help="Size of a bucket of gradients, as 25MiB, or auto: the best of each plan (default: the framework).",
+)
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
 @click.option("--engine", type=Word("analytical", "graph"), help="Times the best plans found; default graph.")
+@click.option(
+    "--network",
+    type=Word("closed-form", "flow"),
+    help="Of these times: transfers each by itself, or sharing links and NICs (default closed-form).",
+)
 @click.option("--top", type=Count(1, 1000), help="Plans to show (default 5).")
 @click.option("--budget-s", type=Amount(dimension="s"), help="Seconds to search (default 60).")
 @click.option("--executor", metavar="local|ray[:ADDRESS]", help="Where to search (default local).")

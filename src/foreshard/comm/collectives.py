@@ -8,13 +8,13 @@ Derivation, constants and their data: ``docs/derivations/collectives.md``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreshard.comm.fabric import Fabric
+from foreshard.comm.fabric import Fabric, PartialFabric
 
 Times = NDArray[np.float64]
 
@@ -78,13 +78,24 @@ class AllReduce:
 
     ring: Pipelined
     tree: Pipelined | None  # where nothing crosses domains and no switch reduces, none can win
+    whole: AllReduce | None = None  # decides, where this one has a part of the fabric
 
     def time_s(self, num_bytes: Any) -> Times:
         """Return the time for ``num_bytes``, 0 where nothing moves."""
         time_s = self.ring.busy_s(num_bytes)
         if self.tree is not None:
-            time_s = np.minimum(time_s, self.tree.busy_s(num_bytes))
+            by_tree_s = self.tree.busy_s(num_bytes)
+            if self.whole is None:
+                time_s = np.minimum(time_s, by_tree_s)
+            else:
+                time_s = np.where(self.whole.by_tree(num_bytes), by_tree_s, time_s)
         return np.where(self.ring.moves & (num_bytes > 0.0), time_s, 0.0)
+
+    def by_tree(self, num_bytes: Any) -> Any:
+        """Return whether the tree is faster than the ring."""
+        if self.tree is None:
+            return False
+        return self.tree.busy_s(num_bytes) < self.ring.busy_s(num_bytes)
 
 
 def _ring(spread: tuple[Any, Any, Any], fabric: Fabric, *, passes: float, eff: Any) -> Pipelined:
@@ -144,10 +155,13 @@ def all_reduce(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> AllRe
     """Return an all-reduce over a group, to be asked for the time of any size."""
     spread = _spread(num_ranks, stride, fabric)
     may_tree = np.count_nonzero(fabric.in_network) or np.count_nonzero(spread[2] > 1.0)
-    return AllReduce(
-        ring=_ring(spread, fabric, passes=2.0, eff=fabric.ring_eff),
-        tree=_tree(spread, fabric) if may_tree else None,
-    )
+    whole = all_reduce(num_ranks, stride, fabric.whole) if isinstance(fabric, PartialFabric) else None
+    ring = _ring(spread, fabric, passes=2.0, eff=fabric.ring_eff)
+    tree = _tree(spread, fabric) if may_tree and not np.all(fabric.ring_only > 0.0) else None
+    if tree is not None and np.count_nonzero(fabric.tree_only):
+        runs = (fabric.tree_only > 0.0) & np.isfinite(tree.start_s)
+        ring = replace(ring, start_s=np.where(runs, np.inf, ring.start_s))
+    return AllReduce(ring=ring, tree=tree, whole=whole)
 
 
 def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:

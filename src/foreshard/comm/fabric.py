@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster, NodeGroup
 
 _IN_NETWORK = ("hopper", "blackwell", "rubin")
+_UNBOUNDED = 1e15
+"""Factor on the rate of what takes no time: far above any, and what is divided by it stays above 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,42 @@ class Fabric(LinkConstants):
     nic_exchange_eff: Any
     # software time of a collective that leaves the domain, once (proxy thread, GPU to NIC handshake)
     nic_launch_s: Any
+    # 1 where all-reduces run as a ring, or as a tree where there is one, whatever is faster
+    ring_only: Any = 0.0
+    tree_only: Any = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialFabric(Fabric):
+    """A fabric of which one part alone takes time: seconds of a collective are those it occupies that part.
+
+    Algorithms are chosen as on the whole.
+    """
+
+    whole: Fabric
+
+
+def links_alone(fabric: Fabric) -> PartialFabric:
+    """Return a fabric on which the bytes in links of the scale-up domain are all that takes time."""
+    return _part(fabric, nic_bytes_per_s=fabric.nic_bytes_per_s * _UNBOUNDED)
+
+
+def network_alone(fabric: Fabric) -> PartialFabric:
+    """Return a fabric on which the bytes in NICs are all that takes time."""
+    return _part(fabric, intra_bytes_per_s=fabric.intra_bytes_per_s * _UNBOUNDED)
+
+
+def _part(fabric: Fabric, **rates: Any) -> PartialFabric:
+    """Return a fabric with these rates, without latency, pipeline filling and local copies."""
+    values = {field.name: getattr(fabric, field.name) for field in fields(Fabric)}
+    for name, value in values.items():
+        if name.endswith("ramp") or name.endswith("copy") or _is_seconds(name):
+            values[name] = 0.0 * value
+    return PartialFabric(whole=fabric, **(values | rates))
+
+
+def _is_seconds(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("per_s")
 
 
 def fabric_from(constants: LinkConstants, *, ideal: bool = False, **nodes: float) -> Fabric:
@@ -57,12 +95,14 @@ def fabric_of(
     fidelity: str = "zero-shot",
     oversubscription: float = 1.0,
     exclude: str = "",
+    collectives: str = "auto",
 ) -> Fabric:
     """Return the fabric of one group of equal nodes.
 
     `nccl` is the era of the library: ``2.2x`` (2.23 and later) or ``old`` (2.10 and before). The fidelity
     ``datasheet`` uses NCCL's own latency table and full link rate, others the fitted constants, without the
     family of measured rows to `exclude`. Oversubscription (edge over core bandwidth) divides the NIC rate.
+    `collectives` is the algorithm of all-reduces, ``auto`` for the faster of those there are.
 
     Raises
     ------
@@ -91,7 +131,7 @@ def fabric_of(
     if generation == "volta-nvlink" and domain > 8:
         generation = "nvlink"  # DGX-2 has switches; the row describes the cube mesh of 8
     family = device.arch.split()[0] if device.arch else ""
-    return fabric_from(
+    fabric = fabric_from(
         link_constants(generation, nccl="2.2x" if ideal else nccl, exclude=exclude),
         intra_bytes_per_s=rate or 1.0,
         domain=domain,
@@ -101,6 +141,9 @@ def fabric_of(
         in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
     )
+    if collectives == "auto":
+        return fabric
+    return replace(fabric, ring_only=1.0 * (collectives == "ring"), tree_only=1.0 * (collectives == "tree"))
 
 
 def slowest(fabrics: Iterable[Fabric]) -> Fabric:
@@ -111,7 +154,7 @@ def slowest(fabrics: Iterable[Fabric]) -> Fabric:
     """
     rows = list(fabrics)
     base = min(rows, key=lambda x: x.intra_bytes_per_s * x.ring_eff * (x.domain / x.reference) ** x.scaling)
-    latencies = [f.name for f in fields(Fabric) if f.name.endswith("_s") and not f.name.endswith("per_s")]
+    latencies = [f.name for f in fields(Fabric) if _is_seconds(f.name)]
     per_node = min(x.per_node for x in rows)
     return replace(
         base,
@@ -130,6 +173,7 @@ def fabric_between(
     nccl: str = "2.2x",
     fidelity: str = "zero-shot",
     concurrent: int = 1,
+    collectives: str = "auto",
 ) -> Fabric:
     """Return the fabric that a group of ranks sees: its slowest shared path.
 
@@ -146,17 +190,25 @@ def fabric_between(
         start += group.num_devices
     # How many ranks there are matters to links between racks alone.
     devices = len(wanted) if cluster.links and len(touched) > 1 else 0
-    return _between(cluster, tuple(touched), devices, nccl, fidelity, concurrent if devices else 1)
+    sharing = concurrent if devices else 1
+    return _between(cluster, tuple(touched), devices, nccl, fidelity, sharing, collectives)
 
 
 @lru_cache(maxsize=1024)
 def _between(
-    cluster: Cluster, use: tuple[int, ...], devices: int, nccl: str, fidelity: str, concurrent: int
+    cluster: Cluster,
+    use: tuple[int, ...],
+    devices: int,
+    nccl: str,
+    fidelity: str,
+    concurrent: int,
+    collectives: str,
 ) -> Fabric:
     """Return the fabric of so many ranks on some node groups."""
     touched = [cluster.nodes[g] for g in use]
     over = cluster.network.oversubscription
-    fabric = slowest(fabric_of(g, nccl=nccl, fidelity=fidelity, oversubscription=over) for g in touched)
+    options = {"nccl": nccl, "fidelity": fidelity, "collectives": collectives}
+    fabric = slowest(fabric_of(g, oversubscription=over, **options) for g in touched)
     if len(touched) > 1:
         # Different boards share no NVLink domain: what two groups join over is the network.
         fabric = replace(fabric, domain=min(fabric.domain, fabric.per_node))

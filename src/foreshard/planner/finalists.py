@@ -23,7 +23,9 @@ def searching(request: PlanRequest) -> PlanRequest:
     """Return the request as the search takes it: by closed forms, with enough plans to choose from."""
     if request.engine == "analytical":
         return request
-    return replace(request, engine="analytical", top=max(request.top, NUMBER), chooses_later=True)
+    return replace(
+        request, engine="analytical", network="closed-form", top=max(request.top, NUMBER), chooses_later=True
+    )
 
 
 def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> PlanResult:
@@ -55,7 +57,7 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
             break
         if made and one.plan not in shown and _is_beaten(request, one, made):
             continue
-        made.append(one.prediction if not graph_takes(one.plan) else predicted(request, one.plan))
+        made.append(_timed(request, one))
     plans, error = request.ranked(made)
     best = plans[0].prediction
     result = replace(result, plans=plans).bounded()
@@ -66,6 +68,17 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
         front=front_of(made, request.limits),
         wall_s=time.perf_counter() - started,
     )
+
+
+def _timed(request: PlanRequest, one: Ranked) -> Prediction:
+    """Return a plan as the engine asked for predicts it, as the closed form does where it is too large."""
+    if graph_takes(one.plan, request.network):
+        return predicted(request, one.plan)
+    if not request.best_buckets:
+        return one.prediction
+    own = replace(request.framework, bucket_bytes=0)
+    closed = replace(request, engine="analytical", network="closed-form", best_buckets=False, framework=own)
+    return predicted(closed, one.plan)
 
 
 def _in_order(request: PlanRequest, found: Iterable[Ranked]) -> list[Ranked]:

@@ -16,12 +16,12 @@ from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.ranking import OBJECTIVES, Limits, ranked
 from foreshard.planner.result import Ranked
 from foreshard.predict.run_setup import RunSetup
-from foreshard.predict.step import ENGINES
+from foreshard.predict.step import ENGINES, checked_network
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import ALGORITHMS, AUTO, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS, Plan, checked_buckets
 from foreshard.spec.prediction import Prediction
 
 
@@ -31,6 +31,7 @@ class PlanRequest:
 
     choices : which values degrees and options of plans may have
     comm : what the plans hide otherwise than the framework does by default; `framework` has it too
+    best_buckets : the engine asked for chooses the bucket size of each plan that it times
     overall_s : seconds that all searches may take of which this one is a part
     beat_s : plans of this step time or more are of no interest, and no reason is looked for why there is none
     """
@@ -48,6 +49,8 @@ class PlanRequest:
     comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
     engine: str = "graph"
+    network: str = "closed-form"
+    best_buckets: bool = False
     chooses_later: bool = False  # plans are timed once more, so neighbours of the best are kept
     top: int = 5
     budget_s: float = 60.0
@@ -56,6 +59,18 @@ class PlanRequest:
     choices: Choices = field(default_factory=Choices)
     beat_s: float = math.inf
     overall_s: float = 0.0
+
+    @property
+    def priced_framework(self) -> Framework:
+        """Return what plans run: where each gets its best buckets, its own until the engine has chosen."""
+        if self.best_buckets and self.engine != "analytical":
+            return replace(self.framework, bucket_bytes=0)
+        return self.framework
+
+    def stated(self, plan: Plan) -> Plan:
+        """Return a plan with the algorithm and the bucket size asked for; the best size comes later."""
+        own = None if self.best_buckets else self.framework.bucket_bytes or None
+        return replace(plan, collectives=self.framework.collectives, buckets=own)
 
     @property
     def setup(self) -> RunSetup:
@@ -119,10 +134,13 @@ def checked_request(
     precision: str = "bf16",
     optimizer: str = "adamw",
     engine: str = "graph",
+    network: str = "closed-form",
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
     executor: str = "local",
+    collectives: str = AUTO,
+    buckets: int | str | None = None,
     **stated: Any,
 ) -> PlanRequest:
     """Return the request, or raise SpecError naming the flag that is wrong.
@@ -160,16 +178,43 @@ def checked_request(
         max_devices=None
         if max_devices is None
         else whole(max_devices, key="--max-devices", name="max-devices"),
-        framework=load_framework(framework),
+        framework=replace(
+            load_framework(framework),
+            collectives=one_of(collectives, ALGORITHMS, key="--collectives", name="collectives"),
+            bucket_bytes=_bucket_bytes(buckets, engine),
+        ),
+        best_buckets=buckets == AUTO,
         precision=one_of(precision, PRECISIONS, key="--dtype", name="dtype"),
         optimizer=one_of(optimizer, OPTIMIZERS, key="--optimizer", name="optimizer"),
         engine=one_of(engine, ENGINES, key="--engine", name="engine"),
+        network=checked_network(network, engine),
         top=whole(top, key="--top", name="top"),
         budget_s=budget_s,
         usd_per_device_hour=usd_per_device_hour,
         executor=check_executor(executor),
         choices=choices(stated, load_framework(framework)),
     )
+
+
+def _bucket_bytes(buckets: int | str | None, engine: str) -> int:
+    """Return the bucket size that the search prices plans with, 0 for the framework's own buckets.
+
+    Where each plan gets its best size later, plans are priced with the smallest: closed forms have no
+    start-up of each bucket, so that none is faster, and their bound holds for all.
+    """
+    if buckets is None:
+        return 0
+    if buckets != AUTO:
+        return checked_buckets(buckets)
+    if engine == "analytical":
+        raise SpecError(
+            "the best bucket size is found by the graph engine",
+            key="--buckets",
+            value=AUTO,
+            rule="Closed forms have no start-up of each bucket; the graph engine lines them up",
+            fix="Use --engine graph, or state a size such as 25MiB",
+        )
+    return 1
 
 
 def in_fewest_groups(cluster: Cluster) -> Cluster:

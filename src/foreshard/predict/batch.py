@@ -58,10 +58,14 @@ class PlannedRun:
 
     def setup(self, fidelity: str = "zero-shot") -> RunSetup:
         """Return what the plan shares with all others of the run."""
-        plan = self.plan
+        plan, framework = self.plan, self.framework
+        if plan.collectives != "auto":
+            framework = replace(framework, collectives=plan.collectives)
+        if plan.buckets is not None:
+            framework = replace(framework, bucket_bytes=plan.buckets)
         return RunSetup(
             model=self.model,
-            framework=self.framework,
+            framework=framework,
             precision=plan.precision,
             seq_len=plan.seq_len,
             optimizer=plan.optimizer,
@@ -141,7 +145,7 @@ def _fabric(setup: RunSetup, cluster: Cluster, ranks: Sequence[int], crossing: i
 
     `crossing` of them share a link between racks.
     """
-    options = {"nccl": setup.nccl, "fidelity": setup.fidelity}
+    options = setup.fabric_options
     if len(cluster.nodes) > 1:
         # `fabric_between` already shares a link among the devices of one domain.
         devices = min(len(ranks), min(nodes.per_node for nodes in cluster.nodes))

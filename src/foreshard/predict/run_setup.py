@@ -67,6 +67,11 @@ class RunSetup:
         """Return the generation of NCCL whose constants hold."""
         return "old" if self.framework.nccl == "old" else "2.2x"
 
+    @property
+    def fabric_options(self) -> dict[str, Any]:
+        """Return what links and networks are priced by, as `comm.fabric` takes it."""
+        return {"nccl": self.nccl, "fidelity": self.fidelity, "collectives": self.framework.collectives}
+
     def kernels(self, device: Device) -> KernelModel:
         """Return the kernel constants of a device; attention outside flash kernels has its own formula."""
         attention = self.framework.attention if self.framework.attention != "unfused" else "fa2"

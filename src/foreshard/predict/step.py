@@ -27,15 +27,18 @@ from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Prediction
+from foreshard.spec.prediction import CollectiveTimes, Prediction
 from foreshard.spec.timeline import Timeline
 
 ENGINES = ("analytical", "graph")
+NETWORKS = ("closed-form", "flow")
 COSTS = ("formula",)
 FIDELITIES = ("datasheet", "zero-shot", "calibrated")
 MAX_GRAPH_OPS = 2_000_000
 """Forwards and backwards the graph engine takes on: about 10 s and 2 GB."""
 
+_PHASES_OF_LAYER = 12
+"""Most phases of a layer, both passes: computation, exposed and hidden transfers of two classes."""
 PART_WORDS = {
     "compute": "computation",
     "recompute": "recomputation",
@@ -63,6 +66,7 @@ def predict_timeline(
     *,
     framework: Framework | None = None,
     engine: str = "graph",
+    network: str = "closed-form",
     costs: str = "formula",
     fidelity: str = "zero-shot",
     tokens: float | None = None,
@@ -80,6 +84,8 @@ def predict_timeline(
     framework : Framework, optional
         Default: the one the plan names.
     engine : {'graph', 'analytical'}
+    network : {'closed-form', 'flow'}
+        'flow': all transfers of the step share links and NICs in one flow simulation (graph engine).
     costs : {'formula'}
     fidelity : {'zero-shot', 'datasheet'}
         'datasheet' uses no fitted constant.
@@ -102,6 +108,7 @@ def predict_timeline(
     """
     started = time.perf_counter()
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
+    network = checked_network(network, engine)
     if costs not in COSTS:
         raise SpecError(
             f"unknown cost source {costs!r}",
@@ -121,12 +128,14 @@ def predict_timeline(
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
     batch = build_batch([case], constants, fidelity=fidelity)
-    parts, events = _times(case, batch, engine, timeline)
+    parts, events, collectives = _times(case, batch, engine, network, timeline)
     prediction = _assemble(
         case,
         batch,
         parts,
         engine=engine,
+        network=network,
+        collectives=collectives,
         costs=costs,
         fidelity=fidelity,
         tokens=tokens,
@@ -147,19 +156,41 @@ def _number(key: str, value: Any, *, zero: bool = False) -> None:
 
 
 def _times(
-    case: PlannedRun, batch: Batch, engine: str, timeline: bool
-) -> tuple[dict[str, float], Timeline | None]:
-    """Return the parts of the step from one engine."""
+    case: PlannedRun, batch: Batch, engine: str, network: str, timeline: bool
+) -> tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...]]:
+    """Return the parts of the step from one engine, and what sharing the network does to its transfers."""
     if engine == "analytical":
-        return slowest_parts(step_times(batch, joined=True)), None
+        return slowest_parts(step_times(batch, joined=True)), None, ()
     _check_size(case.plan)
-    from foreshard.predict.graph.engine import graph_times
+    from foreshard.predict.graph.engine import graph_times, shared_times
 
-    return graph_times(case, batch, timeline=timeline)
+    if network == "flow":
+        return shared_times(case, batch, timeline=timeline)
+    return (*graph_times(case, batch, timeline=timeline), ())
 
 
-def graph_takes(plan: Plan) -> bool:
-    """Return whether the program of a plan fits this machine's memory."""
+def checked_network(network: str, engine: str) -> str:
+    """Return the name of a network model that the engine has."""
+    name = one_of(network, NETWORKS, key="--network", name="network")
+    if name == "flow" and engine == "analytical":
+        raise SpecError(
+            "the analytical engine has no tasks whose transfers could share a network",
+            key="--network",
+            value=network,
+            rule="Flows are simulated for the tasks of the graph engine",
+            fix="Use --engine graph, or --network closed-form",
+        )
+    return name
+
+
+def graph_takes(plan: Plan, network: str = "closed-form") -> bool:
+    """Return whether the program of a plan, or surely that of its flows, fits this machine's memory."""
+    if network == "flow":
+        from foreshard.sim.contention import MAX_PHASES
+
+        sizes = {(group.num_micro_batches, group.num_layers) for group in plan.groups}
+        if sum(_PHASES_OF_LAYER * math.prod(size) for size in sizes) > MAX_PHASES:
+            return False
     return _num_ops(plan) <= MAX_GRAPH_OPS
 
 
@@ -229,6 +260,8 @@ def _assemble(
     parts: dict[str, float],
     *,
     engine: str,
+    network: str,
+    collectives: tuple[CollectiveTimes, ...],
     costs: str,
     fidelity: str,
     tokens: float | None,
@@ -267,6 +300,8 @@ def _assemble(
         cluster=case.cluster.name,
         framework=case.framework.label,
         engine=engine,
+        network=network,
+        collectives=collectives,
         costs=costs,
         fidelity=fidelity,
         evidence=evidence,

@@ -49,6 +49,7 @@ class FormulaSteps:
     framework: Framework
     constants: TrainingConstants
     engine: str = "graph"
+    network: str = "closed-form"
     usd_per_device_hour: float | None = None
 
     def _case(self, plan: Plan) -> PlannedRun:
@@ -75,6 +76,7 @@ class FormulaSteps:
             plan,
             framework=self.framework,
             engine=self.engine,
+            network=self.network,
             tokens=tokens,
             usd_per_device_hour=self.usd_per_device_hour,
             timeline=False,

@@ -148,6 +148,8 @@ def traits_of(
 
 def _bucket_elements(framework: Framework) -> float:
     """Return the elements after which a gradient bucket leaves; what is not known is taken as Megatron."""
+    if framework.bucket_bytes:
+        return framework.bucket_bytes / framework.grad_bytes
     if framework.name in _BUCKET_BYTES:
         return _BUCKET_BYTES[framework.name] / framework.grad_bytes
     return _BUCKET_ELEMENTS.get(framework.name, 0.0)

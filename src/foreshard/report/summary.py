@@ -13,6 +13,14 @@ from foreshard.report.plan_words import place_of, plan_line
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
 
+_CLASS_LABELS = {
+    "tensor_comm": "tensor-parallel",
+    "context_comm": "context-parallel",
+    "expert_comm": "expert",
+    "gradient_reduce": "reduction of gradients",
+    "parameter_gather": "gathering of weights",
+    "pipeline_comm": "messages between stages",
+}
 NOTHING_HELPS = "What would help: no single change tried wins one per cent or more."
 
 
@@ -93,6 +101,23 @@ def time_table(prediction: Prediction) -> Table:
     )
 
 
+def collectives_table(prediction: Prediction) -> Table:
+    """Return what sharing the network does to each class of transfers on the critical rank."""
+    rows = [
+        (
+            _CLASS_LABELS.get(one.collective, one.collective),
+            quantity.seconds(one.closed_form_s),
+            quantity.seconds(one.flow_s),
+            quantity.gain(one.flow_s / one.closed_form_s - 1.0),
+            one.busiest_resource,
+            quantity.percent(one.utilisation),
+        )
+        for one in prediction.collectives
+    ]
+    columns = ("transfers", ">alone", ">shared", ">difference", "busiest on their way", ">busy")
+    return table("Transfers by themselves, and on the network that all share", columns, rows)
+
+
 def memory_table(memory: Memory) -> Table:
     """Return where the memory of the fullest rank goes; the rows sum to the peak."""
     unit = quantity.memory_unit(memory.peak_bytes)
@@ -170,6 +195,8 @@ def prediction_screen(
     source by the name of each number and brings every assumption. `groups` are shown when some group waits.
     """
     tables = [time_table(prediction), memory_table(prediction.memory)]
+    if prediction.collectives:
+        tables.append(collectives_table(prediction))
     if uneven(groups):
         tables.append(groups_table(groups))
     if advice:
@@ -177,7 +204,7 @@ def prediction_screen(
     if explained is not None:
         tables += _explained(prediction, explained)
     footer = [
-        f"{prediction.engine} engine, {prediction.costs} costs, {prediction.fidelity}; "
+        f"{prediction.engine} engine, {_network(prediction)}{prediction.costs} costs, {prediction.fidelity}; "
         f"evidence: {prediction.evidence}",
         f"{prediction.framework}; catalog {prediction.catalog_version or 'unversioned'}; "
         f"{len(prediction.assumptions)} assumptions" + ("" if explained is not None else " (--explain)"),
@@ -196,6 +223,10 @@ def prediction_screen(
         notes=tuple(notes),
         footer=tuple(footer),
     )
+
+
+def _network(prediction: Prediction) -> str:
+    return "" if prediction.network == "closed-form" else f"{prediction.network} network, "
 
 
 def _explained(prediction: Prediction, explained: Mapping[str, str]) -> list[Table]:

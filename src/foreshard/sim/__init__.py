@@ -2,5 +2,6 @@
 
 Decides the start and end of tasks that occupy resources in order and wait for other tasks. A program
 (``graph/program``) goes in, times come out. Read ``critical_path.py`` first; ``_kernel.py`` is its compiled
-loop.
+loop. ``contention.py`` runs the same program where transfers share a network, by the simulation of
+``comm/flow``.
 """

@@ -30,6 +30,8 @@ class Framework:
     routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
     dispatcher : allgather | alltoall | deepep | hybridep
     cross_entropy : unfused | native | te | eager | chunked
+    collectives : algorithm of all-reduces, auto (the library's choice) | ring | tree
+    bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
     fp8_params : weights are stored and gathered in 8 bit
     memory : name of the memory profile
     """
@@ -62,6 +64,8 @@ class Framework:
     routing: str = "learned"
     dispatcher: str = "alltoall"
     cross_entropy: str = "te"
+    collectives: str = "auto"
+    bucket_bytes: int = 0
     fp8_params: bool = False
     vocab_multiple: int = 128
     memory: str = "megatron-core"

@@ -16,6 +16,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe"]
 Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "sgd"]
 Offload = Literal["none", "optimizer", "activations", "all"]
+Algorithm = Literal["auto", "ring", "tree"]
 CommOption = Literal[
     "tp_overlap",
     "grad_overlap",
@@ -28,6 +29,9 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+AUTO = "auto"
+"""Of `--collectives` and `--buckets`: what is fastest."""
 COMM_OPTIONS: tuple[str, ...] = get_args(CommOption)
 RECOMPUTE_MODULES = (
     "core_attn",
@@ -39,6 +43,8 @@ RECOMPUTE_MODULES = (
     "mla_up_proj",
     "op",
 )
+# Of a bucket of gradients: above the memory of any device.
+MAX_BUCKET_BYTES = 2**42
 # Samples of a step, degrees and ranks: a 32-bit count, above every published run by a wide margin.
 MAX_BATCH = 2**31
 # Tokens of a sample: 64 Mi, above every published context.
@@ -110,6 +116,9 @@ class Plan:
     framework: str = "megatron-core"
     comm: Mapping[str, Any] = field(default_factory=dict)
     lora: str | None = None  # adapters on frozen weights, RANK[:TARGET(+TARGET)*]
+    # algorithm of all-reduces, and bytes of a bucket of gradients (None: the framework's buckets)
+    collectives: str = "auto"
+    buckets: int | None = None
     schema_version: int = 1
 
     @property
@@ -125,16 +134,19 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as its file stores it; `plan_file.parse_plan` reads it back equal."""
         names = ("schema_version", "global_batch", "seq_len", "precision", "optimizer", "framework")
-        adapters = {} if self.lora is None else {"lora": self.lora}
-        return (
-            {name: getattr(self, name) for name in names}
-            | adapters
-            | {
-                "defaults": {},
-                "groups": [_group_dict(group) for group in self.groups],
-                "comm": dict(self.comm),
-            }
-        )
+        out: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.lora is not None:
+            out["lora"] = self.lora
+        out |= {
+            "defaults": {},
+            "groups": [_group_dict(group) for group in self.groups],
+            "comm": dict(self.comm),
+        }
+        if self.collectives != "auto":
+            out["collectives"] = self.collectives
+        if self.buckets is not None:
+            out["buckets"] = self.buckets
+        return out
 
 
 def _group_dict(group: Group) -> dict[str, Any]:
@@ -150,6 +162,15 @@ def _stage_dict(stage: Stage) -> dict[str, Any]:
     out["layers"] = [list(span) for span in stage.layers]
     out["rank_shares"] = None if stage.rank_shares is None else list(stage.rank_shares)
     return out
+
+
+def checked_buckets(num_bytes: Any) -> int:
+    """Return the bytes of a bucket of gradients, or raise SpecError."""
+    known = isinstance(num_bytes, int | float) and not isinstance(num_bytes, bool)
+    if not known or not 1 <= num_bytes <= MAX_BUCKET_BYTES or num_bytes != int(num_bytes):
+        rule = f"Must be whole bytes from 1 to {MAX_BUCKET_BYTES}, or auto"
+        raise invalid(num_bytes, rule, key="--buckets", name="buckets", fix="Write it like 25MiB")
+    return int(num_bytes)
 
 
 def check_recompute(value: Any, *, key: str = "recompute", file: str | None = None) -> str:

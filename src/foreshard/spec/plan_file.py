@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 from foreshard.spec.codec import Grammar, Range, Size, decode, invalid, parse_json, read_text, whole
 from foreshard.spec.plan import (
     MAX_BATCH,
+    MAX_BUCKET_BYTES,
     MAX_SEQ_LEN,
+    Algorithm,
     CommOption,
     Group,
     Offload,
@@ -101,6 +103,8 @@ class PlanFile:
     defaults: GroupOptions = GroupOptions()
     groups: Annotated[tuple[GroupEntry, ...], Size(1)]
     comm: Mapping[CommOption, bool] = field(default_factory=dict)
+    collectives: Algorithm = "auto"
+    buckets: Annotated[int, Range(1, MAX_BUCKET_BYTES)] | None = None
 
 
 def parse_plan(data: Any, *, file: str | None = None) -> Plan:

@@ -60,6 +60,39 @@ class Money:
     price_date: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTimes:
+    """Transfers of one class on the critical rank, by themselves and on a network that all transfers share.
+
+    Attributes
+    ----------
+    collective : str
+        A communication part of `TIME_PARTS`; of data parallelism gradient_reduce and parameter_gather.
+    closed_form_s, flow_s : float
+        Seconds of them all, hidden ones too.
+    busiest_resource : str
+        Of those that they pass, the one that the whole step keeps busiest.
+    utilisation : float
+        Of that resource, over the step.
+    """
+
+    collective: str
+    closed_form_s: float
+    flow_s: float
+    busiest_resource: str
+    utilisation: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of a prediction's JSON object."""
+        return {
+            "collective": self.collective,
+            "closed_form_s": self.closed_form_s,
+            "flow_s": self.flow_s,
+            "difference": self.flow_s / self.closed_form_s - 1.0,
+            "busiest": {"resource": self.busiest_resource, "utilisation": self.utilisation},
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Prediction(Shown):
     """One predicted training step. Times are exposed seconds on the critical rank."""
@@ -86,6 +119,8 @@ class Prediction(Shown):
     cluster: str
     framework: str
     engine: str
+    network: str = "closed-form"
+    collectives: tuple[CollectiveTimes, ...] = ()
     costs: str
     fidelity: str
     evidence: str
@@ -102,6 +137,7 @@ class Prediction(Shown):
         out["assumptions"] = list(self.assumptions)
         out["time_breakdown_s"] = dict(self.time_breakdown_s)
         out["explain"] = dict(self.explain)
+        out["collectives"] = [one.to_dict() for one in self.collectives]
         out["memory"] = asdict(self.memory) | {
             "per_stage_peak_bytes": [list(row) for row in self.memory.per_stage_peak_bytes]
         }

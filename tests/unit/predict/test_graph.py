@@ -285,3 +285,16 @@ def test_folding_the_steady_state_changes_nothing(choices, monkeypatch):
     assert len(lowered) == 3
     assert sum(folded.values()) == pytest.approx(sum(whole.values()), rel=1e-6)
     assert folded == pytest.approx(whole, rel=1e-3, abs=1e-4 * sum(whole.values()))
+
+
+def test_a_folded_steady_state_shares_the_network_as_the_whole(monkeypatch):
+    case = case_of("4x8xh100-sxm", tp=2, pp=4, global_batch=4 * 256, comm={"grad_overlap": True})
+    batch = build_batch([case], CONSTANTS)
+    whole, _, classes = engine.shared_times(case, batch, timeline=False, compiled=False)
+    monkeypatch.setattr(engine, "MAX_TASKS", 100)
+    folded, _, told = engine.shared_times(case, batch, timeline=False, compiled=False)
+    assert folded == pytest.approx(whole, rel=1e-6, abs=1e-9)
+    for one, other in zip(classes, told, strict=True):
+        assert one.collective == other.collective
+        assert one.flow_s == pytest.approx(other.flow_s, rel=1e-6)
+        assert one.utilisation == pytest.approx(other.utilisation, rel=1e-6)

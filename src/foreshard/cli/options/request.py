@@ -9,10 +9,10 @@ import click
 
 from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
-from foreshard.cli.options.values import Amount, Count, FrameworkLabel, Word
+from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Word
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
 
 _DEGREE_HELP = {
     "dp": "Data-parallel replicas (default: what the others leave).",
@@ -74,10 +74,27 @@ def _run_options() -> list[click.Option]:
             help="Default megatron-core; 'foreshard schema frameworks' lists them.",
         ),
         *(_comm_option(name) for name in COMM_OPTIONS),
+        *wire_options(),
         click.Option(
             ["--lora"],
             metavar="RANK[:TARGETS]",
             help="Train adapters only, as 16 or 16:q+v (default q+k+v+o).",
+        ),
+    ]
+
+
+def wire_options() -> list[click.Option]:
+    """Return fresh options of how gradients travel: by which algorithm, in which buckets."""
+    return [
+        click.Option(
+            ["--collectives"],
+            type=Word(*ALGORITHMS),
+            help="Algorithm of all-reduces (default auto: the library's choice, the faster).",
+        ),
+        click.Option(
+            ["--buckets"],
+            type=BucketSize(),
+            help="Size of a bucket of gradients, as 25MiB, or auto: the best (default: the framework's).",
         ),
     ]
 
@@ -91,6 +108,11 @@ def _comm_option(name: str) -> click.Option:
 def _question_options(with_engine: bool) -> list[click.Option]:
     engine = [
         click.Option(["--engine"], type=Word("analytical", "graph"), help="Default graph."),
+        click.Option(
+            ["--network"],
+            type=Word("closed-form", "flow"),
+            help="How transfers take time: each by itself, or sharing links and NICs (default closed-form).",
+        ),
         click.Option(["--costs"], metavar="SOURCE", help="Cost source (default formula)."),
     ]
     return [

@@ -15,6 +15,7 @@ import click
 
 from foreshard.errors import SpecError
 from foreshard.spec.codec import spelled
+from foreshard.spec.plan import AUTO
 from foreshard.units import count, parse
 
 # Counts are 32 bits wide; amounts end far above every token count and price.
@@ -175,6 +176,18 @@ _MEANT = {
     "checkpoints": "activations",
 }
 """What is meant by words of other tools, by the word in lower case; only known words are suggested."""
+
+
+class BucketSize(ByteCount):
+    """Bytes of a bucket of gradients, or `auto`."""
+
+    name = "SIZE|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the bytes or the word, or fail."""
+        if str(value).strip().lower() == AUTO:
+            return AUTO
+        return int(super().convert(value, param, ctx))
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]

@@ -27,9 +27,7 @@ def longest_path_s(program: FlowProgram, small: Fold | None = None, *, compiled:
     compiled : bool, optional
         As in `simulate`.
     """
-    sends = program.route >= 0
-    alone_s = program.delay_s.copy()
-    alone_s[sends] += program.num_bytes[sends] / program.rate_alone_bytes_per_s[program.route[sends]]
+    alone_s = program.alone_s
     if small is not None:
         program, alone_s = small.program, alone_s[small.kept]
     if compiled is None:

@@ -148,6 +148,13 @@ class FlowProgram:
         return rate
 
     @cached_property
+    def alone_s(self) -> np.ndarray:
+        """Seconds of each task that shares nothing: its delay and its bytes, shape (T,)."""
+        alone_s, sends = self.delay_s.copy(), self.route >= 0
+        alone_s[sends] += self.num_bytes[sends] / self.rate_alone_bytes_per_s[self.route[sends]]
+        return alone_s
+
+    @cached_property
     def resource_bytes(self) -> np.ndarray:
         """Bytes that each resource carries, shape (R,)."""
         sends = self.route >= 0

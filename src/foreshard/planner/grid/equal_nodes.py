@@ -185,7 +185,10 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
     """Return the plans found as predictions by the engine asked for; beyond the deadline only the first."""
     made: list[Prediction] = []
     # A plan states what it hides otherwise than the framework does: as its file will be read.
-    framework = load_framework(request.framework.label) if request.comm else request.framework
+    framework = request.framework
+    if request.comm:
+        own = {name: getattr(framework, name) for name in ("collectives", "bucket_bytes")}
+        framework = replace(load_framework(framework.label), **own)
     for part, found in zip(searched.parts, searched.found, strict=True):
         for i, table in enumerate(found.tables):
             if made and (time.perf_counter() >= deadline or (searched.stopped and i >= request.top)):
@@ -198,7 +201,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
                 precision=request.precision,
                 optimizer=request.optimizer,
             )
-            plan = replace(plan, comm=acting(plan, request.comm))
+            plan = request.stated(replace(plan, comm=acting(plan, request.comm)))
             made.append(
                 predict(
                     request.model,

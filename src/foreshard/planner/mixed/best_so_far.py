@@ -109,7 +109,7 @@ class MixedFound:
             return np.inf
         laid = laid_out(self.request, plan)
         laid = plan if missing_bytes(self.request, laid) else laid
-        seconds = predicted(replace(self.request, engine="graph"), laid).step_time_s
+        seconds = predicted(replace(self.request, engine="graph", network="closed-form"), laid).step_time_s
         self.timed.append((seconds, laid))
         return seconds
 

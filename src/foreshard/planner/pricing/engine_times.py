@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from foreshard.planner.request import PlanRequest
+from foreshard.predict.batch import PlannedRun
+from foreshard.predict.step import graph_takes
 from foreshard.predict.step_source import FormulaSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
@@ -29,16 +31,30 @@ def steps_of(request: PlanRequest, usd_per_device_hour: float | None = None) -> 
     return FormulaSteps(
         model=request.model,
         cluster=request.cluster,
-        framework=request.framework,
+        framework=request.priced_framework,
         constants=request.constants,
         engine=request.engine,
+        network=request.network,
         usd_per_device_hour=usd_per_device_hour,
     )
 
 
 def predicted(request: PlanRequest, plan: Plan) -> Prediction:
-    """Return the prediction of a plan; nodes that are idle altogether are not paid for."""
+    """Return the prediction of a plan as its file states it; nodes that are idle are not paid for."""
+    plan = _with_buckets(request, request.stated(plan))
     return steps_of(request, _paid(request, plan)).predict(plan, tokens=request.tokens)
+
+
+def _with_buckets(request: PlanRequest, plan: Plan) -> Plan:
+    """Return the plan with the best bucket size where that was asked for and the engine can tell."""
+    if not request.best_buckets or request.engine == "analytical" or not graph_takes(plan, request.network):
+        return plan
+    from foreshard.predict.graph.bucket_choice import with_best_buckets
+
+    case = PlannedRun(
+        model=request.model, cluster=request.cluster, plan=plan, framework=request.priced_framework
+    )
+    return with_best_buckets(case, request.constants, network=request.network)
 
 
 def _paid(request: PlanRequest, plan: Plan) -> float | None:

@@ -292,7 +292,7 @@ def _fabric(request: PlanRequest, devices: Mapping[int, int]) -> Fabric:
     for g, nodes in enumerate(request.cluster.nodes):
         ranks += range(first, first + devices.get(g, 0))
         first += nodes.num_devices
-    return fabric_between(request.cluster, ranks, nccl=request.setup.nccl)
+    return fabric_between(request.cluster, ranks, **request.setup.fabric_options)
 
 
 def _kernels(setup: RunSetup, device: Device) -> KernelModel:

@@ -121,7 +121,7 @@ class TableStages:
         """
         setup, rows, table, node = self._setup, self.rows, self._table, self._node
         over = self._cluster.network.oversubscription
-        fabric = _fabric(node, setup.nccl, setup.fidelity, over)
+        fabric = _fabric(node, over, tuple(setup.fabric_options.items()))
         width = table.tp * table.cp * table.dp
         domain = domain_block(node)
         leaves = (table.pp > 1) & (width * table.pp > domain)
@@ -232,8 +232,8 @@ def _stride(members: Column, apart: Column, domain: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _fabric(node: NodeGroup, nccl: str, fidelity: str, oversubscription: float) -> Fabric:
-    return fabric_of(node, nccl=nccl, fidelity=fidelity, oversubscription=oversubscription)
+def _fabric(node: NodeGroup, oversubscription: float, options: tuple[tuple[str, str], ...]) -> Fabric:
+    return fabric_of(node, oversubscription=oversubscription, **dict(options))
 
 
 def _boundaries(table: PlanTable, rows: StageRows, width: Column, domain: int) -> Boundaries:

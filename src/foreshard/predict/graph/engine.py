@@ -15,9 +15,11 @@ from foreshard.graph.schedules import Op
 from foreshard.predict.batch import Batch, PlannedRun
 from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph.prices import GroupPrices, group_prices
+from foreshard.predict.graph.transfers import SharedPorts, SharedStep, TransferTotals
 from foreshard.predict.tasks.collectives import contention
 from foreshard.sim import critical_path
-from foreshard.spec.prediction import TIME_PARTS
+from foreshard.sim.critical_path import TaskTimes
+from foreshard.spec.prediction import TIME_PARTS, CollectiveTimes
 from foreshard.spec.timeline import Timeline
 
 MAX_TASKS = 20_000  # a few hundredths of a second in plain Python
@@ -36,33 +38,58 @@ def graph_times(
     docs/derivations/step.md.
     """
     run = _Run(float(np.max(contention(batch.machine))), compiled)
+    return _times(run, case, batch, timeline)[:2]
+
+
+def shared_times(
+    case: PlannedRun, batch: Batch, *, timeline: bool, compiled: bool | None = None
+) -> tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...]]:
+    """Return the same where all transfers share the network, and what that does to each class of them.
+
+    The slowdown of computation beside collectives is that of `graph_times`; `compiled` as in
+    `comm.flow.simulation.simulate`.
+    """
+    run = _Run(float(np.max(contention(batch.machine))), compiled, SharedPorts.of(case, batch))
+    parts, events, totals = _times(run, case, batch, timeline)
+    return parts, events, () if totals is None else totals.by_class(sum(parts.values()))
+
+
+def _times(
+    run: _Run, case: PlannedRun, batch: Batch, timeline: bool
+) -> tuple[dict[str, float], Timeline | None, TransferTotals | None]:
+    """Return the parts of a step, when each task runs if asked, and what was measured of shared transfers."""
     prices = group_prices(case, batch)
-    parts = run.parts(prices)
+    parts, totals = run.parts(prices)
     makespan_s = sum(parts.values())
     num_devices = float(np.asarray(batch.pipeline.num_devices).flat[0])
     doublings = max(0.0, float(np.log2(max(num_devices, 1.0) / 8.0)))
     parts["straggler"] = float(batch.machine.constants.jitter) * doublings * makespan_s
     if not timeline:
-        return parts, None
+        return parts, None, totals
     from foreshard.predict.graph.timeline import timeline_of
 
-    step, times = run(prices)
-    return parts, timeline_of(case, step, times, times.makespan_s * (sum(parts.values()) / makespan_s))
+    step, times, _ = run(prices)
+    until_s = times.makespan_s * (sum(parts.values()) / makespan_s)
+    return parts, timeline_of(case, step, times, until_s), totals
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """How programs are lowered and executed."""
+    """How programs are lowered and executed: transfers each by themselves, or on ports that they share."""
 
     contention: float
-    compiled: bool
+    compiled: bool | None
+    ports: SharedPorts | None = None
 
-    def __call__(self, prices: list[GroupPrices]) -> tuple[Step, critical_path.TaskTimes]:
+    def __call__(self, prices: list[GroupPrices]) -> tuple[Step, TaskTimes, SharedStep | None]:
         """Return the program of a step and when its tasks run."""
         step = lower(prices, self.contention)
-        return step, critical_path.run(step.program, compiled=self.compiled)
+        if self.ports is None:
+            return step, critical_path.run(step.program, compiled=bool(self.compiled)), None
+        shared = self.ports.run(step, compiled=self.compiled)
+        return step, shared.run.times, shared
 
-    def parts(self, prices: list[GroupPrices]) -> dict[str, float]:
+    def parts(self, prices: list[GroupPrices]) -> tuple[dict[str, float], TransferTotals | None]:
         """Return the parts of the step, folding the steady state of a very large program.
 
         Past the warm-up every round of as many micro-batches as there are stages takes the same time, so
@@ -73,18 +100,21 @@ class _Run:
         rounds = first.num_micro_batches // first.num_stages
         if len(prices) > 1 or rounds <= 2 * _ROUNDS[2] or first.num_tasks <= MAX_TASKS:
             return _parts(*self(prices))
-        few, some, more = (_parts(*self([first.without(rounds - kept)])) for kept in _ROUNDS)
-        few_s, some_s, more_s = (sum(parts.values()) for parts in (few, some, more))
+        runs = [_parts(*self([first.without(rounds - kept)])) for kept in _ROUNDS]
+        few_s, some_s, more_s = (sum(parts.values()) for parts, _ in runs)
         if abs((more_s - some_s) - (some_s - few_s)) > 1e-9 * more_s:
             return _parts(*self(prices))
         times = (rounds - _ROUNDS[2]) / (_ROUNDS[2] - _ROUNDS[1])
-        parts = {name: max(0.0, value + times * (value - some[name])) for name, value in more.items()}
+        (some, before), (more, after) = runs[1:]
+        parts = {name: max(0.0, float(v + times * (v - some[name]))) for name, v in more.items()}
         parts["compute"] += more_s + times * (more_s - some_s) - sum(parts.values())
-        return parts
+        return parts, None if before is None or after is None else after.beyond(before, times)
 
 
-def _parts(step: Step, times: critical_path.TaskTimes) -> dict[str, float]:
-    """Assign every second of the critical rank to one part."""
+def _parts(
+    step: Step, times: TaskTimes, shared: SharedStep | None
+) -> tuple[dict[str, float], TransferTotals | None]:
+    """Assign every second of the critical rank to one part; total its transfers where they shared ports."""
     lowered, stage = _critical(step, times)
     prices = lowered.prices
     parts = dict.fromkeys(TIME_PARTS, 0.0)
@@ -95,6 +125,9 @@ def _parts(step: Step, times: critical_path.TaskTimes) -> dict[str, float]:
     on_rank = _on_rank(step, lowered, stage)
     parts["data_comm"] += float(step.data_s[on_rank].sum())
     parts["optimizer"] += float(prices.optimizer_s[stage])
+    if shared is not None:
+        for name, added_s in shared.added_s(on_rank).items():
+            parts[name] += added_s
     gaps = _gaps(times.start_s[on_rank], times.end_s[on_rank], times.makespan_s)
     messages = _messages(lowered, stage)
     data = np.array(lowered.data[stage], dtype=np.int64)
@@ -105,10 +138,10 @@ def _parts(step: Step, times: critical_path.TaskTimes) -> dict[str, float]:
     parts["bubble"] = max(0.0, float((gaps[:, 1] - gaps[:, 0]).sum()) - either)
     # Sums of a million terms differ in their last bits; the largest part takes the difference.
     parts["compute"] += times.makespan_s - sum(parts.values())
-    return parts
+    return parts, None if shared is None else shared.totals(step, prices.index, stage)
 
 
-def _critical(step: Step, times: critical_path.TaskTimes) -> tuple[LoweredGroup, int]:
+def _critical(step: Step, times: TaskTimes) -> tuple[LoweredGroup, int]:
     """Return the group whose gradients are ready last, and its stage that computes longest."""
     ready_s = [
         max(
@@ -145,7 +178,7 @@ def _gaps(start_s: np.ndarray, end_s: np.ndarray, until_s: float) -> np.ndarray:
     return np.stack([np.append(0.0, end_s), np.append(start_s, until_s)], axis=1)
 
 
-def _covered(gaps: np.ndarray, times: critical_path.TaskTimes, tasks: np.ndarray) -> float:
+def _covered(gaps: np.ndarray, times: TaskTimes, tasks: np.ndarray) -> float:
     """Return how many seconds of the gaps lie under the tasks."""
     if len(tasks) == 0:
         return 0.0

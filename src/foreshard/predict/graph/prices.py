@@ -6,7 +6,7 @@ batch, and keeps each op's seconds by part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -152,9 +152,16 @@ def _identity(case: PlannedRun, group: Group, domains: np.ndarray) -> Any:
 
 
 def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
-    """One place of a dataclass of arrays, as numbers."""
-    values = {f.name: np.broadcast_to(getattr(item, f.name), shape)[row, column] for f in fields(item)}  # type: ignore[arg-type]
-    return type(item)(**values)
+    """One place of a dataclass of arrays, or of such dataclasses, as numbers."""
+    values = {f.name: getattr(item, f.name) for f in fields(item)}  # type: ignore[arg-type]
+    return type(item)(
+        **{
+            name: _at(value, row, column, shape)
+            if is_dataclass(value)
+            else np.broadcast_to(value, shape)[row, column]
+            for name, value in values.items()
+        }
+    )
 
 
 def _machine_at(batch: Batch, row: int, column: int) -> Machine:

@@ -1,0 +1,141 @@
+"""The network that the tasks of a step share: for each distinct stage the ports of one rank, for all of it.
+
+Symmetric ranks send the same bytes at the same time, so one of them tells how long a port is busy. What the
+devices of a node or a leaf have in common (a NIC, an uplink) every device has an even part of, as in the
+closed forms; the parts add up to the whole, which therefore binds nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.comm.fabric import Fabric
+from foreshard.graph.program import Kind
+from foreshard.predict.batch import PlannedRun
+from foreshard.predict.graph.prices import GroupPrices
+from foreshard.sim.contention import SharedNetwork
+
+OUT, IN = 0, 1
+_SLOWER = 1.0 - 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortTransfer:
+    """Bytes of one transfer, and the route they take."""
+
+    num_bytes: float
+    route: int
+    alone_s: float  # that the bytes take by themselves
+
+
+NOTHING = PortTransfer(num_bytes=0.0, route=-1, alone_s=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ports:
+    """Resources of the rank that stands for a stage."""
+
+    link: tuple[int, int]
+    nic: tuple[int, int]
+    link_bytes_per_s: float
+    nic_bytes_per_s: float
+    over_pcie: bool  # its bytes to the NIC pass the slot that joins it to its neighbours
+
+
+class StepNetwork:
+    """Ports of all distinct stages of a step, and the routes of its transfers over them."""
+
+    def __init__(self, case: PlannedRun, prices: list[GroupPrices]):
+        self.network = SharedNetwork()
+        self.machines = {price.index: price.machines for price in prices}
+        self._crosses = {price.index: price.crosses for price in prices}
+        self._ports: dict[tuple[int, int], _Ports] = {}
+        self._paths: dict[tuple[int, int, str, str], int] = {}
+        self._ranks: dict[tuple[int, int], int] = {}
+        for price in prices:
+            for s, stage in enumerate(price.group.stages):
+                self._ranks[price.index, s] = stage.ranks[0]
+                self._ports[price.index, s] = self._new(case, price, s)
+
+    def _new(self, case: PlannedRun, price: GroupPrices, s: int) -> _Ports:
+        fabric, rank = price.machines[s].fabric, price.group.stages[s].ranks[0]
+        link, nic = float(fabric.intra_bytes_per_s), _share(fabric)
+        add = self.network.resource
+        return _Ports(
+            link=(add(f"rank {rank} links out", link), add(f"rank {rank} links in", link)),
+            nic=(add(f"rank {rank} NIC out", nic), add(f"rank {rank} NIC in", nic)),
+            link_bytes_per_s=link,
+            nic_bytes_per_s=nic,
+            over_pcie=case.cluster.node_group_of(rank).nvlink_domain <= 1,
+        )
+
+    def collective(self, group: int, stage: int, link_s: float, nic_s: float, *, whole: bool) -> PortTransfer:
+        """Return what a collective moves through the ports of a stage, out and in.
+
+        `whole` is of gradient collectives, which may leave the stage's own fabric for that of all groups.
+        """
+        machine, ports = self.machines[group][stage], self._ports[group, stage]
+        fabric = machine.sync if whole else machine.fabric
+        sides = [(ports, OUT), (ports, IN)]
+        return self._moved(sides, (group, stage, "gradients"), fabric, link_s, nic_s)
+
+    def message(self, group: int, stage: int, kind: int, link_s: float, nic_s: float) -> PortTransfer:
+        """Return what a message to the next stage, or to the one before, moves."""
+        count = len(self.machines[group])
+        to = (stage + (1 if kind == Kind.SEND_FORWARD else -1)) % count
+        boundary = stage if kind == Kind.SEND_FORWARD else to
+        here, there = self._ports[group, stage], self._ports[group, to]
+        if self._crosses[group][boundary] and not here.over_pcie:
+            link_s = min(link_s, 0.0)  # from the device to its NIC, past the links to its neighbours
+        fabric = self.machines[group][stage].link
+        return self._moved([(here, OUT), (there, IN)], (group, stage, "messages"), fabric, link_s, nic_s)
+
+    def _moved(
+        self,
+        sides: list[tuple[_Ports, int]],
+        path: tuple[int, int, str],
+        fabric: Fabric,
+        link_s: float,
+        nic_s: float,
+    ) -> PortTransfer:
+        """Return bytes and route of what occupies links and NICs of a fabric for so many seconds."""
+        alone_s = max(link_s, nic_s)
+        if alone_s <= 0.0:
+            return NOTHING
+        rates = float(fabric.intra_bytes_per_s), _share(fabric)
+        moved = link_s * rates[0], nic_s * rates[1]
+        unit = moved[0] if link_s >= nic_s else moved[1]
+        usage: dict[int, float] = {}
+        for ports, way in sides:
+            link = moved[0]
+            if ports.over_pcie:
+                link = max(link, min(moved[1], alone_s * ports.link_bytes_per_s))
+            usage[ports.link[way]] = min(link, alone_s * ports.link_bytes_per_s)
+            usage[ports.nic[way]] = min(moved[1], alone_s * ports.nic_bytes_per_s)
+        slowest = (
+            min(ports.link_bytes_per_s for ports, _ in sides),
+            min(ports.nic_bytes_per_s for ports, _ in sides),
+        )
+        for name, rate, own, num_bytes in zip(("links", "NIC"), rates, slowest, moved, strict=True):
+            if rate < own * _SLOWER and num_bytes > 0.0:
+                usage[self._path(path, name, rate)] = num_bytes
+        used = {one: value / unit for one, value in usage.items() if value > 0.0}
+        route = self.network.route(tuple(used), tuple(used.values()))
+        return PortTransfer(num_bytes=unit, route=route, alone_s=alone_s)
+
+    def _path(self, path: tuple[int, int, str], name: str, rate: float) -> int:
+        """Return the resource that bounds a stage's transfers elsewhere: a slower peer, a link of racks."""
+        key = (*path, name)
+        if key not in self._paths:
+            rank = self._ranks[path[:2]]
+            label = f"rank {rank} slowest {name} on the way of {path[2]}"
+            self._paths[key] = self.network.resource(label, rate)
+        return self._paths[key]
+
+
+def _share(fabric: Any) -> float:
+    """Return the part of a node's NICs that each of its devices has, bytes/s."""
+    return float(np.asarray(fabric.nic_bytes_per_s / fabric.per_node))

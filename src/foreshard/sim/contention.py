@@ -1,0 +1,236 @@
+"""When every task of a program runs where transfers share a network, by the flow simulation.
+
+A task is one or more phases: a fixed time, then bytes over a route. Transfers that share a resource slow down
+alike: max-min fair, weighted by their rates alone. A program without bytes runs exactly as `critical_path`
+says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreshard.comm.flow.compiled import is_worth_compiling
+from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
+from foreshard.comm.flow.simulation import FlowTimes, simulate
+from foreshard.graph.program import Program
+from foreshard.sim.critical_path import TaskTimes
+
+MIN_COMPILED_TASKS = 20_000
+"""Below, plain Python takes less than to compile the loops once on a machine; half a second."""
+
+MAX_PHASES = 2_000_000
+"""Phases that one simulation takes on: some seconds and 1 GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Phases:
+    """What the tasks of a program do, phase after phase, in the order of the tasks.
+
+    A phase that is `beside` runs next to the phases that follow it: it starts with the next phase that is
+    not, which is over only when both have ended. The last phase of a task is not beside.
+
+    Attributes
+    ----------
+    task : ndarray of int, shape (P,)
+        Ascending; every task has a phase.
+    delay_s, num_bytes : ndarray, shape (P,)
+        Fixed seconds, then bytes.
+    route : ndarray of int, shape (P,)
+        Row of the network's routes, -1 for a phase without bytes.
+    beside : ndarray of bool, shape (P,)
+    """
+
+    task: np.ndarray
+    delay_s: np.ndarray
+    num_bytes: np.ndarray
+    route: np.ndarray
+    beside: np.ndarray
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedNetwork:
+    """Resources by name, and routes over them: how many bytes each carries for a byte of a transfer."""
+
+    names: list[str] = field(default_factory=list)
+    capacity_bytes_per_s: list[float] = field(default_factory=list)
+    routes: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = field(default_factory=dict)
+
+    def resource(self, name: str, bytes_per_s: float) -> int:
+        """Add a resource and return its number."""
+        self.names.append(name)
+        self.capacity_bytes_per_s.append(bytes_per_s)
+        return len(self.names) - 1
+
+    def route(self, resources: Sequence[int], usage: Sequence[float]) -> int:
+        """Return the route over these resources, new or known."""
+        return self.routes.setdefault((tuple(resources), tuple(usage)), len(self.routes))
+
+    def alone_bytes_per_s(self) -> np.ndarray:
+        """Return the rate of a transfer that has its route to itself, shape (routes,)."""
+        capacity = self.capacity_bytes_per_s
+        return np.array(
+            [
+                min(capacity[one] / part for one, part in zip(resources, usage, strict=True))
+                for resources, usage in self.routes
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ContendedRun:
+    """When tasks and phases run.
+
+    Attributes
+    ----------
+    times : TaskTimes
+    program : FlowProgram
+    flows : FlowTimes
+        Of `program`.
+    phase : ndarray of int, shape (P,)
+        Task of `program` that each phase is.
+    longer_s : ndarray, shape (P,)
+        What sharing adds to each phase.
+    waited_s : ndarray, shape (P,)
+        How long the task waits for a phase beside it, after what it runs next to has ended.
+    """
+
+    times: TaskTimes
+    program: FlowProgram
+    flows: FlowTimes
+    phase: np.ndarray
+    longer_s: np.ndarray
+    waited_s: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Places:
+    """Tasks of the flow program: of the phases, before and after those with others beside them."""
+
+    phase: np.ndarray
+    before: np.ndarray  # an instant at which phases beside may start
+    after: np.ndarray  # an instant for which they must have ended
+    host: np.ndarray  # per phase: itself, or the phase that it is beside
+    num_tasks: int
+
+
+def run(
+    program: Program, phases: Phases, network: SharedNetwork, *, compiled: bool | None = None
+) -> ContendedRun:
+    """Return when every task and phase runs.
+
+    Parameters
+    ----------
+    program : Program
+        Order and dependencies; the durations are those of the phases.
+    phases : Phases
+    network : SharedNetwork
+    compiled : bool, optional
+        As in `simulate`; unless given, programs of `MIN_COMPILED_TASKS` are.
+
+    Raises
+    ------
+    SpecError
+        If tasks wait for each other in a circle.
+    """
+    places = _places(phases)
+    if compiled is None:
+        compiled = places.num_tasks >= MIN_COMPILED_TASKS and is_worth_compiling(places.num_tasks)
+    flow_program = _flow_program(program, phases, network, places)
+    flows = simulate(flow_program, compiled=compiled)
+    first, last = _ends(program, phases, places)
+    start_s, end_s = flows.start_s[places.phase], flows.end_s[places.phase]
+    return ContendedRun(
+        times=TaskTimes(start_s=flows.start_s[first], end_s=flows.end_s[last]),
+        program=flow_program,
+        flows=flows,
+        phase=places.phase,
+        longer_s=np.maximum(end_s - start_s - flow_program.alone_s[places.phase], 0.0),
+        waited_s=_waited_s(phases, places, flows),
+    )
+
+
+def _places(phases: Phases) -> _Places:
+    """Return the numbers of the flow program's tasks, in the order in which queues run them."""
+    count = len(phases.task)
+    index = np.arange(count)
+    # The host of a phase beside others is the next that is not.
+    host = np.minimum.accumulate(np.where(phases.beside, count, index)[::-1])[::-1]
+    has_others = np.zeros(count, dtype=bool)
+    has_others[host[phases.beside]] = True
+    size = 1 + 2 * has_others
+    start = np.cumsum(size) - size
+    return _Places(
+        phase=start + has_others,
+        before=np.where(has_others, start, -1),
+        after=np.where(has_others, start + 2, -1),
+        host=host,
+        num_tasks=int(size.sum()),
+    )
+
+
+def _ends(program: Program, phases: Phases, places: _Places) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and the last flow task of each task."""
+    tasks = np.arange(program.num_tasks)
+    first = places.host[np.searchsorted(phases.task, tasks, side="left")]
+    last = np.searchsorted(phases.task, tasks, side="right") - 1
+    return (
+        np.where(places.before[first] >= 0, places.before[first], places.phase[first]),
+        np.where(places.after[last] >= 0, places.after[last], places.phase[last]),
+    )
+
+
+def _flow_program(program: Program, phases: Phases, network: SharedNetwork, places: _Places) -> FlowProgram:
+    builder = FlowProgramBuilder(np.array(network.capacity_bytes_per_s))
+    for resources, usage in network.routes:
+        builder.route(resources, usage)
+    queue = np.full(places.num_tasks, -1)
+    on_queue = ~phases.beside
+    queue_of = program.resource[phases.task]
+    weight = np.append(network.alone_bytes_per_s(), 1.0)[phases.route]  # route -1 is the last
+    columns = {
+        "delay_s": phases.delay_s,
+        "num_bytes": phases.num_bytes,
+        "route": phases.route,
+        "weight": weight,
+    }
+    empty = {"delay_s": 0.0, "num_bytes": 0.0, "route": -1, "weight": 1.0}
+    filled = {name: np.full(places.num_tasks, value) for name, value in empty.items()}
+    for name, column in filled.items():
+        column[places.phase] = columns[name]
+    for where in (places.phase, places.before, places.after):
+        known = on_queue & (where >= 0)
+        queue[where[known]] = queue_of[known]
+    builder.new_queue(len(program.resource_names))
+    builder.add_many(queue=queue, **filled)
+    beside = np.flatnonzero(phases.beside)
+    builder.depend(places.phase[beside], places.before[places.host[beside]])
+    builder.depend(places.after[places.host[beside]], places.phase[beside])
+    first, last = _ends(program, phases, places)
+    task, before = np.repeat(np.arange(program.num_tasks), np.diff(program.indptr)), program.indices
+    late = np.flatnonzero(program.lag_s) if len(program.lag_s) else np.empty(0, dtype=np.int64)
+    waits = last[before]
+    if len(late):
+        lags = builder.add_many(delay_s=program.lag_s[late]) + np.arange(len(late))
+        builder.depend(lags, waits[late])
+        waits[late] = lags
+    builder.depend(first[task], waits)
+    return builder.build()
+
+
+def _waited_s(phases: Phases, places: _Places, flows: FlowTimes) -> np.ndarray:
+    """Return the wait of tasks for the phase beside them that ends last, 0 for all other phases."""
+    waited = np.zeros(len(phases.task))
+    beside = np.flatnonzero(phases.beside)
+    if not len(beside):
+        return waited
+    host = places.host[beside]
+    end_s = flows.end_s[places.phase[beside]]
+    order = np.lexsort((end_s, host))
+    is_last = np.append(host[order][1:] != host[order][:-1], True)
+    latest = order[is_last]
+    own_s = flows.end_s[places.phase[host[latest]]]
+    waited[beside[latest]] = np.maximum(end_s[latest] - own_s, 0.0)
+    return waited
