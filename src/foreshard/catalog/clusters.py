@@ -8,7 +8,14 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from foreshard import quantity, units
-from foreshard.catalog.cluster_file import MAX_DEVICES, NodesTable, links_of, named_device, read_cluster_file
+from foreshard.catalog.cluster_file import (
+    MAX_DEVICES,
+    NodesTable,
+    links_of,
+    named_device,
+    network_of,
+    read_cluster_file,
+)
 from foreshard.catalog.devices import device_assumption, devices, resolve_device
 from foreshard.catalog.instances import (
     DEFAULT_NIC_LATENCY_S,
@@ -19,7 +26,7 @@ from foreshard.catalog.instances import (
     instances,
 )
 from foreshard.errors import SpecError
-from foreshard.spec.cluster import Cluster, Network, NodeGroup
+from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
 
 _BY = r"\s*[xX×]\s*"  # between the numbers of a term
@@ -147,7 +154,7 @@ def _from_file(path: str | Path) -> Cluster:
     cluster = Cluster(
         name=table.name or Path(path).stem,
         nodes=tuple(nodes),
-        network=Network(kind=table.network.kind, oversubscription=table.network.oversubscription),
+        network=network_of(table, file),
         links=links_of(table, file),
         assumptions=tuple(dict.fromkeys(assumptions)),
     )
