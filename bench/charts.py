@@ -82,15 +82,19 @@ def heat_map(
     return document(width, height, out)
 
 
-def gain_bars(rows: Sequence[tuple[str, Sequence[tuple[str, Value]]]], legend: str) -> str:
-    """Return a bar with its 95 % interval for every regime and rival.
+def gain_bars(
+    rows: Sequence[tuple[str, Sequence[tuple[str, Value]]]], legend: str, *, scale: float = 900.0
+) -> str:
+    """Return a bar, with its 95 % interval where there is one, for every regime and rival.
 
     Parameters
     ----------
     rows : sequence of (regime, gains by rival)
     legend : str
+    scale : float
+        Width of a bar for the whole.
     """
-    left, scale, high, width = 300, 900.0, 20, 800
+    left, high, width = 300, 20, 800
     out, y = [], 24.0
     for regime, gains in rows:
         out.append(text(8, y + high * len(gains) / 2, regime, "title"))
@@ -106,10 +110,13 @@ def gain_bars(rows: Sequence[tuple[str, Sequence[tuple[str, Value]]]], legend: s
                     f'rx="2" fill="{colour(part)}"/>'
                 )
                 ends, middle = [left + (part + sign * half) * scale for sign in (-1, 1)], y + (high - 5) / 2
-                out.append(
-                    f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" stroke="#1f2328" stroke-width="1.5"/>'
-                )
-                out.append(text(max(*ends, left) + 6, y + 12, f"{100 * part:+.1f} ± {100 * half:.1f} %"))
+                words = f"{100 * part:+.1f} ± {100 * half:.1f} %" if value[1] else f"{100 * part:+.1f} %"
+                if value[1]:
+                    out.append(
+                        f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" stroke="#1f2328" '
+                        'stroke-width="1.5"/>'
+                    )
+                out.append(text(max(*ends, left) + 6, y + 12, words))
             y += high
         y += 14
     out.append(f'<path d="M{left} 16V{y - 10}" stroke="#59636e"/>')

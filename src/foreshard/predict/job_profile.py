@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from foreshard.catalog.frameworks import load_framework
@@ -24,7 +27,8 @@ def job_of_plan(
     """Return the job that trains a model under a data-parallel plan.
 
     The predicted step without exposed gradient collectives is the computation. Buckets of gradients (DDP's
-    rule) leave as rings while the last backward runs; the optimizer waits for them.
+    rule) leave as rings, one for each rank of a node, while the last backward runs; the optimizer waits for
+    them. Latencies of rounds, and what the predictor adds to collectives inside a step, are left out.
 
     Raises
     ------
@@ -32,10 +36,11 @@ def job_of_plan(
         For a plan with a pipeline or expert parallelism, or whose tensor-parallel ranks span nodes: the
         traffic of those is not modelled as flows.
     """
-    rings = _replica_rings(cluster, plan)
+    rings = [ring for part in _replicas(cluster, plan) for ring in node_rings(cluster, part)]
     case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
     prices = group_prices(case, build_batch([case], training_constants()))
     reduce_bytes = float(prices[0].machines[0].traits.grad_reduce_bytes)
+    num_parts = plan.groups[0].stages[0].tp
     made = backward_pass(model, cluster, plan, reduce_bytes)
     found = predict(model, cluster, plan)
     optimizer_s = found.time_breakdown_s["optimizer"]
@@ -51,7 +56,7 @@ def job_of_plan(
         phases.append(
             IterationPhase(
                 compute_s=ready_s - last_s,
-                transfers=_sends(float(np.sum(sizes[start:stop])), rings),
+                transfers=_sends(float(np.sum(sizes[start:stop])), rings, len(rings) // num_parts),
                 overlaps=number < len(bounds) - 1,
             )
         )
@@ -66,13 +71,46 @@ def job_of_plan(
     )
 
 
-def _sends(num_bytes: float, rings: list[list[int]]) -> tuple[Transfer, ...]:
-    return tuple(one for ring in rings for one in collective_transfers("all-reduce", num_bytes, ring))
+def _sends(num_bytes: float, rings: list[list[int]], shares: int) -> tuple[Transfer, ...]:
+    """Return all-reduces over rings; as many as `shares` have equal shares of the same bytes."""
+    return tuple(
+        replace(one, flow=number)
+        for number, ring in enumerate(rings)
+        for one in collective_transfers("all-reduce", num_bytes / shares, ring)
+    )
 
 
-def _replica_rings(cluster: Cluster, plan: Plan) -> list[list[int]]:
+def node_rings(cluster: Cluster, ranks: Sequence[int]) -> list[list[int]]:
+    """Return rings over ranks, as many as each node has of them: every rank's NIC is used by one.
+
+    A ring enters a node where it has left the node before, in every second node backwards. Nodes with unequal
+    numbers of ranks have one ring in the order of ranks.
+
+    Examples
+    --------
+    >>> from foreshard.catalog.clusters import load_cluster
+    >>> node_rings(load_cluster("2x2xa100-sxm-40gb"), range(4))
+    [[0, 1, 3, 2], [1, 0, 2, 3]]
+    """
+    nodes: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        nodes.setdefault(cluster.node_of(rank), []).append(rank)
+    sizes = {len(inside) for inside in nodes.values()}
+    if len(nodes) == 1 or len(sizes) > 1:
+        return [sorted(ranks)]
+    found = []
+    for first in range(sizes.pop()):
+        ring: list[int] = []
+        for number, inside in enumerate(nodes.values()):
+            turned = [*inside[first:], *inside[:first]]
+            ring += turned[::-1] if number % 2 else turned
+        found.append(ring)
+    return found
+
+
+def _replicas(cluster: Cluster, plan: Plan) -> list[list[int]]:
     """Return the ranks that hold the same part of the model, part by part."""
-    rings: dict[int, list[int]] = {}
+    parts: dict[int, list[int]] = {}
     for group in plan.groups:
         if len(group.stages) > 1 or group.stages[0].ep > 1:
             raise SpecError(
@@ -85,18 +123,18 @@ def _replica_rings(cluster: Cluster, plan: Plan) -> list[list[int]]:
         stage = group.stages[0]
         inside = stage.tp * stage.cp
         for first in range(0, len(stage.ranks), inside):
-            part = stage.ranks[first : first + inside]
-            if len({cluster.node_of(rank) for rank in part}) > 1:
+            held = stage.ranks[first : first + inside]
+            if len({cluster.node_of(rank) for rank in held}) > 1:
                 raise SpecError(
-                    f"ranks {part[0]} to {part[-1]} share layers across nodes",
+                    f"ranks {held[0]} to {held[-1]} share layers across nodes",
                     key="plan",
                     value=inside,
                     rule="Jobs made from plans have tensor parallelism inside nodes",
                     fix="State the phases of the job",
                 )
-            for place, rank in enumerate(part):
-                rings.setdefault(place % stage.tp, []).append(rank)
-    found = [sorted(ring) for ring in rings.values()]
+            for place, rank in enumerate(held):
+                parts.setdefault(place % stage.tp, []).append(rank)
+    found = [sorted(part) for part in parts.values()]
     if len(found[0]) < 2:
         rule = "A job on a shared fabric has at least two replicas"
         raise SpecError("one replica sends no gradients", key="plan", value=1, rule=rule)

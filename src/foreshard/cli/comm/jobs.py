@@ -73,7 +73,8 @@ def command(file: str, policy: tuple[str, ...] | None, seeds: int) -> None:
     try:
         topology, _ = topology_at(where, stated.rates)
     except SpecError as error:
-        error.file, error.key = error.file or stated.file, error.key or "cluster"
+        if error.file is None:
+            error.file, error.key = stated.file, "cluster"
         raise
     names = list(dict.fromkeys([_BASE, *(policy or _policies())]))
     rounds = []

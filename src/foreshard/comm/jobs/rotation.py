@@ -25,6 +25,8 @@ MAX_REPEATS = 4
 """Iterations of the slowest job on a circle; more would be finer than the steps."""
 _STRETCHES = (1.01, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0)
 """Lengths of a circle over the least; slack lets a job that was late catch up with its place."""
+_ROUGH = 2
+"""Steps that are one step while lengths of the circle are compared."""
 _SWEEPS = 8
 """Rounds of moves; more than three were never needed by random circles."""
 
@@ -214,21 +216,89 @@ def rotations(
     peaks = np.array([rates.max(axis=0) for _, rates in profiles])
     contended = np.flatnonzero(peaks.sum(axis=0) > 1.0 + 1e-9)
     narrow = [(spans, rates[:, contended]) for spans, rates in profiles]
-    lengths = {alone_s.max() * turns * more for turns in range(1, MAX_REPEATS + 1) for more in _STRETCHES}
     found: dict[tuple[int, ...], tuple[float, float]] = {}
-    for length_s in sorted(lengths):
-        repeats = np.maximum(np.floor(length_s / (alone_s * _STRETCHES[0]) + 1e-9), 1).astype(int)
-        mean = float((length_s / repeats / alone_s).mean())
-        rough = _rotation(length_s, repeats, narrow, num_steps, in_pairs=False)
-        promise = mean * (1.0 + rough.excess)
-        key = (round(1e3 * mean), *repeats.tolist())
-        if key not in found or promise < found[key][0]:
-            found[key] = (promise, length_s)
+    rough = max(1, num_steps // _ROUGH)
+    for mean, length_s, repeats in _circles(alone_s):
+        worst = sorted(promise for promise, _ in found.values())[count - 1 : count]
+        if worst and mean >= worst[0]:
+            break  # no promise is below the mean
+        promise = _promise(length_s, repeats, alone_s, narrow, rough)
+        _keep(found, length_s, repeats, alone_s, promise)
+        if length_s <= alone_s.max() * MAX_REPEATS * _STRETCHES[0] * (1.0 + 1e-9):
+            for fewer, better in _slowed(length_s, repeats, alone_s, narrow, rough, promise):
+                _keep(found, length_s, fewer, alone_s, better)
     best = sorted(found.items(), key=lambda item: item[1])[:count]
     return [
         _rotation(length_s, np.array(key[1:]), narrow, num_steps, in_pairs=True)
         for key, (_, length_s) in best
     ]
+
+
+def _circles(alone_s: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
+    """Return circles as (mean of period over lone iteration, length, repeats), the least mean first."""
+    found = []
+    for turns in range(1, MAX_REPEATS + 1):
+        for more in _STRETCHES:
+            length_s = float(alone_s.max()) * turns * more
+            repeats = np.maximum(np.floor(length_s / (alone_s * _STRETCHES[0]) + 1e-9), 1).astype(int)
+            found.append((float((length_s / repeats / alone_s).mean()), length_s, repeats))
+    return sorted(found, key=lambda circle: circle[:2])
+
+
+def _keep(
+    found: dict[tuple[int, ...], tuple[float, float]],
+    length_s: float,
+    repeats: np.ndarray,
+    alone_s: np.ndarray,
+    promise: float,
+) -> None:
+    """Note a circle; of those whose periods are alike the most promising."""
+    key = (round(1e3 * float((length_s / repeats / alone_s).mean())), *repeats.tolist())
+    if key not in found or promise < found[key][0]:
+        found[key] = (promise, length_s)
+
+
+def _promise(
+    length_s: float,
+    repeats: np.ndarray,
+    alone_s: np.ndarray,
+    profiles: Sequence[tuple[np.ndarray, np.ndarray]],
+    num_steps: int,
+) -> float:
+    """Return the mean of period over lone iteration, times one plus the excess after moves of one job."""
+    rough = _rotation(length_s, repeats, profiles, num_steps, in_pairs=False)
+    return float((length_s / repeats / alone_s).mean()) * (1.0 + rough.excess)
+
+
+def _slowed(
+    length_s: float,
+    repeats: np.ndarray,
+    alone_s: np.ndarray,
+    profiles: Sequence[tuple[np.ndarray, np.ndarray]],
+    num_steps: int,
+    promise: float,
+) -> list[tuple[np.ndarray, float]]:
+    """Return circles on which single jobs iterate less often, each better than the one before.
+
+    Where jobs that contend pair by pair form a cycle, not all fit: one that waits is better than all.
+    """
+    found: list[tuple[np.ndarray, float]] = []
+    while promise > float((length_s / repeats / alone_s).mean()) + 1e-9:
+        trials = []
+        for job in np.flatnonzero(repeats > 1).tolist():
+            fewer = repeats.copy()
+            fewer[job] -= 1
+            if float((length_s / fewer / alone_s).mean()) >= promise:
+                continue
+            trials.append((_promise(length_s, fewer, alone_s, profiles, num_steps), job, fewer))
+        if not trials:
+            break
+        best, _, fewer = min(trials, key=lambda trial: trial[:2])
+        if best >= promise - 1e-9:
+            break
+        promise, repeats = best, fewer
+        found.append((fewer, best))
+    return found
 
 
 def _rotation(

@@ -17,7 +17,7 @@ from foreshard.errors import SpecError
 from foreshard.spec import codec
 from foreshard.spec.codec import Range, Size, Unit
 
-SHIPPED = ("shared-fabric",)
+SHIPPED = ("shared-fabric", "two-spines")
 """Jobs files that come with the package, by name."""
 MAX_ITERATIONS = 10**6
 
