@@ -383,7 +383,7 @@ def main() -> None:
     print(found.pays)
     if asked.picture:
         parts = [value[0] for _, gains in found.bars for _, value in gains]
-        scale = 250.0 / max(0.6, *(-part for part in parts))  # bars of losses stay on the page
+        scale = 380.0 / (max([0.0, *parts]) + max([0.0, *(-part for part in parts)]))
         Path(asked.picture).write_text(gain_bars(found.bars, found.legend, scale=scale), encoding="utf-8")
 
 

@@ -94,12 +94,15 @@ def gain_bars(
     scale : float
         Width of a bar for the whole.
     """
-    left, high, width = 300, 20, 800
+    names, high = 300, 20  # bars of losses begin right of the names
+    parts = [value[0] for _, gains in rows for _, value in gains if value is not None]
+    left = names + scale * max([0.0, *(-part for part in parts)])
+    width = max(800.0, left + scale * max([0.0, *parts]) + 120)
     out, y = [], 24.0
     for regime, gains in rows:
         out.append(text(8, y + high * len(gains) / 2, regime, "title"))
         for rival, value in gains:
-            out.append(text(left - 10, y + 12, rival, "soft", "end"))
+            out.append(text(names - 10, y + 12, rival, "soft", "end"))
             if value is None:
                 out.append(text(left + 4, y + 12, "does not fit, or a budget is broken", "soft"))
             else:
@@ -119,6 +122,6 @@ def gain_bars(
                 out.append(text(max(*ends, left) + 6, y + 12, words))
             y += high
         y += 14
-    out.append(f'<path d="M{left} 16V{y - 10}" stroke="#59636e"/>')
+    out.append(f'<path d="M{left:.1f} 16V{y - 10}" stroke="#59636e"/>')
     out.append(text(8, y + 8, legend, "soft"))
     return document(width, y + 20, out)
