@@ -82,20 +82,27 @@ def heat_map(
     return document(width, height, out)
 
 
-def gain_bars(rows: Sequence[tuple[str, Sequence[tuple[str, Value]]]], legend: str) -> str:
-    """Return a bar with its 95 % interval for every regime and rival.
+def gain_bars(
+    rows: Sequence[tuple[str, Sequence[tuple[str, Value]]]], legend: str, *, scale: float = 900.0
+) -> str:
+    """Return a bar, with its 95 % interval where there is one, for every regime and rival.
 
     Parameters
     ----------
     rows : sequence of (regime, gains by rival)
     legend : str
+    scale : float
+        Width of a bar for the whole.
     """
-    left, scale, high, width = 300, 900.0, 20, 800
+    names, high = 300, 20  # bars of losses begin right of the names
+    parts = [value[0] for _, gains in rows for _, value in gains if value is not None]
+    left = names + scale * max([0.0, *(-part for part in parts)])
+    width = max(800.0, left + scale * max([0.0, *parts]) + 120)
     out, y = [], 24.0
     for regime, gains in rows:
         out.append(text(8, y + high * len(gains) / 2, regime, "title"))
         for rival, value in gains:
-            out.append(text(left - 10, y + 12, rival, "soft", "end"))
+            out.append(text(names - 10, y + 12, rival, "soft", "end"))
             if value is None:
                 out.append(text(left + 4, y + 12, "does not fit, or a budget is broken", "soft"))
             else:
@@ -106,12 +113,15 @@ def gain_bars(rows: Sequence[tuple[str, Sequence[tuple[str, Value]]]], legend: s
                     f'rx="2" fill="{colour(part)}"/>'
                 )
                 ends, middle = [left + (part + sign * half) * scale for sign in (-1, 1)], y + (high - 5) / 2
-                out.append(
-                    f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" stroke="#1f2328" stroke-width="1.5"/>'
-                )
-                out.append(text(max(*ends, left) + 6, y + 12, f"{100 * part:+.1f} ± {100 * half:.1f} %"))
+                words = f"{100 * part:+.1f} ± {100 * half:.1f} %" if value[1] else f"{100 * part:+.1f} %"
+                if value[1]:
+                    out.append(
+                        f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" stroke="#1f2328" '
+                        'stroke-width="1.5"/>'
+                    )
+                out.append(text(max(*ends, left) + 6, y + 12, words))
             y += high
         y += 14
-    out.append(f'<path d="M{left} 16V{y - 10}" stroke="#59636e"/>')
+    out.append(f'<path d="M{left:.1f} 16V{y - 10}" stroke="#59636e"/>')
     out.append(text(8, y + 8, legend, "soft"))
     return document(width, y + 20, out)

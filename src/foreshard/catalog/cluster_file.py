@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec import codec
-from foreshard.spec.cluster import Link
+from foreshard.spec.cluster import Link, Network
 from foreshard.spec.codec import Range, Size, Unit
 from foreshard.spec.device import Device
 
@@ -52,6 +52,8 @@ class NetworkTable:
 
     kind: Kind = "flat"
     oversubscription: Annotated[float, Range(1.0, 1e4)] = 1.0
+    nodes_per_leaf: Annotated[int, Range(1, MAX_DEVICES)] = 1
+    spines: Annotated[int, Range(1, 4096)] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,45 @@ def named_device(name: str, file: str, key: str, own: Mapping[str, Device] = Map
     except SpecError as error:
         error.file, error.key, error.fix = file, key, did_you_mean(name, own, otherwise=error.fix)
         raise
+
+
+def network_of(table: ClusterFile, file: str) -> Network:
+    """Return the network between nodes; switches are counted only where its kind has them."""
+    network = table.network
+    rules = (
+        (
+            "nodes_per_leaf",
+            network.nodes_per_leaf,
+            ("leaf-spine",),
+            "Only leaf-spine has leaves of several nodes",
+        ),
+        ("spines", network.spines, ("leaf-spine", "rail"), "Only leaf-spine and rail have spines"),
+    )
+    for key, count, kinds, rule in rules:
+        if count > 1 and network.kind not in kinds:
+            raise SpecError(
+                f"{key} {count} in a {network.kind} network",
+                file=file,
+                key=f"network.{key}",
+                value=count,
+                rule=rule,
+                fix=f"Set kind to {kinds[0]}, or leave {key} out",
+            )
+    if network.spines > 1 and table.links:
+        raise SpecError(
+            f"{network.spines} spines and links between racks",
+            file=file,
+            key="network.spines",
+            value=network.spines,
+            rule="Links join the one spine of each rack",
+            fix="Leave spines out, or the links",
+        )
+    return Network(
+        kind=network.kind,
+        oversubscription=network.oversubscription,
+        nodes_per_leaf=network.nodes_per_leaf,
+        spines=network.spines,
+    )
 
 
 def links_of(table: ClusterFile, file: str) -> tuple[Link, ...]:

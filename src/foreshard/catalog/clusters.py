@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from foreshard import quantity
-from foreshard.catalog.cluster_file import MAX_DEVICES, NodesTable, links_of, named_device, read_cluster_file
+from foreshard.catalog.cluster_file import (
+    MAX_DEVICES,
+    NodesTable,
+    links_of,
+    named_device,
+    network_of,
+    read_cluster_file,
+)
 from foreshard.catalog.devices import device_assumption
 from foreshard.catalog.instances import (
     DEFAULT_NIC_LATENCY_S,
@@ -20,7 +27,7 @@ from foreshard.catalog.instances import (
 )
 from foreshard.catalog.shorthand import read_shorthand
 from foreshard.errors import SpecError
-from foreshard.spec.cluster import Cluster, Network, NodeGroup
+from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
 
 # How many times above or below those of every instance a NIC rate is doubted: a rate of one of two, four or
@@ -117,7 +124,7 @@ def _from_file(path: str | Path) -> Cluster:
         table.name or Path(path).stem,
         nodes,
         assumptions,
-        network=Network(kind=table.network.kind, oversubscription=table.network.oversubscription),
+        network=network_of(table, file),
         links=links_of(table, file),
     )
     return _checked(cluster, file)

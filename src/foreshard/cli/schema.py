@@ -23,6 +23,7 @@ _PLACES = {
     "scenario": "foreshard.report",
     "topology": "foreshard.comm",
     "schedule": "foreshard.comm",
+    "jobs": "foreshard.comm",
 }
 NAMES = (*_PLACES, "config", "frameworks")
 _SOURCES = "Flags win over FORESHARD_* environment variables, these over --config, this over defaults."

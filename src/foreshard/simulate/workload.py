@@ -97,9 +97,8 @@ def _named(scenario: Scenario, key: str, load: Callable[[str], T]) -> T:
 def _inline(scenario: Scenario) -> Cluster:
     """Return the cluster that stands in the scenario itself."""
     from foreshard.catalog import clusters
-    from foreshard.catalog.cluster_file import ClusterFile, links_of, named_device
+    from foreshard.catalog.cluster_file import ClusterFile, links_of, named_device, network_of
     from foreshard.spec import codec
-    from foreshard.spec.cluster import Network
 
     file = scenario.file or "scenario"
     table = codec.decode(ClusterFile, scenario.cluster, file=file, key="cluster")
@@ -116,11 +115,10 @@ def _inline(scenario: Scenario) -> Cluster:
         clusters._nodes(node, named_device(node.device, file, f"cluster.nodes[{i}].device"), None, assumed)
         for i, node in enumerate(table.nodes)
     )
-    network = Network(kind=table.network.kind, oversubscription=table.network.oversubscription)
     return Cluster(
         name=table.name or scenario.name,
         nodes=nodes,
-        network=network,
+        network=network_of(table, file),
         links=links_of(table, file),
         assumptions=tuple(dict.fromkeys(assumed)),
     )

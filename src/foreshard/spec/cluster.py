@@ -40,10 +40,12 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The fabric between nodes: its kind and the ratio of edge to core bandwidth (>= 1)."""
+    """The fabric between nodes: its kind, the ratio of edge to core bandwidth (>= 1), and its switches."""
 
     kind: str = "flat"
     oversubscription: float = 1.0
+    nodes_per_leaf: int = 1
+    spines: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

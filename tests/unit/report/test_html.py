@@ -117,3 +117,20 @@ def test_without_scripts_there_is_the_text(data):
 )
 def test_spans(numbers, text):
     assert prediction_page.spans(numbers) == text
+
+
+def test_the_network_of_the_cluster_is_an_image_inside_the_page(data, answered):
+    import base64
+
+    head, _, code = data["network"]["image"].partition(",")
+    assert head == "data:image/svg+xml;base64"
+    picture = base64.b64decode(code).decode()
+    assert picture.startswith("<svg") and f"{answered[0].cluster.num_devices} devices" in picture
+
+
+def test_networks_that_are_not_drawn_say_why(answered):
+    from foreshard.api import load_cluster
+
+    assert prediction_page._network(load_cluster("1x1xrtx-3090")) is None
+    large = prediction_page._network(load_cluster("513x8xh100-sxm"))
+    assert large["image"] is None and "more than 4,096 devices" in large["why"]

@@ -51,16 +51,16 @@ def topology_of(
     *,
     rates: Rates = "datasheet",
     nics_per_node: int | None = None,
-    nodes_per_leaf: int = 1,
+    nodes_per_leaf: int | None = None,
     nccl: str = "2.2x",
 ) -> Topology:
     """Return the topology of a cluster; rank r of the cluster is rank r of it.
 
     Devices of one scale-up domain meet at a switch, over direct links (cube mesh, full mesh, torus) or over
     PCIe, as the catalog says. Every node has its NIC rate in equal parts on its NICs. With oversubscription,
-    leaves carry that much less to the core than their nodes send; a network of kind ``rail`` has a switch
+    leaves carry that much less to the spines than their nodes send; a network of kind ``rail`` has a switch
     for the i-th NICs of all nodes. Racks between which the cluster file gives links meet over these. Other
-    kinds of network than ``rail`` have leaves and one core, for a cluster does not say more of them.
+    kinds of network than ``rail`` have leaves and spines, one unless the cluster file says more.
 
     A ring leaves a node by one NIC: it takes as many rings as a node has NICs, each through another, to take
     as long as ``comm/collectives.py`` says at fitted rates.
@@ -72,7 +72,8 @@ def topology_of(
         Link rates and latencies of datasheets, or those that rings reach (``comm/fabric.py``).
     nics_per_node : int, optional
         One for each device unless given.
-    nodes_per_leaf : int
+    nodes_per_leaf : int, optional
+        That of the cluster's network unless given.
     nccl : str
         Era of the library for fitted rates.
 
@@ -98,7 +99,7 @@ def topology_of(
             rule = "Nodes of a cluster of several have a NIC"
             raise SpecError(f"nodes[{g}] has none", key=f"nodes[{g}].nic", value=0.0, rule=rule)
         nodes += _group(draft, group, speeds, first=len(nodes), nics_per_node=nics_per_node or group.per_node)
-    _join_nodes(draft, cluster, nodes, nodes_per_leaf)
+    _join_nodes(draft, cluster, nodes, nodes_per_leaf or cluster.network.nodes_per_leaf)
     return draft.topology(cluster.name)
 
 
@@ -269,13 +270,16 @@ def _components(racks: Sequence[str], links: Sequence[tuple[str, str]]) -> list[
 
 
 def _core(draft: Draft, cluster: Cluster, nodes: Sequence[_Node], name: str, nodes_per_leaf: int) -> int:
-    """Join nodes at a core switch, over leaves or rails if they bound what passes, and return the core."""
-    core = draft.switch(name)
-    over = cluster.network.oversubscription
-    if cluster.network.kind == "rail":
+    """Join nodes at a core switch, over leaves or rails if they bound what passes, and return the core.
+
+    Several spines share what a leaf sends; the first of them is returned.
+    """
+    network, spines = cluster.network, [draft.switch(name)]
+    spines += [draft.switch(f"{name}.spine{i}") for i in range(1, network.spines)]
+    if network.kind == "rail":
         rails = max(len(node.ports) for node in nodes)
         leaves = [[node.ports[rail] for node in nodes if rail < len(node.ports)] for rail in range(rails)]
-    elif over > 1.0 or nodes_per_leaf > 1:
+    elif network.oversubscription > 1.0 or nodes_per_leaf > 1 or len(spines) > 1:
         starts = range(0, len(nodes), nodes_per_leaf)
         leaves = [
             [port for node in nodes[start : start + nodes_per_leaf] for port in node.ports]
@@ -284,12 +288,14 @@ def _core(draft: Draft, cluster: Cluster, nodes: Sequence[_Node], name: str, nod
     else:
         for node in nodes:
             for port in node.ports:
-                draft.plug(port, core)
-        return core
-    kind = "rail" if cluster.network.kind == "rail" else "leaf"
+                draft.plug(port, spines[0])
+        return spines[0]
+    kind = "rail" if network.kind == "rail" else "leaf"
     for i, ports in enumerate(leaves):
         leaf = draft.switch(f"{name}.{kind}{i}")
         for port in ports:
             draft.plug(port, leaf)
-        draft.join(leaf, core, sum(port.bytes_per_s for port in ports) / over)
-    return core
+        uplink = sum(port.bytes_per_s for port in ports) / network.oversubscription
+        for spine in spines:
+            draft.join(leaf, spine, uplink / len(spines))
+    return spines[0]

@@ -6,6 +6,7 @@ plain-text summary.
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,18 +17,23 @@ from foreshard.advise.change import Effect
 from foreshard.advise.group_times import group_times, uneven
 from foreshard.advise.nearest_fit import Fit, verdict
 from foreshard.advise.request import Request
+from foreshard.comm.topology.drawing import drawing
+from foreshard.comm.topology.of_cluster import topology_of
+from foreshard.errors import SpecError
 from foreshard.report.explain_screen import explanations
 from foreshard.report.pages.markup import document, static
 from foreshard.report.plain import render
 from foreshard.report.plan_words import plan_line
 from foreshard.report.screen import spans
 from foreshard.report.summary import boxes, groups_table, prediction_screen, speed_line
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_LABELS, MEMORY_PARTS, TIME_LABELS, TIME_PARTS, Prediction
 from foreshard.spec.timeline import Event, Timeline
 
 _STREAMS = ("compute", "tensor", "context", "expert", "host", "send_forward", "send_backward")
 MAX_DRAWN = 24_000  # tasks in the page, about 0.7 MB
+MAX_NETWORK = 4096  # devices of a network that is drawn: about 0.1 s
 
 
 def page(data: dict[str, Any]) -> str:
@@ -67,12 +73,27 @@ def page_data(
         "timeParts": list(TIME_PARTS),
         "memoryParts": list(MEMORY_PARTS),
         "stages": _stages(request, prediction),
+        "network": _network(request.cluster),
         "groups": _folded(prediction.plan),
         "groupTimes": asdict(groups_table(groups)) if uneven(groups) else None,
         "timeline": _drawn(timeline) if timeline else None,
         "advice": [_advice(effect) for effect in advice],
         "verdict": verdict(prediction, fit) if fit else None,
     }
+
+
+def _network(cluster: Cluster) -> dict[str, Any] | None:
+    """Return the links of a cluster as an image, or why there is none; None for a single device."""
+    if cluster.num_devices < 2:
+        return None
+    if cluster.num_devices > MAX_NETWORK:
+        return {"image": None, "why": f"Networks of more than {MAX_NETWORK:,} devices are not drawn."}
+    try:
+        picture = drawing(topology_of(cluster))
+    except SpecError as error:
+        return {"image": None, "why": f"Not drawn: {error}"}
+    code = base64.b64encode(picture.encode("utf-8")).decode("ascii")
+    return {"image": f"data:image/svg+xml;base64,{code}", "why": None}
 
 
 def _advice(effect: Effect) -> dict[str, Any]:

@@ -326,6 +326,14 @@
     return section("The plan", "Pipeline stages with their ranks; the strip shows which stage holds which layers.", drawings);
   };
 
+  // --- the network -------------------------------------------------------------------------------
+  const networkSection = () => {
+    const n = data.network;
+    if (!n) return null;
+    return section("The network", n.why || "Devices below, what joins them above; wider lines carry more. Rates are those of datasheets.",
+      n.image && scrolled(h("img", { class: "network", src: n.image, alt: `Links of ${data.cluster}` })));
+  };
+
   // --- what it rests on --------------------------------------------------------------------------
   const restsSection = () => {
     const pretty = JSON.stringify(p.plan, null, 1).replace(/\[\s+([\d,\s]+?)\s+\]/g, (all) => all.replace(/\s+/g, ""));
@@ -343,6 +351,6 @@
         h("button", { type: "button", text: "Save prediction.json", onclick: () => save("prediction.json", JSON.stringify(p, null, 2)) })));
   };
 
-  document.getElementById("app").replaceWith(h("main", {}, head(), timeSection(), groupsSection() || "", memorySection(), adviceSection(), ganttSection(), planSection(), restsSection(),
+  document.getElementById("app").replaceWith(h("main", {}, head(), timeSection(), groupsSection() || "", memorySection(), adviceSection(), ganttSection(), planSection(), networkSection() || "", restsSection(),
     h("footer", { text: `Predicted by foreshard in ${time(p.predict_s)}; nothing was run. Framework ${p.framework}, catalog ${p.catalog_version || "unversioned"}. ${Math.round(100 * p.interval)} % interval ${time(p.step_time_interval_s[0])} to ${time(p.step_time_interval_s[1])}.` })), tip);
 })();
