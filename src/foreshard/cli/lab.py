@@ -38,6 +38,8 @@ _LIKE_RUN = (
     "wandb",
     "trace",
     "costs",
+    "collectives",
+    "bucket_bytes",
 )
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from foreshard.comm.schedules.selection import all_reduce_selection
 from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
@@ -24,6 +25,7 @@ from foreshard.runtime.records.outcome import RunOutcome, is_finished, outcome_o
 from foreshard.runtime.records.trace_recorder import merge
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.runtime.state.layout import check_runnable
+from foreshard.runtime.state.optimizer_sharding import shares_updates
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
@@ -58,6 +60,8 @@ def launch(
     costs: str | None = None,
     model: str | None = None,
     dtype: str | None = None,
+    collectives: str | None = None,
+    bucket_bytes: float | None = None,
     **settings: Any,
 ) -> RunOutcome | None:
     """Train and return the outcome; None on ranks of torchrun other than the first.
@@ -81,6 +85,7 @@ def launch(
     if dtype is not None:  # in double precision the job's layers are built as such: autocast stays off
         plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
     check_runnable(plan, file=plan_file)
+    check_sums(plan, collectives, virtual=emulation is not None and emulation.is_virtual)
     ranks, test_bed = local if local is not None else int(os.environ["WORLD_SIZE"]), emulation or Emulation()
     _check_ranks(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
     folder = Path(out).resolve()
@@ -109,6 +114,8 @@ def launch(
         trackers=tuple(name for name, on in (("tensorboard", tensorboard), ("wandb", wandb)) if on),
         trace=trace is not None,
         double=dtype == "fp64",
+        collectives=_of_ranks(collectives),
+        bucket_bytes=None if bucket_bytes is None else int(bucket_bytes),
         **settings,
         policy=options,
     )
@@ -134,6 +141,34 @@ def launch(
         steps = steps_done(folder)
     found = outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
     return replace(found, stopped=agent.is_stopping)
+
+
+def check_sums(plan: Plan, collectives: str | None, *, virtual: bool) -> None:
+    """Refuse algorithms that do not exist, and plans and clocks for which none is executed.
+
+    Raises
+    ------
+    SpecError
+    """
+    selection = None if collectives is None else all_reduce_selection(collectives)
+    if selection is None:
+        return
+    kept = [
+        (g, s)
+        for g, group in enumerate(plan.groups)
+        for s, stage in enumerate(group.stages)
+        if stage.zero >= 2 and shares_updates(stage)
+    ]
+    if virtual:
+        what, rule = "a lab in virtual time", "Its clock reckons with a ring of modelled links"
+        fix = 'Leave it out, or use foreshard lab with clock = "wall"'
+    elif kept:
+        what = f"groups[{kept[0][0]}].stages[{kept[0][1]}] shards gradients (zero 2 or 3)"
+        rule = "Sharded gradients are reduced to their keepers by the backend"
+        fix = "Use zero 0 or 1, or leave it out"
+    else:
+        return
+    raise SpecError(what, key="--collectives", value=collectives, rule=rule, fix=fix)
 
 
 def _check_resumed(folder: Path, plan: Plan, seed: int) -> None:
@@ -187,6 +222,12 @@ def _policy_options(
 def _absolute(name: str | None) -> str | None:
     """Return the absolute path of a file, and other names (of the catalog) as they are."""
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+
+
+def _of_ranks(collectives: str | None) -> str | None:
+    """Return what ranks read, wherever they start: a name as it is, a file by its absolute path."""
+    is_file = collectives is not None and collectives.lower().endswith(".json")
+    return str(Path(collectives).resolve()) if collectives is not None and is_file else collectives
 
 
 def _local(

@@ -95,6 +95,14 @@ class PeerGroup:
         with communicating():
             return Pending(begin(*given), self._others if peers is None else peers, self._progress)
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Note that the rank waits for the others in the body."""
+        return self._progress.waiting(self._others)
+
+    def in_background(self) -> PeerGroup:
+        """Return the group as another thread uses it, whose waiting is not that of the rank."""
+        return PeerGroup(self.backend, self.ranks, self.place)
+
     def waiting_in_device(self) -> contextlib.AbstractContextManager[None]:
         """Note that the rank waits in the body for its device, which may itself wait for the others."""
         return self._progress.waiting()
