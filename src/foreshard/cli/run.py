@@ -124,6 +124,11 @@ SEED = Count(-(2**63), 2**63 - 1)
     "by the backend if not given.",
 )
 @click.option(
+    "--compress",
+    metavar="METHOD",
+    help="Sum gradients approximately: powersgd:RANK, topk:FRACTION, onebit, int8 or fp8.",
+)
+@click.option(
     "--buckets",
     "bucket_bytes",
     type=ByteCount(),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from foreshard.comm.compression.methods import compression_method
 from foreshard.comm.schedules.selection import all_reduce_selection
 from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
@@ -61,6 +62,7 @@ def launch(
     model: str | None = None,
     dtype: str | None = None,
     collectives: str | None = None,
+    compress: str | None = None,
     bucket_bytes: float | None = None,
     **settings: Any,
 ) -> RunOutcome | None:
@@ -85,7 +87,6 @@ def launch(
     if dtype is not None:  # in double precision the job's layers are built as such: autocast stays off
         plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
     check_runnable(plan, file=plan_file)
-    check_sums(plan, collectives, virtual=emulation is not None and emulation.is_virtual)
     ranks, test_bed = local if local is not None else int(os.environ["WORLD_SIZE"]), emulation or Emulation()
     _check_ranks(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
     folder = Path(out).resolve()
@@ -96,6 +97,10 @@ def launch(
         config.check()
     # a torchrun that restarts all agents means the run to continue
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    virtual = test_bed.is_virtual
+    check_sums(
+        plan, collectives, compress, virtual=virtual, resume=resume and bool(steps_in(folder / "ckpt"))
+    )
     if resume:
         if is_finished(folder, steps):
             return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=0)
@@ -115,6 +120,7 @@ def launch(
         trace=trace is not None,
         double=dtype == "fp64",
         collectives=_of_ranks(collectives),
+        compress=compress,
         bucket_bytes=None if bucket_bytes is None else int(bucket_bytes),
         **settings,
         policy=options,
@@ -143,15 +149,24 @@ def launch(
     return replace(found, stopped=agent.is_stopping)
 
 
-def check_sums(plan: Plan, collectives: str | None, *, virtual: bool) -> None:
-    """Refuse algorithms that do not exist, and plans and clocks for which none is executed.
+def check_sums(
+    plan: Plan,
+    collectives: str | None = None,
+    compress: str | None = None,
+    *,
+    virtual: bool = False,
+    resume: bool = False,
+) -> None:
+    """Refuse names that do not exist, and plans, clocks and starts with which gradients are not summed so.
 
     Raises
     ------
     SpecError
     """
-    selection = None if collectives is None else all_reduce_selection(collectives)
-    if selection is None:
+    if collectives is not None and all_reduce_selection(collectives) is None:
+        collectives = None
+    method = None if compress is None else compression_method(compress)
+    if collectives is None and method is None:
         return
     kept = [
         (g, s)
@@ -159,6 +174,7 @@ def check_sums(plan: Plan, collectives: str | None, *, virtual: bool) -> None:
         for s, stage in enumerate(group.stages)
         if stage.zero >= 2 and shares_updates(stage)
     ]
+    key, value = ("--collectives", collectives) if method is None else ("--compress", compress)
     if virtual:
         what, rule = "a lab in virtual time", "Its clock reckons with a ring of modelled links"
         fix = 'Leave it out, or use foreshard lab with clock = "wall"'
@@ -166,9 +182,21 @@ def check_sums(plan: Plan, collectives: str | None, *, virtual: bool) -> None:
         what = f"groups[{kept[0][0]}].stages[{kept[0][1]}] shards gradients (zero 2 or 3)"
         rule = "Sharded gradients are reduced to their keepers by the backend"
         fix = "Use zero 0 or 1, or leave it out"
+    elif method is not None and plan.precision == "fp16":
+        what, rule = "compression in fp16", "What a step leaves out has the loss scale of that step"
+        fix = "Use --dtype bf16 or fp32"
+    elif method is not None and resume:
+        what, rule = "compression of a resumed run", "Checkpoints do not hold what compression has left out"
+        fix = "Start anew, or resume without --compress"
+    elif method is not None and collectives is not None and method.name != "powersgd":
+        what, rule = (
+            f"{method.name} with --collectives",
+            f"{method.name} gathers, by the backend; it sums nothing",
+        )
+        fix = "Leave one of them out, or use powersgd:RANK"
     else:
         return
-    raise SpecError(what, key="--collectives", value=collectives, rule=rule, fix=fix)
+    raise SpecError(what, key=key, value=value, rule=rule, fix=fix)
 
 
 def _check_resumed(folder: Path, plan: Plan, seed: int) -> None:

@@ -78,7 +78,7 @@ class Trainer:
         self._progress = TrainingProgress()
         self._checkpoints = Checkpoints(context)
         self._probe = Probe(job, self.rank, context.clock, context.device)
-        self._sums = BucketSums(context.options.collectives, context.on_event)
+        self._sums = BucketSums(context.options.collectives, context.options.compress, context.on_event)
         self._feed: Feed | None = None
         self._skipped, self._stopped = 0, False
         self._evaluated = (-1, -1)

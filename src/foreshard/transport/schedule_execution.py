@@ -18,9 +18,10 @@ _AHEAD = 8
 class ScheduleExecution:
     """The part of one rank in a schedule.
 
-    All ranks go through their sends in one common order (by round, then by number), send without waiting, and
-    receive in that order: whoever waits, waits for a send that comes before, so that no two ranks wait for
-    each other. Chunks without elements are not sent.
+    Every rank goes through the rounds of the schedule. In each it first sends, without waiting, then receives
+    in the order of numbers: whoever waits, waits for a send of the same round, which its source has posted
+    after the rounds before, so that no ranks wait for each other. What a round sends does not depend on what
+    it receives. Chunks without elements are not sent.
 
     Parameters
     ----------
@@ -47,7 +48,7 @@ class ScheduleExecution:
             )
         self._rank, self._group = rank, group
         own = np.flatnonzero((schedule.source == rank) | (schedule.target == rank))
-        order = own[np.lexsort((own, schedule.rounds()[own]))]
+        order = own[np.lexsort((own, schedule.source[own] != rank, schedule.rounds()[own]))]
         columns = (schedule.source, schedule.target, schedule.chunk, schedule.is_reduced)
         self._sends: list[tuple[int, int, int, int, bool]] = list(
             zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True)

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from foreshard.comm.compression.methods import compression_method
+from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.selection import AllReduceSelection, all_reduce_selection
 from foreshard.errors import SpecError
 from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.records.durable_jsonl import OnEvent
 from foreshard.runtime.state.buckets import Bucket
-from foreshard.transport.all_reduce import ScheduledAllReduce
+from foreshard.transport.all_reduce import AllReduce, ScheduledAllReduce
+from foreshard.transport.compression.compressor import Compressor, SumRanks
+from foreshard.transport.compression.registry import MakeCompressor, compressor_of
 
 
 class BucketSum(Protocol):
@@ -71,20 +75,24 @@ class AwaitedSum:
 
 
 class BucketSums:
-    """Connects owners by the algorithm that a run names, for its whole length.
+    """Connects owners by the algorithm and the compression that a run names, for its whole length.
 
     The first plan has to be one that the algorithm can sum. Later ones follow losses and changes: where the
-    owners are then too few or too many for it, the backend sums, which is said as an event.
+    owners are then too few or too many for it, the backend sums; what compression has left out until then is
+    dropped. Both are said as events.
 
     Parameters
     ----------
     collectives : str, optional
         As in `all_reduce_selection`.
+    compress : str, optional
+        As in `compression_method`.
     on_event : OnEvent
     """
 
-    def __init__(self, collectives: str | None, on_event: OnEvent):
+    def __init__(self, collectives: str | None, compress: str | None, on_event: OnEvent):
         self._selection = None if collectives is None else all_reduce_selection(collectives)
+        self._make = None if compress is None else compressor_of(compression_method(compress))
         self._on_event = on_event
         self._is_first_plan = True
 
@@ -94,26 +102,57 @@ class BucketSums:
 
     def connect(self, group: PeerGroup) -> BucketSum:
         """Return what sums the buckets of a group."""
-        if self._selection is None:
+        if self._selection is None and self._make is None:
             return BackendSum(group)
-        if group.uses_nccl:
-            raise SpecError(
-                "gradients on accelerators",
-                key="--collectives",
-                value=self._selection.name,
-                rule="Schedules are executed in host memory, over gloo",
-                fix="Leave it out, or add --device cpu",
-            )
-        return self._by_schedule(group, self._selection)
+        _check_on_host(group)
+        schedule = None if self._selection is None else self._schedule(group, self._selection)
+        if schedule is None and self._make is None:
+            return BackendSum(group)
+        peers = group.in_background()
+        all_reduce = None if schedule is None else ScheduledAllReduce(schedule, group.place, peers)
+        if self._make is None:
+            assert all_reduce is not None
+            return BackgroundSum(group, _whole(all_reduce))
+        if not self._is_first_plan and group.place == 0:
+            text = f"ranks {list(group.ranks)} compress anew: what was left out of their gradients is dropped"
+            self._on_event("compression", text)
+        ranks = SumRanks(peers, group.place, len(group.ranks), all_reduce)
+        return BackgroundSum(group, _compressed(self._make, ranks))
 
-    def _by_schedule(self, group: PeerGroup, selection: AllReduceSelection) -> BucketSum:
+    def _schedule(self, group: PeerGroup, selection: AllReduceSelection) -> Schedule | None:
+        """Return the schedule of the owners; None where there is none, after the first plan."""
         try:
-            schedule = selection.schedule_for(len(group.ranks))
+            return selection.schedule_for(len(group.ranks))
         except SpecError as error:
             if self._is_first_plan:
                 raise
-            text = f"ranks {list(group.ranks)} sum by the backend's all-reduce: {error.what}"
-            self._on_event("collective", text, algorithm=selection.name)
-            return BackendSum(group)
-        all_reduce = ScheduledAllReduce(schedule, group.place, group.in_background())
-        return BackgroundSum(group, lambda bucket: all_reduce(bucket.flat))
+            if group.place == 0:
+                text = f"ranks {list(group.ranks)} sum by the backend's all-reduce: {error.what}"
+                self._on_event("collective", text, algorithm=selection.name)
+            return None
+
+
+def _check_on_host(group: PeerGroup) -> None:
+    if group.uses_nccl:
+        raise SpecError(
+            "gradients on accelerators",
+            key="--collectives, --compress",
+            rule="Schedules and compressed sums are executed in host memory, over gloo",
+            fix="Leave them out, or add --device cpu",
+        )
+
+
+def _whole(all_reduce: AllReduce) -> Callable[[Bucket], None]:
+    return lambda bucket: all_reduce(bucket.flat)
+
+
+def _compressed(make: MakeCompressor, ranks: SumRanks) -> Callable[[Bucket], None]:
+    """Return what sums buckets, each by a compressor of its own that keeps what it has left out."""
+    compressors: dict[int, Compressor] = {}
+
+    def total(bucket: Bucket) -> None:
+        if id(bucket) not in compressors:
+            compressors[id(bucket)] = make(tuple(gradient.shape for gradient in bucket.gradients))
+        compressors[id(bucket)].sum(bucket.flat, ranks)
+
+    return total

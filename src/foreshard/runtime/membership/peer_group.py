@@ -70,6 +70,16 @@ class PeerGroup:
         options.reduceOp = operation
         return self.start(self.backend.allreduce, tensors, options)
 
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Pending:
+        """Gather the tensors of all ranks."""
+        return self.start(self.backend.allgather, outputs, inputs)
+
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, gets: list[int], gives: list[int]
+    ) -> Pending:
+        """Send each rank its part of a tensor; equal parts of the first dimension where none are stated."""
+        return self.start(self.backend.alltoall_base, output, given, gets, gives)
+
     def broadcast(self, tensor: torch.Tensor, place: int) -> Pending:
         """Copy a tensor from the rank at a place to all."""
         options = dist.BroadcastOptions()
