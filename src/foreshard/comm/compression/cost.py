@@ -1,7 +1,8 @@
 """Time of a compressed sum against the plain one, and the bandwidth below which it is faster.
 
-A sum takes what it takes to encode and decode, the latency of its collectives and its bytes over the bandwidth. Only
-what no computation hides counts: where the plain sum ends within the backward, no compression gains.
+A sum takes what it takes to encode and decode, the latency of its collectives and its bytes over the
+bandwidth. Only what no computation hides counts: where the plain sum ends within the backward, no compression
+gains.
 """
 
 from __future__ import annotations

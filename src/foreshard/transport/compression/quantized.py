@@ -30,9 +30,8 @@ class Signs(Compressor):
 
     def _exchange(self, flat: Tensor, ranks: SumRanks) -> tuple[Tensor, Tensor]:
         sizes = split_sizes(self.shapes)
-        scales = torch.stack(
-            [part.abs().mean() if part.numel() else part.sum() for part in flat.split(sizes)]
-        )
+        parts = flat.split(sizes)
+        scales = torch.stack([part.abs().sum() / max(part.numel(), 1) for part in parts])
         bits = torch.from_numpy(np.packbits(flat.numpy() >= 0))
         width, each = scales.numel() * scales.element_size(), torch.tensor(sizes)
         total = torch.zeros_like(flat)
