@@ -28,6 +28,7 @@ ORDER = [
     {"planner"},
     {"control"},
     {"simulate"},
+    {"transport"},
     {"profile"},
     {"validation"},
     {"runtime"},
@@ -40,7 +41,7 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 HEAVY = ("pandas", "scipy", "sklearn", "torch", "numba")
-TORCH_LAYERS = {"runtime", "profile"}
+TORCH_LAYERS = {"runtime", "profile", "transport"}
 SPEC_LIBRARIES = {"numpy"}
 
 PUBLIC = {

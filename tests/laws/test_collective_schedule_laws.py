@@ -13,10 +13,10 @@ from foreshard.comm.schedules.cost import round_cost
 from foreshard.comm.schedules.hierarchical import nested
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.schedule import Chunk
+from foreshard.comm.schedules.schedule_file import schedule_from, schedule_object
 from foreshard.comm.schedules.sequential import SequentialBuilder
 from foreshard.comm.schedules.verify import verify
 from foreshard.comm.topology.graph import Edge, Topology, Vertex
-from foreshard.interop.schedules.schedule_file import schedule_from, schedule_object
 
 CASES = [
     (collective, name)

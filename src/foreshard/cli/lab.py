@@ -38,6 +38,9 @@ _LIKE_RUN = (
     "wandb",
     "trace",
     "costs",
+    "collectives",
+    "compress",
+    "bucket_bytes",
 )
 
 
@@ -97,7 +100,7 @@ def train(lab: Lab, lab_file: str, job: str, plan_file: str, options: dict[str, 
         raise SpecError(what, file=lab_file, key="clock", value="wall", rule=rule, fix=fix)
     predicted_s = run.predicted(options.pop("costs"), lab_file, plan_file, changes=bool(lab.changes))
     with LabNetwork(lab) if lab.clock == "wall" else nullcontext() as network:
-        if network is not None:
+        if network is not None and not lab.is_even:
             say(f"rank of slow factor 1: {network.unit_cores:.2f} of a core")
         emulation = emulation_of(lab_file, ranks=len(lab.slow), network=network)
         start = partial(launch, job, plan_file, local=len(lab.slow), emulation=emulation, **options)

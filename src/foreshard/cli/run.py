@@ -16,7 +16,7 @@ import click
 from foreshard.cli.options.answer import cannot_write, give, say, wants_json
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.training import how_to_resume, needs_torch, resumable
-from foreshard.cli.options.values import Amount, Count, Word
+from foreshard.cli.options.values import Amount, ByteCount, Count, Word
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.quantity import seconds
 from foreshard.spec.online import RUN_POLICIES
@@ -116,6 +116,24 @@ SEED = Count(-(2**63), 2**63 - 1)
     multiple=True,
     metavar="NAME=VALUE",
     help="Long-term mean: usd_per_h, energy_j_per_h, carbon_kg_per_h, the same per_step, or duty:RANK.",
+)
+@click.option(
+    "--collectives",
+    metavar="NAME|FILE",
+    help="How gradients are summed: an algorithm as hierarchical:per_node=4, or a schedule's JSON file; "
+    "by the backend if not given.",
+)
+@click.option(
+    "--compress",
+    metavar="METHOD",
+    help="Sum gradients approximately: powersgd:RANK, topk:FRACTION, onebit, int8 or fp8.",
+)
+@click.option(
+    "--buckets",
+    "bucket_bytes",
+    type=ByteCount(),
+    metavar="SIZE",
+    help="From which on a bucket of gradients is full and is summed (default: 25 MiB).",
 )
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:

@@ -62,9 +62,10 @@ class Lab:
     """A test bed.
 
     By rank: `slow` is how many times as long its work takes as here, devices are names, power is that while
-    it computes and while it waits, with the carbon of its electricity; None where not stated. Bandwidth and
-    latency are of every link; changes are by step. `table_s` has seconds per sample and layer of a forward
-    and a backward, per layer of the optimizer, for the clock 'table'.
+    it computes and while it waits, with the carbon of its electricity; None where not stated. `hosts` are
+    numbers of hosts, one a rank if empty. Bandwidth and latency are of every host's link; changes are by
+    step. `table_s` has seconds per sample and layer of a forward and a backward, per layer of the optimizer,
+    for the clock 'table'.
     """
 
     clock: str
@@ -79,7 +80,18 @@ class Lab:
     busy_w: tuple[float | None, ...] = ()
     idle_w: tuple[float | None, ...] = ()
     kg_per_kwh: tuple[float | None, ...] = ()
+    hosts: tuple[int, ...] = ()
     name: str = "lab"
+
+    def host_of(self, rank: int) -> int:
+        """Return the host of a rank: of its own unless ranks share hosts."""
+        return self.hosts[rank] if self.hosts else rank
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are equally fast in every step."""
+        steps = {0, *(change.at_step for change in self.changes)}
+        return all(len({self.slow_at(step, rank) for rank in range(len(self.slow))}) == 1 for step in steps)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `lab --json` prints it."""
@@ -88,7 +100,12 @@ class Lab:
             "name": self.name,
             "clock": self.clock,
             "ranks": [
-                {"rank": rank, "device": self.devices[rank], "slow": self.slow[rank]}
+                {
+                    "rank": rank,
+                    "device": self.devices[rank],
+                    "slow": self.slow[rank],
+                    "host": self.host_of(rank),
+                }
                 | {key: self.stated(key, rank) for key in stated}
                 for rank in range(len(self.slow))
             ],
@@ -190,9 +207,10 @@ def _device(name: str, memory_bytes: float | None) -> Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabRanks:
-    """One ``[[ranks]]`` table: equal ranks in a row."""
+    """One ``[[ranks]]`` table: equal ranks in a row, of which `per_host` share a host and its link."""
 
     count: Annotated[int, Range(1, MAX_RANKS)] = 1
+    per_host: Annotated[int, Range(1, MAX_RANKS)] = 1
     device: Annotated[str, Size(1)] | None = None
     slow: Slow = 1.0
     memory: Annotated[float, Unit("bytes"), Range(1.0)] | None = None
@@ -238,6 +256,7 @@ def load_lab(path: str) -> Lab:
         busy_w=tuple(rank.power for rank in ranks),
         idle_w=tuple(_idle_w(rank) for rank in ranks),
         kg_per_kwh=tuple(rank.carbon_kg_per_kwh for rank in ranks),
+        hosts=_hosts(file.ranks),
         bandwidth_bytes_per_s=file.network.bandwidth,
         latency_s=file.network.latency,
         changes=tuple(sorted(file.change, key=lambda change: change.at_step)),
@@ -249,6 +268,17 @@ def load_lab(path: str) -> Lab:
                 "nobody is left", file=path, key="change", value=step, rule="At every step some rank is there"
             )
     return made
+
+
+def _hosts(tables: tuple[LabRanks, ...]) -> tuple[int, ...]:
+    """Return the host of every rank; none where each rank has its own."""
+    if all(table.per_host == 1 for table in tables):
+        return ()
+    hosts: list[int] = []
+    for table in tables:
+        first = hosts[-1] + 1 if hosts else 0
+        hosts += [first + index // table.per_host for index in range(table.count)]
+    return tuple(hosts)
 
 
 def _idle_w(ranks: LabRanks) -> float | None:
@@ -264,6 +294,7 @@ def _check_ranks(file: LabFile, count: int, path: str) -> None:
     for index, ranks in enumerate(file.ranks):
         if ranks.device is not None and not ranks.device.strip():
             raise invalid(ranks.device, "Must be a name", key=f"ranks[{index}].device", file=path)
+        _check_hosts(ranks, file.clock, f"ranks[{index}].per_host", path)
     for index, change in enumerate(file.change):
         key = f"change[{index}]"
         if change.rank is not None:
@@ -275,6 +306,19 @@ def _check_ranks(file: LabFile, count: int, path: str) -> None:
         if (change.slow, change.bandwidth, change.latency, change.there) == (None,) * 4:
             rule = "A change says slow, bandwidth, latency or there"
             raise SpecError("nothing changes", file=path, key=key, rule=rule)
+
+
+def _check_hosts(ranks: LabRanks, clock: str, key: str, path: str) -> None:
+    """Raise for hosts of unequal sizes, and for hosts of several ranks whose links are modelled."""
+    size = ranks.per_host
+    if ranks.count % size:
+        raise invalid(size, f"Must divide the {ranks.count} ranks of the table", key=key, file=path)
+    if size > 1 and clock != "wall":
+        what, rule = (
+            f"{size} ranks a host",
+            f'The clock "{clock}" has a link of its own for every pair of ranks',
+        )
+        raise SpecError(what, file=path, key=key, value=size, rule=rule, fix='Use clock = "wall"')
 
 
 def _check_table(file: LabFile, path: str) -> None:

@@ -1,10 +1,11 @@
-"""A lab that the machine enforces: a network namespace per rank, links of a rate, portions of the cores.
+"""A lab that the machine enforces: a network namespace per host, links of a rate, portions of the cores.
 
-Every rank's namespace has one link to a bridge in a namespace of its own. A token bucket at both ends of
-the link gives it the lab's rate in both directions. Control groups cap the processor time of a rank at its
-portion of a core, since a cap, unlike weights, also holds while other ranks wait; weights keep the ratios
-where others take so much that the caps are not reached. Only root may do this. Nothing outside the
-namespaces and groups of this lab is touched, and all of them are gone when it ends.
+Every host's namespace has one link to a bridge in a namespace of its own. A token bucket at both ends of
+the link gives it the lab's rate in both directions. Ranks of one host reach each other by its loopback.
+Control groups cap the processor time of a rank at its portion of a core where ranks are not equally fast,
+since a cap, unlike weights, also holds while other ranks wait; weights keep the ratios where others take so
+much that the caps are not reached. Only root may do this. Nothing outside the namespaces and groups of this
+lab is touched, and all of them are gone when it ends.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class LabNetwork:
         self.unit_cores = unit_cores(lab, len(os.sched_getaffinity(0)))
         self._name = f"fs{os.getpid()}x{next(_count)}"
         self._ranks = range(len(lab.slow))
+        self._hosts = sorted(set(map(lab.host_of, self._ranks)))
         self._groups: dict[int, Path] = {}
         self._told: dict[Any, Any] = {}
         self._home: int | None = None
@@ -82,7 +84,7 @@ class LabNetwork:
         if self._groups:
             _remove_group(_parent(next(iter(self._groups.values()))))
         self._groups.clear()
-        for space in (self._hub, *map(self._space, self._ranks)):
+        for space in (self._hub, *map(self._space, self._hosts)):
             if (_NAMES / space).exists():
                 _call("ip", "netns", "del", space)
 
@@ -90,17 +92,18 @@ class LabNetwork:
     def _hub(self) -> str:
         return f"{self._name}-hub"
 
-    def _space(self, rank: int) -> str:
-        return f"{self._name}-r{rank}"
+    def _space(self, host: int) -> str:
+        return f"{self._name}-h{host}"
 
-    def address_of(self, rank: int) -> str:
-        """Return the address of a rank."""
-        return f"{_SUBNET}.{rank + 1}"
+    def address_of(self, host: int) -> str:
+        """Return the address of a host."""
+        return f"{_SUBNET}.{host + 1}"
 
     def command(self, rank: int) -> list[str]:
         """Return the words that put a process in the place of a rank."""
-        interface = f"FORESHARD_INTERFACE={self.address_of(rank)}"
-        words = ["ip", "netns", "exec", self._space(rank), "env", interface]
+        host = self.lab.host_of(rank)
+        interface = f"FORESHARD_INTERFACE={self.address_of(host)}"
+        words = ["ip", "netns", "exec", self._space(host), "env", interface]
         if rank not in self._groups:
             return words
         return ["sh", "-c", f'echo $$ > {self._groups[rank]}/cgroup.procs && exec "$@"', "lab", *words]
@@ -119,14 +122,16 @@ class LabNetwork:
 
     def apply(self, step: int) -> None:
         """Give links and processors what the lab says of a step; what is as it was is left alone."""
-        for rank in self._ranks:
-            rate, _ = self.lab.link_at(step, rank, rank)
-            if self._told.get(("rate", rank)) != rate:
-                for space, device in ((self._space(rank), "eth0"), (self._hub, f"v{rank}")):
+        for host in self._hosts:
+            ranks = [rank for rank in self._ranks if self.lab.host_of(rank) == host]
+            rate = min(self.lab.link_at(step, rank, rank)[0] for rank in ranks)
+            if self._told.get(("rate", host)) != rate:
+                for space, device in ((self._space(host), "eth0"), (self._hub, f"v{host}")):
                     _call("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *_bucket(rate))
-                self._told["rate", rank] = rate
+                self._told["rate", host] = rate
+        for rank in self._ranks:
             slow = self.lab.slow_at(step, rank)
-            if self._told.get(("slow", rank)) != slow:
+            if not self.lab.is_even and self._told.get(("slow", rank)) != slow:
                 _cap(self._groups[rank], self.unit_cores / slow)
                 _weigh(self._groups[rank], self.unit_cores / slow)
                 self._told["slow", rank] = slow
@@ -137,18 +142,19 @@ class LabNetwork:
         _call("ip", "-n", self._hub, "link", "add", "name", "bridge", "type", "bridge")
         _call("ip", "-n", self._hub, "address", "add", f"{self.address}/24", "dev", "bridge")
         _call("ip", "-n", self._hub, "link", "set", "bridge", "up")
+        for host in self._hosts:
+            self._plug(host)
         for rank in self._ranks:
-            self._plug(rank)
             self._groups[rank] = _make_group(self._name, rank)
         _weigh(_parent(self._groups[0]), float(len(self._ranks)))
 
-    def _plug(self, rank: int) -> None:
-        space, end = self._space(rank), f"v{rank}"
+    def _plug(self, host: int) -> None:
+        space, end = self._space(host), f"v{host}"
         _call("ip", "netns", "add", space)
         peer = ("peer", "name", "eth0", "netns", space)
         _call("ip", "link", "add", "name", end, "netns", self._hub, "type", "veth", *peer)
         _call("ip", "-n", self._hub, "link", "set", end, "master", "bridge", "up")
-        _call("ip", "-n", space, "address", "add", f"{self.address_of(rank)}/24", "dev", "eth0")
+        _call("ip", "-n", space, "address", "add", f"{self.address_of(host)}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _call("ip", "-n", space, "link", "set", device, "up")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.profile.link_times import TimedRanks
-from foreshard.profile.schedule_execution import ScheduleExecution, elements_of
+from foreshard.transport.schedule_execution import ScheduleExecution, elements_of
 
 _TIMEOUT = timedelta(minutes=5)
 _WARM_UP = 1

@@ -19,6 +19,7 @@ _NEWS = {
     "events.jsonl": (
         *("checkpoint failed", "checkpoint saved at last", "restored", "loss not finite"),
         *("rank_slow", "rank_recovered", "write blocked", "write resumed", "adopted by request"),
+        *("collective", "compression"),
     ),
 }
 """Kinds of lines that are shown at once, by file."""

@@ -90,3 +90,8 @@ class Emulation:
     address: str | None = None
     command: Callable[[int], list[str]] = lambda rank: []
     watch: Callable[[Path], None] | None = None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether ranks reckon with virtual time: a test bed that enforces time has a network of its own."""
+        return self.file is not None and self.address is None

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from foreshard.comm.compression.methods import compression_method
+from foreshard.comm.schedules.selection import all_reduce_selection
 from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
@@ -24,6 +26,7 @@ from foreshard.runtime.records.outcome import RunOutcome, is_finished, outcome_o
 from foreshard.runtime.records.trace_recorder import merge
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.runtime.state.layout import check_runnable
+from foreshard.runtime.state.optimizer_sharding import shares_updates
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
@@ -58,6 +61,9 @@ def launch(
     costs: str | None = None,
     model: str | None = None,
     dtype: str | None = None,
+    collectives: str | None = None,
+    compress: str | None = None,
+    bucket_bytes: float | None = None,
     **settings: Any,
 ) -> RunOutcome | None:
     """Train and return the outcome; None on ranks of torchrun other than the first.
@@ -91,6 +97,10 @@ def launch(
         config.check()
     # a torchrun that restarts all agents means the run to continue
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    virtual = test_bed.is_virtual
+    check_sums(
+        plan, collectives, compress, virtual=virtual, resume=resume and bool(steps_in(folder / "ckpt"))
+    )
     if resume:
         if is_finished(folder, steps):
             return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=0)
@@ -109,6 +119,9 @@ def launch(
         trackers=tuple(name for name, on in (("tensorboard", tensorboard), ("wandb", wandb)) if on),
         trace=trace is not None,
         double=dtype == "fp64",
+        collectives=_of_ranks(collectives),
+        compress=compress,
+        bucket_bytes=None if bucket_bytes is None else int(bucket_bytes),
         **settings,
         policy=options,
     )
@@ -134,6 +147,56 @@ def launch(
         steps = steps_done(folder)
     found = outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
     return replace(found, stopped=agent.is_stopping)
+
+
+def check_sums(
+    plan: Plan,
+    collectives: str | None = None,
+    compress: str | None = None,
+    *,
+    virtual: bool = False,
+    resume: bool = False,
+) -> None:
+    """Refuse names that do not exist, and plans, clocks and starts with which gradients are not summed so.
+
+    Raises
+    ------
+    SpecError
+    """
+    if collectives is not None and all_reduce_selection(collectives) is None:
+        collectives = None
+    method = None if compress is None else compression_method(compress)
+    if collectives is None and method is None:
+        return
+    kept = [
+        (g, s)
+        for g, group in enumerate(plan.groups)
+        for s, stage in enumerate(group.stages)
+        if stage.zero >= 2 and shares_updates(stage)
+    ]
+    key, value = ("--collectives", collectives) if method is None else ("--compress", compress)
+    if virtual:
+        what, rule = "a lab in virtual time", "Its clock reckons with a ring of modelled links"
+        fix = 'Leave it out, or use foreshard lab with clock = "wall"'
+    elif kept:
+        what = f"groups[{kept[0][0]}].stages[{kept[0][1]}] shards gradients (zero 2 or 3)"
+        rule = "Sharded gradients are reduced to their keepers by the backend"
+        fix = "Use zero 0 or 1, or leave it out"
+    elif method is not None and plan.precision == "fp16":
+        what, rule = "compression in fp16", "What a step leaves out has the loss scale of that step"
+        fix = "Use --dtype bf16 or fp32"
+    elif method is not None and resume:
+        what, rule = "compression of a resumed run", "Checkpoints do not hold what compression has left out"
+        fix = "Start anew, or resume without --compress"
+    elif method is not None and collectives is not None and method.name != "powersgd":
+        what, rule = (
+            f"{method.name} with --collectives",
+            f"{method.name} gathers, by the backend; it sums nothing",
+        )
+        fix = "Leave one of them out, or use powersgd:RANK"
+    else:
+        return
+    raise SpecError(what, key=key, value=value, rule=rule, fix=fix)
 
 
 def _check_resumed(folder: Path, plan: Plan, seed: int) -> None:
@@ -187,6 +250,12 @@ def _policy_options(
 def _absolute(name: str | None) -> str | None:
     """Return the absolute path of a file, and other names (of the catalog) as they are."""
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+
+
+def _of_ranks(collectives: str | None) -> str | None:
+    """Return what ranks read, wherever they start: a name as it is, a file by its absolute path."""
+    is_file = collectives is not None and collectives.lower().endswith(".json")
+    return str(Path(collectives).resolve()) if collectives is not None and is_file else collectives
 
 
 def _local(

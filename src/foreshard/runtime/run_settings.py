@@ -45,6 +45,12 @@ class Options:
         Steps between evaluations; 0 for none.
     probe_every : int
         Steps between measurements of idle ranks and links; 0 for none.
+    collectives : str or None
+        How gradients are summed, as `all_reduce_selection` reads it; None for the backend's all-reduce.
+    compress : str or None
+        What of gradients goes over the network, as `compression_method` reads it; None for all.
+    bucket_bytes : int or None
+        From which on a bucket of gradients is full; None for `BUCKET_BYTES`.
     """
 
     seed: int = 0
@@ -57,6 +63,9 @@ class Options:
     track_norm: bool = False
     eval_every: int = 0
     probe_every: int = 0
+    collectives: str | None = None
+    compress: str | None = None
+    bucket_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

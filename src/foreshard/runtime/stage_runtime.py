@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foreshard.profile.batches import as_tuple, loss_input, moved
+from foreshard.runtime.engine.bucket_sums import BucketSums
 from foreshard.runtime.engine.exchange import Channel, Exchange, channels_of, header_of, parse_header
 from foreshard.runtime.engine.executor import Executor, StepSums
 from foreshard.runtime.engine.gradient_sync import GradientSync
@@ -39,10 +40,11 @@ class StageRuntime:
         layout: RankLayout,
         sharding: OptimizerSharding,
         state: RankState,
+        sums: BucketSums,
         feed: Feed | None = None,
     ):
         self.context, self.layout, self._state = context, layout, state
-        self._sync = GradientSync(state.buckets, context.membership.group, context.clock)
+        self._sync = GradientSync(state.buckets, context.membership.group, context.clock, sums.connect)
         self._zero = self._make_zero(world.rank, sharding)
         self._connect_tensor_ranks(world.rank)
         self.feed = self._make_feed(layout.plan, feed)
@@ -107,6 +109,7 @@ class StageRuntime:
 
     def release(self) -> None:
         """Let go of all process groups."""
+        self._sync.release()
         if self._executor is not None:
             self._executor.release()
         self._state.ranks.disconnect()

@@ -18,6 +18,7 @@ from foreshard.errors import ForeshardError, SpecError
 from foreshard.runtime.adaptive.idle_probe import Probe
 from foreshard.runtime.checkpoint.saving import Checkpoints
 from foreshard.runtime.committed_step import StepDone, TrainingProgress
+from foreshard.runtime.engine.bucket_sums import BucketSums
 from foreshard.runtime.engine.executor import StepSums
 from foreshard.runtime.engine.update import Update
 from foreshard.runtime.engine.vote import Vote, cast
@@ -71,12 +72,13 @@ class Trainer:
         context = self.context = TrainerContext(job=job, membership=membership, **surroundings)
         self.rank: int = context.membership.rank
         self.parameters = parameters_of(job)
-        self.state = RankState(job, self.rank, context.device, self.parameters)
+        self.state = self._new_state()
         self.update = Update(job, context.options, context.clock)
         self.last_moved: Moved | None = None
         self._progress = TrainingProgress()
         self._checkpoints = Checkpoints(context)
         self._probe = Probe(job, self.rank, context.clock, context.device)
+        self._sums = BucketSums(context.options.collectives, context.options.compress, context.on_event)
         self._feed: Feed | None = None
         self._skipped, self._stopped = 0, False
         self._evaluated = (-1, -1)
@@ -352,8 +354,13 @@ class Trainer:
 
     def _forget(self) -> None:
         """Drop all state: it is of another step than the run continues from."""
-        self.state = RankState(self.context.job, self.rank, self.context.device, self.parameters)
+        self.state = self._new_state()
         self._progress.reduced = False
+
+    def _new_state(self) -> RankState:
+        context = self.context
+        bucket_bytes = context.options.bucket_bytes
+        return RankState(context.job, self.rank, context.device, self.parameters, bucket_bytes=bucket_bytes)
 
     def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
         """Restart from the latest checkpoint, or from initial values where there is none."""
@@ -394,7 +401,10 @@ class Trainer:
             self.update.arrange(self.state, plan)
             if plan.precision == "tf32":
                 torch.set_float32_matmul_precision("high")  # unlike autocast it has no context
-            self._stage = StageRuntime(self.context, world, layout, sharding, self.state, self._feed)
+            self._stage = StageRuntime(
+                self.context, world, layout, sharding, self.state, self._sums, self._feed
+            )
+            self._sums.plan_connected()
             self._feed = self._stage.feed
 
     @contextmanager

@@ -123,8 +123,8 @@ def test_the_schema_names_every_key_of_a_schedule_and_a_topology():
     from dataclasses import fields
 
     from foreshard.cli.schema import read
+    from foreshard.comm.schedules.schedule_file import ScheduleFile
     from foreshard.comm.topology.importers import plain_graph
-    from foreshard.interop.schedules.schedule_file import ScheduleFile
 
     def names(kind):
         return [field.name for field in fields(kind)]

@@ -10,6 +10,12 @@ import pytest
 
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.ring import ring
+from foreshard.comm.schedules.schedule_file import (
+    load_schedule,
+    save_schedule,
+    schedule_from,
+    schedule_object,
+)
 from foreshard.errors import SpecError
 from foreshard.interop.schedules.chakra import VERSION, chakra_traces
 from foreshard.interop.schedules.goal import goal_text
@@ -20,12 +26,6 @@ from foreshard.interop.schedules.nccl_tuner import (
     TunerChoice,
     nccl_tuner_csv,
     tuner_choices,
-)
-from foreshard.interop.schedules.schedule_file import (
-    load_schedule,
-    save_schedule,
-    schedule_from,
-    schedule_object,
 )
 from foreshard.interop.schedules.send_trace import send_trace
 

@@ -39,6 +39,18 @@ def test_a_file_says_ranks_links_and_changes(tmp_path):
     assert lab.slow_at(100, 1) == 1
 
 
+def test_ranks_share_hosts(tmp_path):
+    lab = lab_of(tmp_path, 'clock = "wall"\n[[ranks]]\ncount = 4\nper_host = 2\n[[ranks]]\ncount = 2\n')
+    assert lab.hosts == (0, 0, 1, 1, 2, 3) and [lab.host_of(rank) for rank in (1, 2, 5)] == [0, 1, 3]
+    assert lab.is_even and [rank["host"] for rank in lab.to_dict()["ranks"]] == [0, 0, 1, 1, 2, 3]
+    alone = lab_of(tmp_path, RANKS)
+    assert alone.hosts == () and [alone.host_of(rank) for rank in range(3)] == [0, 1, 2] and not alone.is_even
+    with pytest.raises(SpecError, match="divide the 3 ranks"):
+        lab_of(tmp_path, 'clock = "wall"\n[[ranks]]\ncount = 3\nper_host = 2\n')
+    with pytest.raises(SpecError, match="2 ranks a host"):
+        lab_of(tmp_path, "[[ranks]]\ncount = 4\nper_host = 2\n")
+
+
 def test_ranks_come_and_go(tmp_path):
     lab = lab_of(
         tmp_path,

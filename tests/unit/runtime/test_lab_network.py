@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ enforced = pytest.mark.skipif(LACKS is not None, reason=f"no lab in the wall clo
 
 SENDER = """
 import os, socket, time
-receives = os.environ["FORESHARD_INTERFACE"] == "10.77.0.1"
+receives = "BLOCKS" not in os.environ
 if receives:
     server = socket.create_server(("10.77.0.1", 7000))
     print("listening", flush=True)
@@ -115,6 +116,16 @@ def test_a_link_has_its_rate(rate, blocks):
         got = rate_of(bed, blocks)
     print(f"link of {rate * 8 / 1e6:.0f} Mb/s: {got * 8 / 1e6:.1f} Mb/s of payload")
     assert 0.5 * rate < got < 1.15 * rate
+    assert not left_behind()
+
+
+@enforced
+def test_ranks_of_a_host_share_its_namespace_and_its_link():
+    """Rank 1 is beside rank 0: what passes between them passes no link. Rank 2 has a host of its own."""
+    two = replace(lab_of(1, 1, 1, rate=6.25e6), hosts=(0, 0, 1))
+    with LabNetwork(two) as bed:
+        assert bed.command(0)[-5:] == bed.command(1)[-5:] != bed.command(2)[-5:]
+        assert rate_of(bed, 400) > 2 * 6.25e6
     assert not left_behind()
 
 

@@ -70,9 +70,9 @@ def _of_topology(what: str, target: str, rates: str) -> str:
 
 def _of_schedule(what: str, target: str, size: float | None) -> str:
     from foreshard.cli.options.answer import dump
+    from foreshard.comm.schedules.schedule_file import schedule_object
     from foreshard.interop.schedules.goal import goal_text
     from foreshard.interop.schedules.msccl import msccl_xml
-    from foreshard.interop.schedules.schedule_file import schedule_object
 
     schedule = schedule_file(what)
     if target == "goal":

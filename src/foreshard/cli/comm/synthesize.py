@@ -43,9 +43,9 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.comm.flow.places import routing_of
     from foreshard.comm.flow.schedule_run import run_schedule
+    from foreshard.comm.schedules.schedule_file import save_schedule
     from foreshard.comm.schedules.verify import verify
     from foreshard.comm.synthesis.synthesize import synthesize
-    from foreshard.interop.schedules.schedule_file import save_schedule
 
     topology, _ = topology_at(cluster, rates)
     found = synthesize(collective, size, topology, budget_s=budget_s, seed=seed)

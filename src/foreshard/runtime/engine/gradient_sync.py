@@ -1,6 +1,6 @@
-"""Sums the gradients of a step over all ranks that hold a parameter: one all-reduce per bucket.
+"""Sums the gradients of a step over all ranks that hold a parameter, bucket by bucket.
 
-The all-reduce of a bucket starts as soon as the last backward of the step has made its last gradient, so that
+The sum of a bucket starts as soon as the last backward of the step has made its last gradient, so that
 it overlaps with the backward of the layers before.
 """
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from foreshard.runtime.engine.bucket_sums import BackendSum, BucketSum
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.state.buckets import Bucket
 
@@ -23,16 +24,23 @@ GroupOf = Callable[[tuple[int, ...], str], Any]
 
 
 class GradientSync:
-    """An all-reduce per bucket, in place, started as soon as the bucket is complete.
+    """A sum per bucket, in place, started as soon as the bucket is complete.
 
     All ranks ask `group_of` for process groups in one order, or they would wait for each other. For the same
-    reason the buckets of a group start in their order, also where a later one is complete first.
+    reason the buckets of a group start in their order, also where a later one is complete first. `sum_of`
+    connects the ranks of a group.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group_of: GroupOf, clock: Clock):
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group_of: GroupOf,
+        clock: Clock,
+        sum_of: Callable[[Any], BucketSum] = BackendSum,
+    ):
         self._buckets, self._clock = list(buckets), clock
         owners = sorted({b.owners for b in buckets if len(b.owners) > 1})
-        self._groups = {ranks: group_of(ranks, "sync") for ranks in owners}
+        self._sums = {ranks: sum_of(group_of(ranks, "sync")) for ranks in owners}
         self._clock_groups = {ranks: group_of(ranks, "clock") for ranks in owners if clock.virtual}
         self._missing: list[set[int]] = []
         self._waiting: dict[tuple[int, ...], deque[int]] = {}
@@ -95,6 +103,11 @@ class GradientSync:
                 if self._clock.virtual:
                     self._advance_clock(number)
 
+    def release(self) -> None:
+        """Break off sums under way."""
+        for one in self._sums.values():
+            one.close()
+
     def _complete(self, number: int) -> None:
         """Start a bucket, and those that waited for it, unless it waits for one before it."""
         self._missing[number].clear()
@@ -108,7 +121,7 @@ class GradientSync:
         self._ready_s[number] = self._clock.now()
         owners = bucket.owners
         if len(owners) > 1:
-            self._works[number] = self._groups[owners].allreduce([bucket.flat])
+            self._works[number] = self._sums[owners].begin(bucket)
 
     def _advance_clock(self, number: int) -> None:
         """Move the virtual clock to where the slowest owner and the links let the all-reduce end."""

@@ -70,6 +70,16 @@ class PeerGroup:
         options.reduceOp = operation
         return self.start(self.backend.allreduce, tensors, options)
 
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Pending:
+        """Gather the tensors of all ranks."""
+        return self.start(self.backend.allgather, outputs, inputs)
+
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, gets: list[int], gives: list[int]
+    ) -> Pending:
+        """Send each rank its part of a tensor; equal parts of the first dimension where none are stated."""
+        return self.start(self.backend.alltoall_base, output, given, gets, gives)
+
     def broadcast(self, tensor: torch.Tensor, place: int) -> Pending:
         """Copy a tensor from the rank at a place to all."""
         options = dist.BroadcastOptions()
@@ -94,6 +104,14 @@ class PeerGroup:
         """Begin an operation of the backend."""
         with communicating():
             return Pending(begin(*given), self._others if peers is None else peers, self._progress)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Note that the rank waits for the others in the body."""
+        return self._progress.waiting(self._others)
+
+    def in_background(self) -> PeerGroup:
+        """Return the group as another thread uses it, whose waiting is not that of the rank."""
+        return PeerGroup(self.backend, self.ranks, self.place)
 
     def waiting_in_device(self) -> contextlib.AbstractContextManager[None]:
         """Note that the rank waits in the body for its device, which may itself wait for the others."""

@@ -12,7 +12,7 @@ from foreshard.runtime.state.shard_keys import ParameterKey
 from foreshard.runtime.state.slices import WHOLE, Interval, SliceCut
 
 BUCKET_BYTES = 25 << 20
-"""From which on a bucket is full: DistributedDataParallel's bucket_cap_mb.
+"""From which on a bucket is full unless a run says so: DistributedDataParallel's bucket_cap_mb.
 
 Smaller ones start earlier in the backward, but more of the time of each goes to latency.
 """
@@ -87,14 +87,17 @@ class Bucket:
             yield gradient.name, gradient.flat.view(gradient.shape)
 
 
-def cut_in_buckets(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """Return gradients, which are in layer order, in parts of a bucket each: last layers first."""
+def cut_in_buckets(gradients: Sequence[Gradient], full_bytes: int | None = None) -> list[list[Gradient]]:
+    """Return gradients, which are in layer order, in parts of a bucket each: last layers first.
+
+    A bucket takes gradients until it holds `full_bytes` (`BUCKET_BYTES` unless given) or more.
+    """
     parts: list[list[Gradient]] = []
     room = 0
     for gradient in reversed(gradients):
         if room <= 0:
             parts.append([])
-            room = BUCKET_BYTES
+            room = BUCKET_BYTES if full_bytes is None else full_bytes
         parts[-1].insert(0, gradient)
         room -= gradient.flat.numel() * gradient.flat.element_size()
     return parts

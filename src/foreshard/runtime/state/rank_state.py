@@ -37,8 +37,17 @@ class RankState:
     cut off half way: what other ranks update is lost until they have sent it.
     """
 
-    def __init__(self, job: Job, rank: int, device: torch.device, parameters: Parameters):
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        device: torch.device,
+        parameters: Parameters,
+        *,
+        bucket_bytes: int | None = None,
+    ):
         self.job, self.rank, self.device, self.parameters = job, rank, device, parameters
+        self._bucket_bytes = bucket_bytes
         self.held: Shards = frozenset()
         self.kept: Shards = frozenset()
         self.modules: dict[int, nn.Module] = {}
@@ -275,7 +284,8 @@ class RankState:
         self.buckets = []
         for (owners, _), gradients in sorted(alike.items()):
             gradients.sort(key=lambda gradient: gradient.name)
-            self.buckets += [self._bucket(owners, part) for part in cut_in_buckets(gradients)]
+            parts = cut_in_buckets(gradients, self._bucket_bytes)
+            self.buckets += [self._bucket(owners, part) for part in parts]
         self.zero_gradients()
 
     def _bucket(self, owners: tuple[int, ...], gradients: list[Gradient]) -> Bucket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ _AHEAD = 8
 class ScheduleExecution:
     """The part of one rank in a schedule.
 
-    All ranks go through their sends in one common order (by round, then by number), send without waiting, and
-    receive in that order: whoever waits, waits for a send that comes before, so that no two ranks wait for
-    each other.
+    Every rank goes through the rounds of the schedule. In each it first sends, without waiting, then receives
+    in the order of numbers: whoever waits, waits for a send of the same round, which its source has posted
+    after the rounds before, so that no ranks wait for each other. What a round sends does not depend on what
+    it receives. Chunks without elements are not sent.
 
     Parameters
     ----------
@@ -45,10 +46,13 @@ class ScheduleExecution:
                 rule="Hosts execute sends between ranks",
                 fix="Take an algorithm without switches",
             )
-        self._schedule, self._rank, self._group = schedule, rank, group
+        self._rank, self._group = rank, group
         own = np.flatnonzero((schedule.source == rank) | (schedule.target == rank))
-        self._order = own[np.lexsort((own, schedule.rounds()[own]))].tolist()
-        self._arriving = [i for i in self._order if schedule.target[i] == rank]
+        order = own[np.lexsort((own, schedule.source[own] != rank, schedule.rounds()[own]))]
+        columns = (schedule.source, schedule.target, schedule.chunk, schedule.is_reduced)
+        self._sends: list[tuple[int, int, int, int, bool]] = list(
+            zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True)
+        )
 
     def run(
         self, held: dict[int, torch.Tensor], sizes: Sequence[int], dtype: torch.dtype
@@ -64,20 +68,21 @@ class ScheduleExecution:
         dtype : torch.dtype
             Of all chunks.
         """
-        schedule = self._schedule
         received = self._receive_ahead(sizes, dtype)
         sending: dict[int, list[tuple[Any, torch.Tensor]]] = {}
-        for i in self._order:
-            chunk = int(schedule.chunk[i])
-            if schedule.source[i] == self._rank:
+        for number, source, target, chunk, is_reduced in self._sends:
+            if not sizes[chunk]:
+                held.setdefault(chunk, torch.empty(0, dtype=dtype))
+                continue
+            if source == self._rank:
                 data = held[chunk]
-                work = self._group.send([data], int(schedule.target[i]), i)
+                work = self._group.send([data], target, number)
                 sending.setdefault(chunk, []).append((work, data))
                 continue
             data = next(received)
             for work, _ in sending.pop(chunk, []):
                 work.wait()  # a message on its way reads what is about to change
-            if schedule.is_reduced[i] and chunk in held:
+            if is_reduced and chunk in held:
                 held[chunk] += data
             else:
                 held[chunk] = data
@@ -86,14 +91,15 @@ class ScheduleExecution:
                 work.wait()
         return held
 
-    def _receive_ahead(self, sizes: Sequence[int], dtype: torch.dtype) -> Any:
+    def _receive_ahead(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield what arrives, in order, with the next few messages already asked for."""
-        schedule, waiting = self._schedule, []
-        for at in range(len(self._arriving) + _AHEAD):
-            if at < len(self._arriving):
-                i = self._arriving[at]
-                data = torch.empty(sizes[int(schedule.chunk[i])], dtype=dtype)
-                waiting.append((self._group.recv([data], int(schedule.source[i]), i), data))
+        waiting: list[tuple[Any, torch.Tensor]] = []
+        arriving = [send for send in self._sends if send[2] == self._rank and sizes[send[3]]]
+        for at in range(len(arriving) + _AHEAD):
+            if at < len(arriving):
+                number, source, _, chunk, _ = arriving[at]
+                data = torch.empty(sizes[chunk], dtype=dtype)
+                waiting.append((self._group.recv([data], source, number), data))
             if at >= _AHEAD - 1 and waiting:
                 work, data = waiting.pop(0)
                 work.wait()
@@ -101,5 +107,15 @@ class ScheduleExecution:
 
 
 def elements_of(schedule: Schedule, num_elements: int) -> list[int]:
-    """Return the elements of each chunk of a collective of so many, shape (chunks,)."""
-    return [round(chunk.weight * num_elements) for chunk in schedule.chunks]
+    """Return the elements of each chunk of a collective of so many, shape (chunks,).
+
+    Chunks whose weights add up to 1 have that many elements together.
+
+    Examples
+    --------
+    >>> from foreshard.comm.schedules.ring import ring
+    >>> elements_of(ring("all-reduce", 3), 10)
+    [3, 4, 3]
+    """
+    ends = np.rint(np.cumsum([chunk.weight for chunk in schedule.chunks]) * num_elements).astype(np.int64)
+    return np.diff(ends, prepend=0).tolist()  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from foreshard.comm.schedules.schedule import COLLECTIVES
 from foreshard.errors import SpecError
 from foreshard.profile.collective_times import _is_exact, local_times
 from foreshard.profile.link_times import TimedRanks
-from foreshard.profile.schedule_execution import ScheduleExecution, elements_of
+from foreshard.transport.schedule_execution import ScheduleExecution, elements_of
 
 ON_HOSTS = [
     (name, collective)

@@ -1,0 +1,158 @@
+"""How owners sum buckets: by the backend's all-reduce, or in a thread by a named algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from foreshard.comm.compression.methods import compression_method
+from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.schedules.selection import AllReduceSelection, all_reduce_selection
+from foreshard.errors import SpecError
+from foreshard.runtime.membership.peer_group import PeerGroup
+from foreshard.runtime.records.durable_jsonl import OnEvent
+from foreshard.runtime.state.buckets import Bucket
+from foreshard.transport.all_reduce import AllReduce, ScheduledAllReduce
+from foreshard.transport.compression.compressor import Compressor, SumRanks
+from foreshard.transport.compression.registry import MakeCompressor, compressor_of
+
+
+class BucketSum(Protocol):
+    """Sums buckets of the same owners, in the order in which they begin."""
+
+    def begin(self, bucket: Bucket) -> Any:
+        """Return work whose `wait` returns when the bucket holds the sum."""
+
+    def close(self) -> None:
+        """Break off what is under way: a peer is gone."""
+
+
+class BackendSum:
+    """The all-reduce of the backend."""
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def begin(self, bucket: Bucket) -> Any:
+        """Begin an all-reduce of the bucket."""
+        return self._group.allreduce([bucket.flat])
+
+    def close(self) -> None:
+        """Leave it to the end of the group."""
+
+
+class BackgroundSum:
+    """Sums one bucket after another in a thread, which alone uses the group."""
+
+    def __init__(self, group: PeerGroup, sums: Callable[[Bucket], None]):
+        self._group, self._sums = group, sums
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
+        self._last: Future[None] | None = None
+
+    def begin(self, bucket: Bucket) -> AwaitedSum:
+        """Let the thread sum the bucket after those before it."""
+        self._last = self._thread.submit(self._sums, bucket)
+        return AwaitedSum(self._last, self._group)
+
+    def close(self) -> None:
+        """Break the connections if the thread still waits on them, and end it."""
+        if self._last is not None and not self._last.done():
+            self._group.cut()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class AwaitedSum:
+    """A sum that a thread computes."""
+
+    def __init__(self, future: Future[None], group: PeerGroup):
+        self._future, self._group = future, group
+
+    def wait(self) -> None:
+        """Wait until it is done; raises `PeerLost` as the thread does."""
+        with self._group.waiting():
+            self._future.result()
+
+
+class BucketSums:
+    """Connects owners by the algorithm and the compression that a run names, for its whole length.
+
+    The first plan has to be one that the algorithm can sum. Later ones follow losses and changes: where the
+    owners are then too few or too many for it, the backend sums; what compression has left out until then is
+    dropped. Both are said as events.
+
+    Parameters
+    ----------
+    collectives : str, optional
+        As in `all_reduce_selection`.
+    compress : str, optional
+        As in `compression_method`.
+    on_event : OnEvent
+    """
+
+    def __init__(self, collectives: str | None, compress: str | None, on_event: OnEvent):
+        self._selection = None if collectives is None else all_reduce_selection(collectives)
+        self._make = None if compress is None else compressor_of(compression_method(compress))
+        self._on_event = on_event
+        self._is_first_plan = True
+
+    def plan_connected(self) -> None:
+        """Note that the owners of a plan are connected."""
+        self._is_first_plan = False
+
+    def connect(self, group: PeerGroup) -> BucketSum:
+        """Return what sums the buckets of a group."""
+        if self._selection is None and self._make is None:
+            return BackendSum(group)
+        _check_on_host(group)
+        schedule = None if self._selection is None else self._schedule(group, self._selection)
+        if schedule is None and self._make is None:
+            return BackendSum(group)
+        peers = group.in_background()
+        all_reduce = None if schedule is None else ScheduledAllReduce(schedule, group.place, peers)
+        if self._make is None:
+            assert all_reduce is not None
+            return BackgroundSum(group, _whole(all_reduce))
+        if not self._is_first_plan and group.place == 0:
+            text = f"ranks {list(group.ranks)} compress anew: what was left out of their gradients is dropped"
+            self._on_event("compression", text)
+        ranks = SumRanks(peers, group.place, len(group.ranks), all_reduce)
+        return BackgroundSum(group, _compressed(self._make, ranks))
+
+    def _schedule(self, group: PeerGroup, selection: AllReduceSelection) -> Schedule | None:
+        """Return the schedule of the owners; None where there is none, after the first plan."""
+        try:
+            return selection.schedule_for(len(group.ranks))
+        except SpecError as error:
+            if self._is_first_plan:
+                raise
+            if group.place == 0:
+                text = f"ranks {list(group.ranks)} sum by the backend's all-reduce: {error.what}"
+                self._on_event("collective", text, algorithm=selection.name)
+            return None
+
+
+def _check_on_host(group: PeerGroup) -> None:
+    if group.uses_nccl:
+        raise SpecError(
+            "gradients on accelerators",
+            key="--collectives, --compress",
+            rule="Schedules and compressed sums are executed in host memory, over gloo",
+            fix="Leave them out, or add --device cpu",
+        )
+
+
+def _whole(all_reduce: AllReduce) -> Callable[[Bucket], None]:
+    return lambda bucket: all_reduce(bucket.flat)
+
+
+def _compressed(make: MakeCompressor, ranks: SumRanks) -> Callable[[Bucket], None]:
+    """Return what sums buckets, each by a compressor of its own that keeps what it has left out."""
+    compressors: dict[int, Compressor] = {}
+
+    def total(bucket: Bucket) -> None:
+        if id(bucket) not in compressors:
+            compressors[id(bucket)] = make(tuple(gradient.shape for gradient in bucket.gradients))
+        compressors[id(bucket)].sum(bucket.flat, ranks)
+
+    return total

@@ -1,0 +1,95 @@
+"""What every compressed sum has in common: error feedback, and the ranks that exchange what is left."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foreshard.transport.all_reduce import AllReduce, backend_all_reduce
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the parameters in a bucket, one after another."""
+
+
+class SumRanks:
+    """The ranks of a process group as a compressed sum uses them.
+
+    Parameters
+    ----------
+    group : process group
+        As those of ``torch.distributed``.
+    rank, size : int
+    all_reduce : AllReduce, optional
+        Instead of the backend's.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, all_reduce: AllReduce | None = None):
+        self._group, self.rank, self.size = group, rank, size
+        self.all_reduce = all_reduce or backend_all_reduce(group)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have one shape."""
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._group.allgather([found], [tensor]).wait()
+        return found
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Send row r to rank r; return the rows that all ranks have sent here, shape (ranks, ...)."""
+        found = torch.empty_like(parts)
+        self._group.alltoall_base(found, parts, [], []).wait()
+        return found
+
+
+class Compressor(ABC):
+    """An approximate sum of one bucket over all ranks, step after step.
+
+    What a step leaves out is added to the gradient of the next one, on the rank that has left it out, so that
+    all of a gradient arrives in the end.
+
+    Source
+    ------
+    Error feedback: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2.
+    """
+
+    def __init__(self, shapes: Shapes):
+        self.shapes = shapes
+        self.error: Tensor | None = None
+
+    def sum(self, flat: Tensor, ranks: SumRanks) -> None:
+        """Replace a gradient, one contiguous dimension, by the approximate sum, in place.
+
+        Half precision is computed in float32.
+        """
+        is_full = flat.dtype in (torch.float32, torch.float64)
+        gradient = flat if is_full else flat.to(torch.float32)
+        if self.error is not None:
+            gradient += self.error
+        approximation, sent = self._exchange(gradient, ranks)
+        self.error = gradient - sent
+        flat.copy_(approximation)
+
+    @abstractmethod
+    def _exchange(self, flat: Tensor, ranks: SumRanks) -> tuple[Tensor, Tensor]:
+        """Return the approximate sum, and what of it is this rank's part."""
+
+
+def split_sizes(shapes: Shapes) -> list[int]:
+    """Return the elements of each shape."""
+    return [torch.Size(shape).numel() for shape in shapes]
+
+
+def padded(flat: Tensor, rows: int, multiple: int) -> Tensor:
+    """Return the elements in so many rows of equal length, a multiple, with zeros at the end."""
+    length = -(-flat.numel() // (rows * multiple)) * multiple
+    whole = flat.new_zeros(rows * length)
+    whole[: flat.numel()] = flat
+    return whole.view(rows, length)
+
+
+def joined_bytes(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one length as bytes side by side, shape (rows, bytes)."""
+    return torch.cat([part.contiguous().view(torch.uint8).view(part.shape[0], -1) for part in parts], dim=1)

@@ -1,0 +1,44 @@
+"""Top-k: the entries of largest magnitude, with their places."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from foreshard.transport.compression.compressor import Compressor, Shapes, SumRanks, joined_bytes
+
+
+class TopK(Compressor):
+    """Sums the largest entries of each rank's bucket.
+
+    Every rank gathers those of all others, so that what arrives grows with the number of ranks.
+
+    Parameters
+    ----------
+    shapes : Shapes
+    fraction : float
+        Of the entries, above 0 and at most 1.
+
+    Source
+    ------
+    Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent".
+    """
+
+    def __init__(self, shapes: Shapes, fraction: float):
+        super().__init__(shapes)
+        self._fraction = fraction
+
+    def _exchange(self, flat: Tensor, ranks: SumRanks) -> tuple[Tensor, Tensor]:
+        count = max(1, math.ceil(self._fraction * flat.numel()))
+        places = torch.topk(flat.abs(), count, sorted=False).indices
+        values = flat[places]
+        mine = joined_bytes([values.view(1, -1), places.to(torch.int32).view(1, -1)]).view(-1)
+        total, width = torch.zeros_like(flat), count * flat.element_size()
+        for message in ranks.all_gather(mine):
+            at = message[width:].view(torch.int32).to(torch.int64)
+            total.index_add_(0, at, message[:width].view(flat.dtype))
+        sent = torch.zeros_like(flat)
+        sent[places] = values
+        return total, sent
