@@ -91,8 +91,10 @@ def fabric_of(
     if generation == "volta-nvlink" and domain > 8:
         generation = "nvlink"  # DGX-2 has switches; the row describes the cube mesh of 8
     family = device.arch.split()[0] if device.arch else ""
-    return fabric_from(
-        link_constants(generation, nccl="2.2x" if ideal else nccl, exclude=exclude),
+    fabric = fabric_from(
+        link_constants(
+            generation, nccl="2.2x" if ideal else nccl, exclude=exclude, clock_hz=device.clock_hz or 0.0
+        ),
         intra_bytes_per_s=rate or 1.0,
         domain=domain,
         per_node=group.per_node,
@@ -101,6 +103,7 @@ def fabric_of(
         in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
     )
+    return fabric if ideal or not group.collectives else replace(fabric, **dict(group.collectives))
 
 
 def slowest(fabrics: Iterable[Fabric]) -> Fabric:
