@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,16 @@ def _collectives(path: str | Path) -> MeasuredTable:
 
 def _outcomes(table: MeasuredTable, model: str) -> list[RowOutcome]:
     cases = collective_cases(table, exclude=OWN, model=model)
-    kept = [_within(case, number(row, "size_bytes")) for row, case in zip(table.rows, cases, strict=True)]
+    kept = [_within(case, row) for row, case in zip(table.rows, cases, strict=True)]
     return case_outcomes(table, kept, 0.0)
 
 
-def _within(case: TimedCase, num_bytes: float | None) -> TimedCase:
+def _within(case: TimedCase, row: Mapping[str, str]) -> TimedCase:
     """Return the case, skipped when its size lies outside what is scored."""
-    if case.reason or num_bytes is None or LEAST_BYTES <= num_bytes <= MOST_BYTES:
+    if case.reason:
+        return case
+    num_bytes = number(row, "size_bytes") or 0.0
+    if not num_bytes or LEAST_BYTES <= num_bytes <= MOST_BYTES:
         return case
     return replace(case, predicted_s=None, reason=OUTSIDE)
 
@@ -74,8 +77,15 @@ def _nodes(tables: Sequence[MeasuredTable]) -> dict[str, int]:
     found: dict[str, int] = {}
     for table in tables:
         for row, family in zip(table.rows, table.families, strict=True):
-            found[family] = max(found.get(family, 1), integer(row, "num_nodes") or 1)
+            found[family] = max(found.get(family, 1), _num_nodes(row))
     return found
+
+
+def _num_nodes(row: Mapping[str, str]) -> int:
+    try:
+        return integer(row, "num_nodes") or 1
+    except SpecError:  # the row is skipped for it
+        return 1
 
 
 def _scores(outcomes: dict[str, list[RowOutcome]], family: str | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
-from foreshard.catalog.instances import DEFAULT_NIC_LATENCY_S
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.comm.nccl.channels import (
     ChannelLinks,
@@ -34,6 +33,7 @@ _SLOWEST_CARD = 12.5 * GIGA  # network cards of a data centre carry 100 Gb/s or 
 # From Hopper on, rings over nodes that are faster than this get four channels each, up to so many channels.
 _FAST_RING = 45.0 * GIGA
 _ENOUGH_CHANNELS = 16
+_REPORTED_FROM_S = 30e-6  # least latency that a network plugin reports (EFA's: 35 and 75 us)
 _SWITCHED = 8  # devices of a node that NVLink joins through a switch, Volta's cube mesh aside
 
 
@@ -82,8 +82,8 @@ def communicator_of(
     """Return the communicator of the first `num_ranks` devices of a cluster.
 
     Network cards are not part of a cluster's description: every device is taken to have its share of the
-    node's rate on a card of its own, or cards of 100 Gb/s where that share is less. A NIC latency above that
-    of InfiniBand is taken as what the network plugin reports. `release` is one of `releases()`.
+    node's rate on a card of its own, or cards of 100 Gb/s where that share is less. A NIC latency far
+    above that of InfiniBand is taken as what the network plugin reports. `release` is one of `releases()`.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def communicator_of(
         switch=switch_channels(links) if in_switch else None,
         cpu=cpu,
         collnet=collnet,
-        plugin_latency_s=latency_s if nodes > 1 and latency_s > DEFAULT_NIC_LATENCY_S else 0.0,
+        plugin_latency_s=latency_s if nodes > 1 and latency_s >= _REPORTED_FROM_S else 0.0,
         release=release,
     )
 
