@@ -22,6 +22,7 @@ import numpy as np
 from refit import differences
 from scipy.optimize import least_squares
 
+from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.fabrics import LinkConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from foreshard.comm.fabric import fabric_from
@@ -44,6 +45,8 @@ class System:
     min_ranks: int = 2
     era: str = "2.2x"
     fitted: bool = True
+    harness: str = ""  # a loop that adds host work to every call; "" for nccl-tests
+    unseen: str = ""  # row that a device of its kind gets when it was never measured, if not its generation's
 
 
 SYSTEMS = {
@@ -56,19 +59,30 @@ SYSTEMS = {
     # Launched from a torch loop: the published time holds 80-200 us of host work below 16 MB.
     "sailor A100-40": System(generation="ampere-nvlink", bytes_per_s=300 * GB, min_bytes=16e6, fitted=False),
     "h100_sxm": System(generation="hopper-nvlink", bytes_per_s=450 * GB, in_network=True),
-    "8x H200 node": System(generation="hopper-nvlink", bytes_per_s=450 * GB, in_network=True, min_bytes=2e6),
+    "8x H200 node": System(
+        generation="hopper-nvlink", bytes_per_s=450 * GB, in_network=True, min_bytes=2e6, harness="torch"
+    ),
     "b200_sxm": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
     "b300_sxm": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
     "gb200": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
     "AWS p6-b200.48xlarge": System(generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True),
     "AWS p6-b200.48xlarge x1": System(
-        generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True, min_bytes=2e6
+        generation="blackwell-nvlink", bytes_per_s=900 * GB, in_network=True, min_bytes=2e6, harness="torch"
+    ),
+    "Azure ND_A100_v4 (1 node)": System(
+        generation="ampere-nvlink", bytes_per_s=300 * GB, era="2.1x", fitted=False
+    ),
+    "Azure ND_H100_v5 (1 node)": System(
+        generation="hopper-nvlink", bytes_per_s=450 * GB, in_network=True, era="2.1x", fitted=False
     ),
     "sailor V100-16": System(generation="volta-nvlink", bytes_per_s=150 * GB, min_bytes=16e6),
     "sailor GH-96": System(generation="hopper-c2c", bytes_per_s=450 * GB, domain=4, min_bytes=16e6),
-    "l40s": System(generation="l40s-pcie", bytes_per_s=31.5 * GB),
+    "l40s": System(generation="l40s-pcie", bytes_per_s=31.5 * GB, unseen="pcie4"),
+    "b60": System(generation="xe2-pcie", bytes_per_s=31.5 * GB, unseen="pcie"),
     # Pairs of this server are joined by NVLink bridges (40 GB/s measured, above PCIe).
-    "sailor RTX-3090": System(generation="rtx-3090-pcie", bytes_per_s=31.5 * GB, min_bytes=1e6, min_ranks=3),
+    "sailor RTX-3090": System(
+        generation="rtx-3090-pcie", bytes_per_s=31.5 * GB, min_bytes=1e6, min_ranks=3, unseen="pcie4"
+    ),
     "sailor RTX-2080": System(generation="turing-pcie", bytes_per_s=15.75 * GB, min_bytes=1e6),
     "sailor Titan-RTX": System(generation="turing-pcie", bytes_per_s=15.75 * GB, min_bytes=1e6),
 }
@@ -91,15 +105,18 @@ START = {
     "copy": 0.5,
     "exchange_copy": 0.4,
 }
+LATENCIES = ("launch_s", "hop_s", "exchange_launch_s", "exchange_hop_s")
 # Rows: which constants a generation's data can move; the others stay at the row named ``base``.
 SCALING = ("scaling", "exchange_scaling")
 BANDWIDTH = ("ring_eff", "exchange_eff", "ramp", "exchange_ramp", *SCALING)
 NVLINK = tuple(START)
 NO_SWITCH = tuple(n for n in START if not n.startswith("switch"))
+SHARED_BUS = (*(n for n in NO_SWITCH if "copy" not in n), "scaling")  # a copy shows at two ranks only
 ROWS = {
     "nvlink": ("start", NVLINK, ("ampere-nvlink", "hopper-nvlink", "blackwell-nvlink")),
-    "ampere-nvlink": ("nvlink", NO_SWITCH, ("ampere-nvlink",)),
-    "hopper-nvlink": ("nvlink", NVLINK, ("hopper-nvlink",)),
+    "single-die": ("nvlink", LATENCIES, ("ampere-nvlink", "hopper-nvlink")),
+    "ampere-nvlink": ("single-die", NO_SWITCH, ("ampere-nvlink",)),
+    "hopper-nvlink": ("single-die", NVLINK, ("hopper-nvlink",)),
     "blackwell-nvlink": ("nvlink", NVLINK, ("blackwell-nvlink",)),
     "volta-nvlink": ("nvlink", BANDWIDTH, ("volta-nvlink",)),
     "hopper-c2c": ("nvlink", BANDWIDTH, ("hopper-c2c",)),
@@ -107,7 +124,20 @@ ROWS = {
     "l40s-pcie": ("pcie", (*NO_SWITCH, *SCALING), ("l40s-pcie",)),
     "rtx-3090-pcie": ("pcie", BANDWIDTH, ("rtx-3090-pcie",)),
     "turing-pcie": ("pcie", BANDWIDTH, ("turing-pcie",)),
+    "pcie4": ("single-die", SHARED_BUS, ("l40s-pcie", "rtx-3090-pcie")),
+    "xe2-pcie": ("pcie", (*NO_SWITCH, *SCALING), ("xe2-pcie",)),
 }
+# Rows whose latencies are cycles, the same on every device: a launch and a hop are instructions. They are
+# stored at this clock (Hz, boost, catalog). Not for Blackwell: the way between its two dies is on top.
+REFERENCE_HZ = resolve_device("a100-sxm-80gb").clock_hz
+CLOCKED = ("single-die", "pcie4")
+CLOCKS = {
+    "ampere-nvlink": resolve_device("a100-sxm-80gb").clock_hz,
+    "hopper-nvlink": resolve_device("h100-sxm").clock_hz,
+    "l40s-pcie": resolve_device("l40s").clock_hz,
+    "rtx-3090-pcie": resolve_device("rtx-3090").clock_hz,
+}
+HARNESS_BYTES = 2**20  # below, host work shows
 # Where ``scaling`` counts from: 0 = the full domain (every pair linked), else that many ranks.
 REFERENCE = {"hopper-c2c": 0.0}
 # NIC bytes/s per node of the multi-node systems whose largest messages fix the ring efficiency.
@@ -125,6 +155,8 @@ NCCL_TABLES = (
     "nvlsEfficiency",
     "treeCorrectionFactor",
 )
+EARLY = ("2.1x", "old")  # eras of the library whose latencies differ: 2.11 to 2.19, and 2.10 and before
+NO_HARNESS: Mapping[str, float] = {}
 RIDGE = 0.3  # pull of an unidentified constant to its base row, in residuals per e-fold
 
 
@@ -155,6 +187,8 @@ def time_of(row: Mapping[str, str], kind: str, ranks: int, num_bytes: float) -> 
         return num_bytes / float(row["algbw_GBps"]) / GB
     if row["busbw_GBps"]:
         return num_bytes * passes * (ranks - 1) / ranks / float(row["busbw_GBps"]) / GB
+    if kind == "all_reduce" and row["inplace_busbw_GBps"]:
+        return num_bytes * passes * (ranks - 1) / ranks / float(row["inplace_busbw_GBps"]) / GB
     return None
 
 
@@ -174,6 +208,8 @@ def load() -> list[Points]:
             if float(row["num_nodes"] or 1) > 1:
                 continue
             ranks, size = int(float(row["num_gpus"])), float(row["size_bytes"])
+            if row["library"].startswith("oneccl") and row["collective"] == "all_gather":
+                size *= ranks  # its benchmark prints what one rank gives
             time_s = time_of(row, row["collective"], ranks, size)
             if time_s is not None:
                 identity = (row["library"], row["gpu"], row["dtype"])
@@ -212,10 +248,13 @@ def points_of(key: tuple[str, str, str], rows: Sequence[tuple[float, float, floa
     )
 
 
-def predicted_s(values: Mapping[str, float], points: Points) -> np.ndarray:
+def predicted_s(
+    values: Mapping[str, float], points: Points, harness: Mapping[str, float] = NO_HARNESS
+) -> np.ndarray:
+    """Return the predicted times, with the host work of the loop that measured them."""
     system = SYSTEMS[points.system]
     fabric = fabric_from(
-        LinkConstants(**values),
+        LinkConstants(**{name: value for name, value in values.items() if name != "clock_hz"}),
         intra_bytes_per_s=system.bytes_per_s,
         domain=system.domain,
         per_node=system.domain,
@@ -223,27 +262,50 @@ def predicted_s(values: Mapping[str, float], points: Points) -> np.ndarray:
         nic_latency_s=0.0,
         in_network=system.in_network,
     )
-    return FUNCTIONS[KINDS[points.kind]](points.num_bytes, points.ranks, 1.0, fabric)
+    host_s = harness.get(system.harness, 0.0)
+    return host_s + FUNCTIONS[KINDS[points.kind]](points.num_bytes, points.ranks, 1.0, fabric)
+
+
+def at_clock(values: Mapping[str, float], factor: float) -> dict[str, float]:
+    """Return the constants with their latencies longer by a factor."""
+    return {**values, **{name: values[name] * factor for name in LATENCIES}}
 
 
 def encode(name: str, value: float) -> float:
     return value if name in SCALING else float(np.log(value))
 
 
-def fit(base: Mapping[str, float], names: Sequence[str], data: Sequence[Points]) -> dict[str, float]:
-    """Return ``base`` with ``names`` moved to the least soft-L1 error of log time, pulled to ``base``."""
+def fit(
+    base: Mapping[str, float],
+    names: Sequence[str],
+    data: Sequence[Points],
+    harness: Mapping[str, float],
+    *,
+    clocked: bool = False,
+) -> dict[str, float]:
+    """Return ``base`` with ``names`` moved to the least soft-L1 error of log time, pulled to ``base``.
+
+    With `clocked` the latencies are those at the reference clock, and as many cycles on every device.
+    """
     if not data:
         return dict(base)
     origin = np.array([encode(name, base[name]) for name in names])
 
     def unpack(x: np.ndarray) -> dict[str, float]:
         moved = {n: float(v) if n in SCALING else float(np.exp(v)) for n, v in zip(names, x, strict=True)}
+        if "scaling" in moved and "exchange_scaling" not in moved:  # one bus slows both alike
+            moved["exchange_scaling"] = moved["scaling"]
         return {**base, **moved}
 
     def residuals(x: np.ndarray) -> np.ndarray:
         values = unpack(x)
-        parts = [p.weight * np.log(predicted_s(values, p) / p.time_s) for p in data]
+        parts = [
+            p.weight * np.log(predicted_s(at_clock(values, slower(p)), p, harness) / p.time_s) for p in data
+        ]
         return np.concatenate([*parts, RIDGE * (x - origin)])
+
+    def slower(points: Points) -> float:
+        return REFERENCE_HZ / CLOCKS[SYSTEMS[points.system].generation] if clocked else 1.0
 
     # A link carries no more than its datasheet says: efficiencies stop at 1.
     top = np.array([0.0 if name.endswith("_eff") else np.inf for name in names])
@@ -263,13 +325,16 @@ def fit(base: Mapping[str, float], names: Sequence[str], data: Sequence[Points])
     return moved
 
 
-def fit_rows(data: Sequence[Points], only: str | None = None) -> dict[str, dict[str, float]]:
+def fit_rows(
+    data: Sequence[Points], harness: Mapping[str, float], only: str | None = None
+) -> dict[str, dict[str, float]]:
     """Fit every row of the table, each starting from its base row; or one row and those it starts from."""
     wanted = set(ROWS)
     if only is not None:
         wanted = {only}
-        while (base := ROWS[min(wanted, key=list(ROWS).index)][0]) != "start":
-            wanted.add(base)
+        for name in reversed(ROWS):
+            if name in wanted and ROWS[name][0] != "start":
+                wanted.add(ROWS[name][0])
     fitted: dict[str, dict[str, float]] = {
         "start": {**START, "scaling": 0.0, "exchange_scaling": 0.0, "reference": 2.0}
     }
@@ -279,9 +344,14 @@ def fit_rows(data: Sequence[Points], only: str | None = None) -> dict[str, dict[
             continue
         own = [p for p in usable if SYSTEMS[p.system].generation in generations]
         start = {**fitted[base], "reference": REFERENCE.get(name, 2.0)}
+        if base in CLOCKED:
+            start = at_clock(start, REFERENCE_HZ / CLOCKS.get(name, REFERENCE_HZ))
+            del start["clock_hz"]
         if "scaling" in names and name.endswith(("c2c", "-nvlink")):
             start["scaling"] = start["exchange_scaling"] = 0.5
-        fitted[name] = fit(start, names, own)
+        fitted[name] = fit(start, names, own, harness, clocked=name in CLOCKED)
+        if name in CLOCKED:
+            fitted[name]["clock_hz"] = REFERENCE_HZ
     del fitted["start"]
     # Eight devices, every pair linked (xGMI): 2 ranks reach 1 of 7 links, 8 reach all. Geometry, no data.
     mesh = float(np.log(7.0) / np.log(4.0))
@@ -289,9 +359,27 @@ def fit_rows(data: Sequence[Points], only: str | None = None) -> dict[str, dict[
     return fitted
 
 
-def fit_old_era(row: Mapping[str, float], data: Sequence[Points]) -> dict[str, float]:
-    """Return the factors of an early library on latency and ramp, from the one server that has them."""
-    old = [p for p in data if SYSTEMS[p.system].era == "old"]
+def fit_harness(data: Sequence[Points]) -> dict[str, float]:
+    """Return the host work of a call in each measuring loop: the median of what small collectives take more.
+
+    More than their prediction by constants fitted on systems that were measured without such a loop.
+    """
+    bare = [p for p in data if not SYSTEMS[p.system].harness]
+    over: dict[str, list[float]] = defaultdict(list)
+    rows: dict[str, dict[str, float]] = {}
+    for points in data:
+        system, small = SYSTEMS[points.system], points.num_bytes < HARNESS_BYTES
+        if system.harness:
+            if system.generation not in rows:
+                rows |= fit_rows(bare, {}, only=system.generation)
+            more_s = points.time_s - predicted_s(rows[system.generation], points)
+            over[system.harness] += list(more_s[small])
+    return {name: float(np.median(values)) for name, values in sorted(over.items())}
+
+
+def fit_era(era: str, links: Mapping[str, Any], data: Sequence[Points]) -> dict[str, float]:
+    """Return the factors of an early library on latency and ramp, from the servers that have it."""
+    old = [p for p in data if SYSTEMS[p.system].era == era]
     if not old:
         return {}
     origin = np.zeros(2)
@@ -304,8 +392,11 @@ def fit_old_era(row: Mapping[str, float], data: Sequence[Points]) -> dict[str, f
         return {**named, "ramp": ramp, "exchange_ramp": ramp, "switch_ramp": ramp}
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        values = {k: v * factors(x).get(k, 1.0) for k, v in row.items()}
-        parts = [p.weight * np.log(predicted_s(values, p) / p.time_s) for p in old]
+        found = factors(x)
+        rows = {name: {k: v * found.get(k, 1.0) for k, v in row.items()} for name, row in links.items()}
+        parts = [
+            p.weight * np.log(predicted_s(rows[SYSTEMS[p.system].generation], p) / p.time_s) for p in old
+        ]
         return np.concatenate([*parts, RIDGE * (x - origin)])
 
     return factors(least_squares(residuals, origin, loss="soft_l1", f_scale=0.1, xtol=1e-12).x)
@@ -316,23 +407,28 @@ def errors(table: Mapping[str, Any], points: Points) -> np.ndarray:
     system = SYSTEMS[points.system]
     era = table["eras"][system.era]
     values = {k: v * era.get(k, 1.0) for k, v in table["links"][system.generation].items()}
-    return predicted_s(values, points) / points.time_s - 1.0
+    return predicted_s(values, points, table["harness"]) / points.time_s - 1.0
+
+
+FITTED = ("links", "eras", "harness")
 
 
 def seen_without(system: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table as it would be without a system."""
     changed = table["left_out"][family_of(system)]
-    return {name: {**table[name], **changed[name]} for name in ("links", "eras")}
+    return {name: {**table[name], **changed[name]} for name in FITTED}
 
 
 def build(data: Sequence[Points]) -> dict[str, Any]:
-    links = fit_rows(data)
+    harness = fit_harness(data)
+    links = fit_rows(data, harness)
     return {
         "links": links,
-        "eras": {"2.2x": {}, "old": fit_old_era(links["ampere-nvlink"], data)},
+        "eras": {"2.2x": {}, **{era: fit_era(era, links, data) for era in EARLY}},
+        "harness": harness,
         "network": {**STATED_NETWORK, "ring_eff": network_ring_eff()},
         "nccl": nccl_tables(),
-        "left_out": {family_of(system): without(system, data) for system in sorted(SYSTEMS)},
+        "left_out": {family_of(system): without(system, links, data) for system in sorted(SYSTEMS)},
     }
 
 
@@ -341,13 +437,19 @@ def family_of(system: str) -> str:
     return system.removeprefix("sailor ")
 
 
-def without(system: str, data: Sequence[Points]) -> dict[str, Any]:
+def without(system: str, links: Mapping[str, Any], data: Sequence[Points]) -> dict[str, Any]:
     """Return what changes in the table when a system is not seen: the row of its generation, or its era."""
-    rule = SYSTEMS[system]
+    rule, others = SYSTEMS[system], [p for p in data if p.system != system]
     if not rule.fitted:
-        return {"links": {}, "eras": {} if rule.era == "2.2x" else {rule.era: {}}}
-    rows = fit_rows([p for p in data if p.system != system], only=rule.generation)
-    return {"links": {rule.generation: rows[rule.generation]}, "eras": {}}
+        eras = {rule.era: fit_era(rule.era, links, others)} if rule.era in EARLY else {}
+        return {"links": {}, "eras": eras, "harness": {}}
+    name = rule.unseen or rule.generation
+    harness = fit_harness(others)
+    row = fit_rows(others, harness, only=name)[name]
+    if name in CLOCKED and name != rule.generation:
+        row = at_clock(row, REFERENCE_HZ / CLOCKS[rule.generation])
+        del row["clock_hz"]
+    return {"links": {rule.generation: row}, "eras": {}, "harness": harness if rule.harness else {}}
 
 
 def nccl_tables() -> dict[str, Any]:
@@ -405,8 +507,9 @@ def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
         show(f"system {system}", signed)
     show("ALL SYSTEMS LEFT OUT", everything)
     for generation in sorted({SYSTEMS[p.system].generation for p in nccl}):
-        rows = fit_rows([p for p in data if SYSTEMS[p.system].generation != generation], only=generation)
-        unseen = {"links": rows, "eras": {"2.2x": {}}}
+        others = [p for p in data if SYSTEMS[p.system].generation != generation]
+        rows = fit_rows(others, table["harness"], only=generation)
+        unseen = {"links": rows, "eras": table["eras"], "harness": table["harness"]}
         own = [p for p in nccl if SYSTEMS[p.system].generation == generation]
         show(f"generation {generation}", [errors(unseen, p) for p in own])
 
@@ -431,7 +534,7 @@ def main() -> int:
         print("\n".join(wrong) or "shipped constants equal the refit")
         return 1 if wrong else 0
     shipped["links"].update(table["links"])
-    shipped.update({name: table[name] for name in ("eras", "network", "nccl", "left_out")})
+    shipped.update({name: table[name] for name in ("eras", "harness", "network", "nccl", "left_out")})
     TABLE.write_text(json.dumps(shipped, indent=1) + "\n", "utf-8")
     return 0
 

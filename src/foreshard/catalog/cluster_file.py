@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec import codec
-from foreshard.spec.cluster import Link, Network
+from foreshard.spec.cluster import Cluster, Link, Network, NodeGroup
 from foreshard.spec.codec import Range, Size, Unit
 from foreshard.spec.device import Device
 
@@ -28,6 +29,24 @@ Kind = Literal["flat", "fat-tree", "rail", "leaf-spine", "torus", "dragonfly", "
 PeakName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 Peak = Annotated[float, Unit("flops_per_s"), Range(1e6, 1e20)]
 Bytes = Annotated[float, Unit("bytes"), Range(2.0**20, 1e16)]
+CollectiveConstant = Literal[
+    "launch_s",
+    "hop_s",
+    "exchange_launch_s",
+    "exchange_hop_s",
+    "switch_launch_s",
+    "ring_eff",
+    "gather_eff",
+    "exchange_eff",
+    "switch_eff",
+    "ramp",
+    "exchange_ramp",
+    "switch_ramp",
+    "nic_launch_s",
+    "nic_ring_eff",
+    "nic_tree_eff",
+    "nic_exchange_eff",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +63,7 @@ class NodesTable:
     power: Power | None = None
     idle_power: Power | None = None
     carbon_kg_per_kwh: Annotated[float, Range(0.0, 1e6)] | None = None
+    collectives: Mapping[CollectiveConstant, Annotated[float, Range(0.0, 10.0)]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +246,55 @@ def _own_device(table: DeviceTable, file: str, key: str) -> Device:
             fix = "Add it, or name a base"
             raise SpecError(f"'{name}' is missing", file=file, key=f"{key}.{name}", rule=rule, fix=fix)
     return Device(**given)
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """Return the cluster as a cluster file, its defaults written out.
+
+    Raises
+    ------
+    SpecError
+        A device is not in the catalog: its table stands in the user's own file.
+    """
+    parts = [f"name = {_quoted(cluster.name)}"]
+    for group in cluster.nodes:
+        resolve_device(group.device.name)
+        parts.append("\n[[nodes]]\n" + "\n".join(f"{key} = {value}" for key, value in _node_keys(group)))
+        if group.collectives:
+            lines = (f"{name} = {value!r}" for name, value in group.collectives)
+            parts.append("\n[nodes.collectives]\n" + "\n".join(lines))
+    network = cluster.network
+    parts.append(
+        f"\n[network]\nkind = {_quoted(network.kind)}\noversubscription = {network.oversubscription!r}"
+    )
+    for link in cluster.links:
+        between = ", ".join(_quoted(name) for name in link.between)
+        rate, latency = f"{link.bandwidth_bytes_per_s!r} B/s", f"{link.latency_s!r} s"
+        parts.append(
+            f"\n[[links]]\nbetween = [{between}]\nbandwidth = {_quoted(rate)}\nlatency = {_quoted(latency)}"
+        )
+    return "\n".join(parts) + "\n"
+
+
+def _node_keys(group: NodeGroup) -> list[tuple[str, str]]:
+    """Return the keys of a ``[[nodes]]`` table with their values as TOML writes them."""
+    keys = [
+        ("count", str(group.count)),
+        ("device", _quoted(group.device.name)),
+        ("per_node", str(group.per_node)),
+        ("nic", _quoted(f"{group.nic_bytes_per_s!r} B/s")),
+        ("nic_latency", _quoted(f"{group.nic_latency_s!r} s")),
+    ]
+    optional = (
+        ("usd_per_h", None if group.usd_per_h is None else repr(group.usd_per_h)),
+        ("rack", None if group.rack is None else _quoted(group.rack)),
+        ("power", None if group.busy_w is None else _quoted(f"{group.busy_w!r} W")),
+        ("idle_power", None if group.idle_w is None else _quoted(f"{group.idle_w!r} W")),
+        ("carbon_kg_per_kwh", None if group.carbon_kg_per_kwh is None else repr(group.carbon_kg_per_kwh)),
+    )
+    return keys + [(key, value) for key, value in optional if value is not None]
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML string: JSON's escapes are among TOML's."""
+    return json.dumps(text, ensure_ascii=False)

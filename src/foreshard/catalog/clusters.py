@@ -26,6 +26,7 @@ from foreshard.catalog.instances import (
     nic_rates_per_device,
 )
 from foreshard.catalog.shorthand import read_shorthand
+from foreshard.catalog.transports import transport_of
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
@@ -133,8 +134,7 @@ def _from_file(path: str | Path) -> Cluster:
 def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumptions: list[str]) -> NodeGroup:
     """Fill what a nodes table leaves open from the catalog, listing each default."""
     nic = _nic(table, device, instance, assumptions)
-    if table.nic_latency is None:
-        assumptions.append(f"NIC latency {quantity.seconds(DEFAULT_NIC_LATENCY_S)}, not stated")
+    latency_s = _nic_latency_s(table, instance, assumptions)
     usd_per_h, price_date = _price(table, device, instance, assumptions)
     _device_assumptions(table, device, instance, assumptions)
     return NodeGroup(
@@ -142,7 +142,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         device=device,
         per_node=table.per_node,
         nic_bytes_per_s=nic,
-        nic_latency_s=DEFAULT_NIC_LATENCY_S if table.nic_latency is None else table.nic_latency,
+        nic_latency_s=latency_s,
         usd_per_h=usd_per_h,
         price_date=price_date,
         rack=table.rack,
@@ -150,6 +150,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         idle_w=table.idle_power,
         carbon_kg_per_kwh=table.carbon_kg_per_kwh,
         nvlink_domain=nvlink_domain(device, table.per_node),
+        collectives=tuple((table.collectives or {}).items()),
     )
 
 
@@ -161,6 +162,18 @@ def _nic(table: NodesTable, device: Device, instance: Instance | None, assumptio
     default = default_nic(device.name, table.per_node)
     assumptions.append(f"{device.name}: {default.source}")
     return default.value
+
+
+def _nic_latency_s(table: NodesTable, instance: Instance | None, assumptions: list[str]) -> float:
+    """Return the latency that the user states, else that of the instance's transport, else the default."""
+    if table.nic_latency is not None:
+        return table.nic_latency
+    transport = transport_of(instance.network) if instance else None
+    if transport is None:
+        assumptions.append(f"NIC latency {quantity.seconds(DEFAULT_NIC_LATENCY_S)}, not stated")
+        return DEFAULT_NIC_LATENCY_S
+    assumptions.append(f"NIC latency {quantity.seconds(transport.latency_s)} of {transport.name}")
+    return transport.latency_s
 
 
 def _price(

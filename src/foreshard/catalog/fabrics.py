@@ -44,8 +44,13 @@ class LinkConstants:
     reference: Any  # ranks at which ``scaling`` counts 1; 0 means the whole domain
 
 
+_PCIE4 = ("ampere", "ada")
+"""Cards of PCIe 4, of which two servers were measured: no peer-to-peer switch, one bus shared by all."""
+_LATENCIES = ("launch_s", "hop_s", "exchange_launch_s", "exchange_hop_s")
+
+
 def comm_constants() -> dict[str, Any]:
-    """Return the table as parsed: sections ``links``, ``eras``, ``network``, ``nccl``."""
+    """Return the table as parsed: sections ``links``, ``eras``, ``harness``, ``network``, ``nccl``."""
     table: dict[str, Any] = shipped("comm_constants.json")
     return table
 
@@ -55,12 +60,16 @@ def link_generation(arch: str, link: str | None, *, name: str = "") -> str:
 
     Architectures are spelled as in the catalog (``Hopper``, ``CDNA3``). The link (``NVLink4``, ``xGMI``) is
     None or a PCIe name for devices without one. What PCIe gives depends on the server, so a row measured on
-    one device serves only the device of that `name`; others get the pooled row.
+    one device serves only the device of that `name`; others get the pooled row of their kind.
     """
     family, link = (arch.lower().split() or [""])[0], (link or "").lower()
     if not link or "pci" in link:
-        candidates = (f"{name}-pcie", f"{family}-pcie", "pcie")
-        return next(row for row in candidates if row in comm_constants()["links"])
+        pooled = "pcie4" if family in _PCIE4 else "pcie"
+        return next(
+            row
+            for row in (f"{name}-pcie", f"{family}-pcie", pooled, "pcie")
+            if row in comm_constants()["links"]
+        )
     if "c2c" in link:
         return "hopper-c2c"
     if "infinity" in link or "xgmi" in link or "roce" in link:
@@ -69,11 +78,14 @@ def link_generation(arch: str, link: str | None, *, name: str = "") -> str:
     return row if "nvlink" in link and row in comm_constants()["links"] else "nvlink"
 
 
-def link_constants(generation: str, *, nccl: str = "2.2x", exclude: str = "") -> LinkConstants:
+def link_constants(
+    generation: str, *, nccl: str = "2.2x", exclude: str = "", clock_hz: float = 0.0
+) -> LinkConstants:
     """Return the constants of one generation, with the latencies of a library era.
 
     `exclude` is a family of measured rows that the constants must not have seen: the ``system`` column, or
-    ``gpu`` of the Sailor profiles. A family that no constant rests on changes nothing.
+    ``gpu`` of the Sailor profiles. A family that no constant rests on changes nothing. `clock_hz` is that of
+    the device (0: unknown), for rows that many devices share and whose latencies are so many cycles.
     """
     table = comm_constants()
     if generation not in table["links"]:
@@ -84,5 +96,17 @@ def link_constants(generation: str, *, nccl: str = "2.2x", exclude: str = "") ->
     changed = table["left_out"].get(exclude, {"links": {}, "eras": {}})
     fitted = changed["links"].get(generation, table["links"][generation])
     row = {key: value for key, value in fitted.items() if key in names}
+    if clock_hz and "clock_hz" in fitted:
+        row |= {name: row[name] * fitted["clock_hz"] / clock_hz for name in _LATENCIES}
     era = changed["eras"].get(nccl, table["eras"][nccl])
     return LinkConstants(**{key: value * era.get(key, 1.0) for key, value in row.items()})
+
+
+def harness_s(name: str, *, exclude: str = "") -> float:
+    """Return the host work that a measuring loop adds to every call, s; 0 for a loop that adds none.
+
+    `exclude` as in `link_constants`. The loop ``torch`` calls torch.distributed once a turn.
+    """
+    table = comm_constants()
+    changed = table["left_out"].get(exclude, {}).get("harness", {})
+    return float(changed.get(name, table["harness"].get(name, 0.0)))

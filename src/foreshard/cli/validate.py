@@ -37,8 +37,15 @@ _SCORES = (
 @click.option(
     "--max-mape", type=Amount(), help="Exit 5 when the mean error, skipped rows as 1.0, is above this."
 )
+@click.option(
+    "--by-system",
+    is_flag=True,
+    help="Of collectives: every system by constants fitted without it, by closed form and NCCL's estimate.",
+)
 @click.pass_context
-def command(ctx: click.Context, files: tuple[str, ...], max_mape: float | None, **options: Any) -> None:
+def command(
+    ctx: click.Context, files: tuple[str, ...], max_mape: float | None, by_system: bool, **options: Any
+) -> None:
     """Predict every row of tables of measurements (.csv, .csv.gz) and score the predictions.
 
     A bare file name that is not here is looked for in FORESHARD_MEASURED (default ../shared/measured/dev).
@@ -46,6 +53,12 @@ def command(ctx: click.Context, files: tuple[str, ...], max_mape: float | None, 
     from foreshard import api
     from foreshard.validation.validate import check_mape
 
+    if by_system:
+        from foreshard.validation.collective_systems import collective_systems
+
+        found = collective_systems(map(find, files))
+        give({"schema_version": 1} | found, lambda: _systems(found))
+        return
     result = api.validate(map(find, files), **options)
     give({"schema_version": 1} | result, lambda: _screen(result))
     if max_mape is not None:
@@ -83,3 +96,25 @@ def _screen(result: dict[str, Any]) -> Screen:
         skipped = [(count, reason) for reason, count in reasons.most_common()]
         tables.append(table("Skipped", (">rows", "reason"), skipped))
     return Screen(tables=tuple(tables))
+
+
+def _systems(found: dict[str, Any]) -> Screen:
+    """Return the errors of systems left out, and why rows are skipped."""
+    rows = [_system(one["system"], str(one["nodes"]), one["models"]) for one in found["systems"]]
+    rows.append(_system("all", "", found["pooled"]["models"]))
+    columns = ["system", ">nodes", ">rows", ">skipped"]
+    for model in found["pooled"]["models"]:
+        columns += [f">{model}, median", ">p90", ">bias"]
+    skipped = [
+        (model, entry["rows"], entry["reason"], ", ".join(entry["systems"]))
+        for model, entries in found["skipped"].items()
+        for entry in entries
+    ]
+    why = table("Skipped", ("model", ">rows", "reason", "systems"), skipped)
+    return Screen(tables=(table("Each system left out of the fit", tuple(columns), rows), why))
+
+
+def _system(name: str, nodes: str, models: dict[str, Any]) -> tuple[str | None, ...]:
+    first = next(iter(models.values()))
+    cells = [_cell(scores, key) for scores in models.values() for key in ("median_ape", "p90_ape", "bias")]
+    return (name, nodes, str(first["rows"]), str(first["skipped"]), *cells)

@@ -132,7 +132,9 @@ def fabric_of(
         generation = "nvlink"  # DGX-2 has switches; the row describes the cube mesh of 8
     family = device.arch.split()[0] if device.arch else ""
     fabric = fabric_from(
-        link_constants(generation, nccl="2.2x" if ideal else nccl, exclude=exclude),
+        link_constants(
+            generation, nccl="2.2x" if ideal else nccl, exclude=exclude, clock_hz=device.clock_hz or 0.0
+        ),
         intra_bytes_per_s=rate or 1.0,
         domain=domain,
         per_node=group.per_node,
@@ -141,6 +143,8 @@ def fabric_of(
         in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
     )
+    if group.collectives and not ideal:
+        fabric = replace(fabric, **dict(group.collectives))
     if collectives == "auto":
         return fabric
     return replace(fabric, ring_only=1.0 * (collectives == "ring"), tree_only=1.0 * (collectives == "tree"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from numpy.typing import ArrayLike
+
 from foreshard.comm.collectives import (
     Times,
     all_gather_s,
@@ -71,11 +73,18 @@ def bus_factor(collective: str, num_ranks: int) -> float:
 
 
 def predict_collective(
-    collective: str, num_bytes: float, cluster: Cluster, num_ranks: int | None = None, *, era: str = "2.2x"
+    collective: str,
+    num_bytes: float,
+    cluster: Cluster,
+    num_ranks: int | None = None,
+    *,
+    era: str = "2.2x",
+    release: str = "",
 ) -> CollectivePrediction:
     """Return the prediction of a collective over the first `num_ranks` devices (default: all).
 
-    A send goes from the first of them to the last. `era` is that of `fabric_of`.
+    A send goes from the first of them to the last. `era` is that of `fabric_of`, `release` that of
+    `communicator_of`.
 
     Raises
     ------
@@ -85,18 +94,19 @@ def predict_collective(
     ranks = cluster.num_devices if num_ranks is None else num_ranks
     _check(collective, num_bytes, ranks, cluster)
     fabric = fabric_between(cluster, range(ranks), nccl=era)
-    communicator = communicator_of(cluster, ranks) if has_nccl(cluster, ranks) else None
+    communicator = communicator_of(cluster, ranks, release=release) if has_nccl(cluster, ranks) else None
     return CollectivePrediction(
         collective=collective,
         num_bytes=num_bytes,
         num_ranks=ranks,
-        time_s=float(_time_s(collective, num_bytes, ranks, fabric)),
+        time_s=float(collective_s(collective, num_bytes, ranks, fabric)),
         communicator=communicator,
         choice=nccl_choice(collective, num_bytes, communicator) if communicator else None,
     )
 
 
-def _time_s(collective: str, num_bytes: float, ranks: int, fabric: Fabric) -> Times:
+def collective_s(collective: str, num_bytes: ArrayLike, ranks: int, fabric: Fabric) -> Times:
+    """Return the time of a collective of `NAMES` over so many ranks that follow each other."""
     if collective == "send":
         return send_s(num_bytes, ranks > fabric.domain, fabric)
     return _FORMS[collective](num_bytes, ranks, 1, fabric)

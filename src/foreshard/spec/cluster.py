@@ -31,6 +31,8 @@ class NodeGroup:
     # largest number of consecutive devices that share the device links (NVLink, xGMI, ICI): `per_node` on
     # boards with such links, 72 on nvl72 across nodes, 1 when devices meet only over PCIe
     nvlink_domain: int
+    # (name, value) of constants of collectives that were measured here, by the names of `comm.fabric.Fabric`
+    collectives: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_devices(self) -> int:

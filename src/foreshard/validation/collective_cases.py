@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.devices import resolve_device
+from foreshard.catalog.fabrics import harness_s
 from foreshard.catalog.instances import usual_node_size
+from foreshard.catalog.transports import transport_of
 from foreshard.comm.collectives import (
     all_gather_s,
     all_reduce_s,
@@ -25,7 +27,12 @@ from foreshard.comm.collectives import (
     send_s,
 )
 from foreshard.comm.fabric import Fabric, fabric_of
+from foreshard.comm.nccl.choice import nccl_choice
+from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
+from foreshard.comm.nccl.constants import releases
+from foreshard.comm.prediction import bus_factor
 from foreshard.errors import SpecError
+from foreshard.spec.cluster import Cluster
 from foreshard.validation.facts import integer, number
 from foreshard.validation.row_cluster import nic_rate
 from foreshard.validation.tables import MeasuredTable
@@ -38,6 +45,18 @@ _TIMES = {
     "alltoall": all_to_all_s,
     "broadcast": broadcast_s,
 }
+
+
+_NAMES = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "p2p": "send",
+}
+_ROUNDED = 0.02  # bandwidths of another number of ranks differ by more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +78,23 @@ def reason_of(error: SpecError) -> str:
 
 def era_of(library: str, system: str) -> str:
     """Return the NCCL era of a row: 2.10 and before, and servers profiled then, are old."""
-    version = re.search(r"\b2\.(\d+)", library)
+    version = re.search(r"\bnccl v?2\.(\d+)", library, re.IGNORECASE)
     if version is None:
         return "old" if "vtrain" in system.lower() else "2.2x"
     minor = int(version[1])
     return "old" if minor <= 10 else "2.1x" if minor < 20 else "2.2x"
 
 
-def _known_era(era: str) -> str:
-    """Return the era the constants know: 2.1x is read as 2.2x where it has no row of its own."""
-    from foreshard.catalog.fabrics import comm_constants
-
-    return era if era in comm_constants()["eras"] else "2.2x"
+CLOSED_FORM, NCCL = "closed form", "NCCL's estimate"
+MODELS = (CLOSED_FORM, NCCL)
+"""What can predict a row: the closed form of `predict`, and the estimate by which NCCL chooses."""
+OWN = "own"
+"""For `exclude`: every row by constants that have not seen its own family."""
 
 
 @cache
-def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str, exclude: str) -> Fabric:
-    """Return the fabric of a row's machine."""
+def _cluster(gpu: str, num_ranks: int, num_nodes: int, network: str) -> Cluster:
+    """Return a row's machine."""
     device = resolve_device(gpu)
     usual = usual_node_size(device)
     if num_nodes > 1:
@@ -87,7 +106,23 @@ def _fabric(gpu: str, num_ranks: int, num_nodes: int, network: str, era: str, ex
     rate = nic_rate(network) if nodes > 1 else None
     suffix = f"@{rate.replace(' ', '')}" if rate else ""
     cluster = load_cluster(f"{nodes}x{per_node}x{device.name}{suffix}")
-    return fabric_of(cluster.nodes[0], nccl=_known_era(era), exclude=exclude)
+    transport = transport_of(network)
+    if transport is None:
+        return cluster
+    groups = (replace(group, nic_latency_s=transport.latency_s) for group in cluster.nodes)
+    return replace(cluster, nodes=tuple(groups))
+
+
+@cache
+def _fabric(cluster: Cluster, era: str, exclude: str, *, in_switch: bool) -> Fabric:
+    """Return what collectives see of a row's machine; `in_switch`: the switch may reduce."""
+    fabric = fabric_of(cluster.nodes[0], nccl=era, exclude=exclude)
+    return fabric if in_switch else replace(fabric, in_network=0.0)
+
+
+@cache
+def _communicator(cluster: Cluster, num_ranks: int, release: str) -> Communicator:
+    return communicator_of(cluster, num_ranks, release=release)
 
 
 def _sizes(row: Mapping[str, str]) -> tuple[int, float]:
@@ -97,7 +132,27 @@ def _sizes(row: Mapping[str, str]) -> tuple[int, float]:
     ranks = integer(row, "num_gpus")
     if ranks is None or num_bytes <= 0:
         raise SpecError("size or number of devices not stated")
-    return ranks, num_bytes
+    return ranks, num_bytes * _gathered(row, ranks)
+
+
+def _gathered(row: Mapping[str, str], ranks: int) -> int:
+    """Return the factor to gathered output: oneCCL's benchmark prints what one rank gives."""
+    given = row.get("library", "").startswith("oneccl") and _kind(row["collective"]) == "all_gather"
+    return ranks if given else 1
+
+
+def _check_ranks(row: Mapping[str, str]) -> None:
+    """Refuse a row whose two bandwidths are those of another number of ranks than it names.
+
+    Bandwidths are printed in hundredths: a small one tells nothing.
+    """
+    ranks, algorithm, bus = integer(row, "num_gpus"), number(row, "algbw_GBps"), number(row, "busbw_GBps")
+    kind = _kind(row["collective"])
+    if not ranks or ranks < 2 or kind not in _TIMES or not algorithm or not bus:
+        return
+    factor = bus_factor(_NAMES[kind], ranks)
+    if abs(bus / algorithm / factor - 1.0) > _ROUNDED + 0.01 / min(algorithm, bus):
+        raise SpecError(f"its bandwidths are not those of {ranks} ranks")
 
 
 def _measured_s(row: Mapping[str, str]) -> float | None:
@@ -115,6 +170,9 @@ def _measured_s(row: Mapping[str, str]) -> float | None:
     if bus and ranks > 1:
         passes = 2.0 if _kind(row["collective"]) == "all_reduce" else 1.0
         return num_bytes * passes * (ranks - 1) / ranks / (bus * 1e9)
+    in_place = number(row, "inplace_busbw_GBps")
+    if in_place and ranks > 1 and _kind(row["collective"]) == "all_reduce":
+        return num_bytes * 2.0 * (ranks - 1) / ranks / (in_place * 1e9)
     return None
 
 
@@ -124,24 +182,42 @@ def _kind(text: str) -> str:
     return next((name for name in _TIMES if name.replace("_", "") == bare), text.strip())
 
 
-def _predicted_s(row: Mapping[str, str], exclude: str) -> float:
+def _predicted_s(row: Mapping[str, str], exclude: str, model: str) -> float:
     kind, library = _kind(row["collective"]), row.get("library", "")
     if (kind not in _TIMES and kind != "p2p") or re.search("gloo|neuron", library.lower()):
         raise SpecError(NOT_MODELLED)
     ranks, num_bytes = _sizes(row)
+    _check_ranks(row)
     nodes = integer(row, "num_nodes") or 1
-    era = era_of(library, row.get("system", ""))
-    fabric = _fabric(row["gpu"], ranks, nodes, row.get("inter_network", ""), era, exclude)
+    cluster = _cluster(row["gpu"], ranks, nodes, row.get("inter_network", ""))
+    if model == NCCL:
+        return _estimate_s(kind, num_bytes, cluster, ranks, library)
+    era = era_of(f"{library} {row.get('notes', '')}", row.get("system", ""))
+    in_switch = "NVLS_ENABLE=0" not in row.get("algo_or_setting", "")
+    fabric = _fabric(cluster, era, exclude, in_switch=in_switch)
+    host_s = harness_s("torch", exclude=exclude) if "torch" in library else 0.0
     if kind == "p2p":
-        return float(send_s(num_bytes, nodes > 1, fabric))
-    return float(_TIMES[kind](num_bytes, ranks, 1, fabric))
+        return host_s + float(send_s(num_bytes, nodes > 1, fabric))
+    return host_s + float(_TIMES[kind](num_bytes, ranks, 1, fabric))
 
 
-def _case(row: Mapping[str, str], exclude: str) -> TimedCase:
+def _estimate_s(kind: str, num_bytes: float, cluster: Cluster, ranks: int, library: str) -> float:
+    """Return NCCL's own estimate of what it picks."""
+    if not has_nccl(cluster, ranks) or not library.startswith("nccl"):
+        raise SpecError("not a run of NCCL")
+    release = re.search(r"\b2\.\d+", library)
+    known = release[0] if release and release[0] in releases() else ""
+    choice = nccl_choice(_NAMES[kind], num_bytes, _communicator(cluster, ranks, known))
+    if choice.best is None:
+        raise SpecError("NCCL estimates no messages between pairs")
+    return choice.best.time_s
+
+
+def _case(row: Mapping[str, str], exclude: str, model: str) -> TimedCase:
     measured = None
     try:
         measured = _measured_s(row)
-        predicted = _predicted_s(row, exclude)
+        predicted = _predicted_s(row, exclude, model)
     except SpecError as error:
         return TimedCase(measured_s=measured, reason=reason_of(error))
     if measured is None or not np.isfinite(predicted):
@@ -150,9 +226,12 @@ def _case(row: Mapping[str, str], exclude: str) -> TimedCase:
     return TimedCase(measured_s=measured, predicted_s=predicted)
 
 
-def collective_cases(table: MeasuredTable, *, exclude: str = "") -> list[TimedCase]:
-    """Return one case per row of a table of collectives.
+def collective_cases(table: MeasuredTable, *, exclude: str = "", model: str = CLOSED_FORM) -> list[TimedCase]:
+    """Return one case per row of a table of collectives, predicted by one of `MODELS`.
 
-    `exclude` is a family of measured rows that the constants must not have seen.
+    `exclude` is a family of measured rows that the constants must not have seen, or `OWN`.
     """
-    return [_case(row, exclude) for row in table.rows]
+    return [
+        _case(row, family if exclude == OWN else exclude, model)
+        for row, family in zip(table.rows, table.families, strict=True)
+    ]

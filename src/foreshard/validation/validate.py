@@ -77,7 +77,8 @@ def _inputs(row: Mapping[str, str]) -> Hashable:
     )
 
 
-def _case_outcomes(table: MeasuredTable, cases: Sequence[TimedCase], predict_s: float) -> list[RowOutcome]:
+def case_outcomes(table: MeasuredTable, cases: Sequence[TimedCase], predict_s: float) -> list[RowOutcome]:
+    """Return one outcome per row of a table from its cases, which took `predict_s` together."""
     each = predict_s / max(1, len(table.rows))
     return [
         RowOutcome(
@@ -110,7 +111,7 @@ def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str =
         cases = kernel_cases(table)
     else:
         cases = not_modelled(table)
-    return _case_outcomes(table, cases, time.perf_counter() - start)
+    return case_outcomes(table, cases, time.perf_counter() - start)
 
 
 def validate(

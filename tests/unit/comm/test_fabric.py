@@ -58,8 +58,9 @@ def nodes(count=2, per_node=8, nic=400 * GB, nvlink_domain=8, rack=None, dev=Non
         ("hopper", "NVLink-C2C to Grace", "hopper-c2c"),
         ("cdna3", "Infinity Fabric 7 links x64/dir", "mesh"),
         ("turing", "", "turing-pcie"),
-        ("ada", "", "pcie"),
-        ("xe2", None, "pcie"),
+        ("ada", "", "pcie4"),
+        ("xe2", None, "xe2-pcie"),
+        ("hopper", "", "pcie"),
         ("pascal", "NVLink1 4 links", "nvlink"),
         ("tpu", "ICI 6 links", "nvlink"),
     ],
@@ -71,7 +72,14 @@ def test_generation_of_a_link(arch, link, row):
 def test_a_pcie_row_of_one_server_serves_only_its_device():
     assert link_generation("ada", "", name="l40s") == "l40s-pcie"
     assert link_generation("ampere", "", name="rtx-3090") == "rtx-3090-pcie"
-    assert link_generation("ampere", "", name="a100-pcie-80gb") == "pcie"
+    assert link_generation("ampere", "", name="a100-pcie-80gb") == "pcie4"
+
+
+def test_latencies_of_a_pooled_row_are_cycles():
+    slow, fast = (link_constants("pcie4", clock_hz=clock) for clock in (1e9, 2e9))
+    assert slow.launch_s == pytest.approx(2.0 * fast.launch_s) and slow.hop_s == pytest.approx(2 * fast.hop_s)
+    assert (slow.ring_eff, slow.ramp) == (fast.ring_eff, fast.ramp)
+    assert link_constants("hopper-nvlink", clock_hz=1e9) == link_constants("hopper-nvlink")
 
 
 def test_unknown_generation_and_era_name_what_is_known():

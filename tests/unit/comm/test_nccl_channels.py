@@ -43,8 +43,9 @@ def test_channels_through_the_switch_are_those_that_nccl_logs():
 def test_eight_network_cards_give_sixteen_channels():
     comm = seen("8x8xh100-sxm", 64)
     assert (comm.ring.count, comm.num_channels, comm.num_nodes) == (8, 16, 8)
-    # A card of 400 Gb/s behind PCIe 5 carries 48 GB/s; 8 x 45 fit the NVLinks of a device, 8 x 48 do not.
-    assert comm.ring.inter_bytes_per_s == 45 * GB
+    # A card of 400 Gb/s carries 48 GB/s. Each of 8 rings leaves the node at another device, so that
+    # a device's NVLinks carry 7 of them (the bandwidths that NCCL 2.27.5 logged are those of 8 x 48).
+    assert comm.ring.inter_bytes_per_s == 48 * GB
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_channels_fit_the_links(cluster, ranks):
             nvlink_bytes_per_s(device.link_bytes_per_s or 0.0, comm.capability),
             pcie_bytes_per_s(device.pcie_bytes_per_s),
         )
-        assert comm.ring.count * comm.ring.intra_bytes_per_s <= links * (1 + 1e-9)
+        inside = comm.ring.count * (1.0 - (comm.num_nodes > 1) / comm.ranks_per_node)
+        assert inside * comm.ring.intra_bytes_per_s <= links * (1 + 1e-9)
     assert comm.tree.count == comm.ring.count >= 1
 
 

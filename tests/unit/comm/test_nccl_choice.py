@@ -48,7 +48,7 @@ def by_hand(comms, name, collective, num_bytes, algorithm, protocol):
         ("a100", "all-reduce", "tree", "LL", 6.8 + 2 * 7 * 0.6, 12 * 20 * 0.92 / 3.8 * 0.5 * 0.4),
         ("h100s", "all-reduce", "nvls-tree", "Simple", 25.0 + 2 * 3 * 20.9, 8 * 45.5 * 64 / 126),
         # plateau of 1.4 on the latency; 112 hops inside nodes are bounded by three postings of 1 us
-        ("h100s", "all-reduce", "ring", "Simple", 1.4 * (8.4 + 112 * 3.4 + 14 * 14.0), 8 * 45 * 64 / 126),
+        ("h100s", "all-reduce", "ring", "Simple", 1.4 * (8.4 + 112 * 3.4 + 14 * 14.0), 8 * 48 * 64 / 126),
         ("h100s", "all-reduce", "tree", "LL128", 14 + 2 * (7 * 1.25 + 3 * 8.5), 36 * 8 * 0.92 * 0.9375 * 0.5),
         ("singles", "all-gather", "pat", "Simple", 8.0 + 3 * 14 / 3.5 + 8 * 2.8, 2 * 24 * 0.75),
     ],
@@ -59,7 +59,7 @@ def test_an_estimate_is_the_one_worked_out_by_hand(
     size = MIB / 4 if protocol == "LL" else 512 * MIB
     found = by_hand(comms, name, collective, size, algorithm, protocol)
     if (name, algorithm, protocol) == ("h100s", "tree", "LL128"):
-        bandwidth = min(8 * 45 * 0.92, 8 * 36.0) * 0.9375  # bus, then the limit of LL128 per channel
+        bandwidth = min(8 * 48 * 0.92, 8 * 36.0) * 0.9375  # bus, then the limit of LL128 per channel
         bandwidth = min(bandwidth, 8 * 29.0) * 0.5
     assert found.latency_s == pytest.approx(latency * US)
     assert found.bytes_per_s == pytest.approx(bandwidth * GB)
@@ -158,6 +158,51 @@ def test_the_estimates_are_those_that_nccl_printed(collective, algorithm, logged
         found = estimate(collective, 63, algorithm, protocol, comm)
         assert found.latency_s / US == pytest.approx(latency, abs=0.05)
         assert found.bytes_per_s / GB == pytest.approx(bandwidth, abs=0.05)
+
+
+# Tables that NCCL 2.27.5 logged of 1 to 8 H100 in each of 2 to 32 nodes, a card of 400 Gb/s per device,
+# as meta-pytorch/autoparallel 0288b2ca keeps them (cost_models/nccl_cost_model.py): 190 entries.
+def logged_over_nodes():
+    with (Path(__file__).parent / "nccl_2_27_tuning.csv").open(encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_the_estimates_over_nodes_are_those_that_nccl_logged():
+    rows = logged_over_nodes()
+    assert len(rows) == 190
+    for row in rows:
+        nodes, inside = int(row["nodes"]), int(row["per_node"])
+        comm = communicator_of(load_cluster(f"{nodes}x{inside}xh100-sxm"), nodes * inside, release="2.27")
+        found = estimate(row["collective"], 63, row["algorithm"], row["protocol"], comm)
+        assert found.latency_s / US == pytest.approx(float(row["latency_us"]), abs=0.06), row
+        assert found.bytes_per_s / GB == pytest.approx(float(row["algbw_GBps"]), abs=0.06), row
+
+
+def test_a_release_changes_what_it_logged_alone():
+    cluster = load_cluster("4x8xh100-sxm")
+    now, then = communicator_of(cluster, 32), communicator_of(cluster, 32, release="2.27")
+    for algorithm, same in (("ring", True), ("tree", False), ("nvls-tree", False)):
+        one, other = (estimate("all-reduce", MIB, algorithm, "Simple", comm) for comm in (now, then))
+        assert (one.time_s == other.time_s) == same
+    assert communicator_of(load_cluster("1x8xh100-sxm"), 8, release="2.27").release == "2.27"
+
+
+def test_the_latency_that_a_plugin_reports_is_on_every_hop():
+    plain, efa = load_cluster("2x8xh100-sxm"), load_cluster("2xaws-p5.48xlarge")
+    assert efa.nodes[0].nic_latency_s == pytest.approx(75e-6)
+    one, other = communicator_of(plain, 16), communicator_of(efa, 16)
+    assert (one.plugin_latency_s, other.plugin_latency_s) == (0.0, pytest.approx(75e-6))
+    for algorithm, protocol, hops in (("ring", "LL", 2), ("ring", "Simple", 4), ("tree", "LL128", 2)):
+        times = [estimate("all-reduce", 63, algorithm, protocol, comm).latency_s for comm in (one, other)]
+        assert times[1] - times[0] == pytest.approx(hops * 75e-6), algorithm
+
+
+# Picks of NCCL over nodes as users logged them: NVIDIA/nccl 1752 (64 nodes of 8 H200, NCCL 2.26 or 2.27).
+def test_the_pick_of_sixty_four_nodes():
+    comm = communicator_of(load_cluster("64x8xh200-sxm"), 512, release="2.27")
+    assert nccl_choice("all-reduce", 32 * MIB, comm).best.name == "NVLSTree/Simple"
+    near = nccl_choice("all-reduce", 16 * MIB, comm)  # logged: Tree/LL128
+    assert {near.best.name, near.runner_up.name} == {"Tree/LL128", "NVLSTree/Simple"} and near.margin < 0.1
 
 
 def test_messages_have_no_choice(comms):

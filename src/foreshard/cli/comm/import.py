@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
 from foreshard import quantity
-from foreshard.cli.options.answer import give
+from foreshard.cli.options.answer import give, write_text
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Word
 from foreshard.comm.prediction import NAMES, predict_collective
@@ -18,6 +19,7 @@ from foreshard.report.screen import Screen, table
 from foreshard.spec.codec import read_text
 
 if TYPE_CHECKING:
+    from foreshard.comm.refit import MeasuredRun
     from foreshard.interop.nccl_tests import NcclTestRun
 
 _MAX_BYTES = 2**26  # a log of NCCL at its most talkative
@@ -27,17 +29,40 @@ _MAX_BYTES = 2**26  # a log of NCCL at its most talkative
 @click.argument("file", metavar="FILE")
 @click.argument("cluster", metavar="[CLUSTER]", required=False)
 @click.option("--collective", type=Word(*NAMES), help="What ran, where the file does not say.")
-def command(file: str, cluster: str | None, collective: str | None) -> None:
+@click.option(
+    "--fit",
+    metavar="OUT.toml",
+    help="Refit the constants of collectives, and write CLUSTER with them as a cluster file.",
+)
+@click.option(
+    "--also", multiple=True, metavar="FILE", help="Fit this output too (again for each); it says what ran."
+)
+def command(
+    file: str, cluster: str | None, collective: str | None, fit: str | None, also: tuple[str, ...]
+) -> None:
     """Read FILE, the output of a program of nccl-tests; with CLUSTER, predict every row of it.
+
+    With --fit, the constants are refitted to the rows, and every verb that takes a cluster takes the file
+    that is written: predict and plan then count with what was measured.
 
     \b
     foreshard comm import all_reduce.log
     foreshard comm import all_reduce.log 2x8xh100-sxm --collective all-reduce --json
+    foreshard comm import all_reduce.log 2x8xh100-sxm --also all_to_all.log --fit measured.toml
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.interop.nccl_tests import read_nccl_tests
 
     run = read_nccl_tests(read_text(file, max_bytes=_MAX_BYTES), file)
     name = collective or run.collective
+    fitted = None
+    if fit is not None:
+        fitted = _fit(
+            run,
+            name,
+            cluster,
+            [(read_nccl_tests(read_text(one, max_bytes=_MAX_BYTES), one), one) for one in also],
+        )
+        write_text(fit, fitted.text)
     predicted = _predictions(run, name, cluster) if cluster is not None else [None] * len(run.rows)
     errors = [
         abs(time / row.time_s - 1.0)
@@ -54,8 +79,81 @@ def command(file: str, cluster: str | None, collective: str | None) -> None:
         "rows": rows,
         "skipped": run.num_skipped,
         "median_error": median(errors) if errors else None,
+        "fit": None if fitted is None else fitted.told | {"file": fit},
     }
     give(data, lambda: _screen(data))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitted:
+    """A cluster file with refitted constants, and what is said of it."""
+
+    text: str
+    told: dict[str, Any]
+
+
+def _fit(
+    run: NcclTestRun, name: str | None, cluster: str | None, others: list[tuple[NcclTestRun, str]]
+) -> _Fitted:
+    """Return the cluster with constants refitted to all runs."""
+    from foreshard import api
+    from foreshard.catalog.cluster_file import cluster_text
+    from foreshard.comm.refit import refit
+
+    if cluster is None:
+        raise SpecError(
+            "constants are those of a cluster",
+            key="CLUSTER",
+            rule="A fit needs the cluster that was measured",
+            fix="Give it behind FILE, such as 2x8xh100-sxm",
+        )
+    where = api.load_cluster(cluster)
+    runs = [_measured(run, name, where.num_devices, "FILE")]
+    runs += [_measured(other, other.collective, where.num_devices, path) for other, path in others]
+    found = refit(where, runs)
+    latency_s = found.constants.get("nic_latency_s")
+    kept = {key: value for key, value in found.constants.items() if key != "nic_latency_s"}
+    groups = tuple(
+        replace(
+            group,
+            collectives=tuple((dict(group.collectives) | kept).items()),
+            nic_latency_s=group.nic_latency_s if latency_s is None else latency_s,
+        )
+        for group in where.nodes
+    )
+    told = {
+        "constants": dict(found.constants),
+        "factors": dict(found.factors),
+        "median_error_before": found.median_error_before,
+        "median_error": found.median_error,
+    }
+    return _Fitted(text=cluster_text(replace(where, nodes=groups)), told=told)
+
+
+def _measured(run: NcclTestRun, name: str | None, devices: int, file: str) -> MeasuredRun:
+    """Return the rows of a run that move something."""
+    from foreshard.comm.refit import MeasuredRun
+
+    if name is None:
+        raise _unnamed(file)
+    rows = [row for row in run.rows if row.size_bytes > 0 and row.time_s > 0.0]
+    ranks = 2 if name == "send" else run.num_ranks or devices
+    return MeasuredRun(
+        collective=name,
+        num_ranks=ranks,
+        num_bytes=np.array([row.size_bytes for row in rows], dtype=float),
+        time_s=np.array([row.time_s for row in rows], dtype=float),
+    )
+
+
+def _unnamed(file: str | None = None) -> SpecError:
+    return SpecError(
+        "the file does not say which collective ran",
+        file=file,
+        key="--collective",
+        rule="A prediction is one of a collective",
+        fix="Give --collective all-reduce, or what it was",
+    )
 
 
 def _predictions(run: NcclTestRun, collective: str | None, cluster: str) -> list[float | None]:
@@ -63,12 +161,7 @@ def _predictions(run: NcclTestRun, collective: str | None, cluster: str) -> list
     from foreshard import api
 
     if collective is None:
-        raise SpecError(
-            "the file does not say which collective ran",
-            key="--collective",
-            rule="A prediction is one of a collective",
-            fix="Give --collective all-reduce, or what it was",
-        )
+        raise _unnamed()
     where = api.load_cluster(cluster)
     ranks = 2 if collective == "send" else run.num_ranks
     return [
@@ -92,5 +185,12 @@ def _screen(data: dict[str, Any]) -> Screen:
     notes = [f"{data['skipped']} lines have other columns and are left out"] if data["skipped"] else []
     if data["median_error"] is not None:
         notes.append(f"Median error of the prediction: {quantity.percent(data['median_error'])}")
+    if data["fit"] is not None:
+        before, after = (
+            quantity.percent(data["fit"][key]) for key in ("median_error_before", "median_error")
+        )
+        moved = ", ".join(f"{name} x {value:.3g}" for name, value in data["fit"]["factors"].items())
+        notes.append(f"Refitted: median error {before} before, {after} after ({moved})")
+        notes.append(f"{data['fit']['file']} is a cluster file for predict, plan and comm predict")
     columns = (">size", ">time", ">algbw GB/s", ">busbw GB/s", ">predicted")
     return Screen(header=(ran,), tables=(table("", columns, rows),), notes=tuple(notes))

@@ -8,14 +8,16 @@ import click
 
 from foreshard import quantity
 from foreshard.cli.comm.inputs import schedule_named
-from foreshard.cli.options.answer import give
+from foreshard.cli.options.answer import give, write_text
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
+from foreshard.comm.prediction import bus_factor
 from foreshard.comm.schedules.schedule import COLLECTIVES
-from foreshard.errors import ForeshardError
-from foreshard.report.screen import Box, Screen
+from foreshard.errors import ForeshardError, SpecError
+from foreshard.report.screen import Box, Screen, table
 
 _MAX_LOCAL = 64
+_LIBRARY = "library"
 
 
 @verb_command("measure")
@@ -25,7 +27,7 @@ _MAX_LOCAL = 64
     "--algorithm",
     default="ring",
     metavar="NAME|FILE",
-    help="An algorithm by name, or a schedule's JSON or MSCCL file.",
+    help="An algorithm by name, a schedule's JSON or MSCCL file, or library.",
 )
 @click.option(
     "--local", type=Count(2, _MAX_LOCAL), help="Start N ranks on this machine (else: those of torchrun)."
@@ -34,6 +36,14 @@ _MAX_LOCAL = 64
 @click.option("--parts", type=Count(), help="Pieces that follow each other (default: one a channel).")
 @click.option("--per-node", type=Count(), help="Ranks of a node, for algorithms that know nodes.")
 @click.option("--repeats", type=Count(1, 10_000), default=5, help="Turns that count.")
+@click.option(
+    "--device",
+    type=Word("cpu", "cuda"),
+    default="cpu",
+    help="cuda: NVIDIA devices, a rank on each (library).",
+)
+@click.option("--to", "largest", type=ByteCount(), help="Sweep from SIZE to here by factors of 2 (library).")
+@click.option("--log", metavar="OUT.log", help="Write the sweep as nccl-tests print it, for comm import.")
 def command(
     collective: str,
     size: float,
@@ -43,16 +53,34 @@ def command(
     parts: int | None,
     per_node: int | None,
     repeats: int,
+    device: str,
+    largest: float | None,
+    log: str | None,
 ) -> None:
     """Execute a schedule of SIZE bytes between ranks over gloo: whole numbers to the last bit, then its time.
 
     The time is that of the slowest rank, the median over turns, beside the library's own collective where it
     has one.
 
+    --algorithm library times the library's own collective instead, many calls in a row as nccl-tests do:
+    gloo's on processors, NCCL's on NVIDIA devices with --device cuda.
+
     \b
     foreshard comm measure all-reduce 16MiB --local 4 --algorithm halving-doubling
     torchrun --nproc-per-node 4 -m foreshard comm measure all-gather 1MiB --algorithm bruck
+    foreshard comm measure all-reduce 1KiB --to 1GiB --algorithm library --local 8 --device cuda --log all.log
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    if algorithm == _LIBRARY:
+        _sweep(collective, (int(size), int(largest or size)), local, repeats, device, log)
+        return
+    if device != "cpu" or largest is not None or log is not None:
+        raise SpecError(
+            f"{algorithm} is a schedule",
+            key="--algorithm",
+            value=algorithm,
+            rule="--device, --to and --log go with the library's own collective",
+            fix="Give --algorithm library",
+        )
     from foreshard.profile.collective_times import local_times, time_schedule
     from foreshard.profile.link_times import torchrun_ranks
 
@@ -78,6 +106,51 @@ def command(
         **found,
     }
     give(data, lambda: _screen(data))
+
+
+def _sweep(
+    collective: str, span: tuple[int, int], local: int | None, repeats: int, device: str, log: str | None
+) -> None:
+    """Time the library's own collective over sizes, and say what was found on the first rank."""
+    from foreshard.profile.collective_sweep import as_nccl_tests, local_sweep, sweep
+    from foreshard.profile.link_times import torchrun_ranks
+
+    sizes = [span[0] << power for power in range(64) if span[0] << power <= max(span)]
+    ranks = None if local else torchrun_ranks(device)
+    number = local or (ranks.size if ranks else 2)
+    if ranks is not None:
+        rows = sweep(ranks, collective, sizes, repeats=repeats)
+        if ranks.rank:
+            return
+    else:
+        rows = local_sweep(collective, number, sizes, repeats=repeats, device=device)
+    if log is not None:
+        write_text(log, as_nccl_tests(collective, number, rows))
+    backend = "nccl" if device == "cuda" else "gloo"
+    data = {
+        "schema_version": 1,
+        "collective": collective,
+        "algorithm": _LIBRARY,
+        "num_ranks": number,
+        "backend": backend,
+        "rows": rows,
+    }
+    give(data, lambda: _swept(data))
+
+
+def _swept(data: dict[str, Any]) -> Screen:
+    factor = bus_factor(data["collective"], data["num_ranks"])
+    rows = []
+    for row in data["rows"]:
+        rate = row["size_bytes"] / row["time_s"] / 1e9
+        cells = (rate, rate * factor)
+        rows.append(
+            (quantity.size(row["size_bytes"]), quantity.seconds(row["time_s"]), *map(quantity.digits, cells))
+        )
+    header = f"{data['collective']} over {data['num_ranks']} ranks, {data['backend']}"
+    return Screen(
+        header=(header,), tables=(table("", (">size", ">time", ">algbw GB/s", ">busbw GB/s"), rows),)
+    )
 
 
 def _screen(data: dict[str, Any]) -> Screen:

@@ -11,7 +11,7 @@ from foreshard import quantity
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
-from foreshard.comm.nccl.constants import GIGA, tuning
+from foreshard.comm.nccl.constants import GIGA, releases, tuning
 from foreshard.comm.prediction import NAMES, predict_collective
 from foreshard.errors import SpecError
 from foreshard.report.screen import Box, Screen, Table, table
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from foreshard.comm.prediction import CollectivePrediction
 
 _OLD = (2, 10)  # the last release whose latencies are those of the era `old`
+_EARLY = (2, 19)  # and of `2.1x`
 _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
 
 
@@ -52,8 +53,12 @@ def command(collective: str, size: float, cluster: str, ranks: int | None, libra
     from foreshard import api
 
     release = _release(library)
-    era = "old" if release is not None and release <= _OLD else "2.2x"
-    found = predict_collective(collective, size, api.load_cluster(cluster), ranks, era=era)
+    era = "2.2x" if release is None or release > _EARLY else "2.1x" if release > _OLD else "old"
+    rules = ".".join(map(str, release)) if release else ""
+    where = api.load_cluster(cluster)
+    found = predict_collective(
+        collective, size, where, ranks, era=era, release=rules if rules in releases() else ""
+    )
     notes = _notes(found, release)
     give(_object(found, notes), lambda: _screen(found, notes))
 
@@ -121,8 +126,10 @@ def _notes(found: CollectivePrediction, release: tuple[int, int] | None) -> list
         f"Algorithm and protocol are the pick of NCCL {shipped} by its own estimates, which rank candidates "
         "and are no measured times."
     )
-    if release is not None and release != tuple(map(int, shipped.split(".")[:2])):
-        asked = ".".join(map(str, release))
+    asked = ".".join(map(str, release)) if release else ""
+    if found.communicator is not None and found.communicator.release:
+        notes[-1] = notes[-1].replace(f"NCCL {shipped}", f"NCCL {asked}")
+    elif release is not None and release != tuple(map(int, shipped.split(".")[:2])):
         notes.append(
             f"The constants of NCCL {asked} are not shipped: its pick may differ from that of {shipped}."
         )

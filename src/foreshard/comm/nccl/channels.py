@@ -49,16 +49,14 @@ class Channels:
 
 def ring_channels(links: ChannelLinks, capability: int) -> Channels:
     """Return the rings that fit, doubled at half the speed where NCCL does so."""
-    most, count, best = limit("channels") // 2, 0, 0.0
+    most, count, best, total = limit("channels") // 2, 0, 0.0, _inside(links)
     for speed in links.speeds:
         if count and speed <= _STOP * best:
             break
-        fits = min(
-            most, floor(min(links.device_bytes_per_s / speed, most) + _ROUNDING), links.on_cards(speed)
-        )
+        fits = min(most, floor(min(total / speed, most) + _ROUNDING), links.on_cards(speed))
         if fits * speed > count * best:
             count, best = fits, speed
-        if count == most or count * best >= links.device_bytes_per_s:
+        if count == most or count * best >= total:
             break
     if not count:
         count, best = 1, links.speeds[-1]
@@ -66,6 +64,16 @@ def ring_channels(links: ChannelLinks, capability: int) -> Channels:
         doubled = min(2 * count, most)
         count, best = doubled, best / -(-doubled // count)
     return Channels(count=count, intra_bytes_per_s=best, inter_bytes_per_s=best)
+
+
+def _inside(links: ChannelLinks) -> float:
+    """Return the bytes/s that channels may have together: one that leaves a node does so from one device.
+
+    That device's link inside the node is free for another channel, which leaves at another device.
+    """
+    if links.cards and links.ranks > 1:
+        return links.device_bytes_per_s * links.ranks / (links.ranks - 1)
+    return links.device_bytes_per_s
 
 
 def _doubles(count: int, speed: float, capability: int) -> bool:

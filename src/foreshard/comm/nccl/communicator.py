@@ -33,6 +33,7 @@ _SLOWEST_CARD = 12.5 * GIGA  # network cards of a data centre carry 100 Gb/s or 
 # From Hopper on, rings over nodes that are faster than this get four channels each, up to so many channels.
 _FAST_RING = 45.0 * GIGA
 _ENOUGH_CHANNELS = 16
+_REPORTED_FROM_S = 30e-6  # least latency that a network plugin reports (EFA's: 35 and 75 us)
 _SWITCHED = 8  # devices of a node that NVLink joins through a switch, Volta's cube mesh aside
 
 
@@ -53,6 +54,8 @@ class Communicator:
     switch: Channels | None  # that reduce in the switch, None where no switch can
     cpu: str = "intel"  # vendor: "intel" also stands for Arm
     collnet: bool = False  # the network reduces (SHARP), and NCCL is told to use it
+    plugin_latency_s: float = 0.0  # of a hop, as the network plugin reports it; InfiniBand's reports none
+    release: str = ""  # whose rules hold: one of `releases`, empty for that of the tables
 
     @property
     def row(self) -> str:
@@ -74,12 +77,13 @@ class Communicator:
 
 
 def communicator_of(
-    cluster: Cluster, num_ranks: int, *, cpu: str = "intel", collnet: bool = False
+    cluster: Cluster, num_ranks: int, *, cpu: str = "intel", collnet: bool = False, release: str = ""
 ) -> Communicator:
     """Return the communicator of the first `num_ranks` devices of a cluster.
 
     Network cards are not part of a cluster's description: every device is taken to have its share of the
-    node's rate on a card of its own, or cards of 100 Gb/s where that share is less.
+    node's rate on a card of its own, or cards of 100 Gb/s where that share is less. A NIC latency far
+    above that of InfiniBand is taken as what the network plugin reports. `release` is one of `releases()`.
 
     Raises
     ------
@@ -98,6 +102,7 @@ def communicator_of(
     in_switch = bool(fabric.in_network) and nvlink
     links = _links(devices, fabric, inside, nodes, capability, joined=joined)
     ring = ring_channels(links, capability)
+    latency_s = float(fabric.nic_latency_s)
     return Communicator(
         num_ranks=num_ranks,
         num_nodes=nodes,
@@ -109,6 +114,8 @@ def communicator_of(
         switch=switch_channels(links) if in_switch else None,
         cpu=cpu,
         collnet=collnet,
+        plugin_latency_s=latency_s if nodes > 1 and latency_s >= _REPORTED_FROM_S else 0.0,
+        release=release,
     )
 
 

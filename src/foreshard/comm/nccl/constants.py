@@ -41,6 +41,17 @@ def limit(name: str) -> int:
     return int(tuning()["limits"][name])
 
 
+def releases() -> tuple[str, ...]:
+    """Return the releases whose logged tables are known to differ from the constants."""
+    return tuple(tuning()["releases"])
+
+
+def release_rule(release: str, name: str) -> float | None:
+    """Return a number that a release has in place of the constants; None where it does not differ."""
+    value = tuning()["releases"].get(release, {}).get(name)
+    return None if value is None else float(value)
+
+
 def base_latency_s(algorithm: str, protocol: str) -> float:
     """Return the time before the first hop."""
     return float(tuning()["base_latency_us"][algorithm][PROTOCOLS.index(protocol)]) * _MICRO

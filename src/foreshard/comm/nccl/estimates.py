@@ -22,6 +22,7 @@ from foreshard.comm.nccl.constants import (
     limit,
     network_overhead_s,
     nvls_efficiency,
+    release_rule,
     tree_correction,
 )
 
@@ -174,11 +175,16 @@ def _tree_bus(bus: float, protocol: str, comm: Communicator) -> float:
     if protocol == "LL128":
         share = factor("tree_ll128_one_node" if comm.num_nodes == 1 else "tree_ll128")
         bus = min(bus * share, most("tree_ll128_max"))
+    if comm.num_nodes > 1 and (share_of := release_rule(comm.release, "tree_over_nodes")) is not None:
+        return bus * share_of
     return bus * (factor("tree_of_single_gpus") if comm.ranks_per_node == 1 else 1.0)
 
 
 def _switch_channel(collective: str, algorithm: str, channels: Channels, comm: Communicator) -> float:
     """Return bytes/s of one channel that reduces in the switch."""
+    share = release_rule(comm.release, "nvls_tree_share_of_cards")
+    if algorithm == "nvls-tree" and share is not None:
+        return channels.intra_bytes_per_s if comm.num_nodes <= 2 else channels.inter_bytes_per_s * share
     local = comm.ranks_per_node
     intra = channels.intra_bytes_per_s * nvls_efficiency(comm.row) * (channels.count - 1) / channels.count
     intra *= (
@@ -206,6 +212,9 @@ def _bytes_ratio(collective: str, algorithm: str, comm: Communicator) -> float:
     """Return the algorithm's bandwidth (bytes of the caller per second) over the bus bandwidth."""
     if algorithm != "ring" and collective in _GATHERS:
         return 1.0
+    ratio = release_rule(comm.release, "nvls_tree_ratio")
+    if algorithm == "nvls-tree" and ratio is not None:
+        return ratio
     if algorithm in ("ring", "nvls", "nvls-tree"):
         return comm.num_ranks / _steps(collective, comm)
     return 0.5
@@ -237,7 +246,7 @@ def _plateau(collective: str, num_bytes: float, algorithm: str, protocol: str, c
 def _latency_s(collective: str, algorithm: str, protocol: str, comm: Communicator) -> float:
     intra = hop_latency_s("nvlink" if comm.nvlink else "pcie", algorithm, protocol)
     # With one rank per node nothing hides the network, for which NCCL takes the tree's latency.
-    inter = hop_latency_s("network", "tree" if comm.ranks_per_node == 1 else algorithm, protocol)
+    inter = _network_hop_s("tree" if comm.ranks_per_node == 1 else algorithm, protocol, comm)
     base = base_latency_s(algorithm, protocol)
     levels = comm.num_nodes.bit_length() - 1
     peers = comm.num_ranks // comm.num_nodes - 1  # other ranks of the node
@@ -257,11 +266,18 @@ def _latency_s(collective: str, algorithm: str, protocol: str, comm: Communicato
     return base + levels * inter / factor("pat_log_divisor") + comm.num_ranks * factor("pat_rank_us") * _MICRO
 
 
+def _network_hop_s(algorithm: str, protocol: str, comm: Communicator) -> float:
+    """Return the time of a hop over the network; Simple flushes, which costs the plugin's latency again."""
+    hop_us = release_rule(comm.release, "nvls_tree_hop_us") if algorithm == "nvls-tree" else None
+    hop_s = hop_latency_s("network", algorithm, protocol) if hop_us is None else hop_us * _MICRO
+    return hop_s + comm.plugin_latency_s * (2.0 if protocol == "Simple" else 1.0)
+
+
 def _ring_latency_s(collective: str, protocol: str, intra: float, inter: float, comm: Communicator) -> float:
     """Return the time of all hops of a ring; posting a message bounds hops inside a node as well."""
     crosses = comm.num_nodes > 1
     if collective == "broadcast":  # a pipeline, of which one hop shows
-        return hop_latency_s("network", "ring", protocol) if crosses else intra
+        return _network_hop_s("ring", protocol, comm) if crosses else intra
     over = 0
     if crosses:
         over = (2 if collective == "all-reduce" else 1) * (comm.num_nodes - 1)
