@@ -320,9 +320,10 @@ class Controller:
         if fine is state_then and old.structure is structure_then and self.queues.steps < until:
             return ""
         self._shared = fine, old.structure, self.queues.steps + _CHECK_EVERY
-        kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
-        new = self._with_best_shares(old.structure)
-        objective = self._objective()
+        new, objective = self._with_best_shares(old.structure), self._objective()
+        kept = new
+        if new.shares != old.shares:
+            kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
         stays, gain = objective.of(kept), objective.of(kept) - objective.of(new)
         is_kept = new.shares == old.shares or gain <= self._options.share_dead_zone * abs(stays)
         self._forecast = kept if is_kept else new
@@ -365,7 +366,7 @@ class Controller:
             with contextlib.suppress(InfeasibleError):
                 best = self._slots.compare(now, priced, self.choice.structure).best
                 for then in typical:
-                    found.append((best, reshare(self.chain, then, best, priced, **self._asked).shares))
+                    found.append((best, self._slots.kept(then, best, priced).shares))
         return found
 
     def _weighed(self, row: np.ndarray) -> tuple[float, float]:
