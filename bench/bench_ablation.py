@@ -46,6 +46,7 @@ RULES: dict[str, dict[str, Any]] = {
     "no grid": {"grid": 0.0},
     "no first sight": {"trusts_first_sight": False},
     "no plans that stay": {"experts": False},
+    "no guard": {"guard": False},
 }
 
 

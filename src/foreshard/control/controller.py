@@ -23,6 +23,7 @@ from foreshard.control.budgets.queues import Queues
 from foreshard.control.estimation.estimates import Estimates
 from foreshard.control.estimation.plausibility import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
 from foreshard.control.experts import PRICED, WINDOW, WRONG, Experts, Fixed
+from foreshard.control.guard import BudgetGuard
 from foreshard.control.moves import move, move_costs
 from foreshard.control.options import DEFAULTS, ControllerOptions
 from foreshard.control.search.pricing import evaluate
@@ -107,6 +108,7 @@ class Controller:
         self.choice = self._forecast = self._running(orders.structure_of(plan, self.reading), plan, stated)
         self.experts = Experts(budgets, self._priced)
         self._fixed: Fixed | None = None
+        self._guarded: Fixed | None = None
         self._unpaid = np.zeros(1 + len(self.budgets))
         free = Objective(time=1.0, costs={}, budgets=self.budgets)
         fastest = self._slots.compare(self.estimates.state(), free, None).best
@@ -114,6 +116,7 @@ class Controller:
         if weight is None:
             weight = weight_for(violation, horizon)
         self.queues = Queues(budgets, weight=weight, step_s=step_s)
+        self.guard = BudgetGuard(weight)
         self.learning = DualLearning(budgets, horizon)
         self.step, self.regret = -1, 0.0
         self.counts = dict.fromkeys(orders.KINDS, 0)
@@ -222,7 +225,7 @@ class Controller:
                 )
             costs[budget.name] = cost
         self.queues.record(took, costs, times)
-        if self._options.experts:
+        if self._options.experts or self._options.guard:
             self._judge(took, costs, times)
 
     def _judge(self, took: float, costs: Mapping[str, float], steps: int) -> None:
@@ -233,7 +236,7 @@ class Controller:
         if not math.isfinite(plan.time_s):
             return
         forecast = self._row(plan) * self.experts.ratio(plan.structure)
-        if self._fixed is not None:
+        if self._stays is not None:
             measured = self.experts.corrected(state, plan.structure, plan.shares) + self._unpaid / steps
             self._unpaid = np.zeros(1 + len(self.budgets))
         self.experts.judge(state, steps, forecast=forecast, real=measured)
@@ -256,7 +259,7 @@ class Controller:
                 return  # nothing runs in it
             learning.rows(key, *rows)
         learning.saw(key, steps)
-        if learning.due and self._fixed is None:
+        if learning.due and self._stays is None:
             learning.place(self.queues, self.experts.common, self.experts.lateness())
 
     def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
@@ -278,10 +281,33 @@ class Controller:
             self._fixed = None
         elif self._options.experts and self.experts.is_due():
             why = self._advised(state) or why
-        chosen = self._forecast
-        if self._fixed is not None:
-            chosen = self._run_as(*self._fixed)
+        if self.budgets and steps and self._options.guard:
+            why = self._guards(state) or why
+        chosen = self._forecast if self._stays is None else self._run_as(*self._stays)
         return self._ordered(chosen, state, why)
+
+    @property
+    def _stays(self) -> Fixed | None:
+        """Return the plan that stays and runs now: the guard's, or else the best of late."""
+        return self._fixed if self._guarded is None else self._guarded
+
+    def _guards(self, state: State) -> str:
+        """Run the plan of the guard while the excess over a budget is too large; return why it changed."""
+        excess = np.array([self.queues[budget.name].excess for budget in self.budgets])
+        fine, before = self.estimates.finest(), self._guarded
+
+        def runs(plan: Fixed) -> bool:
+            return math.isfinite(evaluate(self.chain, fine, *plan, **self._asked).time_s)
+
+        def plans() -> list[Fixed]:
+            return [*self.experts.within(self.budgets), *reversed(self._proposals(self.estimates.seen()))]
+
+        self._guarded = self.guard.decide(excess, plans, runs)
+        if self._guarded == before:
+            return ""
+        if self._guarded is None:
+            return "the excess over the budgets is worked off"
+        return f"the excess is {excess.max():.0f} budgets of a step: a plan that keeps them runs"
 
     def _secure(self, state: State) -> None:
         """Let excess weigh as much as the present slot takes to keep the budgets."""
@@ -320,9 +346,10 @@ class Controller:
         if fine is state_then and old.structure is structure_then and self.queues.steps < until:
             return ""
         self._shared = fine, old.structure, self.queues.steps + _CHECK_EVERY
-        kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
-        new = self._with_best_shares(old.structure)
-        objective = self._objective()
+        new, objective = self._with_best_shares(old.structure), self._objective()
+        kept = new
+        if new.shares != old.shares:
+            kept = evaluate(self.chain, fine, old.structure, old.shares, **self._asked)
         stays, gain = objective.of(kept), objective.of(kept) - objective.of(new)
         is_kept = new.shares == old.shares or gain <= self._options.share_dead_zone * abs(stays)
         self._forecast = kept if is_kept else new
@@ -365,7 +392,7 @@ class Controller:
             with contextlib.suppress(InfeasibleError):
                 best = self._slots.compare(now, priced, self.choice.structure).best
                 for then in typical:
-                    found.append((best, reshare(self.chain, then, best, priced, **self._asked).shares))
+                    found.append((best, self._slots.kept(then, best, priced).shares))
         return found
 
     def _weighed(self, row: np.ndarray) -> tuple[float, float]:

@@ -162,6 +162,15 @@ class Experts:
         """Return mean seconds and costs of late, of the forecast's plan and of those judged long enough."""
         return np.array([self.recent.rows[1], *(record.rows[2] for record in self._mature.values())])
 
+    def within(self, budgets: Sequence[Budget]) -> list[Fixed]:
+        """Return the plans judged long enough that kept all budgets of late, those that left most first."""
+        found = {}
+        for fixed, record in self._mature.items():
+            time_s, *costs = record.rows[2]
+            spent = zip(costs, budgets, strict=True)
+            found[fixed] = max(cost / budget.allowance(time_s) for cost, budget in spent)
+        return sorted((fixed for fixed, part in found.items() if part <= 1.0), key=lambda fixed: found[fixed])
+
     def measured(self, state: State, ran: Choice, measured: np.ndarray, steps: int) -> None:
         """Take in what a plan took and cost, to know how far off the model is."""
         before, model = self.ratio(ran.structure), self._model(state, ran.structure, ran.shares)

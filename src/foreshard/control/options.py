@@ -28,6 +28,8 @@ class ControllerOptions:
         Whether shares follow a single measurement that is far off.
     experts : bool
         Whether a plan that stays runs where it would have done better than the forecasts.
+    guard : bool
+        Whether a plan that keeps the budgets runs while an excess is above the limit of the guarantee.
     """
 
     dead_zone: float = 0.03
@@ -37,6 +39,7 @@ class ControllerOptions:
     grid: float = 0.05
     trusts_first_sight: bool = True
     experts: bool = True
+    guard: bool = True
 
 
 DEFAULTS = ControllerOptions()

@@ -7,7 +7,7 @@ value; at the best ones it is the value.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,10 +15,8 @@ import numpy as np
 
 from foreshard.control.slots import SECONDS, Budget
 
-_ROUNDS = 12
-"""Most times that all multipliers are climbed in turn; a round that gains less than 1e-9 is the last."""
-_STEPS = 60
-"""Halvings of the interval of a multiplier: the 53 bits of a float and some to spare."""
+_PIVOTS = 200
+"""Most columns that enter the basis of the linear program: some tens do."""
 _DIRECTIONS = 256
 """Random weights of several budgets whose best rows are kept: one product of matrices."""
 _FEW = 64
@@ -27,18 +25,12 @@ _MANY = 256
 """Points beyond which a hull first leaves out those above a rough one: its loop is Python."""
 _PARTS = 64
 """Parts whose lowest points make the rough hull: of the thousands of rows of a state."""
-_MOST_CUTS = 24
-"""Cuts in which weights are sought that show budgets to be incompatible: their corners are all listed."""
 _NONE = 1e-9
 """Excess that is none, as a part of the largest excess of a budget: rounding."""
 _EXACT = 1e-4
 """To which the least excess is found, as a part of the budget and the excess: measured costs are no finer."""
 _RATIO_STEPS = 50
 """Newton steps for the weight of a second; a handful is needed."""
-_TEMPERATURES = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
-"""Of the smoothed duals, as parts of the mean least step: each about a third of the one before."""
-_NEWTON = 12
-"""Most Newton steps at a temperature: each starts near its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +45,22 @@ class DualTable:
         How often each state is; the sum is 1.
     time_s : ndarray, shape (rows,)
     excess : ndarray, shape (rows, budgets)
+    state : ndarray of int, shape (rows,)
+        State of each row.
     """
 
     starts: np.ndarray
     weight: np.ndarray
     time_s: np.ndarray
     excess: np.ndarray
+    state: np.ndarray
 
     def value(self, multipliers: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the dual at some multipliers, and how far the choices there are above the budgets."""
-        least, chosen = self._least(self.time_s + self.excess @ multipliers)
+        least, chosen = self.least(self.time_s + self.excess @ multipliers)
         return least, self.weight @ self.excess[chosen]
 
-    def second_weight(self, frame: float, excess_weight: np.ndarray) -> float:
+    def second_weight(self, frame: float, excess_weight: np.ndarray, start: float = 0.0) -> float:
         """Return the weight of a second with which the best mean step, excess included, comes to `frame`.
 
         It is the largest mean of `frame` less weighed excess over mean seconds that a stationary policy has.
@@ -74,26 +69,30 @@ class DualTable:
         ----------
         frame : float
         excess_weight : ndarray, shape (budgets,)
+        start : float
+            Where the search begins; what is found does not depend on it.
 
         Source
         ------
         Dinkelbach 1967: Newton's method on the least mean step, which is concave in the weight and made of
         finitely many pieces.
         """
-        priced, found = self.excess @ excess_weight, 0.0
+        priced, found = self.excess @ excess_weight, start
         for _ in range(_RATIO_STEPS):
-            least, chosen = self._least(found * self.time_s + priced)
+            least, chosen = self.least(found * self.time_s + priced)
             step = (frame - least) / float(self.weight @ self.time_s[chosen])
             found += step
             if abs(step) <= 1e-12 * abs(found):
                 break
         return found
 
-    def _least(self, total: np.ndarray) -> tuple[float, np.ndarray]:
+    def least(self, total: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the mean of the least of each state, and its rows."""
+        if len(self.starts) == 1:
+            best = int(total.argmin())
+            return float(self.weight[0] * total[best]), np.array([best])
         least = np.minimum.reduceat(total, self.starts)
-        size = np.diff(np.append(self.starts, len(total)))
-        at = np.flatnonzero(total == np.repeat(least, size))
+        at = np.flatnonzero(total == least[self.state])
         return float(self.weight @ least), at[np.searchsorted(at, self.starts)]
 
 
@@ -121,9 +120,10 @@ def table_of(
     """Return the table of states, each with seconds, shape (n,), and costs, shape (n, budgets)."""
     time_s, costs = np.concatenate([state[0] for state in rows]), np.concatenate([state[1] for state in rows])
     allowed = [allowances(budget, time_s) for budget in budgets]
-    total = np.asarray(weight, float)
+    total, sizes = np.asarray(weight, float), [len(state[0]) for state in rows]
     return DualTable(
-        starts=np.cumsum([0, *(len(state[0]) for state in rows[:-1])]),
+        starts=np.cumsum([0, *sizes[:-1]]),
+        state=np.repeat(np.arange(len(rows)), sizes),
         weight=total / total.sum(),
         time_s=time_s,
         excess=costs - np.stack(allowed, axis=1) if allowed else np.zeros((len(time_s), 0)),
@@ -139,54 +139,111 @@ def allowances(budget: Budget, time_s: np.ndarray) -> np.ndarray:
 
 def solve(table: DualTable, budgets: Sequence[Budget]) -> Dual:
     """Return the multipliers that maximise the dual."""
-    multipliers = np.zeros(len(budgets))
-    value, excess = table.value(multipliers)
-    feasible = True
-    if len(budgets) and (excess > 0.0).any():
-        multipliers, feasible = _ascend(table, budgets)
-        feasible = feasible and not (len(budgets) > 1 and _is_separable(table))
-        if feasible and len(budgets) > 1:
-            multipliers = _polished(table, multipliers)
+    multipliers, feasible = np.zeros(len(budgets)), True
+    if len(budgets) and (table.excess > 0.0).any():
+        found = _Mixture(table)
+        feasible = found.keeps_all()
         # Where nothing keeps the budgets the dual has no end: the bound is then that without budgets.
-        multipliers = multipliers if feasible else np.zeros(len(budgets))
-        value, _ = table.value(multipliers)
+        multipliers = found.multipliers() if feasible else multipliers
+    value, _ = table.value(multipliers)
     return Dual(
         value_s=value, multipliers=tuple(float(multiplier) for multiplier in multipliers), feasible=feasible
     )
 
 
-def _is_separable(table: DualTable) -> bool:
-    """Return whether some weights of the budgets make every mixture too dear: none then keeps all of them.
+class _Mixture:
+    """The best mixture of what runs in all states that keeps the budgets: a linear program.
 
-    Cutting planes (Kelley 1960) for the best such weights, whose sum is 1; the small program between two
-    cuts is solved by its corners.
+    Its columns are choices of one row in every state, far too many to list; the one that enters the basis is
+    found state by state at the duals of the basis. The rows are the budgets and that the mixture is whole.
+
+    Source
+    ------
+    Dantzig, Wolfe 1960, Decomposition principle for linear programs.
     """
-    size = table.excess.shape[1]
-    excess = table.excess / np.maximum(np.abs(table.excess).max(0), 1e-300)
-    free = replace(table, time_s=np.zeros(len(excess)), excess=excess)
-    weights, cuts = np.full(size, 1.0 / size), np.zeros((0, size))
-    for _ in range(_MOST_CUTS):
-        value, mean = free.value(weights)
-        if value > _NONE:
+
+    def __init__(self, table: DualTable):
+        self._scale = np.maximum(np.abs(table.excess).max(0), 1e-300)
+        self._table = replace(table, excess=table.excess / self._scale)
+        self._size = size = table.excess.shape[1]
+        fastest, excess = self._table.value(np.zeros(size))
+        self._worst = int(excess.argmax())
+        # The basis: one choice, slacks, and in the place of the slack of the worst budget its excess.
+        self._basis = np.eye(size + 1)
+        self._basis[:-1, self._worst], self._basis[:, -1] = -1.0, np.append(excess, 1.0)
+        self._cost = np.append(np.zeros(size), fastest)
+        self._is_over = bool(excess[self._worst] > 0.0)
+        if not self._is_over:
+            self._basis[:-1, self._worst] = np.eye(size)[self._worst]
+
+    def keeps_all(self) -> bool:
+        """Return whether some mixture keeps all budgets, after which the basis is one that does."""
+        if not self._is_over:
             return True
-        cuts = np.concatenate([cuts, mean[None]])
-        # Unknown are the weights and the value: so many of the cuts and signs hold with equality.
-        rows = np.concatenate([np.c_[-cuts, np.ones(len(cuts))], np.c_[-np.eye(size), np.zeros(size)]])
-        active = np.array(list(itertools.combinations(range(len(rows)), size)))
-        total = np.broadcast_to(np.r_[np.ones(size), 0.0], (len(active), 1, size + 1))
-        corners = np.concatenate([rows[active], total], axis=1)
-        solved = corners[np.abs(np.linalg.det(corners)) > 1e-12]
-        found = np.linalg.solve(
-            solved, np.broadcast_to(np.eye(size + 1)[-1][:, None], (len(solved), size + 1, 1))
-        )
-        inside = found[(found[:, :, 0] @ rows.T <= 1e-9).all(1), :, 0]
-        if not len(inside):
+        excess = np.eye(self._size + 1)[self._worst]
+        for _ in range(_PIVOTS):
+            dual = np.linalg.solve(self._basis.T, excess)
+            entering = self._entering(dual, 0.0)
+            if entering is None:
+                break
+            if self._enter(*entering) == self._worst:
+                return True
+        level = np.linalg.solve(self._basis, np.eye(self._size + 1)[-1])[self._worst]
+        self.weights = np.maximum(-dual[:-1], 0.0)
+        if level > _NONE:
             return False
-        best = inside[inside[:, -1].argmax()]
-        if best[-1] <= _NONE:
-            return False
-        weights = np.maximum(best[:-1], 0.0)
-    return False
+        # What is left is rounding; a slack takes its place.
+        inverse = np.linalg.inv(self._basis)[self._worst, :-1]
+        self._basis[:, self._worst] = np.eye(self._size + 1)[int(np.abs(inverse).argmax())]
+        return True
+
+    def separating(self) -> np.ndarray:
+        """Return weights of the budgets at which every mixture is too dear, where none keeps them all."""
+        return np.asarray(self.weights / self._scale)
+
+    def multipliers(self) -> np.ndarray:
+        """Return the multipliers of the best mixture."""
+        best, best_value = np.zeros(self._size), -math.inf
+        for _ in range(_PIVOTS):
+            dual = np.linalg.solve(self._basis.T, self._cost)
+            found = np.maximum(-dual[:-1], 0.0)
+            entering = self._entering(dual, 1.0)
+            if entering is None:
+                return found / self._scale
+            value, _ = self._table.value(found)
+            if value > best_value:
+                best, best_value = found, value
+            self._enter(*entering)
+        return best / self._scale
+
+    def _entering(self, dual: np.ndarray, second: float) -> tuple[np.ndarray, float] | None:
+        """Return the column that lowers the mean most, and its seconds; None where none does.
+
+        `second` is what a second weighs: nothing while the budgets are not yet kept.
+        """
+        weights = -dual[:-1]
+        least = int(weights.argmin())
+        if weights[least] < -_NONE * max(1.0, float(weights.max())):
+            return np.eye(self._size + 1)[least], 0.0
+        table = self._table
+        value, chosen = table.least(second * table.time_s + table.excess @ np.maximum(weights, 0.0))
+        if value >= dual[-1] - _NONE * max(abs(dual[-1]), abs(value), 1e-3):
+            return None
+        excess, seconds = table.weight @ table.excess[chosen], table.weight @ table.time_s[chosen]
+        return np.append(excess, 1.0), float(seconds)
+
+    def _enter(self, column: np.ndarray, cost: float) -> int:
+        """Let a column into the basis; return the place it takes."""
+        sides = np.stack([column, np.eye(self._size + 1)[-1]], axis=1)
+        change, level = np.linalg.solve(self._basis, sides).T
+        ratio = np.full(len(change), math.inf)
+        falls = change > 1e-12
+        ratio[falls] = np.maximum(level[falls], 0.0) / change[falls]
+        at = int(ratio.argmin())
+        if ratio[self._worst] <= ratio[at]:
+            at = self._worst
+        self._basis[:, at], self._cost[at] = column, cost
+        return at
 
 
 def least_excess(
@@ -198,111 +255,38 @@ def least_excess(
     -------
     float, Dual
         0 and the dual of the budgets where they can be kept.
-    """
-
-    def raised(part: float) -> list[Budget]:
-        return [replace(budget, limit=budget.limit * (1.0 + part)) for budget in budgets]
-
-    def is_too_little(part: float) -> bool:
-        return _is_separable(table_of(rows, weight, raised(part)))
-
-    found = solve(table_of(rows, weight, budgets), budgets)
-    if found.feasible:
-        return 0.0, found
-    low, high = 0.0, 1.0
-    while is_too_little(high):
-        low, high = high, 2.0 * high
-    while high - low > _EXACT * (1.0 + low):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if is_too_little(middle) else (low, middle)
-    # At the very edge multipliers have no bound.
-    while not (found := solve(table_of(rows, weight, raised(high)), raised(high))).feasible:
-        high += _EXACT * (1.0 + high)
-    return high, found
-
-
-def _ascend(table: DualTable, budgets: Sequence[Budget]) -> tuple[np.ndarray, bool]:
-    """Return multipliers that maximise the dual, one budget after another, and whether they are finite."""
-    found = np.zeros(len(budgets))
-    scale = table.time_s.max() / np.array([max(budget.limit, 1e-300) for budget in budgets])
-    feasible, best = True, -np.inf
-    for _ in range(_ROUNDS if len(budgets) > 1 else 1):
-        for i in range(len(budgets)):
-            low, high = 0.0, float(scale[i])
-            for _ in range(20):
-                if _slope(table, found, i, high) <= 0.0:
-                    break
-                low, high = high, high * 4.0
-            else:
-                feasible = False
-            if _slope(table, found, i, 0.0) <= 0.0:
-                found[i] = 0.0
-                continue
-            for _ in range(_STEPS):
-                middle = 0.5 * (low + high)
-                low, high = (middle, high) if _slope(table, found, i, middle) > 0.0 else (low, middle)
-            found[i] = low
-        value, _ = table.value(found)
-        if value <= best * (1.0 + 1e-9):
-            break
-        best = value
-    return found, feasible
-
-
-def _polished(table: DualTable, start: np.ndarray) -> np.ndarray:
-    """Return multipliers at least as good, found on smoothed duals: one at a time can end in a corner.
-
-    With a temperature the least of a state becomes a soft one; the dual is then smooth and concave, and
-    Newton's method climbs it. Temperatures fall, each start is the end of the one before.
 
     Source
     ------
-    Nesterov 2005, Smooth minimization of non-smooth functions.
+    Dinkelbach 1967: weights at which every mixture is too dear show by how much; so much and a little more is
+    then allowed, until no weights are left.
     """
-    best, best_value = start, table.value(start)[0]
-    scale = 1.0 / np.maximum(np.abs(table.excess).max(0), 1e-300)
-    found = start / scale
-    for part in _TEMPERATURES:
-        heat = part * float(table.weight @ np.minimum.reduceat(table.time_s, table.starts))
-        for _ in range(_NEWTON):
-            slope, bend = _softened(table, found * scale, heat)
-            slope, bend = slope * scale, bend * np.outer(scale, scale)
-            free = (found > 0.0) | (slope > 0.0)
-            if not free.any() or not np.isfinite(bend).all():
-                break
-            most = 0.5 * max(float(np.abs(found).max()), heat)
-            # Where the dual is flat the step is along the slope, and no longer than may be gone.
-            ridge = 1e-9 * float(bend.max()) + max(float(np.abs(slope).max()), 1e-300) / (100.0 * most)
-            bend = bend[np.ix_(free, free)] + ridge * np.eye(int(free.sum()))
-            step = np.zeros(len(found))
-            step[free] = np.linalg.solve(bend, slope[free])
-            step *= min(1.0, most / max(float(np.abs(step).max()), 1e-300))
-            found = np.maximum(found + step, 0.0)
-            if np.abs(step).max() < 1e-6 * most:
-                break
-        value, _ = table.value(found * scale)
-        if value > best_value:
-            best, best_value = found * scale, value
-    return np.asarray(best)
+    table = table_of(rows, weight, budgets)
+    found = solve(table, budgets)
+    if found.feasible:
+        return 0.0, found
+    allowed = np.stack([allowances(budget, table.time_s) for budget in budgets], axis=1)
+    part, raised = 0.0, table
+    while not found.feasible:
+        mixture = _Mixture(raised)
+        mixture.keeps_all()
+        least = _least_ratio(table, mixture.separating(), allowed)
+        part = max(part + _EXACT * (1.0 + part), least + _EXACT * (1.0 + least))
+        raised = replace(table, excess=table.excess - part * allowed)
+        found = solve(raised, budgets)
+    return part, found
 
 
-def _softened(table: DualTable, multipliers: np.ndarray, heat: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the slope of the smoothed dual, and how fast it falls."""
-    total = table.time_s + table.excess @ multipliers
-    size = np.diff(np.append(table.starts, len(total)))
-    least = np.repeat(np.minimum.reduceat(total, table.starts), size)
-    part = np.exp((least - total) / heat)
-    part /= np.repeat(np.add.reduceat(part, table.starts), size)
-    part *= np.repeat(table.weight, size)
-    mean = np.add.reduceat(part[:, None] * table.excess, table.starts, axis=0)
-    spread = (part[:, None] * table.excess).T @ table.excess - (mean / table.weight[:, None]).T @ mean
-    return mean.sum(0), spread / heat
-
-
-def _slope(table: DualTable, multipliers: np.ndarray, i: int, at: float) -> float:
-    tried = multipliers.copy()
-    tried[i] = at
-    return float(table.value(tried)[1][i])
+def _least_ratio(table: DualTable, weights: np.ndarray, allowed: np.ndarray) -> float:
+    """Return the least weighed excess over weighed allowance that a mixture has."""
+    excess, allowance, ratio = table.excess @ weights, allowed @ weights, 0.0
+    for _ in range(_RATIO_STEPS):
+        _, chosen = table.least(excess - ratio * allowance)
+        found = float(table.weight @ excess[chosen]) / float(table.weight @ allowance[chosen])
+        if abs(found - ratio) <= 1e-12 * abs(found):
+            break
+        ratio = found
+    return ratio
 
 
 def corners(time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:

@@ -146,6 +146,7 @@ class Queues:
         self.weight, self.step_s = float(weight), float(step_s)
         self.steps, self.total_s = 0, 0.0
         self.states: DualTable | None = None
+        self._second: tuple[DualTable | None, tuple[float, ...], float] = (None, (), 0.0)
         self._queues = {
             budget.name: Queue(
                 budget=budget,
@@ -185,8 +186,12 @@ class Queues:
         """Return the weight of a second before what budgets per time allow in it."""
         if self.states is None or not self.is_per_time:
             return self.weight / self.step_s
-        backlog = [queue.backlog / queue.unit for queue in self._queues.values()]
-        return self.states.second_weight(self.weight, np.array(backlog))
+        backlog = tuple(queue.backlog / queue.unit for queue in self._queues.values())
+        then, backlog_then, found = self._second
+        if then is not self.states or backlog_then != backlog:
+            found = self.states.second_weight(self.weight, np.array(backlog), found)
+            self._second = self.states, backlog, found
+        return found
 
     def weights(self) -> tuple[float, dict[str, float]]:
         """Return the weight of a second and, by budget name, the weights of cost: what a slot minimises.

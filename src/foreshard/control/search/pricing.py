@@ -7,8 +7,9 @@ Pipelines side by side have one worker in every stage, a pipeline of wide stages
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,9 @@ from foreshard.control.search.costs import cost_table, message_s, ring_s, slowes
 from foreshard.control.slots import MP_OVER_DP, Chain, Choice, State, Structure, WorkerPipeline
 from foreshard.errors import SpecError
 from foreshard.graph.pace import pipeline_pace
+
+_MOST_STRUCTURES = 4096
+"""Structures whose arrays are kept, some hundred bytes each for few workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,6 +35,8 @@ class StageArrays:
         Place of the first worker of each stage.
     group, first, stop : ndarray of int, shape (stages,)
         Group, and layers [first, stop).
+    rings : tuple of (int, int, ndarray)
+        Layers [low, high) that the same several workers hold, with the places of these.
     """
 
     worker: np.ndarray
@@ -39,8 +45,10 @@ class StageArrays:
     group: np.ndarray
     first: np.ndarray
     stop: np.ndarray
+    rings: tuple[tuple[int, int, np.ndarray], ...]
 
     @staticmethod
+    @lru_cache(_MOST_STRUCTURES)
     def of(structure: Structure) -> StageArrays:
         """Return the stages of a structure of either reading."""
         groups, worker = structure.groups, np.array(structure.workers, dtype=int)
@@ -51,13 +59,16 @@ class StageArrays:
         else:
             stage = begin = np.arange(len(worker))
             group = np.repeat(np.arange(len(groups)), sizes)
+        first = np.array([cut for group in groups for cut in group.cuts[:-1]], dtype=int)
+        stop = np.array([cut for group in groups for cut in group.cuts[1:]], dtype=int)
         return StageArrays(
             worker=worker,
             stage=stage,
             begin=begin,
             group=group,
-            first=np.array([cut for group in groups for cut in group.cuts[:-1]], dtype=int),
-            stop=np.array([cut for group in groups for cut in group.cuts[1:]], dtype=int),
+            first=first,
+            stop=stop,
+            rings=tuple(_rings(first[stage], stop[stage])),
         )
 
     @property
@@ -213,7 +224,7 @@ def sync_s(chain: Chain, state: State, stages: StageArrays) -> np.ndarray:
     A ring per layer among the workers that hold it, at the rate of the slowest link between two.
     """
     total = np.zeros(len(stages.worker))
-    for low, high, at in _rings(stages):
+    for low, high, at in stages.rings:
         size = float(chain.sync_bytes[low:high].sum())
         total[at] += ring_s(len(at), high - low, size, *slowest_link(state, stages.worker[at]))
     return total
@@ -237,15 +248,12 @@ def least_sync_s(chain: Chain, state: State, structure: Structure) -> float:
     return float(whole_s) / min(sizes)
 
 
-def _rings(stages: StageArrays) -> list[tuple[int, int, np.ndarray]]:
-    """Return the layers [low, high) that the same several workers hold, with the places of these."""
-    first, stop = stages.first[stages.stage], stages.stop[stages.stage]
-    found = []
+def _rings(first: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield the layers [low, high) that the same several workers hold, with the places of these."""
     for low, high in pairwise(sorted({*first.tolist(), *stop.tolist()})):
         at = np.flatnonzero((first <= low) & (low < stop))
         if len(at) > 1:
-            found.append((low, high, at))
-    return found
+            yield low, high, at
 
 
 def runs(
@@ -310,7 +318,7 @@ def sync_usd(chain: Chain, state: State, stages: StageArrays) -> np.ndarray:
     """Return what each worker's part of the rings costs to send, shape (W,); rings go in order of workers."""
     sent = np.zeros(chain.num_workers)
     if state.usd_per_byte.any():
-        for low, high, at in _rings(stages):
+        for low, high, at in stages.rings:
             ring = np.sort(stages.worker[at])
             size = 2.0 * (len(ring) - 1) / len(ring) * float(chain.sync_bytes[low:high].sum())
             sent[ring] += size * state.usd_per_byte[ring, np.roll(ring, -1)]

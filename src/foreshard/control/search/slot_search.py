@@ -359,8 +359,12 @@ class PipelineSearch:
         )
         stay = np.inf
         if running is not None and state.available[list(running.workers)].all():
-            stay = objective.of(self._state(state).kept(running, objective.weights(state)))
+            stay = objective.of(self.kept(state, running, objective))
         return Compared(best=best.structure, best_worth=objective.of(best), stay_worth=stay)
+
+    def kept(self, state: State, structure: Structure, objective: Objective) -> Choice:
+        """Return the best shares of a structure that is kept, remembered where only seconds decide."""
+        return self._state(state).kept(structure, objective.weights(state))
 
     def _state(self, state: State) -> StateCache:
         kind, apart = _STATES_OF[self.reading], workers_apart(self.budgets)
@@ -404,6 +408,10 @@ class ReplicaSearch:
             best_worth=float(score[best]),
             stay_worth=np.inf if kept is None else float(score[kept]),
         )
+
+    def kept(self, state: State, structure: Structure, objective: Objective) -> Choice:
+        """Return the best shares of a structure that is kept, remembered where only seconds decide."""
+        return self._searched.kept(state, structure, objective)
 
     def _structure(self, kinds: SubsetClasses, subset: int, running: Structure | None) -> Structure:
         workers = kinds.devices(subset, running.workers if running is not None else ())

@@ -1,0 +1,82 @@
+"""The guard of the budgets: plans that stay, run one after the other while too much is spent.
+
+Nothing that is forecast or judged holds on every path. What a plan costs while it runs is measured. While the
+excess over a budget is above a limit, the guard runs one of a few plans, and leaves out each whose excess
+rises. If one of them keeps the budgets, the excess is bounded: docs/derivations/budgets.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from foreshard.control.experts import REVIEW, WINDOW, Fixed
+
+RISE = float(REVIEW)
+"""Budgets of a step by which the excess may rise from its least before a plan is left out.
+
+A plan that keeps the budgets in the mean exceeds them in some steps; REVIEW steps say something of it.
+"""
+MOST_GUARDS = 8
+"""Plans that are tried: each that is left out adds to the constant."""
+
+
+class BudgetGuard:
+    """Decides from the excess alone whether a plan that stays has to run, and which.
+
+    Parameters
+    ----------
+    weight : float
+        V. The guard begins WINDOW budgets of a step above it, and ends where the excess is back at it.
+
+    Attributes
+    ----------
+    refuted : int
+        How often every plan was left out: none of them kept the budgets.
+    """
+
+    def __init__(self, weight: float):
+        self.begin, self.end = weight + WINDOW, weight
+        self.refuted = 0
+        self._left: list[Fixed] = []
+        self._least: np.ndarray | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the guard decides."""
+        return self._least is not None
+
+    def decide(
+        self, excess: np.ndarray, plans: Callable[[], Iterable[Fixed]], runs: Callable[[Fixed], bool]
+    ) -> Fixed | None:
+        """Return the plan that has to run next, or None.
+
+        Parameters
+        ----------
+        excess : ndarray, shape (budgets,)
+            So far, in budgets of a step.
+        plans : callable
+            Returns plans to try, the likeliest to keep the budgets first; asked when none is left.
+        runs : callable
+            Whether a plan can run.
+        """
+        worst = float(excess.max())
+        if worst <= (self.end if self.is_on else self.begin):
+            self._least = None
+            return None
+        if self._least is None:
+            self._least = np.full(len(excess), np.inf)
+        elif float((excess - self._least).max()) > RISE:
+            del self._left[:1]
+            self.refuted += not self._left
+            self._least = np.full(len(excess), np.inf)
+        else:
+            self._least = np.minimum(self._least, excess)
+        if not any(map(runs, self._left)):
+            self._left = [plan for plan in dict.fromkeys(plans()) if runs(plan)][:MOST_GUARDS]
+        while self._left and not runs(self._left[0]):
+            # It lost a rank; it may keep the budgets when that is back.
+            self._left.append(self._left.pop(0))
+            self._least = np.full(len(excess), np.inf)
+        return self._left[0] if self._left else None
