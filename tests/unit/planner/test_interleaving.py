@@ -103,7 +103,7 @@ def test_no_less_memory_is_asked_of_interleaved_pipelines():
 
 
 def _ends_s(problem: Problem, template: Template, batch: int) -> np.ndarray:
-    """Seconds after which one of two pipelines ends by its share, infinite where it does not come in rounds."""
+    """Seconds of one of two pipelines by its share, infinite where that does not come in rounds."""
     rate, size = pipeline_rate(problem, template), int(problem.micro_batch[template[0].option])
     found = np.full(batch + 1, np.inf)
     for share in range(1, batch + 1):

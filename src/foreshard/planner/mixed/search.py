@@ -341,7 +341,7 @@ class MixedSearch:
         return capped(loosest(priced), request.max_devices)
 
     def _interleaved(self, use: tuple[int, ...], chunks: int, stages: int) -> Problem:
-        """Return the problem of interleaved pipelines no longer than that, with collectives as most plans have."""
+        """Return the problem of interleaved pipelines of so many stages or fewer, at usual prices."""
         priced = price_stages(self.request, use, every=True, chunks=chunks, stages=stages, apart=True)
         return scaled(capped(priced, self.request.max_devices), chunks)
 

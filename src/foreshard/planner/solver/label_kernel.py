@@ -52,7 +52,7 @@ def label_paths(
     least_samples, grain, batch : float
         A path processes at least so many, whole grains, and at most the batch.
     size, in_rounds : float, bool
-        Samples of a micro-batch, which come in rounds of as many as a path has stages, the last one of a round
+        Samples of a micro-batch. They come in rounds of as many as a path has stages, the last one of a round
         whole or shorter by whole grains; or one by one.
     slot : array of int, all -1
         By code of a demand; is left as it was.

@@ -74,9 +74,9 @@ class Problem:
     domains : tuple of int
         Devices of each kind that share a link domain; empty where `leave_s` is None.
     chunks : int
-        Of layers that a device of a pipeline of several stages holds. With more than one, times are those of a
-        chunk, samples count once for each chunk, and micro-batches come in rounds of as many as a pipeline has
-        stages, of which the last one may be short.
+        Of layers that a device of a pipeline of several stages holds. With more than one, times are those of
+        a chunk, samples count once for each chunk, and micro-batches come in rounds of as many as a pipeline
+        has stages, of which the last one may be short.
     bands : ndarray of int, shape (num_layers, num_layers)
         `types` by start and length less one; -1 past the end.
     lengths : ndarray of int, shape (types,)
@@ -274,8 +274,19 @@ class PipelineColumns(NamedTuple):
 
     def rate(self, at: int) -> PipelineRate:
         """Return how one of them goes."""
-        fill_s, bottleneck_s, micro_batch, grain, *more, together = self.rates[:, at].tolist()
-        return PipelineRate(fill_s, bottleneck_s, int(micro_batch), int(grain), *more, int(together))
+        fill_s, bottleneck_s, micro_batch, grain, shortest, drained_s, shadowed_s, together = self.rates[
+            :, at
+        ].tolist()
+        return PipelineRate(
+            fill_s,
+            bottleneck_s,
+            int(micro_batch),
+            int(grain),
+            shortest,
+            drained_s,
+            shadowed_s,
+            int(together),
+        )
 
     def tails(self, problem: Problem, num_pipelines: int) -> np.ndarray:
         """Return their tails beside each other in such a number."""
