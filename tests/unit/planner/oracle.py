@@ -24,12 +24,16 @@ def least_seconds(problem: Problem, filling: str) -> float:
     fill, slowest, micro, grain, drained, shadowed = (
         np.concatenate([row[i] for row in rows])[:, None] for i in range(1, 7)
     )
+    together = np.concatenate([np.full(len(row[0]), row[8]) for row in rows])[:, None]
     tails = np.concatenate([row[7] for row in rows], axis=1)
-    shares = np.arange(1, problem.global_batch + 1)
+    shares = np.arange(1, problem.global_batch + int((micro * together).max(initial=1)) + 1)
     passes = -(-shares // grain) * grain / micro
     last = passes % 1.0
     spared = np.where(last > 0.0, np.minimum((1.0 - last) * drained, last * shadowed), 0.0)
     seconds = fill + np.maximum(passes, 1.0) * slowest - spared * (passes > 1.0)
+    # A share that does not come in rounds takes as long as the next one that does.
+    seconds = np.where(np.ceil(passes) % together == 0, seconds, np.inf)
+    seconds = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, : -problem.global_batch - 1 : -1]
     best = np.inf
     for row, fewest in enumerate(problem.copies):
         most = problem.copies[row + 1] - 1 if row + 1 < len(problem.copies) else sum(problem.counts)
@@ -70,13 +74,16 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         fill = before + np.maximum(0.0, 2.0 * behind - slowest * (stages - 1 - at))
         most, fewest = (1.0, 0.0) if filling == "least" else (2 / 3, 2 / 3)
         drained, shadowed = most * before + behind, slowest - fewest * times[:, 0]
-        row = (takes, fill, slowest, micro, problem.grain[options].max(1), drained, shadowed)
+        chunks, together = problem.chunks, stages if problem.chunks > 1 else 1
+        slowest, micro, grain = chunks * slowest, chunks * micro, problem.grain[options].max(1)
+        shadowed = 1e9 if chunks > 1 else shadowed
+        row = (takes, fill, slowest, micro, grain, drained, shadowed + 0.0 * slowest)
         hidden = most * (np.cumsum(times, axis=1) - times)
         tail = np.where(up_to | (filling != "least"), np.maximum(tails - hidden, 0.0), 0.0).max(2)
         if filling == "full":
-            row = (takes, times.sum(1) - slowest, *row[2:5], 0.0 * slowest, 0.0 * slowest)
+            row = (takes, times.sum(1) - times.max(1), *row[2:5], 0.0 * slowest, 0.0 * slowest)
             tail = tails.max(2)
-        yield *(values[runs] for values in row), tail[:, runs]
+        yield *(values[runs] for values in row), tail[:, runs], together
 
 
 def _inside_a_domain(problem: Problem, takes: np.ndarray) -> np.ndarray:

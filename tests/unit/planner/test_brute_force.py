@@ -199,6 +199,31 @@ def test_problems_of_eight_devices_and_layers_are_solved_exactly(seed):
     assert_solved(problem, best, least, budget_s=60.0)
 
 
+def in_chunks(problem: Problem) -> Problem:
+    """The problem with 2 chunks of layers on each device, so that micro-batches come in rounds."""
+    return replace(problem, chunks=2, global_batch=2 * problem.global_batch, grain=2 * problem.grain)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_micro_batches_come_in_rounds_where_devices_hold_chunks(seed):
+    pytest.importorskip("scipy")
+    problem = in_chunks(random_problem(seed))
+    best, least = (least_seconds(problem, filling) for filling in ("typical", "least"))
+    assert_solved(problem, best, least, budget_s=20.0)
+
+
+@pytest.mark.parametrize("seed", range(LARGER))
+def test_no_bound_of_the_general_search_lies_above_plans_in_rounds(seed, monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    problem = in_chunks(larger_problem(seed))
+    best = least_seconds(problem, "full")
+    solution = solving.solve(problem, budget_s=20.0, target_gap=0.0)
+    if np.isfinite(best):
+        assert solution.lower_bound_s <= best * (1.0 + 1e-9)
+        assert solution.step_time_s >= best * (1.0 - 1e-9)
+
+
 def assert_solved(problem, best, least, *, budget_s):
     solution = solving.solve(problem, budget_s=budget_s, target_gap=0.0)
     if not np.isfinite(best):

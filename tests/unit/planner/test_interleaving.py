@@ -29,7 +29,9 @@ from foreshard.planner.solver.problem import (
     Problem,
     StageSpan,
     Template,
+    pipeline_rate,
     step_seconds,
+    tail_seconds,
     template_faults,
 )
 from foreshard.predict.step import predict
@@ -100,6 +102,16 @@ def test_no_less_memory_is_asked_of_interleaved_pipelines():
     assert np.any(np.minimum(real.max_in_flight, 4) < np.minimum(rooms, 4))
 
 
+def _ends_s(problem: Problem, template: Template, batch: int) -> np.ndarray:
+    """Seconds of one of two pipelines by its share, infinite where that does not come in rounds."""
+    rate, size = pipeline_rate(problem, template), int(problem.micro_batch[template[0].option])
+    found = np.full(batch + 1, np.inf)
+    for share in range(1, batch + 1):
+        if -(-share // size) % len(template) == 0:
+            found[share] = rate.seconds(2 * share) + tail_seconds(problem, template, 2)
+    return found
+
+
 @pytest.mark.parametrize("batch", [48, 50, 17])
 def test_samples_come_in_rounds_and_what_is_left_over_goes_to_one_pipeline(batch):
     request, rng = asked(), np.random.default_rng(batch)
@@ -110,13 +122,22 @@ def test_samples_come_in_rounds_and_what_is_left_over_goes_to_one_pipeline(batch
         second = None if taken is None else _template(problem, rng, np.array(problem.counts) - taken)
         if second is None:
             continue
-        found = in_rounds(problem, (first, second), 2, batch)
+        found = in_rounds(problem, (first, second), batch)
         if found is None:
             continue
         assert sum(found.shares) == batch
-        units = [len(one) * int(problem.micro_batch[one[0].option]) for one in found.templates]
-        odd = [share % unit for share, unit in zip(found.shares, units, strict=True)]
-        assert sum(rest > 0 for rest in odd) <= 1
+        passes = [
+            -(-share // int(problem.micro_batch[one[0].option]))
+            for one, share in zip(found.templates, found.shares, strict=True)
+        ]
+        odd = [number % len(one) > 0 for one, number in zip(found.templates, passes, strict=True)]
+        ends = [_ends_s(problem, one, batch) for one in found.templates]
+        possible = [max(ends[0][n], ends[1][batch - n]) for n in range(1, batch)]
+        possible = [seconds for seconds in possible if np.isfinite(seconds)]
+        assert sum(odd) == (not possible)
+        if possible:
+            mine = max(own[share] for own, share in zip(ends, found.shares, strict=True))
+            assert mine == pytest.approx(min(possible))
         tried += 1
     assert tried >= 10
 

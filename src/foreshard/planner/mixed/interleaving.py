@@ -7,7 +7,6 @@ for 1f1b pipelines finds interleaved ones in a problem scaled this way.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,13 +36,11 @@ def depths(request: PlanRequest, plan: Plan) -> Iterator[tuple[int, int]]:
             yield chunks, stages
 
 
-def plan_in_chunks(
-    request: PlanRequest, problem: Problem, arrangement: Arrangement, chunks: int
-) -> Plan | None:
+def plan_in_chunks(request: PlanRequest, problem: Problem, arrangement: Arrangement) -> Plan | None:
     """Return the interleaved plan of an arrangement of a scaled problem, None where there is none."""
-    real = in_rounds(problem, arrangement.templates, chunks, request.global_batch)
+    real = in_rounds(problem, arrangement.templates, request.global_batch)
     plain = None if real is None else plan_of(request, problem, real)
-    return None if plain is None else interleaved(plain, chunks)
+    return None if plain is None else interleaved(plain, problem.chunks)
 
 
 def chunk_counts(request: PlanRequest) -> tuple[int, ...]:
@@ -57,18 +54,16 @@ def chunk_counts(request: PlanRequest) -> tuple[int, ...]:
     return _CHUNKS if may and len(request.model.block_kinds()) == 1 else ()
 
 
-def scaled(problem: Problem, chunks: int, stages: int = 0) -> Problem:
-    """Return the 1f1b problem that interleaved pipelines of a problem are; shares count samples by chunks.
-
-    With `stages`, samples come in rounds of as many micro-batches, which is exact for pipelines so long.
-    """
+def scaled(problem: Problem, chunks: int) -> Problem:
+    """Return the 1f1b problem that interleaved pipelines of a problem are; shares count samples by chunks."""
     return replace(
         problem,
         global_batch=problem.global_batch * chunks,
-        grain=np.maximum(problem.grain, problem.micro_batch * stages * chunks),
+        grain=problem.grain * chunks,
         time_s=problem.time_s / chunks,
         leave_s=None if problem.leave_s is None else problem.leave_s / chunks,
         hop_s=problem.hop_s / chunks,
+        chunks=chunks,
     )
 
 
@@ -105,42 +100,86 @@ def loosest(problems: Mapping[int, Problem]) -> Problem:
     return scaled(loose, max(problems))
 
 
-def in_rounds(
-    problem: Problem,
-    templates: Sequence[Template],
-    chunks: int,
-    batch: int,
-) -> Arrangement | None:
+def in_rounds(problem: Problem, templates: Sequence[Template], batch: int) -> Arrangement | None:
     """Return pipelines of a scaled problem with samples that interleaving can take, None where it cannot.
 
-    Interleaving takes micro-batches in groups of as many as a pipeline has stages. What is left over goes to
-    one pipeline, which then stays at 1f1b.
+    Interleaving takes micro-batches in groups of as many as a pipeline has stages. Where no such shares make
+    the batch, one pipeline takes what is left over, and then stays at 1f1b.
     """
+    chunks = problem.chunks
     rates = [pipeline_rate(problem, template) for template in templates]
     tails = [tail_seconds(problem, template, len(templates)) for template in templates]
-    units = [
-        len(one) * rate.micro_batch if len(one) > 1 else 1 for one, rate in zip(templates, rates, strict=True)
+    own = [
+        {
+            share: rate.seconds(chunks * share) + tail
+            for share in range(1, batch + 1)
+            if -(-share * chunks // rate.micro_batch) % rate.together == 0
+        }
+        for rate, tail in zip(rates, tails, strict=True)
     ]
-    shares, left = [0] * len(templates), batch
-
-    def ends(g: int) -> float:
-        return rates[g].seconds(chunks * (shares[g] + units[g])) + tails[g]
-
-    heap = [(ends(g), g) for g in range(len(templates))]
-    heapq.heapify(heap)
-    while heap and left:
-        _, g = heapq.heappop(heap)
-        if units[g] <= left:
-            shares[g] += units[g]
-            left -= units[g]
-            heapq.heappush(heap, (ends(g), g))
-    if left:
+    found = _earliest(own, batch)
+    if found is None:
         plain = [
-            (chunks - 1) * rate.fill_s + rate.seconds(chunks * (share + left)) + tail
-            for rate, share, tail in zip(rates, shares, tails, strict=True)
+            replace(rate, fill_s=chunks * rate.fill_s, together=1) if len(one) > 1 else None
+            for one, rate in zip(templates, rates, strict=True)
         ]
-        shares[int(np.argmin(plain))] += left
-    return Arrangement(templates=tuple(templates), shares=tuple(shares)) if min(shares) > 0 else None
+        mixed = [
+            _earliest(
+                [
+                    *own[:g],
+                    {n: rate.seconds(chunks * n) + tails[g] for n in range(1, batch + 1)},
+                    *own[g + 1 :],
+                ],
+                batch,
+            )
+            for g, rate in enumerate(plain)
+            if rate is not None
+        ]
+        found = min((one for one in mixed if one), default=None)
+    return None if found is None else Arrangement(templates=tuple(templates), shares=found[1])
+
+
+def _earliest(ends_s: Sequence[Mapping[int, float]], total: int) -> tuple[float, tuple[int, ...]] | None:
+    """Return the least time by which pipelines process `total` samples, and their shares, None for no such.
+
+    Parameters
+    ----------
+    ends_s : sequence of dict
+        Of each pipeline the shares it may have, with the seconds at which it ends.
+    total : int, samples
+    """
+    times = sorted({seconds for ends in ends_s for seconds in ends.values()})
+    first, last = 0, len(times)
+    found: tuple[int, ...] | None = None
+    while first < last:
+        middle = (first + last) // 2
+        made = _shares_within(ends_s, total, times[middle])
+        if made is None:
+            first = middle + 1
+        else:
+            found, last = made, middle
+    return None if found is None else (times[last], found)
+
+
+def _shares_within(
+    ends_s: Sequence[Mapping[int, float]], total: int, seconds: float
+) -> tuple[int, ...] | None:
+    """Return shares that sum to `total`, each ended in time, None where there are none."""
+    within = [[share for share, end_s in ends.items() if end_s <= seconds] for ends in ends_s]
+    sums = [1]  # bit n: the pipelines so far can have n samples
+    for shares in within:
+        made = 0
+        for share in shares:
+            made |= sums[-1] << share
+        sums.append(made & ((2 << total) - 1))
+    if not sums[-1] >> total & 1:
+        return None
+    chosen, left = [], total
+    for shares, before in zip(reversed(within), reversed(sums[:-1]), strict=True):
+        share = next(n for n in reversed(shares) if n <= left and before >> (left - n) & 1)
+        chosen.append(share)
+        left -= share
+    return tuple(reversed(chosen))
 
 
 def interleaved(plan: Plan, chunks: int) -> Plan | None:

@@ -331,7 +331,7 @@ class MixedSearch:
                 self.others.append(
                     Subspace(
                         price=partial(self._interleaved, self.sets[0], chunks, stages),
-                        time_plans=partial(self._time_interleaved, chunks),
+                        time_plans=self._time_interleaved,
                         floor_s=self.by_set[0].floor_s,
                         weight=_WEIGHT ** (place + 1),
                     )
@@ -340,7 +340,7 @@ class MixedSearch:
             self.interleaved_bounds = [
                 Subspace(
                     price=partial(self._loosest_interleaved, use),
-                    time_plans=partial(self._time_interleaved, max(counts)),
+                    time_plans=self._time_interleaved,
                     floor_s=self.by_set[place].floor_s,
                     is_wanted=lambda: found.is_interleaved,
                     weight=1.0 / len(self.sets),
@@ -359,16 +359,16 @@ class MixedSearch:
         return capped(loosest(priced), request.max_devices)
 
     def _interleaved(self, use: tuple[int, ...], chunks: int, stages: int) -> Problem:
-        """Return the problem of interleaved pipelines so long, with collectives as most plans have them."""
+        """Return the problem of interleaved pipelines of so many stages or fewer, at usual prices."""
         priced = price_stages(self.request, use, every=True, chunks=chunks, stages=stages, apart=True)
-        return scaled(capped(priced, self.request.max_devices), chunks, stages)
+        return scaled(capped(priced, self.request.max_devices), chunks)
 
     def _time_plain(self, problem: Problem, arrangement: Arrangement) -> float:
         plan = plan_of(self.request, problem, arrangement)
         return np.inf if plan is None else self.found.take(plan)
 
-    def _time_interleaved(self, chunks: int, problem: Problem, arrangement: Arrangement) -> float:
-        plan = plan_in_chunks(self.request, problem, arrangement, chunks)
+    def _time_interleaved(self, problem: Problem, arrangement: Arrangement) -> float:
+        plan = plan_in_chunks(self.request, problem, arrangement)
         return np.inf if plan is None else self.found.take_interleaved(plan)
 
     def _offer_published(self, names: Sequence[str]) -> None:

@@ -81,7 +81,10 @@ def longest_step_s(problem: Problem) -> float:
     usable = np.isfinite(problem.far_s) & (problem.max_in_flight > 0)
     slowest = float(problem.far_s[usable].max(initial=0.0) + problem.hop_s.max(initial=0.0))
     tails = problem.tail_s.max(0) + (0.0 if problem.leave_tail_s is None else problem.leave_tail_s)
-    return slowest * (problem.max_stages + problem.global_batch) + float(tails[usable].max(initial=0.0))
+    rounds = problem.max_stages * problem.chunks  # up to one more, where micro-batches come in rounds
+    return slowest * (problem.max_stages + rounds + problem.global_batch) + float(
+        tails[usable].max(initial=0.0)
+    )
 
 
 def _is_excluded(

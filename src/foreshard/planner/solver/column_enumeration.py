@@ -215,6 +215,8 @@ class ColumnEnumeration:
                 float(box.family.micro_batch),
                 float(choices.grain),
                 float(problem.global_batch),
+                float(box.family.micro_batch * problem.chunks),
+                problem.chunks > 1,
                 memory.slot,
                 memory.pool,
             )

@@ -27,6 +27,8 @@ def label_paths(
     least_samples: float,
     grain: float,
     batch: float,
+    size: float,
+    in_rounds: bool,
     slot: np.ndarray,
     pool: tuple[np.ndarray, ...],
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -49,6 +51,9 @@ def label_paths(
         Most by which the dual price of a path's devices may exceed the samples it processes.
     least_samples, grain, batch : float
         A path processes at least so many, whole grains, and at most the batch.
+    size, in_rounds : float, bool
+        Samples of a micro-batch. They come in rounds of as many as a path has stages, the last one of a round
+        whole or shorter by whole grains; or one by one.
     slot : array of int, all -1
         By code of a demand; is left as it was.
     pool : tuple of arrays
@@ -192,18 +197,34 @@ def label_paths(
                     gap //= 3
         if not any_left:
             break
-    # Of each demand the path that loses least, of any number of stages.
+    # Of each demand the path that processes most, of any number of stages; of equal ones what loses least.
     ends = np.empty(count, dtype=np.int64)
+    end_samples = np.empty(count)
+    end_price = np.empty(count)
     num_ends = 0
     for depth in range(1, deepest + 1):
         for i in range(first[depth, 0], last[depth, 0]):
+            price, rest = 0.0, code[i]
+            for k in range(kinds):
+                price += (rest % (counts[k] + 1)) * duals[k]
+                rest //= counts[k] + 1
+            through = reach - (value_of[i] - price)
+            whole = np.floor(through / grain + 1e-9) * grain
+            if in_rounds and depth > 1:
+                rounds = np.floor(through / (depth * size) + 1e-9) * depth * size
+                begun = rounds + (depth - 1) * size
+                whole = whole if whole > begun else rounds
+            whole = min(whole, batch)
+            if through < least_samples * (1.0 - 1e-9) or whole <= 0.0:
+                continue
             at = slot[code[i]]
             if at < 0:
-                slot[code[i]] = num_ends
-                ends[num_ends] = i
+                at = num_ends
+                slot[code[i]] = at
                 num_ends += 1
-            elif value_of[i] < value_of[ends[at]]:
-                ends[at] = i
+            elif whole < end_samples[at] or (whole == end_samples[at] and value_of[i] >= value_of[ends[at]]):
+                continue
+            ends[at], end_samples[at], end_price[at] = i, whole, price
     codes = np.empty(num_ends, dtype=np.int64)
     samples = np.empty(num_ends)
     path_options = np.full((num_ends, deepest), -1)
@@ -212,15 +233,9 @@ def label_paths(
     for e in range(num_ends):
         i = ends[e]
         slot[code[i]] = -1
-        price, rest = 0.0, code[i]
-        for k in range(kinds):
-            price += (rest % (counts[k] + 1)) * duals[k]
-            rest //= counts[k] + 1
-        through = reach - (value_of[i] - price)
-        whole = min(np.floor(through / grain + 1e-9) * grain, batch)
-        if through < least_samples * (1.0 - 1e-9) or price - whole > cost_limit:
+        if end_price[e] - end_samples[e] > cost_limit:
             continue
-        codes[kept], samples[kept] = code[i], whole
+        codes[kept], samples[kept] = code[i], end_samples[e]
         s = 0
         while parent[i] >= 0:
             path_options[kept, s] = option[i]

@@ -73,6 +73,10 @@ class Problem:
         As `leave_s`, of tails.
     domains : tuple of int
         Devices of each kind that share a link domain; empty where `leave_s` is None.
+    chunks : int
+        Of layers that a device of a pipeline of several stages holds. With more than one, times are those of
+        a chunk, samples count once for each chunk, and micro-batches come in rounds of as many as a pipeline
+        has stages, of which the last one may be short.
     bands : ndarray of int, shape (num_layers, num_layers)
         `types` by start and length less one; -1 past the end.
     lengths : ndarray of int, shape (types,)
@@ -99,6 +103,7 @@ class Problem:
     leave_tail_s: np.ndarray | None = None
     domains: tuple[int, ...] = ()
     shortest: np.ndarray | None = None
+    chunks: int = 1
     bands: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
     far_s: np.ndarray = field(init=False)
@@ -185,7 +190,7 @@ class PipelineRate:
 
     A pass is a micro-batch, a short last one the part r that it costs; there is at least one. A short last
     one spares, of these seconds, the lesser of (1 - r) * `drained_s` and r * `shadowed_s`: it comes up faster
-    than the others, or the one before it is the last to come up.
+    than the others, or the one before it is the last to come up. Passes come in rounds of `together`.
     """
 
     fill_s: float
@@ -195,6 +200,7 @@ class PipelineRate:
     shortest: float = 0.0
     drained_s: float = 0.0
     shadowed_s: float = 0.0
+    together: int = 1
 
     def samples(self, seconds: float) -> int:
         """Return the samples it processes in so many seconds, tail excluded."""
@@ -206,12 +212,16 @@ class PipelineRate:
         drained, shadowed = self.drained_s / self.bottleneck_s, self.shadowed_s / self.bottleneck_s
         part = last_part(passes - whole, drained, shadowed)
         short = math.floor(part * self.micro_batch / self.grain + 1e-9) * self.grain
-        fits = part >= self.shortest * (1 - 1e-9)
-        return whole * self.micro_batch + (short if fits else 0)
+        begun = whole % self.together  # only the last of a round may be short
+        fits = short > 0 and part >= self.shortest * (1 - 1e-9) and begun == self.together - 1
+        return whole * self.micro_batch + short if fits else (whole - begun) * self.micro_batch
 
     def seconds(self, share: int) -> float:
         """Return the seconds it takes for a share, tail excluded."""
         whole, short = divmod(math.ceil(share / self.grain) * self.grain, self.micro_batch)
+        missing = -(whole + (short > 0)) % self.together
+        if missing:
+            whole, short = whole + (short > 0) + missing - 1, self.grain
         part = max(short / self.micro_batch, self.shortest) if short else 0.0
         spared_s = min((1.0 - part) * self.drained_s, part * self.shadowed_s) if whole else 0.0
         return self.fill_s + max(1.0, whole + part) * self.bottleneck_s - spared_s
@@ -252,7 +262,7 @@ class PipelineColumns(NamedTuple):
 
     takes : ndarray, shape (kinds, pipelines)
         Devices.
-    rates : ndarray, shape (7, pipelines)
+    rates : ndarray, shape (8, pipelines)
         The fields of their :class:`PipelineRate`.
     tails_s : ndarray, shape (len(copies), pipelines)
         Seconds from the last backward, on the first stage, to the end of the step.
@@ -264,8 +274,19 @@ class PipelineColumns(NamedTuple):
 
     def rate(self, at: int) -> PipelineRate:
         """Return how one of them goes."""
-        fill_s, bottleneck_s, micro_batch, grain, *more = self.rates[:, at].tolist()
-        return PipelineRate(fill_s, bottleneck_s, int(micro_batch), int(grain), *more)
+        fill_s, bottleneck_s, micro_batch, grain, shortest, drained_s, shadowed_s, together = self.rates[
+            :, at
+        ].tolist()
+        return PipelineRate(
+            fill_s,
+            bottleneck_s,
+            int(micro_batch),
+            int(grain),
+            shortest,
+            drained_s,
+            shadowed_s,
+            int(together),
+        )
 
     def tails(self, problem: Problem, num_pipelines: int) -> np.ndarray:
         """Return their tails beside each other in such a number."""
@@ -283,12 +304,14 @@ class PipelineColumns(NamedTuple):
 
     def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return the whole samples each processes, as :meth:`PipelineRate.samples`."""
-        fill, bottleneck, size, grain, shortest, drained, shadowed = self.rates
+        fill, bottleneck, size, grain, shortest, drained, shadowed, together = self.rates
         passes = (seconds - fill) / bottleneck
         whole = np.floor(passes * size / grain + 1e-9) * grain // size
         part = last_part(passes - whole, drained / bottleneck, shadowed / bottleneck)
         short = np.floor(part * size / grain + 1e-9) * grain
-        samples = whole * size + np.where(part < shortest * (1 - 1e-9), 0.0, short)
+        begun = whole % together
+        short = np.where((part < shortest * (1 - 1e-9)) | (begun < together - 1), 0.0, short)
+        samples = (whole - np.where(short > 0, 0.0, begun)) * size + short
         return np.where(seconds < (fill + bottleneck) * (1 - 1e-12), 0.0, samples)
 
 
@@ -309,7 +332,7 @@ def pipeline_columns(
     ------
     docs/derivations/step.md.
     """
-    rates = np.empty((7, len(templates)))
+    rates = np.empty((8, len(templates)))
     takes = np.empty((len(problem.counts), len(templates)))
     tails = np.empty((len(problem.copies), len(templates)))
     by_length: dict[int, list[int]] = {}
@@ -350,7 +373,7 @@ class _Pipelines(NamedTuple):
         return cls(options, types, times, takes, is_within)
 
     def rates(self, problem: Problem, filling: Filling) -> np.ndarray:
-        """Return the fields of their `PipelineRate`, shape (7, pipelines)."""
+        """Return the fields of their `PipelineRate`, shape (8, pipelines); a pass goes through all chunks."""
         slowest_s, before = self.times_s.max(1), self._is_before_slowest
         micro_batch, grain = problem.micro_batch[self.options[:, 0]], problem.grain[self.options].max(1)
         shortest = drained_s = shadowed_s = np.zeros(len(slowest_s))
@@ -362,10 +385,15 @@ class _Pipelines(NamedTuple):
             after_s = np.where(before, 0.0, self.times_s).sum(1)
             before_s, hidden_s = fill_s - after_s, slowest_s * (~before).sum(1) - after_s
             fill_s = before_s + np.maximum(0.0, after_s - hidden_s)
-            is_cut = grain < micro_batch
+            is_cut = grain < problem.chunks * micro_batch
             drained_s = is_cut * (_BACKWARDS[filling] * before_s + after_s)
             shadowed_s = is_cut * (slowest_s - _FIRST_BACKWARD[filling] * self.times_s[:, 0])
-        return np.array([fill_s, slowest_s, micro_batch, grain, shortest, drained_s, shadowed_s])
+        chunks, stages = problem.chunks, self.times_s.shape[1]
+        together = np.full(len(slowest_s), stages if chunks > 1 else 1)
+        size, pass_s = chunks * micro_batch, chunks * slowest_s
+        if chunks > 1:  # how soon the micro-batch before a short one comes up is not known: all is spared
+            shadowed_s = drained_s * size / grain
+        return np.array([fill_s, pass_s, size, grain, shortest, drained_s, shadowed_s, together])
 
     def tails_s(self, problem: Problem, filling: Filling) -> np.ndarray:
         """Return the tails of steps of each number of pipelines, shape (len(copies), pipelines)."""
