@@ -64,7 +64,7 @@ def export(
     if target not in TARGETS:
         raise unknown("target", target, TARGETS, key="--to", rule="Targets are")
     from foreshard.interop.exported import Exported, ExportRequest
-    from foreshard.interop.uniform import other_framework_note, placement_note
+    from foreshard.interop.uniform import other_framework_note, placement_note, wire_notes
 
     tool = TARGETS[target]
     request = ExportRequest(
@@ -76,5 +76,10 @@ def export(
         version=tool.version,
         name=tool.file,
         text=text,
-        notes=(*placement_note(plan), *notes, *other_framework_note(plan, tool.frameworks, tool.tool)),
+        notes=(
+            *placement_note(plan),
+            *notes,
+            *wire_notes(plan),
+            *other_framework_note(plan, tool.frameworks, tool.tool),
+        ),
     )

@@ -177,6 +177,23 @@ def placement_note(plan: Plan) -> tuple[str, ...]:
     return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)
 
 
+def wire_notes(plan: Plan) -> tuple[str, ...]:
+    """Return how to set the algorithm and the bucket size of a plan, which no target's file states."""
+    notes = []
+    if plan.collectives != "auto":
+        value = {"ring": "Ring", "tree": "Tree,NVLS,NVLSTree"}[plan.collectives]
+        notes.append(
+            f"All-reduces run as a {plan.collectives}: set NCCL_ALGO=allreduce:{value} for every rank."
+        )
+    if plan.buckets is not None:
+        elements = plan.buckets // load_framework(plan.framework).grad_bytes
+        notes.append(
+            f"Gradients leave in buckets of {plan.buckets:,} bytes, {elements:,} elements: set bucket_cap_mb "
+            "of DistributedDataParallel, --ddp-bucket-size of Megatron or reduce_bucket_size of DeepSpeed."
+        )
+    return tuple(notes)
+
+
 def other_framework_note(plan: Plan, names: tuple[str, ...], target: str) -> tuple[str, ...]:
     """Return a caution where the plan was predicted for a framework other than the target."""
     if load_framework(plan.framework).name.startswith(names):
