@@ -179,3 +179,49 @@ def test_impossible_wishes_are_refused():
         topology_of(whole, rates="guessed")
     with pytest.raises(SpecError, match="nics_per_node 0"):
         topology_of(whole, nics_per_node=0)
+
+
+LEAVES = """
+[[nodes]]
+count = 8
+device = "a100-pcie-40gb"
+per_node = 1
+nic = "50 Gb/s"
+
+[network]
+kind = "leaf-spine"
+nodes_per_leaf = 4
+spines = 2
+oversubscription = 2.0
+"""
+
+
+def test_leaves_and_spines_of_a_cluster_file(tmp_path):
+    """Two leaves of four; each spine link carries a quarter of what a leaf's servers send."""
+    path = tmp_path / "leaves.toml"
+    path.write_text(LEAVES)
+    topology = topology_of(load_cluster(str(path)))
+    routing = Routing(topology)
+    near, far = (routing.between_ranks(0, other) for other in (3, 7))
+    ends = [int(topology.devices[rank]) for rank in (0, 7)]
+    assert routing.num_paths(*ends) == 2 and len(far) == len(near) + 2
+    rates = [topology.links[link].bytes_per_s for link in far]
+    assert min(rates) == pytest.approx(6.25e9) and max(rates) == pytest.approx(6.25e9)
+    racks = [vertex.name for vertex in topology.vertices if "leaf" in vertex.name]
+    assert len(racks) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "cause"),
+    [
+        ('"leaf-spine"', '"flat"', "network.nodes_per_leaf", "Only leaf-spine"),
+        ('"leaf-spine"\nnodes_per_leaf = 4', '"fat-tree"', "network.spines", "leaf-spine and rail"),
+        ("spines = 2", "spines = 0", "network.spines", "from 1"),
+    ],
+)
+def test_switches_that_a_kind_does_not_have_are_refused(tmp_path, old, new, key, cause):
+    path = tmp_path / "leaves.toml"
+    path.write_text(LEAVES.replace(old, new))
+    with pytest.raises(SpecError, match=cause) as caught:
+        load_cluster(str(path))
+    assert caught.value.key == key and caught.value.file == str(path)
