@@ -2,8 +2,8 @@
 
     python bench/bench_collective_systems.py [--markdown]
 
-Needs comm_collectives.csv.gz (FORESHARD_MEASURED); `foreshard validate comm_collectives.csv.gz --by-system` prints
-the same, with the systems of every reason.
+Needs comm_collectives.csv.gz (FORESHARD_MEASURED); `foreshard validate comm_collectives.csv.gz --by-system`
+prints the same, with the systems of every reason.
 """
 
 from __future__ import annotations
