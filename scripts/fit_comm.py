@@ -428,7 +428,7 @@ def build(data: Sequence[Points]) -> dict[str, Any]:
         "harness": harness,
         "network": {**STATED_NETWORK, "ring_eff": network_ring_eff()},
         "nccl": nccl_tables(),
-        "left_out": {family_of(system): without(system, links, data) for system in sorted(SYSTEMS)},
+        "left_out": {family_of(system): without(system, links, harness, data) for system in sorted(SYSTEMS)},
     }
 
 
@@ -437,19 +437,22 @@ def family_of(system: str) -> str:
     return system.removeprefix("sailor ")
 
 
-def without(system: str, links: Mapping[str, Any], data: Sequence[Points]) -> dict[str, Any]:
+def without(
+    system: str, links: Mapping[str, Any], harness: Mapping[str, float], data: Sequence[Points]
+) -> dict[str, Any]:
     """Return what changes in the table when a system is not seen: the row of its generation, or its era."""
     rule, others = SYSTEMS[system], [p for p in data if p.system != system]
     if not rule.fitted:
         eras = {rule.era: fit_era(rule.era, links, others)} if rule.era in EARLY else {}
         return {"links": {}, "eras": eras, "harness": {}}
     name = rule.unseen or rule.generation
-    harness = fit_harness(others)
+    if rule.generation in ROWS["nvlink"][2]:  # others move no row that the host work is found by
+        harness = fit_harness(others)
     row = fit_rows(others, harness, only=name)[name]
     if name in CLOCKED and name != rule.generation:
         row = at_clock(row, REFERENCE_HZ / CLOCKS[rule.generation])
         del row["clock_hz"]
-    return {"links": {rule.generation: row}, "eras": {}, "harness": harness if rule.harness else {}}
+    return {"links": {rule.generation: row}, "eras": {}, "harness": dict(harness) if rule.harness else {}}
 
 
 def nccl_tables() -> dict[str, Any]:

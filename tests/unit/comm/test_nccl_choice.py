@@ -197,6 +197,26 @@ def test_the_latency_that_a_plugin_reports_is_on_every_hop():
         assert times[1] - times[0] == pytest.approx(hops * 75e-6), algorithm
 
 
+# Every pick that somebody stated with its machine: (source, cluster, ranks, release, pick by size in bytes).
+NODE = {**{2**p: "Ring/LL" for p in range(3, 21)}, **{2**p: "NVLS/Simple" for p in range(21, 35)}}
+STATED = [
+    ("2.30.7 built from 5067397", "1x8xh100-sxm", 8, "", {s: NODE[s] for s in NODE if 2**8 <= s <= 2**32}),
+    ("2.30.7 built from 5067397", "1x8xh200-sxm", 8, "", {s: NODE[s] for s in NODE if 2**8 <= s <= 2**32}),
+    ("ml-engineering 744d01e, 2.27.7", "1x8xh200-sxm", 8, "2.27", {s: NODE[s] for s in NODE if s >= 2**15}),
+    ("NVIDIA/nccl-tests 309", "1x8xh100-sxm", 8, "", NODE),
+    ("NVIDIA/nccl 1752", "64x8xh200-sxm", 512, "2.27", {2**24: "Tree/LL128", 2**25: "NVLSTree/Simple"}),
+    ("NVIDIA/nccl 2343, 2.31.2", "1x8xb200-sxm", 2, "", {2**p: "Ring/LL128" for p in range(25, 31)}),
+]
+
+
+def test_nine_of_ten_stated_picks_are_right():
+    right = []
+    for _, cluster, ranks, release, picks in STATED:
+        comm = communicator_of(load_cluster(cluster), ranks, release=release)
+        right += [nccl_choice("all-reduce", size, comm).best.name == name for size, name in picks.items()]
+    assert (sum(right), len(right)) == (103, 110)
+
+
 # Picks of NCCL over nodes as users logged them: NVIDIA/nccl 1752 (64 nodes of 8 H200, NCCL 2.26 or 2.27).
 def test_the_pick_of_sixty_four_nodes():
     comm = communicator_of(load_cluster("64x8xh200-sxm"), 512, release="2.27")

@@ -1,0 +1,98 @@
+"""From measured rows to a cluster: comm import --fit, comm measure --algorithm library, validate."""
+
+import pytest
+
+HEAD = "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
+
+
+def log(tmp_path, collective, factor, ranks=8):
+    """Return a log of a machine that takes a factor longer than predicted."""
+    from foreshard.api import load_cluster
+    from foreshard.comm.prediction import predict_collective
+
+    cluster, lines = load_cluster("1x8xa100-sxm-80gb"), []
+    for power in range(10, 33):
+        time_us = factor * predict_collective(collective, 2.0**power, cluster, ranks).time_s * 1e6
+        lines.append(f"{2**power:12d} {2**power // 4:12d} float sum -1 {time_us:.2f} 0 0 N/A")
+    path = tmp_path / f"{collective}.log"
+    path.write_text(f"# {collective.replace('-', '_')}_perf\n{HEAD}" + "\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def test_a_fit_is_a_cluster_file_for_other_verbs(shell, tmp_path):
+    out = str(tmp_path / "measured.toml")
+    made = log(tmp_path, "all-gather", 1.5)
+    answer = shell("comm", "import", made, "1x8xa100-sxm-80gb", "--fit", out, "--json")
+    fit = answer.json["fit"]
+    assert answer.code == 0 and fit["file"] == out
+    assert fit["median_error"] < 0.03 < 0.3 < fit["median_error_before"]
+    words = ("comm", "predict", "all-gather", "1GiB")
+    before = shell(*words, "1x8xa100-sxm-80gb", "--json").json["time_s"]
+    after = shell(*words, out, "--json").json["time_s"]
+    assert after == pytest.approx(1.5 * before, rel=0.05)
+    assert shell("predict", "gpt2", out, "--global-batch", "8", "--json").code == 0
+
+
+def test_several_logs_are_fitted_together(shell, tmp_path):
+    out = str(tmp_path / "measured.toml")
+    first, second = log(tmp_path, "all-gather", 1.3), log(tmp_path, "all-reduce", 1.3)
+    answer = shell("comm", "import", first, "1x8xa100-sxm-80gb", "--also", second, "--fit", out)
+    assert answer.code == 0 and "is a cluster file for predict" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("--fit", "x.toml"), "CLUSTER"),
+        (("2x8xh100-sxm", "--fit", "/nowhere/x.toml"), None),
+    ],
+)
+def test_a_fit_that_cannot_be_made(shell, tmp_path, words, key):
+    answer = shell("comm", "import", log(tmp_path, "all-gather", 1.0), *words, "--json")
+    assert answer.code == 2 and (key is None or answer.json["error"]["key"] == key)
+
+
+def test_constants_that_a_cluster_file_may_not_name(shell, tmp_path):
+    path = tmp_path / "cluster.toml"
+    nodes = '[[nodes]]\ncount = 1\nper_node = 8\ndevice = "h100-sxm"\n[nodes.collectives]\n'
+    for line in ("speed = 1.0", "launch_s = -1.0", 'launch_s = "nan"'):
+        path.write_text(nodes + line, encoding="utf-8")
+        answer = shell("comm", "predict", "all-reduce", "1MiB", str(path), "--json")
+        assert answer.code == 2 and "collectives" in answer.json["error"]["key"], line
+
+
+def test_the_library_is_swept_over_gloo(shell, tmp_path):
+    out = str(tmp_path / "sweep.log")
+    words = ("--algorithm", "library", "--local", "2", "--repeats", "1", "--to", "4KiB", "--log", out)
+    found = shell("comm", "measure", "all-reduce", "1KiB", *words, "--json").json
+    assert [row["size_bytes"] for row in found["rows"]] == [1024, 2048, 4096] and found["backend"] == "gloo"
+    assert shell("comm", "import", out, "--json").json["collective"] == "all-reduce"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("--algorithm", "library", "--device", "cuda", "--local", "64"), "--local"),
+        (("--to", "1MiB"), "--algorithm"),
+        (("--device", "cuda"), "--algorithm"),
+    ],
+)
+def test_a_sweep_that_cannot_run(shell, words, key):
+    answer = shell("comm", "measure", "all-reduce", "1KiB", *words, "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == key
+
+
+def test_a_release_has_its_own_rules(shell):
+    words = ("comm", "predict", "all-reduce", "64MiB", "8x8xh100-sxm", "--json")
+    now = shell(*words).json
+    then = shell(*words, "--library", "nccl@2.27").json
+    assert now["time_s"] == then["time_s"] and now["candidates"] != then["candidates"]
+    assert any("pick of NCCL 2.27" in note for note in then["notes"])
+    early = shell(*words, "--library", "nccl@2.18").json
+    assert early["time_s"] > now["time_s"]
+
+
+def test_only_collectives_are_scored_by_system(shell, tmp_path):
+    path = tmp_path / "steps.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    assert shell("validate", str(path), "--by-system", "--json").code == 2
