@@ -15,6 +15,7 @@ import numpy as np
 
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
@@ -99,6 +100,14 @@ class Request:
         """The model as it is trained: with its adapters, if any."""
         return self.model if self.lora is None else _with_adapters(self.model, self.lora)
 
+    @property
+    def framework(self) -> Framework:
+        """The framework that trains: the plan's, the one that was stated, or the default."""
+        from foreshard.catalog.frameworks import load_framework
+
+        stated = self.choices.get("framework") if self.plan is None else self.plan.framework
+        return load_framework(stated or "megatron-core")
+
     def to_plan(self) -> Plan:
         """Return the plan the request means: the plan file's, or the one its degrees and options spell.
 
@@ -114,10 +123,11 @@ class Request:
         choices = {name: value for name, value in self.choices.items() if value is not None}
         comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
         choices.setdefault("seq_len", self.model.max_seq_len)
-        if "zero" not in choices and "framework" in choices:
-            from foreshard.catalog.frameworks import load_framework
-
-            choices["zero"] = load_framework(choices["framework"]).default_zero
+        if "framework" in choices:
+            framework = self.framework
+            choices.setdefault("zero", framework.default_zero)
+            if isinstance(choices.setdefault("recompute", framework.default_recompute), str):
+                choices["recompute"] = framework.recompute(choices["recompute"])
         if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
             what = f"vpp {choices['vpp']} without a pipeline"
             rule = "Virtual stages divide the stages of a pipeline"
@@ -212,6 +222,9 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
     if choices.get("zero") is None:
         level = plan.groups[0].stages[0].zero
         yield f"zero {level}, not stated (--zero): the default of {plan.framework}"
+    rule = plan.groups[0].stages[0].recompute
+    if choices.get("recompute") is None and rule != "none":
+        yield f"recompute {rule}, not stated (--recompute): the default of {plan.framework}"
     if len({node.device.name for node in request.cluster.nodes}) > 1:
         yield SPLIT_EVENLY
 

@@ -30,6 +30,7 @@ class Framework:
     routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
     dispatcher : allgather | alltoall | deepep | hybridep
     cross_entropy : unfused | native | te | eager | chunked
+    default_recompute : recompute rule unless another is stated
     fp8_params : weights are stored and gathered in 8 bit
     memory : name of the memory profile
     """
@@ -41,6 +42,7 @@ class Framework:
     host: str = "megatron-core"
     nccl: str = "2.2x"
     default_zero: int = 1
+    default_recompute: str = "none"
     grad_bytes: int = 4
     grad_reduce_bytes: int = 4
     master_bytes: int = 4
@@ -71,6 +73,11 @@ class Framework:
     def label(self) -> str:
         """Name and release, as `--framework` takes it."""
         return f"{self.name}@{self.release}" if self.release else self.name
+
+    def recompute(self, rule: str) -> str:
+        """Return a recompute rule, its bare ``selective`` as this framework means the word."""
+        own = self.default_recompute
+        return own if rule.strip().lower() == "selective" and own.startswith("selective:") else rule
 
     def hides(self, name: str, zero: Any) -> Any:
         """Return whether an option of communication is on by default at a ZeRO level, or at each of several.
