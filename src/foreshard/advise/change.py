@@ -97,7 +97,9 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
     if key == "shares":
         return _with_shares(request, value)
     if key == "recompute":
-        return request.with_choice(key, check_recompute(value, key=f"--change {key}"))
+        return request.with_choice(
+            key, check_recompute(request.framework.recompute(value), key=f"--change {key}")
+        )
     if key == "framework":
         _check_framework(value)
     if key in _CHOICES:

@@ -15,6 +15,7 @@ import numpy as np
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import one_of
+from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import ALGORITHMS, AUTO, COMM_OPTIONS, Plan, checked_buckets
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
@@ -110,6 +111,14 @@ class Request:
             return with_adapters(self.model, self.plan.lora, key="lora", file=self.plan_file)
         return self.model
 
+    @property
+    def framework(self) -> Framework:
+        """The framework that trains: the plan's, the one that was stated, or the default."""
+        from foreshard.catalog.frameworks import load_framework
+
+        stated = self.choices.get("framework") if self.plan is None else self.plan.framework
+        return load_framework(stated or "megatron-core")
+
     def to_plan(self) -> Plan:
         """Return the plan the request means: the plan file's, or the one its degrees and options spell.
 
@@ -127,10 +136,11 @@ class Request:
         algorithm, buckets = choices.pop("collectives", "auto"), choices.pop("buckets", None)
         one_of(algorithm, ALGORITHMS, key="--collectives", name="collectives", exact=True)
         choices.setdefault("seq_len", self.model.max_seq_len)
-        if "zero" not in choices and "framework" in choices:
-            from foreshard.catalog.frameworks import load_framework
-
-            choices["zero"] = load_framework(choices["framework"]).default_zero
+        if "framework" in choices:
+            framework = self.framework
+            choices.setdefault("zero", framework.default_zero)
+            if isinstance(choices.setdefault("recompute", framework.default_recompute), str):
+                choices["recompute"] = framework.recompute(choices["recompute"])
         if choices.get("offload") == CPU:
             choices["offload"] = _cpu_offload(choices.get("framework", "megatron-core"))
         if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
@@ -263,6 +273,9 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
     if choices.get("zero") is None:
         level = plan.groups[0].stages[0].zero
         yield f"zero {level}, not stated (--zero): the default of {plan.framework}"
+    rule = plan.groups[0].stages[0].recompute
+    if choices.get("recompute") is None and rule != "none":
+        yield f"recompute {rule}, not stated (--recompute): the default of {plan.framework}"
     if len({node.device.name for node in request.cluster.nodes}) > 1:
         yield SPLIT_EVENLY
 

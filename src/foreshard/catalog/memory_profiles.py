@@ -29,6 +29,10 @@ class MemoryProfile:
     bucket_bytes : flat buffer of the gradient reduction
     gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters)
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
+    units : weights are gathered, and gradients reduced, one block, embedding or head at a time (FSDP2)
+    combines_wide : outputs of experts are scaled by their scores in fp32, which also reads the router's input
+    loss_chunks : parts of a micro-batch for which the loss makes logits one after the other, with `units`
+    loss_hidden_bytes : bytes per element of the hidden state that final norm and loss hold
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
     fp8_mlp_input : in 8-bit training the gated activation keeps its input in 8 bit
     drops_transposes : no transposed 8-bit copy of a weight outlives its product
@@ -58,6 +62,10 @@ class MemoryProfile:
     bucket_bytes: float = 0.0
     gathered_elements: float = 0.0
     unit_bytes: float = 0.0
+    units: bool = False
+    combines_wide: bool = False
+    loss_chunks: int = 1
+    loss_hidden_bytes: float = 0.0
     eager_mlp: bool = False
     fp8_mlp_input: bool = False
     drops_transposes: bool = False

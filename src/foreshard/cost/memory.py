@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, stage_activations
 from foreshard.cost.memory_states import States, stage_states
+from foreshard.cost.memory_units import Moment, unit_moments
 
 if TYPE_CHECKING:
     from foreshard.spec.framework import Framework
@@ -147,8 +149,8 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
     profile = profile or memory_profile(framework.memory)
     states, moments, totals, fullest = _moments(load, framework, profile)
     gradients, saved, temporary = (
-        np.where(totals[0] >= fullest, at_start, np.where(totals[1] >= fullest, at_end, at_step))
-        for at_start, at_end, at_step in zip(*moments, strict=True)
+        np.select([total >= fullest for total in totals], [part + 0.0 * fullest for part in parts])
+        for parts in zip(*moments, strict=True)
     )
     allocated = states.parameters + states.optimizer + states.buffers + fullest
     outside = _outside_bytes(load, framework, profile)
@@ -175,8 +177,8 @@ def stage_peak_bytes(load: StageLoad, framework: Framework) -> Any:
 
 def _moments(
     load: StageLoad, framework: Framework, profile: MemoryProfile
-) -> tuple[States, tuple[tuple[Any, Any, Any], ...], list[Any], Any]:
-    """Return the states, then gradients, activations and temporaries of three moments, sums, largest sum."""
+) -> tuple[States, tuple[Moment, ...], list[Any], Any]:
+    """Return the states, then gradients, activations and temporaries of each moment, sums, largest sum."""
     states = stage_states(load, framework, profile)
     acts = stage_activations(load, framework, profile)
     lazy = profile.lazy_gradients * (np.asarray(load.num_micro_batches) <= 1)
@@ -184,13 +186,17 @@ def _moments(
     first = states.gradients * (1 - lazy)
     every = states.gradients + states.backward_gradients
     others = np.minimum(acts.saved, acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer)
-    moments = (
+    moments: tuple[Moment, ...] = (
         (first, acts.saved, np.maximum(working, acts.logits)),
         (every, others, working),
         (states.gradients, 0.0, states.step),
     )
+    if profile.units:
+        alone = states.units.sharded < 1
+        plain = tuple(tuple(part * alone for part in moment) for moment in moments)
+        moments = (*plain, *unit_moments(load, framework, profile, states, acts))
     totals = [gradients + saved + temporary for gradients, saved, temporary in moments]
-    return states, moments, totals, np.maximum(np.maximum(totals[0], totals[1]), totals[2])
+    return states, moments, totals, reduce(np.maximum, totals)
 
 
 def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Any:

@@ -65,12 +65,18 @@ def recompute_of(text: str, num_layers: int) -> Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Bytes per rank: saved over all layers in flight, one layer's, and the peaks of backward and loss."""
+    """Bytes per rank: saved over all layers in flight, one layer's, and the peaks of backward and loss.
+
+    boundary : a hidden state of a micro-batch, as layers and stages pass it on
+    logit_gradient : gradient of the logits as the head's product takes it
+    """
 
     saved: Any
     one_layer: Any
     temporary: Any
     logits: Any
+    boundary: Any
+    logit_gradient: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +159,38 @@ def _dense_mlp(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile
     """Return what the dense MLP saves, and the temporaries of its backward."""
     inner, _ = _mlp_saved(block, n, block.ffn, n.split, profile)
     gradients = n.element * (2 + block.gated) * block.ffn * n.split
+    if profile.units:  # autograd drops the activation's output as soon as its product has gone back
+        gradients = n.element * (1 + block.gated) * block.ffn * n.split + _passed_on(block, n, load)
+        gradients = gradients + n.element * (not block.frozen) * block.hidden * block.ffn / np.asarray(
+            load.tp
+        )
     return inner * (1 - load.recompute.mlp), gradients + load.recompute.mlp * inner
+
+
+def _passed_on(block: Block, n: _Tokens, load: StageLoad) -> Any:
+    """Return the gradient that a block gets, and its gathered copy where tensor parallelism cuts tokens."""
+    cut = (np.asarray(load.tp) > 1) * load.sp
+    return n.element * block.hidden * (n.norm + cut * n.split * load.tp)
+
+
+def _combined(block: Block, n: _Tokens, load: StageLoad, saved: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    """Return what experts save and the temporaries of their backward where scores scale outputs in fp32.
+
+    `saved` are routed tokens, their outputs in fp32, and one activation of the experts.
+
+    Source
+    ------
+    torchtitan b5bcd76 models/common/moe.py, token_dispatcher.py: the router reads its input in fp32, and the
+    norm's output itself is read by index only; in backward the gradient of the scaled output, its product
+    with the output and the gradient of the output are in fp32.
+    """
+    routed, wide, inner = saved
+    router = (4.0 - n.element * (not block.shared_ffn)) * block.hidden * n.norm
+    scaled = 3.0 * wide
+    weights = n.element * (not block.frozen) * block.num_experts * block.expert_params / 3
+    through = (1 + block.gated) * inner - wide + weights / (np.asarray(load.ep) * load.etp)
+    indices = 32.0 * routed
+    return router + wide + indices, np.maximum(scaled, through) + _passed_on(block, n, load)
 
 
 def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> tuple[Any, Any]:
@@ -166,17 +203,36 @@ def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) 
     kept = inputs + 8 * block.num_experts * n.norm + inner - rule.moe_act * act
     shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile)
     gradients = n.element * ((2 + block.gated) * width + hidden) * routed
+    if profile.combines_wide:
+        wide, one = 4.0 * hidden * routed, n.element * width * routed
+        more, gradients = _combined(block, n, load, (routed, wide, one))
+        kept = kept + more
     saved = (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
     return saved, gradients + rule.moe * (kept + shared)
 
 
-def _op_saved(block: Block, n: _Tokens) -> Any:
-    """Return what torchtitan's selective checkpointing keeps: the input, attention, every second product."""
+def _op_saved(block: Block, n: _Tokens, load: StageLoad) -> Any:
+    """Return what torchtitan's selective checkpointing keeps: the input, attention, every second product.
+
+    Grouped products of experts are not on its list; what collectives bring is.
+
+    Source
+    ------
+    torchtitan b5bcd76 distributed/activation_checkpoint.py _get_default_save_ops, SelectiveAC; torch 2.13
+    _functorch/partitioners.py compute_intensive_ops (mm, bmm, addmm, attention, no _grouped_mm).
+    """
+    tp = np.asarray(load.tp)
     out = block.num_heads * block.value_head_dim
     attention = n.element * (block.query_width + block.kv_width / 2 + out) + 4 * block.num_heads
-    routed = block.top_k * n.element * (block.expert_ffn + 2 * block.hidden)
-    mlp = n.element * (block.ffn + block.shared_ffn) + (block.num_experts > 0) * routed
-    return 2 * n.element * n.norm * block.hidden + n.split * (attention + mlp)
+    width, cut = block.ffn + block.shared_ffn, (tp > 1) * load.sp
+    products = n.element * (
+        width * n.split + (width > 0) * block.hidden * np.where(cut, n.split * tp, n.norm)
+    )
+    scattered = cut * 2 * n.element * block.hidden * n.norm
+    routed = block.top_k * n.split * load.etp
+    sent = (np.asarray(load.ep) > 1) * 2 * n.element * (block.expert_hidden or block.hidden)
+    chosen = (block.num_experts > 0) * routed * (12 + sent)
+    return n.element * n.norm * block.hidden + n.split * attention + products + scattered + chosen
 
 
 def _layer(
@@ -196,8 +252,8 @@ def _layer(
             more, working = half(block, n, load, profile)
             saved, peak = saved + more, np.maximum(peak, working)
     if np.count_nonzero(rule.op):
-        kept = rule.op * _op_saved(block, n) + (1 - rule.op) * saved
-        saved, peak = kept, peak + rule.op * saved
+        kept = rule.op * _op_saved(block, n, load) + (1 - rule.op) * saved
+        saved, peak = kept, peak + rule.op * (saved - kept)
     return saved, peak
 
 
@@ -214,13 +270,19 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
         mixed = rule.full * kept_input + (1 - rule.full) * layer
         saved = saved + count * mixed
         one_layer = np.maximum(one_layer, here * mixed)
-        again = (rule.full > 0) * (layer * rule.unit)
+        again = (rule.full > 0) * (layer * rule.unit - profile.units * mixed)
         temporary = np.maximum(temporary, here * (peak + again))
     per_logit = (profile.logit_bytes or LOGIT_BYTES[framework.cross_entropy]) + profile.held_logit_bytes
+    per_logit = per_logit / profile.loss_chunks
     logits = per_logit * n.split * load.vocab * load.has_head
+    boundary = n.element * n.norm * load.hidden
     if profile.keeps_outputs:
         pipelined = 1 - np.asarray(load.has_embedding) * load.has_head
-        saved = saved + pipelined * n.element * n.norm * load.hidden
+        output = boundary
+        if profile.units:  # of the last stage the logits, unless the loss makes them in chunks
+            whole = profile.loss_chunks == 1
+            output = np.where(load.has_head, whole * n.element * n.split * load.vocab, boundary)
+        saved = saved + pipelined * output
     held = saved * load.in_flight
     offloaded = np.minimum(held, 2 * one_layer)  # the layer that computes and the one on its way
     return Activations(
@@ -228,4 +290,6 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
         one_layer=one_layer,
         temporary=temporary,
         logits=logits,
+        boundary=boundary,
+        logit_gradient=n.element * n.split * load.vocab * load.has_head / profile.loss_chunks,
     )

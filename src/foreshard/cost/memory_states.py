@@ -26,7 +26,7 @@ class States:
     """Bytes per rank.
 
     `backward_gradients` fill up over one backward and go with it, `working` is alive in a backward only,
-    `step` in the optimizer step only.
+    `step` in the optimizer step only. `units` are what FSDP2 gathers and reduces at a time.
     """
 
     parameters: Any
@@ -36,6 +36,27 @@ class States:
     buffers: Any
     working: Any
     step: Any
+    units: Units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Elements of the units of a rank before sharding, and how long they stay whole.
+
+    sharded : 1 where weights are
+    gathered : 1 where weights stay whole from their first forward on
+    held : 1 where gradients stay whole until the last micro-batch
+    trained : share of the elements that have a gradient
+    """
+
+    embedding: Any
+    block: Any
+    head: Any
+    everything: Any
+    sharded: Any
+    gathered: Any
+    held: Any
+    trained: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +69,14 @@ class _Elements:
     dense_trained: Any
     expert_trained: Any
     frozen: Any
-    largest_unit: Any
+    largest_block: Any
+    embedding: Any
+    head: Any
+
+    @property
+    def largest_unit(self) -> Any:
+        """The largest of embedding, blocks and head."""
+        return np.maximum(self.largest_block, np.maximum(self.embedding, self.head))
 
 
 def _replicated(block: Block) -> float:
@@ -88,7 +116,9 @@ def _elements(load: StageLoad) -> _Elements:
         dense_trained=dense_trained + trained + load.outer_params * load.embedding_trainable,
         expert_trained=expert_trained,
         frozen=frozen,
-        largest_unit=np.maximum(largest, table * np.maximum(load.has_embedding, load.has_head)),
+        largest_block=largest,
+        embedding=table * load.has_embedding,
+        head=table * load.has_head,
     )
 
 
@@ -130,14 +160,16 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     dense_bytes = have.dense * block_weight + have.outer * weight - have.frozen * spared
     everything = have.dense + have.outer + have.expert
     # Weights that stay gathered and gradients that stay whole make ZeRO 2 and 3 the same.
-    holds = framework.pipeline_holds_units * (zero >= 2) * (shard > 1) * (np.asarray(load.num_stages) > 1)
-    dense3, expert3 = np.where(holds, dense2, dense3), np.where(holds, expert2, expert3)
-    parameters = dense_bytes * dense3 + have.expert * block_weight * expert3 + holds * element * everything
+    sharded = (zero >= 2) * (shard > 1)
+    holds = framework.pipeline_holds_units * sharded * (np.asarray(load.num_stages) > 1)
+    gathers = np.maximum(holds, profile.units * sharded * (zero == 2))
+    dense3, expert3 = np.where(gathers, dense2, dense3), np.where(gathers, expert2, expert3)
+    parameters = dense_bytes * dense3 + have.expert * block_weight * expert3 + gathers * element * everything
 
     gradient = framework.grad_bytes + profile.extra_gradient_bytes
     trained = have.dense_trained + have.expert_trained
-    sharded = have.dense_trained * dense2 + have.expert_trained * expert2
-    gradients = gradient * np.where(holds, trained, sharded)
+    own = have.dense_trained * dense2 + have.expert_trained * expert2
+    gradients = gradient * np.where(holds, trained, own)
 
     updated = have.dense_trained * dense1 + have.expert_trained * expert1
     master = framework.master_bytes * (np.asarray(element) < 4) * (not profile.weights_are_master)
@@ -154,8 +186,20 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         backward_gradients=half * trained,
         optimizer=optimizer,
         buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
-        working=(zero >= 3) * (shard > 1) * (1 - holds) * np.maximum(unit, live) + cached,
+        working=(zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units) * np.maximum(unit, live)
+        + cached,
         step=_step_bytes(have, dense1, expert1, framework, profile),
+        units=Units(
+            # Tied matrices are one unit, which is used first and last.
+            embedding=have.embedding * (1 - load.tied * load.has_head),
+            block=have.largest_block,
+            head=have.head,
+            everything=everything,
+            sharded=profile.units * sharded,
+            gathered=gathers,
+            held=holds,
+            trained=trained / np.maximum(everything, 1),
+        ),
     )
 
 

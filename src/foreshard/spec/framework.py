@@ -32,6 +32,7 @@ class Framework:
     cross_entropy : unfused | native | te | eager | chunked
     collectives : algorithm of all-reduces, auto (the library's choice) | ring | tree
     bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
+    default_recompute : recompute rule unless another is stated
     fp8_params : weights are stored and gathered in 8 bit
     memory : name of the memory profile
     """
@@ -43,6 +44,7 @@ class Framework:
     host: str = "megatron-core"
     nccl: str = "2.2x"
     default_zero: int = 1
+    default_recompute: str = "none"
     grad_bytes: int = 4
     grad_reduce_bytes: int = 4
     master_bytes: int = 4
@@ -75,6 +77,11 @@ class Framework:
     def label(self) -> str:
         """Name and release, as `--framework` takes it."""
         return f"{self.name}@{self.release}" if self.release else self.name
+
+    def recompute(self, rule: str) -> str:
+        """Return a recompute rule, its bare ``selective`` as this framework means the word."""
+        own = self.default_recompute
+        return own if rule.strip().lower() == "selective" and own.startswith("selective:") else rule
 
     def hides(self, name: str, zero: Any) -> Any:
         """Return whether an option of communication is on by default at a ZeRO level, or at each of several.

@@ -245,7 +245,7 @@ def test_fsdp_gradients_of_a_single_micro_batch_come_after_the_activations():
     fsdp = Framework(name="fsdp2", memory="fsdp2", cross_entropy="eager")
     one = stage_memory(load_of(zero=3, dp=64, shard_size=64, num_micro_batches=1), fsdp)
     more = stage_memory(load_of(zero=3, dp=64, shard_size=64, num_micro_batches=2), fsdp)
-    assert one.gradients == 0 < more.gradients
+    assert one.gradients < more.gradients / 10  # what a backward has reduced by its fullest moment
 
 
 def test_a_ring_holds_the_keys_and_values_of_the_whole_sequence():

@@ -1,0 +1,186 @@
+"""Peaks of FSDP2, which gathers weights and reduces gradients unit by unit: embedding, each block, head.
+
+A unit is gathered while the one before computes; in backward its gradient waits in the input of a
+reduce-scatter while the next unit goes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from foreshard.catalog.memory_profiles import MemoryProfile
+    from foreshard.cost.memory import StageLoad
+    from foreshard.cost.memory_activations import Activations
+    from foreshard.cost.memory_states import States
+    from foreshard.spec.framework import Framework
+
+Moment = tuple[Any, Any, Any]
+"""Gradients, activations, temporaries alive at one time; every part is a float or an array over rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Bytes of one unit: weights gathered beside those that stay, gradient, input of the reduce-scatter."""
+
+    elements: Any
+    weights: Any
+    gradient: Any
+    reduced: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What the moments of a step are made of, bytes per rank."""
+
+    load: StageLoad
+    profile: MemoryProfile
+    states: States
+    acts: Activations
+    embedding: _Unit
+    block: _Unit
+    head: _Unit
+    chunked: float
+
+    @property
+    def loss(self) -> Any:
+        """Saved activations beside the logits: those of the final norm and of the loss."""
+        element = self.load.activation_bytes_per_element
+        return self.profile.loss_hidden_bytes / element * self.acts.boundary * self.load.has_head
+
+    @property
+    def chunks(self) -> Any:
+        """Bytes beside saved ones where the loss goes over the head in chunks, 0 where it does not.
+
+        The head stays gathered; its gradient is summed over the chunks in the dtype of the reduction, and all
+        of it enters the reduce-scatter behind the last.
+        """
+        acts, head = self.acts, self.head
+        logits = acts.logit_gradient  # 16 bit, as the head writes them
+        most = np.maximum(np.maximum(acts.logits, 2 * logits + head.gradient), logits + head.reduced)
+        return self.chunked * (head.weights + head.reduced + most)
+
+
+def unit_moments(
+    load: StageLoad, framework: Framework, profile: MemoryProfile, states: States, acts: Activations
+) -> tuple[Moment, ...]:
+    """Return the moments of a step that may be its fullest; those of rows that are not sharded are empty.
+
+    Source
+    ------
+    torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py (post_backward: the unit is resharded, the
+    input of its reduce-scatter filled, the last one dropped), _fsdp_collectives.py foreach_reduce; checked
+    against torch's FSDPMemTracker in tests/validation/test_fsdp2_memory.py.
+    """
+    units, element = states.units, load.activation_bytes_per_element
+    embedding, block, head = (
+        _Unit(
+            elements=size,
+            weights=element * (1 - units.gathered) * size,
+            gradient=element * units.trained * size,
+            reduced=framework.grad_reduce_bytes * units.trained * size,
+        )
+        for size in (units.embedding, units.block, units.head)
+    )
+    run = _Run(
+        load=load,
+        profile=profile,
+        states=states,
+        acts=acts,
+        embedding=embedding,
+        block=block,
+        head=head,
+        chunked=float(profile.loss_chunks > 1),
+    )
+    held = units.held > 0
+    return (
+        *_where((units.sharded > 0) & ~held, _reduced_at_once(run)),
+        *_where(held, _held(run)),
+    )
+
+
+def _where(rows: Any, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """Return the moments of some rows, nothing of the others."""
+    if not np.count_nonzero(rows):
+        return ()
+    return tuple(
+        (np.where(rows, g, 0.0), np.where(rows, a, 0.0), np.where(rows, t, 0.0)) for g, a, t in moments
+    )
+
+
+def _reduced_at_once(run: _Run) -> tuple[Moment, ...]:
+    """Return the moments where every backward reduces what it has: from the loss to the embedding."""
+    acts, units, states = run.acts, run.states.units, run.states
+    embedding, block, head = run.embedding, run.block, run.head
+    again = np.asarray(run.load.num_micro_batches) > 1  # gradients of earlier micro-batches are there
+
+    def done(elements: Any) -> Any:
+        """Return the gradients after so many elements have been reduced."""
+        share = np.minimum(elements, units.everything) / np.maximum(units.everything, 1)
+        return states.gradients * np.where(again, 1.0, share)
+
+    one, saved, end = acts.one_layer, acts.saved, 3 * acts.boundary
+    rest = np.maximum(saved - one, 0)
+    blocks = units.everything - units.embedding
+    working = block.reduced + 2 * block.weights
+    first = block.reduced + block.weights + embedding.weights  # the embedding is gathered next
+    return (
+        (done(0), saved + run.loss, head.weights + acts.logits),
+        (
+            done(0),
+            saved + acts.boundary,
+            head.weights + head.gradient + block.weights + acts.logit_gradient,
+        ),
+        (done(head.elements), saved + acts.boundary, head.gradient + head.reduced + block.weights),
+        (done(run.chunked * head.elements), saved + run.loss, run.chunks),
+        (done(head.elements), saved, head.reduced + 2 * block.weights + acts.temporary),
+        (done(head.elements + block.elements), rest, working + acts.temporary),
+        (
+            done(head.elements + block.elements),
+            np.maximum(rest - one, 0) + end,
+            working + block.gradient,
+        ),
+        (done(blocks - 2 * block.elements), np.minimum(2 * one, saved), working + acts.temporary),
+        (done(blocks - 2 * block.elements), np.minimum(one, saved) + end, working + block.gradient),
+        (done(blocks - block.elements), np.minimum(one, saved), first + acts.temporary),
+        (done(blocks - block.elements), end, first + block.gradient),
+        (done(blocks), acts.boundary, block.reduced + embedding.weights + embedding.gradient),
+        (states.gradients, 0.0, embedding.gradient + embedding.reduced),
+        (states.gradients, 0.0, states.step),
+    )
+
+
+def _held(run: _Run) -> tuple[Moment, ...]:
+    """Return the moments of a stage that keeps weights and gradients whole until its last micro-batch.
+
+    The torch pipeline allocates the inputs and gradients it receives for all micro-batches at once.
+
+    Source
+    ------
+    torch 2.13 distributed/pipelining/stage.py _create_act_recv_info, _create_grad_recv_info,
+    backward_maybe_with_nosync, perform_reduce_grad; torchtitan b5bcd76 distributed/fsdp.py.
+    """
+    load, acts, whole = run.load, run.acts, run.states.gradients
+    embedding, block, head = run.embedding, run.block, run.head
+    count, flying = np.asarray(load.num_micro_batches), np.maximum(load.in_flight, 1)
+    inputs = np.maximum(count - flying, 0) * (1 - np.asarray(load.has_embedding))
+    # The last stage holds a gradient until it is sent instead.
+    received = acts.boundary * (inputs + np.where(np.asarray(load.has_head) > 0, 1, count))
+    saved, each = acts.saved + received, acts.saved / flying
+    before = whole * (count > flying)
+    first = np.where(np.asarray(load.has_embedding) > 0, embedding.reduced, block.reduced)
+    released = np.where(np.asarray(load.has_embedding) > 0, embedding.elements, block.elements)
+    left = np.maximum(whole - block.reduced - embedding.reduced, before)
+    return (
+        (before, saved + run.loss, acts.logits),
+        (before, saved + acts.boundary, head.gradient + acts.logit_gradient),
+        (np.maximum(before, head.reduced), saved, head.gradient),
+        (np.maximum(before, head.reduced), saved, acts.temporary),
+        (whole * (count > 1), saved - each, acts.temporary),
+        (left, saved - each + acts.one_layer, acts.temporary),
+        (whole, saved - each + 3 * acts.boundary, np.maximum(block.gradient, embedding.gradient)),
+        (whole, received + acts.boundary, first - load.activation_bytes_per_element * released),
+    )

@@ -1,0 +1,131 @@
+"""Predicted bytes of FSDP2 against torch itself: its FSDPMemTracker on fake ranks, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.frameworks import load_framework
+from foreshard.predict.batch import PlannedRun
+from foreshard.predict.memory import plan_memory
+from foreshard.spec.block import Block
+from foreshard.spec.degrees import plan_from_degrees
+from foreshard.spec.model import decoder
+
+torch = pytest.importorskip("torch")
+reference = pytest.importorskip("tests.validation.fsdp2_reference")
+
+from tests.validation.fsdp2_reference import (
+    FULL,
+    NUM_SHARDS,
+    SELECTIVE,
+    Sizes,
+    flat_peak,
+    stage_peak,
+)
+
+LIMIT = 0.03
+DENSE = Sizes()
+EXPERTS = Sizes(num_experts=8, ffn=1024)
+WIDE_VOCABULARY = Sizes(vocab=32000, layers=4)
+FEW_TOKENS = Sizes(hidden=2048, ffn=5632, seq_len=512, layers=4)
+HEAD_HEAVY = Sizes(vocab=64000, seq_len=64, samples=1, layers=3)
+RECOMPUTE = ("none", SELECTIVE, FULL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks():
+    """A process group of 32 ranks of which 31 do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4 * NUM_SHARDS)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def predicted(sizes: Sizes, recompute: str, release: str, *, stages: int = 1, stage: int = 0, count: int = 1):
+    """Allocated bytes of a stage as predicted for torchtitan."""
+    width = sizes.hidden // sizes.heads
+    block = Block(
+        hidden=sizes.hidden,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=width,
+        value_head_dim=width,
+        ffn=0 if sizes.num_experts else sizes.ffn,
+        gated=True,
+        num_experts=sizes.num_experts,
+        top_k=sizes.top_k * (sizes.num_experts > 0),
+        expert_ffn=sizes.ffn * (sizes.num_experts > 0),
+    )
+    model = decoder(
+        name="reference",
+        blocks=(block,) * sizes.layers,
+        vocab=sizes.vocab,
+        tied_embeddings=False,
+        max_seq_len=sizes.seq_len,
+    )
+    plan = plan_from_degrees(
+        sizes.layers,
+        stages * NUM_SHARDS,
+        pp=stages,
+        dp=NUM_SHARDS,
+        micro_batch=sizes.samples,
+        global_batch=NUM_SHARDS * sizes.samples * count,
+        seq_len=sizes.seq_len,
+        zero=3,
+        recompute=recompute,
+    )
+    framework = replace(load_framework(f"torchtitan@{release}"), vocab_multiple=1)
+    cluster = load_cluster(f"{stages}x{NUM_SHARDS}xh100-sxm")
+    _, parts = plan_memory(PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework))
+    return float(parts.allocated[stage])
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(
+    "sizes",
+    [DENSE, EXPERTS, WIDE_VOCABULARY, FEW_TOKENS, HEAD_HEAVY],
+    ids=["dense", "experts", "wide vocabulary", "few tokens", "head heavy"],
+)
+def test_without_pipeline(sizes, recompute):
+    assert predicted(sizes, recompute, "2024") == pytest.approx(flat_peak(sizes, recompute), rel=LIMIT)
+
+
+@pytest.mark.parametrize("sizes", [DENSE, EXPERTS, WIDE_VOCABULARY], ids=["dense", "experts", "vocabulary"])
+def test_gradients_of_several_micro_batches_are_summed_in_shards(sizes):
+    measured = flat_peak(sizes, SELECTIVE, num_steps=2)
+    assert predicted(sizes, SELECTIVE, "2024", count=2) == pytest.approx(measured, rel=LIMIT)
+
+
+@pytest.mark.parametrize("sizes", [WIDE_VOCABULARY, HEAD_HEAVY, replace(DENSE, vocab=64000, layers=2)])
+def test_loss_in_chunks(sizes):
+    measured = flat_peak(sizes, SELECTIVE, num_chunks=8)
+    assert predicted(sizes, SELECTIVE, "0.3") == pytest.approx(measured, rel=LIMIT)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(("stages", "stage", "count"), [(2, 0, 2), (2, 1, 4), (4, 1, 5)])
+def test_stage_of_a_pipeline(sizes, recompute, stages, stage, count):
+    measured = stage_peak(sizes, recompute, num_stages=stages, stage=stage, num_micro_batches=count)
+    made = predicted(sizes, recompute, "2024", stages=stages, stage=stage, count=count)
+    assert made == pytest.approx(measured, rel=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stages", "stage", "count"),
+    [
+        (WIDE_VOCABULARY, 2, 1, 4),
+        (WIDE_VOCABULARY, 4, 0, 8),
+        (WIDE_VOCABULARY, 4, 3, 8),
+        (DENSE, 4, 0, 4),
+        (FEW_TOKENS, 2, 0, 2),
+    ],
+)
+def test_ends_and_short_pipelines(sizes, stages, stage, count):
+    measured = stage_peak(sizes, SELECTIVE, num_stages=stages, stage=stage, num_micro_batches=count)
+    made = predicted(sizes, SELECTIVE, "2024", stages=stages, stage=stage, count=count)
+    assert made == pytest.approx(measured, rel=LIMIT)
