@@ -119,7 +119,7 @@ def _tuner_file(cluster: str) -> str:
             rule="NCCL runs on devices of NVIDIA from Pascal on",
         )
     comm = communicator_of(loaded, loaded.num_devices)
-    sizes = [2**power for power in range(8, 33)]
+    sizes = [2**power for power in range(8, MAX_BYTES.bit_length())]
     rows: list[TunerChoice] = []
     for name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast"):
         picks = [nccl_choice(name, size, comm) for size in sizes]
