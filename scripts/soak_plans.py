@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import ForeshardError
+from foreshard.planner.mixed.search import INTERLEAVED
 from foreshard.planner.search import plan
 from foreshard.predict.placement import link_domains
 from foreshard.predict.step import predict
@@ -35,6 +36,8 @@ MODELS = ("gpt2-large", "gpt2-xl", "llama3.2-1b")
 RULES = ("none", "full")
 LOST = 0.01
 """Part of a step that the planner's answer may be slower than a plan made by hand."""
+CHUNKS = (2, 4)
+"""Of layers, on each device of pipelines that are interleaved."""
 DRAWN, IMPROVED, STEPS = 60, 3, 40
 """Plans drawn at random, those of them that are improved, and the most changes to each."""
 
@@ -90,6 +93,23 @@ def drawn_case(seed: int) -> Case:
         global_batch=draw.randint(3, 24),
         seq_len=draw.choice((256, 512, 1024)),
     )
+
+
+def in_chunks(group: Group, chunks: int) -> Group:
+    """Return a pipeline with so many chunks on each device where it has several stages, else itself.
+
+    Stages keep their layers as far as these divide; the rules of plans say whether the result can run.
+    """
+    if len(group.stages) < 2 or min(stage.num_layers for stage in group.stages) < chunks:
+        return group
+    at, spans = 0, [[] for _ in group.stages]
+    for chunk in range(chunks):
+        for own, stage in zip(spans, group.stages, strict=True):
+            size = (stage.num_layers + chunk) // chunks
+            own.append((at, at + size))
+            at += size
+    stages = tuple(replace(stage, layers=tuple(own)) for stage, own in zip(group.stages, spans, strict=True))
+    return replace(group, stages=stages, schedule="interleaved" if chunks > 1 else "1f1b")
 
 
 @dataclass
@@ -197,6 +217,8 @@ class HandMade:
 
     def _changed(self, groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
         """Yield plans that differ in a sample, a cut, a micro-batch or a rule."""
+        for chunks in (1, *CHUNKS):
+            yield tuple(in_chunks(group, chunks) for group in groups)
         for g, group in enumerate(groups):
             for other in range(len(groups)):
                 if other != g and group.share > 1:
@@ -224,8 +246,11 @@ class HandMade:
                         pair = replace(before, layers=((start, at),)), replace(stage, layers=((at, stop),))
                         yield replace(group, stages=(*group.stages[: i - 1], *pair, *group.stages[i + 1 :]))
 
-    def is_inside(self, groups: tuple[Group, ...]) -> bool:
+    def is_inside(self, groups: tuple[Group, ...], *, with_interleaved: bool) -> bool:
         """Return whether a plan is surely in the printed space."""
+        chunks = {group.num_chunks for group in groups if len(group.stages) > 1}
+        if chunks - {1} and (len(chunks) > 1 or not with_interleaved):
+            return False
         held: set[int] = set()
         for group in groups:
             width = {stage.inner_dp for stage in group.stages}
@@ -255,7 +280,9 @@ def wrong(case: Case, *, budget_s: float) -> tuple[str, float]:
     if mine_s > least_s * (1.0 + LOST):
         said.append(f"{mine_s:.5g} s, by hand {least_s:.5g} s: {json.dumps(made.plan(groups).to_dict())}")
     inside = [
-        drawn for drawn, seconds in made.seconds.items() if seconds < float("inf") and made.is_inside(drawn)
+        drawn
+        for drawn, seconds in made.seconds.items()
+        if seconds < float("inf") and made.is_inside(drawn, with_interleaved=INTERLEAVED in found.space)
     ]
     for fastest in sorted(inside, key=made.seconds.__getitem__)[:1]:
         if found.lower_bound_step_time_s > made.seconds[fastest] * (1.0 + 1e-9):

@@ -68,10 +68,14 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         held = np.minimum(np.arange(stages, 0, -1), -(-problem.global_batch // micro)[:, None])
         runs = ((problem.max_in_flight[options, places] >= held) & np.isfinite(times)).all(1)
         slowest, at = times.max(1), times.argmax(1)
+        if problem.chunks > 1:
+            at = stages - 1 - times[:, ::-1].argmax(1)
         up_to = np.arange(stages) <= at[:, None]
         before = (times * up_to).sum(1) - slowest
         behind = np.where(up_to, 0.0, times).sum(1)
         fill = before + np.maximum(0.0, 2.0 * behind - slowest * (stages - 1 - at))
+        if filling == "least" and problem.chunks > 1:
+            fill = before
         most, fewest = (1.0, 0.0) if filling == "least" else (2 / 3, 2 / 3)
         drained, shadowed = most * before + behind, slowest - fewest * times[:, 0]
         chunks, together = problem.chunks, stages if problem.chunks > 1 else 1

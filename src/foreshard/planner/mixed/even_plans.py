@@ -51,6 +51,11 @@ class EvenPlans:
             self._floor_s.append(least_step_s(self.request))
         return max(self._floor_s[0], self.result.lower_bound_step_time_s if self.result else 0.0)
 
+    @property
+    def is_bounded(self) -> bool:
+        """Return whether its bound is more than what work alone says."""
+        return self.result is not None
+
     def promise_s(self, best_s: float) -> float:
         """Return by how many seconds the step may become shorter; 0 once all of it was searched."""
         if self.result is not None and not self.result.interrupted:

@@ -65,6 +65,8 @@ INTERLEAVED = (
 """Of the space where an interleaved plan is chosen."""
 _PROVING = 0.35
 """Part of the search, once there is a plan, that goes to what holds the bound down, whatever it promises."""
+_PROVING_AT_FIRST = 0.6
+"""The same as long as that has no bound but one from work alone."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
 _GRID = 0.1
@@ -174,8 +176,9 @@ class MixedSearch:
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
                 if chosen is None:
                     break
-                if self.found.timed and self._proving_s < _PROVING * (self._proving_s + self._finding_s):
-                    lowest = holding_down(self._subspaces, self.found.best_s)
+                lowest = holding_down(self._subspaces, self.found.best_s)
+                part = _PROVING if lowest is None or lowest.is_bounded else _PROVING_AT_FIRST
+                if self.found.timed and self._proving_s < part * (self._proving_s + self._finding_s):
                     self._proving_s += self._advance(lowest or chosen, share)
                 else:
                     self._finding_s += self._advance(chosen, share)

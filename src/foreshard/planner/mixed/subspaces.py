@@ -26,6 +26,8 @@ _FIRST_S = 0.5
 """Seconds that count as spent on each subspace from the start: its first plan and bound take this long."""
 _FIRST_SLICE_S = 0.25
 """Seconds of the first steps of a subspace: most of them raise its bound in less."""
+_ABOVE_WORK = 0.03
+"""Part by which a bound exceeds that from work alone once pipelines were priced: the least tail is less."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
 
@@ -77,6 +79,11 @@ class Subspace:
     def bound_s(self) -> float:
         """Return a step time that no plan of the subspace beats, as far as its problem is exact."""
         return max(self.floor_s(), self.search.lower_bound_s if self.search else 0.0)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Return whether its bound is more than what work alone says."""
+        return self.bound_s >= self.floor_s() * (1.0 + _ABOVE_WORK)
 
     def promise_s(self, best_s: float) -> float:
         """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""

@@ -374,7 +374,7 @@ class _Pipelines(NamedTuple):
 
     def rates(self, problem: Problem, filling: Filling) -> np.ndarray:
         """Return the fields of their `PipelineRate`, shape (8, pipelines); a pass goes through all chunks."""
-        slowest_s, before = self.times_s.max(1), self._is_before_slowest
+        slowest_s, before = self.times_s.max(1), self._is_before_slowest(problem)
         micro_batch, grain = problem.micro_batch[self.options[:, 0]], problem.grain[self.options].max(1)
         shortest = drained_s = shadowed_s = np.zeros(len(slowest_s))
         if problem.shortest is not None:
@@ -385,6 +385,8 @@ class _Pipelines(NamedTuple):
             after_s = np.where(before, 0.0, self.times_s).sum(1)
             before_s, hidden_s = fill_s - after_s, slowest_s * (~before).sum(1) - after_s
             fill_s = before_s + np.maximum(0.0, after_s - hidden_s)
+            if filling == "least" and problem.chunks > 1:  # twice as many forwards ahead hide all of it
+                fill_s = before_s
             is_cut = grain < problem.chunks * micro_batch
             drained_s = is_cut * (_BACKWARDS[filling] * before_s + after_s)
             shadowed_s = is_cut * (slowest_s - _FIRST_BACKWARD[filling] * self.times_s[:, 0])
@@ -403,13 +405,16 @@ class _Pipelines(NamedTuple):
         if filling != "full":
             tails = tails - _BACKWARDS[filling] * (np.cumsum(self.times_s, axis=1) - self.times_s)
         if filling == "least":
-            tails = np.where(self._is_before_slowest, tails, 0.0)
+            tails = np.where(self._is_before_slowest(problem), tails, 0.0)
         return np.maximum(tails, 0.0).max(2)
 
-    @property
-    def _is_before_slowest(self) -> np.ndarray:
-        """Return which stages are the slowest or before it."""
-        return np.arange(self.times_s.shape[1]) <= self.times_s.argmax(1)[:, None]
+    def _is_before_slowest(self, problem: Problem) -> np.ndarray:
+        """Return which stages are the slowest or before it: the first of equal ones, in chunks the last."""
+        stages = self.times_s.shape[1]
+        at = self.times_s.argmax(1)
+        if problem.chunks > 1:
+            at = stages - 1 - self.times_s[:, ::-1].argmax(1)
+        return np.arange(stages) <= at[:, None]
 
 
 def spread_factor(problem: Problem, num_devices: float) -> float:
