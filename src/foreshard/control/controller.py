@@ -21,6 +21,7 @@ from foreshard.control.budgets.dual_learning import DualLearning, weight_for
 from foreshard.control.budgets.objective import Objective
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.estimation.estimates import Estimates
+from foreshard.control.estimation.modes import Modes
 from foreshard.control.estimation.plausibility import MOST_KG_PER_KWH, MOST_USD_PER_H, is_cost, is_time
 from foreshard.control.experts import PRICED, WINDOW, WRONG, Experts, Fixed
 from foreshard.control.guard import BudgetGuard
@@ -106,6 +107,7 @@ class Controller:
         self._shortlist = Shortlist(self._slots, timed=timed, plain=plain, **self._asked)
         self.estimates = Estimates(stated, grid=options.grid, trusts_first_sight=options.trusts_first_sight)
         self.choice = self._forecast = self._running(orders.structure_of(plan, self.reading), plan, stated)
+        self.modes = Modes()
         self.experts = Experts(budgets, self._priced)
         self._fixed: Fixed | None = None
         self._guarded: Fixed | None = None
@@ -214,6 +216,7 @@ class Controller:
         for rank, relative in sorted(event.relative_speed.items()):
             if 0 <= rank < self.chain.num_workers:
                 self.estimates.see_speed(rank, relative, times)
+        self.estimates.confirm(event.relative_speed)
         self.estimates.links.see(event.link_s, times)
         costs = {}
         for budget in self.budgets:
@@ -270,13 +273,17 @@ class Controller:
             self._learn(state, steps)
         if self.budgets and steps:
             self._secure(state)
+        last = state
+        if self._options.foresees:
+            self._foresee(steps)
+            state = self.estimates.expected()
         try:
             why = self._follow_forecast(state, steps)
         except InfeasibleError as error:
             return (Command(kind="keep", reason=f"no plan: {error}"),)
         if counted and not known:
             # What runs in a new state is known when it was searched.
-            self._learn(state, steps)
+            self._learn(last, steps)
         if urgent:
             self._fixed = None
         elif self._options.experts and self.experts.is_due():
@@ -293,14 +300,17 @@ class Controller:
 
     def _guards(self, state: State) -> str:
         """Run the plan of the guard while the excess over a budget is too large; return why it changed."""
-        excess = np.array([self.queues[budget.name].excess for budget in self.budgets])
+        queues = [self.queues[budget.name] for budget in self.budgets]
+        # That budgets cannot be kept is believed of the model when plans that ran have shown it.
+        is_shown = self.guard.refuted > 0
+        excess = np.array([queue.excess if is_shown else queue.stated_excess for queue in queues])
         fine, before = self.estimates.finest(), self._guarded
 
         def runs(plan: Fixed) -> bool:
             return math.isfinite(evaluate(self.chain, fine, *plan, **self._asked).time_s)
 
         def plans() -> list[Fixed]:
-            return [*self.experts.within(self.budgets), *reversed(self._proposals(self.estimates.seen()))]
+            return [*self.experts.within(self.budgets), *self._cheapest()]
 
         self._guarded = self.guard.decide(excess, plans, runs)
         if self._guarded == before:
@@ -308,6 +318,27 @@ class Controller:
         if self._guarded is None:
             return "the excess over the budgets is worked off"
         return f"the excess is {excess.max():.0f} budgets of a step: a plan that keeps them runs"
+
+    def _foresee(self, steps: int) -> None:
+        """Expect the speeds that are likely to come next, where shares for them pay in the mean."""
+        self.estimates.expect(None)
+        if steps:
+            self.modes.see(self.estimates.latest(), steps)
+        found = self.modes.following()
+        if found is None:
+            return
+        chance, speeds = found
+        objective, now = self._objective(), self.estimates.finest()
+        then = replace(now, speed=np.array(speeds))
+        structure, worth = self._forecast.structure, []
+        stays, moves = (
+            reshare(self.chain, state, structure, objective, **self._asked) for state in (now, then)
+        )
+        for shares in (stays.shares, moves.shares):
+            taken = [evaluate(self.chain, state, structure, shares, **self._asked) for state in (now, then)]
+            worth.append((1.0 - chance) * objective.of(taken[0]) + chance * objective.of(taken[1]))
+        if worth[1] < worth[0]:
+            self.estimates.expect(speeds)
 
     def _secure(self, state: State) -> None:
         """Let excess weigh as much as the present slot takes to keep the budgets."""
@@ -393,6 +424,22 @@ class Controller:
                 best = self._slots.compare(now, priced, self.choice.structure).best
                 for then in typical:
                     found.append((best, self._slots.kept(then, best, priced).shares))
+        return found
+
+    def _cheapest(self) -> list[Fixed]:
+        """Return the plans that are best at high costs: as stated, of late in the mean, at worst, now."""
+        objective, found, seen = self._objective(), [], self.estimates.seen()
+        # A queue may be empty where a budget was taken for unmeetable: its costs count nevertheless.
+        step = abs(self.queues.second_weight()) * self.queues.step_s
+        costs = {
+            name: PRICED[-1] * max(weight, step / self.queues[name].unit)
+            for name, weight in objective.costs.items()
+        }
+        priced = replace(objective, costs=costs)
+        for state in (self.estimates.stated(), *self.experts.typical(seen), seen):
+            with contextlib.suppress(InfeasibleError):
+                best = self._slots.compare(state, priced, self.choice.structure).best
+                found.append((best, self._slots.kept(state, best, priced).shares))
         return found
 
     def _weighed(self, row: np.ndarray) -> tuple[float, float]:

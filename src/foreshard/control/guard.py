@@ -13,10 +13,10 @@ import numpy as np
 
 from foreshard.control.experts import REVIEW, WINDOW, Fixed
 
-RISE = float(REVIEW)
+RISE = REVIEW / 2.0
 """Budgets of a step by which the excess may rise from its least before a plan is left out.
 
-A plan that keeps the budgets in the mean exceeds them in some steps; REVIEW steps say something of it.
+A plan that keeps the budgets in the mean exceeds them in some steps; half of REVIEW say something of it.
 """
 MOST_GUARDS = 8
 """Plans that are tried: each that is left out adds to the constant."""

@@ -28,6 +28,8 @@ class ControllerOptions:
         Whether shares follow a single measurement that is far off.
     experts : bool
         Whether a plan that stays runs where it would have done better than the forecasts.
+    foresees : bool
+        Whether plans are for the speeds that are expected next, where that pays in the mean.
     guard : bool
         Whether a plan that keeps the budgets runs while an excess is above the limit of the guarantee.
     """
@@ -39,6 +41,7 @@ class ControllerOptions:
     grid: float = 0.05
     trusts_first_sight: bool = True
     experts: bool = True
+    foresees: bool = True
     guard: bool = True
 
 

@@ -86,7 +86,7 @@ def spited(cases, seed, steps, options):
             cost = (DEAREST + 1.0) * budget.limit if dear else 0.0
         seen = {rank: float(rng.choice([1.0, 0.25])) for rank in structure.workers}
         controller.on(StepMeasured(step=step, time_s=took.time_s, relative_speed=seen, costs={"money": cost}))
-        worst = max(worst, controller.queues["money"].excess)
+        worst = max(worst, controller.queues["money"].stated_excess)
     controller.check_invariants()
     return controller, worst
 

@@ -90,6 +90,11 @@ class Queue:
         """Return what was spent above the budget, less what was conceded, in budgets of a step."""
         return (self.spent - (1.0 + self.conceded) * self.allowed) / self.unit
 
+    @property
+    def stated_excess(self) -> float:
+        """Return what was spent above the budget as stated, in budgets of a step."""
+        return (self.spent - self.allowed) / self.unit
+
     def concede(self, part: float) -> None:
         """Raise the budget by a part, for the steps so far too."""
         more = (self.conceded - part) * self.allowed / self.unit

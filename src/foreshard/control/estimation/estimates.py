@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -302,10 +302,53 @@ class Estimates:
         self._coarse: State | None = None
         self._fine: State | None = None
         self._seen: State | None = None
+        self._expected: list[float] | None = None
+        self._moved: set[int] = set()
+        self._grid = grid
 
     def see_speed(self, rank: int, relative: float, times: int = 1) -> bool:
         """Take in a speed relative to the nominal one; return whether it changed."""
-        return self._believes(rank, relative) and self.speed[rank].see(relative, times)
+        if not self._believes(rank, relative):
+            return False
+        level = self.speed[rank]
+        if self._expected is not None and 0.0 < relative < math.inf:
+            there, was = (abs(math.log(relative / log)) for log in (self._expected[rank], level.value))
+            if there < APART < was:
+                level.set(self._expected[rank])  # a change that was expected needs no second sight
+        return level.see(relative, times)
+
+    def latest(self) -> list[float]:
+        """Return the speeds as they are, changes at first sight."""
+        return [level.latest for level in self.speed]
+
+    def expect(self, speeds: list[float] | None) -> None:
+        """Let the next decision be for these speeds; None: for those that are."""
+        self._expected, now = speeds, self.latest()
+        self._moved = {
+            rank for rank, speed in enumerate(speeds or ()) if abs(math.log(speed / now[rank])) > APART
+        }
+
+    def confirm(self, ranks: Iterable[int]) -> None:
+        """Where some ranks were found as expected, and not as they were, take the others to be so too."""
+        if self._expected is None:
+            return
+        seen = [rank for rank in ranks if 0 <= rank < len(self.speed)]
+        apart = [
+            abs(math.log(level.latest / speed))
+            for level, speed in zip(self.speed, self._expected, strict=True)
+        ]
+        if not any(rank in self._moved for rank in seen) or max(apart[rank] for rank in seen) > APART:
+            return
+        for rank in self._moved.difference(seen):
+            self.speed[rank].set(self._expected[rank])
+
+    def expected(self) -> State:
+        """Return the state that structures are chosen for: on a grid, as expected where it is."""
+        if self._expected is None:
+            return self.state()
+        logs = [math.log(speed) for speed in self._expected]
+        speeds = [math.exp(self._grid * round(log / self._grid) if self._grid else log) for log in logs]
+        return self._with(speeds, self._coarse)
 
     def set_speed(self, rank: int, relative: float) -> bool:
         """Take a speed that is known; return whether it is believed."""
@@ -324,10 +367,15 @@ class Estimates:
         self._coarse = self._with([level.shown for level in self.speed], self._coarse)
         return self._coarse
 
+    def stated(self) -> State:
+        """Return the state of the ranks that are there at the speeds and rates that were stated."""
+        known = {"usd_per_h": self.usd_per_h.copy(), "kg_per_j": self.kg_per_j.copy()}
+        return replace(self._stated, available=self.available.copy(), **known)
+
     def finest(self) -> State:
         """Return the state that shares are chosen for: the estimates as they are, changes at first sight."""
         first_sight = self._trusts_first_sight
-        speeds = [level.latest if first_sight else level.value for level in self.speed]
+        speeds = self._expected or [level.latest if first_sight else level.value for level in self.speed]
         self._fine = self._with(speeds, self._fine)
         return self._fine
 
