@@ -14,6 +14,7 @@ VERBS = {
     "synthesize": "Make a schedule for a topology, and bound what is possible.",
     "measure": "Execute a schedule between ranks, and time it.",
     "buckets": "Find the gradient bucket size that data-parallel training should use.",
+    "compress": "Compare compressed sums of gradients.",
     "import": "Read the output of nccl-tests, and predict it.",
     "export": "Write a schedule or a topology for another tool.",
 }
