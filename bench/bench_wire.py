@@ -49,7 +49,7 @@ WARM, COUNTED = 2, 6
 """Steps at each rate that are not counted, while the links are being changed, and that are."""
 PAYLOAD = 1448 / 1514
 HOST_BYTES_PER_S, HOP_S = 2e9, 2.5e-5
-"""Between ranks of a host; and the latency of a link: the four between two hosts have 0.1 ms (docs/lab.md)."""
+"""Between ranks of a host; and the latency of a link, four of which have 0.1 ms (docs/lab.md)."""
 MESSAGE_S = 1e-3
 """Latency of a link for which a schedule is synthesized: messages cost hosts time, and should be few."""
 JOB = f'''
@@ -241,8 +241,9 @@ def main() -> None:
             first, first_told = first or steps, first_told or told
             for place, rate in enumerate(RATES_MBIT):
                 errors.append(told[place] / steps[place] - 1.0)
+                bucket = case.layers * LAYER_BYTES // 1024
                 print(
-                    f"| {case.name} | {case.layers * LAYER_BYTES // 1024} | {rate} | {1e3 * steps[place]:.0f} "
+                    f"| {case.name} | {bucket} | {rate} | {1e3 * steps[place]:.0f} "
                     f"| {1e3 * told[place]:.0f} | {errors[-1]:+.1%} "
                     f"| {first[place] / steps[place]:.2f} | {first_told[place] / told[place]:.2f} |",
                     flush=True,
