@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,22 @@ def test_the_command_sums_by_a_name_and_goes_on_when_a_rank_is_lost(tmp_path: Pa
     said = [line["text"] for line in events(found, ["collective"])]
     assert any("ranks [0, 1, 2] sum by the backend" in text for text in said)
     assert "sum by the backend" in found.stderr
+
+
+def test_a_rank_that_dies_between_its_sums_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """The threads of the others wait for it in the middle of a schedule; the step is repeated."""
+    fault = tmp_path / "fault.json"
+    fault.write_text(json.dumps({"1": {"phase": "all-reduce", "nth": 3}}))
+    found = run(
+        tmp_path,
+        {},
+        replicas(3, batch=6),
+        *("--collectives", "double-tree", "--buckets", "16", "--steps", "6", "--max-starts", "1"),
+        local=3,
+        environment={"FORESHARD_FAULT": str(fault)},
+    )
+    assert found.code == 0, found.stderr
+    assert sorted(found.losses) == list(range(6))
 
 
 def test_the_command_refuses_owners_that_an_algorithm_cannot_sum(tmp_path: Path) -> None:

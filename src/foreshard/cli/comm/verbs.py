@@ -15,6 +15,7 @@ VERBS = {
     "measure": "Execute a schedule between ranks, and time it.",
     "buckets": "Find the gradient bucket size that data-parallel training should use.",
     "jobs": "Run jobs that share a fabric, under policies side by side.",
+    "compress": "Compare compressed sums of gradients.",
     "import": "Read the output of nccl-tests, and predict it.",
     "export": "Write a schedule or a topology for another tool.",
 }

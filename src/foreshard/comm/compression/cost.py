@@ -101,3 +101,20 @@ def exposed_s(seconds: float, hidden_s: float) -> float:
     (0.3, 0.0)
     """
     return max(0.0, seconds - hidden_s)
+
+
+def touched_bytes(method: CompressionMethod, num_bytes: float, num_ranks: int) -> float:
+    """Return the bytes that a device reads and writes to compress, sum and decode a bucket of so many.
+
+    Counted in passes over the bucket: three to add what was left out before and three to keep what is left
+    out now, and those of the method. PowerSGD: two products read, two are written. Top-k: magnitudes,
+    selection twice, one zeroed and one scattered. Signs: magnitudes and signs read once, and of every rank
+    one unpacked and one added. 8 bits: largest numbers, numbers scaled and rounded, both sums decoded.
+
+    Examples
+    --------
+    >>> touched_bytes(CompressionMethod("powersgd", 4), 8.0, 2)
+    80.0
+    """
+    own = {"powersgd": 4.0, "topk": 5.0, "onebit": 2.0 + 3.0 * num_ranks, "int8": 6.0, "fp8": 6.0}
+    return (6.0 + own[method.name]) * num_bytes
