@@ -138,6 +138,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         nic_latency_s=DEFAULT_NIC_LATENCY_S if table.nic_latency is None else table.nic_latency,
         usd_per_h=usd_per_h,
         price_date=price_date,
+        instance=instance.name if instance else None,
         rack=table.rack,
         busy_w=table.power,
         idle_w=table.idle_power,

@@ -52,6 +52,15 @@ TARGETS = {
 }
 
 
+_NEWEST = {"torchtitan": "torchtitan@0.3"}
+"""Target of a tool's name without a release: the newest that is known."""
+
+
+def target_of(name: str) -> str:
+    """Return the target that a name means; without a release, that of the newest."""
+    return _NEWEST.get(name, name)
+
+
 def export(
     plan: Plan,
     target: str,
@@ -61,6 +70,7 @@ def export(
     prediction: Prediction | None = None,
 ) -> Exported:
     """Return the plan as a file of another tool, as `api.export`; slurm and skypilot state a prediction."""
+    target = target_of(target)
     if target not in TARGETS:
         raise unknown("target", target, TARGETS, key="--to", rule="Targets are")
     from foreshard.interop.exported import Exported, ExportRequest
