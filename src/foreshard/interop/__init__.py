@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from foreshard.errors import unknown
+from foreshard.errors import SpecError, unknown
 
 if TYPE_CHECKING:
     from foreshard.interop.exported import Exported
@@ -77,6 +77,11 @@ def export(
     from foreshard.interop.uniform import other_framework_note, placement_note
 
     tool = TARGETS[target]
+    if plan.lora is not None and target not in ("slurm", "skypilot"):
+        what = f"{target} cannot express the plan: adapters (lora {plan.lora})"
+        fix = "Set the adapters up in the tool, and leave lora out of the exported plan"
+        rule = "An export trains exactly as the plan does"
+        raise SpecError(what, key="--to", value=target, rule=rule, fix=fix)
     request = ExportRequest(
         plan=plan, target=target, version=tool.version, model=model, cluster=cluster, prediction=prediction
     )
