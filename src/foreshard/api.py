@@ -21,6 +21,7 @@ from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
 
 if TYPE_CHECKING:
+    from foreshard.catalog.prices import Prices
     from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
     from foreshard.spec.traced_module import TracedModule
@@ -67,6 +68,12 @@ def _loaded(model: Model | str, cluster: Cluster | str) -> tuple[Model, Cluster]
     )
 
 
+def _prices(prices: Prices | str) -> Prices:
+    from foreshard.catalog.prices import load_prices
+
+    return load_prices(prices) if isinstance(prices, str) else prices
+
+
 def request(
     model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> Request:
@@ -82,13 +89,17 @@ def request(
         Excludes degrees and options; a text is the path of a plan file.
     **choices
         Degrees and options (tp, pp, zero, micro_batch, tp_overlap, ...), lora, engine, costs, fidelity,
-        tokens, usd_per_device_hour, observed_step_s; plan_file names the plan in errors.
+        tokens, usd_per_device_hour, observed_step_s, prices (a file of them); plan_file names the
+        plan in errors.
     """
     stated = {name: value for name, value in choices.items() if value is not None}
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
     if isinstance(plan, str):
         asked, plan = {"plan_file": plan, **asked}, load_plan(plan)
     source, target = _loaded(model, cluster)
+    if "prices" in stated:
+        asked["prices"] = _prices(stated.pop("prices"))
+        target = asked["prices"].on(target)
     return Request(model=source, cluster=target, plan=plan, choices=stated, **asked)
 
 
@@ -256,7 +267,9 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     """
     from foreshard.planner.search import plan
 
-    return plan(*_loaded(model, cluster), **asked)
+    source, target = _loaded(model, cluster)
+    prices = asked.pop("prices", None)
+    return plan(source, target if prices is None else _prices(prices).on(target), **asked)
 
 
 def simulate(

@@ -81,7 +81,9 @@ def apply(request: Request, change: str) -> Request:
 
 def _apply_one(request: Request, key: str, value: str) -> Request:
     if key in _HARDWARE:
-        return _resize(replace(request, cluster=_change_cluster(request.cluster, key, value)), key)
+        cluster = _change_cluster(request.cluster, key, value)
+        cluster = cluster if request.prices is None else request.prices.on(cluster)
+        return _resize(replace(request, cluster=cluster), key)
     if key in _COUNTS:
         return request.with_choice(key, _whole(key, value, 1, 2**31))
     if key == "zero":

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.prices import Prices
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import one_of
@@ -69,7 +70,8 @@ class Request:
 
     `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
     what is not in it takes the default. With `plan`, read from `plan_file`, `choices` is empty. `lora` is
-    RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen.
+    RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen. `prices` hold for what
+    a change brings; the cluster has them already.
     """
 
     model: Model
@@ -85,6 +87,7 @@ class Request:
     tokens: float | None = None
     usd_per_device_hour: float | None = None
     observed_step_s: float | None = None
+    prices: Prices | None = None
 
     def __post_init__(self) -> None:
         """Raise for a plan together with options that the plan already states."""

@@ -145,6 +145,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         nic_latency_s=latency_s,
         usd_per_h=usd_per_h,
         price_date=price_date,
+        instance=instance.name if instance else None,
         rack=table.rack,
         busy_w=table.power,
         idle_w=table.idle_power,

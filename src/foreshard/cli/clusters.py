@@ -13,6 +13,7 @@ from foreshard.catalog.instances import Instance, instances
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.request import named_cluster
 from foreshard.cli.options.sources import verb_command
+from foreshard.report.price_words import dated
 from foreshard.report.screen import Screen, listing, table
 from foreshard.spec.cluster import Cluster, NodeGroup
 
@@ -47,7 +48,7 @@ def cluster_dict(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-_POWER = ("busy_w", "idle_w", "carbon_kg_per_kwh")
+_POWER = ("busy_w", "idle_w", "carbon_kg_per_kwh", "instance")
 
 
 def _gigabits(bytes_per_s: float | None) -> str | None:
@@ -60,7 +61,9 @@ _INSTANCES: dict[str, Callable[[Instance], object]] = {
     "device": lambda instance: instance.device,
     ">NIC Gb/s": lambda instance: _gigabits(instance.nic_bytes_per_s),
     ">per hour": lambda instance: quantity.usd(instance.usd_per_h),
-    "price of": lambda instance: instance.price_date,
+    "price of": lambda instance: instance.price_date and dated(instance.price_date),
+    "region": lambda instance: instance.price_region,
+    "source": lambda instance: instance.price_source,
 }
 _NODES: dict[str, Callable[[NodeGroup], object]] = {
     ">nodes": lambda group: group.count,
@@ -70,13 +73,15 @@ _NODES: dict[str, Callable[[NodeGroup], object]] = {
     ">latency": lambda group: quantity.seconds(group.nic_latency_s),
     ">link domain": lambda group: group.nvlink_domain,
     ">per node-hour": lambda group: quantity.usd(group.usd_per_h),
-    "price of": lambda group: group.price_date,
+    "price of": lambda group: group.price_date and dated(group.price_date),
 }
 
 
 def _list(known: list[Instance]) -> Screen:
     title = f"{len(known)} instances; 4xNAME is four of them, 8x8xh100-sxm any nodes of devices."
-    return Screen(tables=(listing(title, known, _INSTANCES, spare=("price of", ">NIC Gb/s")),))
+    return Screen(
+        tables=(listing(title, known, _INSTANCES, spare=("source", "region", "price of", ">NIC Gb/s")),)
+    )
 
 
 def _detail(cluster: Cluster) -> Screen:

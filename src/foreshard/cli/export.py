@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.argument("cluster", required=False)
 @click.option(
-    "--to", "target", required=True, type=Word(*TARGETS, *FORMATS), help="The tool that shall read it."
+    "--to",
+    "target",
+    required=True,
+    type=Word(*TARGETS, "torchtitan", *FORMATS),
+    help="The tool that shall read it.",
 )
 @click.option("--step", type=Count(), help="Of a run's checkpoint; the newest if not given.")
 @click.option(

@@ -123,6 +123,7 @@ def _vendors() -> tuple[str, ...]:
     type=Amount(dimension="usd_per_h", unit="USD/h"),
     help="Price instead of the catalog's.",
 )
+@click.option("--prices", metavar="FILE", help="Prices of your own ('foreshard schema prices').")
 @click.option("--costs", metavar="FILE", help="Measured costs (foreshard calibrate) instead of formulas.")
 @click.option(
     "--compare-with",
@@ -179,6 +180,10 @@ def command(
         search = partial(_planned_traced, module, target_cluster, asked, of_one_cluster)
     else:
         source, known = api.load_model(model), named_cluster(cluster)
+        from foreshard.catalog.prices import load_prices
+
+        prices = asked.pop("prices", None)
+        known = known if prices is None else load_prices(prices).on(known)
         search = partial(_planned, source, known, asked)
     with watched(asked.get("budget_s")) as pressed:
         result, target = search()
@@ -271,6 +276,7 @@ def _only_where_one_cluster_is_planned(
 def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], vendors: str | tuple[str, ...]) -> None:
     """Answer which instances to rent."""
     from foreshard.catalog.instances import instances
+    from foreshard.catalog.prices import load_prices
     from foreshard.planner.rental import rent
     from foreshard.report.rental_table import rental_screen
 
@@ -281,7 +287,14 @@ def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], vendors: str 
     if ctx.get_parameter_source("objective") is click.core.ParameterSource.DEFAULT:
         del asked["objective"]
     if vendors != ALL:
-        asked["instances"] = [name for name in instances() if name.partition("-")[0] in vendors]
+        asked["instances"] = [
+            name
+            for name, one in instances().items()
+            if name.partition("-")[0] in vendors and "made for inference" not in one.notes
+        ]
+    prices = asked.pop("prices", None)
+    if prices is not None:
+        asked["usd_per_h"] = load_prices(prices).of_rental()
     with watched(asked.get("budget_s")) as pressed:
         result = rent(model, **asked)
     plans = [offer.ranked.plan for offer in result.offers[:1]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from foreshard.errors import unknown
+from foreshard.errors import SpecError, unknown
 
 if TYPE_CHECKING:
     from foreshard.interop.exported import Exported
@@ -52,6 +52,15 @@ TARGETS = {
 }
 
 
+_NEWEST = {"torchtitan": "torchtitan@0.3"}
+"""Target of a tool's name without a release: the newest that is known."""
+
+
+def target_of(name: str) -> str:
+    """Return the target that a name means; without a release, that of the newest."""
+    return _NEWEST.get(name, name)
+
+
 def export(
     plan: Plan,
     target: str,
@@ -61,12 +70,18 @@ def export(
     prediction: Prediction | None = None,
 ) -> Exported:
     """Return the plan as a file of another tool, as `api.export`; slurm and skypilot state a prediction."""
+    target = target_of(target)
     if target not in TARGETS:
         raise unknown("target", target, TARGETS, key="--to", rule="Targets are")
     from foreshard.interop.exported import Exported, ExportRequest
     from foreshard.interop.uniform import other_framework_note, placement_note, wire_notes
 
     tool = TARGETS[target]
+    if plan.lora is not None and target not in ("slurm", "skypilot"):
+        what = f"{target} cannot express the plan: adapters (lora {plan.lora})"
+        fix = "Set the adapters up in the tool, and leave lora out of the exported plan"
+        rule = "An export trains exactly as the plan does"
+        raise SpecError(what, key="--to", value=target, rule=rule, fix=fix)
     request = ExportRequest(
         plan=plan, target=target, version=tool.version, model=model, cluster=cluster, prediction=prediction
     )

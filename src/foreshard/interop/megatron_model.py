@@ -17,6 +17,7 @@ def model_gaps(model: Model) -> Iterator[str]:
     kinds = [block for block, _ in model.block_kinds()]
     if any(block.lora_rank or block.frozen for block in kinds):
         yield "adapters and frozen layers"
+    yield from _position_gaps(model, kinds)
     if any(block.parallel for block in kinds):
         yield "attention and MLP that read the same input"
     if any(block.window for block in kinds):
@@ -34,6 +35,18 @@ def model_gaps(model: Model) -> Iterator[str]:
     for part in ("dense", "expert"):
         if len({_mlp(block) for block in kinds if bool(block.num_experts) == (part == "expert")}) > 1:
             yield f"{part} MLPs that differ between layers"
+
+
+def _position_gaps(model: Model, kinds: list[Block]) -> Iterator[str]:
+    """Yield what is not known of rotary positions, or what no flag says of them."""
+    if model.learned_positions or not model.num_layers:
+        return
+    if model.rope_base is None:
+        yield f"the base of rotary positions, not known of {model.name} (rope_theta of its config.json)"
+    latent = any(block.kv_lora for block in kinds)
+    kind = model.rope_scaling[0] if model.rope_scaling else "llama3"
+    if kind not in (("yarn",) if latent and model.rope_scaling else ("llama3",)):
+        yield f"rotary positions scaled as {kind}"
 
 
 def _attention(block: Block) -> tuple[object, ...]:
@@ -75,6 +88,7 @@ def model_flags(model: Model) -> list[Flag]:
         ("--attention-dropout", f"{block.dropout:g}"),
         ("--hidden-dropout", f"{block.dropout:g}"),
     ]
+    flags += _numerics(model)
     flags += _latent(block) if block.kv_lora else _plain(block)
     switches = {
         "--swiglu": block.gated,
@@ -88,6 +102,24 @@ def model_flags(model: Model) -> list[Flag]:
         flags += _experts(model, expert)
     if model.num_next_token:
         flags.append(("--mtp-num-layers", str(model.num_next_token)))
+    return flags
+
+
+def _numerics(model: Model) -> list[Flag]:
+    """Return the flags of rotary positions and of the epsilon of norms, as far as the model states them."""
+    flags: list[Flag] = []
+    if model.norm_eps is not None:
+        flags.append(("--norm-epsilon", f"{model.norm_eps:g}"))
+    if model.learned_positions or model.rope_base is None:
+        return flags
+    flags.append(("--rotary-base", f"{model.rope_base:.0f}"))
+    if model.rope_percent != 1.0:
+        flags.append(("--rotary-percent", f"{model.rope_percent:g}"))
+    if model.rope_scaling and model.rope_scaling[0] == "llama3":
+        flags += [("--use-rope-scaling",), ("--rope-scaling-factor", f"{model.rope_scaling[1]:g}")]
+    elif model.rope_scaling:
+        names = ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim")
+        flags += [(name, f"{value:g}") for name, value in zip(names, model.rope_scaling[1:], strict=True)]
     return flags
 
 

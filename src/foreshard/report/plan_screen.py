@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from foreshard import quantity
 from foreshard.advise.baseline_comparison import beyond
+from foreshard.catalog.instances import is_old
 from foreshard.report.plan_words import RARER, degrees, distinct_names
+from foreshard.report.price_words import dated
 from foreshard.report.screen import Box, Screen, Table, listing, spans, table, without_empty
 from foreshard.report.summary import step_box
 from foreshard.spec.cluster import Cluster
@@ -79,10 +81,11 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
         ">MFU": lambda ranked: quantity.percent(ranked.prediction.mfu or None),
         f">peak {unit}": lambda ranked: quantity.memory_in(unit, ranked.prediction.memory.peak_bytes),
         ">run": lambda ranked: quantity.seconds(ranked.prediction.run_time_s),
+        ">device-hours": lambda ranked: quantity.count(ranked.prediction.cost.device_hours),
         price: lambda ranked: quantity.usd(_price(ranked.prediction.cost)),
         "why": lambda ranked: ranked.why.removeprefix("chosen: "),  # the first column says so
     }
-    spare = (">MFU", ">tokens/s", f">peak {unit}", ">devices", ">run")
+    spare = (">device-hours", ">MFU", ">tokens/s", f">peak {unit}", ">devices", ">run")
     return without_empty(listing("Plans, best first", plans, columns, spare=spare))
 
 
@@ -215,6 +218,9 @@ def searched_box(result: PlanResult | RentResult) -> Box:
 def plan_notes(result: PlanResult, cluster: Cluster, *, pressed: bool = False) -> tuple[str, ...]:
     """Return what binds, what idles, how the bound was reached, and why the search ended."""
     notes = []
+    date = result.plans[0].prediction.cost.price_date if result.plans else None
+    if date is not None and is_old(date):
+        notes.append(f"Prices are of {dated(date)}: --prices FILE or --usd-per-device-hour gives yours.")
     if result.binding:
         notes.append(f"What binds: {result.binding}.")
     several = len(cluster.nodes) > 1

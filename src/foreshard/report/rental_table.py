@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from foreshard import quantity
 from foreshard.report.plan_screen import searched_box
 from foreshard.report.plan_words import degrees
+from foreshard.report.price_words import dated
 from foreshard.report.screen import Box, Screen, listing
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def rental_screen(result: RentResult, model: str, *, pressed: bool = False) -> S
         ">$ an hour": lambda offer: quantity.usd(offer.usd_per_h),
         ">step": lambda offer: quantity.seconds(offer.ranked.prediction.step_time_s),
         ">MFU": lambda offer: quantity.percent(offer.ranked.prediction.mfu),
-        "prices of": lambda offer: offer.price_date,
+        ">device-hours": lambda offer: quantity.count(offer.ranked.prediction.cost.device_hours),
+        "prices of": lambda offer: offer.price_date and dated(offer.price_date),
         "plan": lambda offer: degrees(offer.ranked.prediction.plan),
         "why": lambda offer: offer.ranked.why,
     }

@@ -10,6 +10,7 @@ from foreshard.advise.change import Effect
 from foreshard.advise.group_times import GroupTime, uneven
 from foreshard.advise.request import SPLIT_EVENLY
 from foreshard.report.plan_words import place_of, plan_line
+from foreshard.report.price_words import dated
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
 
@@ -56,7 +57,7 @@ def step_box(prediction: Prediction) -> Box:
 def _prices(price_date: str | None) -> str:
     if price_date is None:
         return "price stated by you"
-    return f"prices of {price_date}" if price_date[0].isdigit() else f"prices {price_date}"
+    return f"prices of {dated(price_date)}" if price_date[0].isdigit() else f"prices {price_date}"
 
 
 def _of_capacity(memory: Memory) -> str:
@@ -68,7 +69,9 @@ def run_line(prediction: Prediction) -> str:
     """Return how long the whole run takes at this speed, and its price where known."""
     total = prediction.cost.usd_total
     price = "" if total is None else f", {quantity.usd(total)}"
-    return f"whole run {quantity.seconds(prediction.run_time_s)}{price}"
+    hours = prediction.cost.device_hours
+    used = "" if hours is None else f", {quantity.count(hours)} device-hours"
+    return f"whole run {quantity.seconds(prediction.run_time_s)}{used}{price}"
 
 
 def groups_table(groups: Sequence[GroupTime]) -> Table:

@@ -23,6 +23,7 @@ class NodeGroup:
     usd_per_h: float | None = None  # per node; None when no price is known
     # date of a catalog price as its source writes it; None for a price the user gave, or no price
     price_date: str | None = None
+    instance: str | None = None  # name of the cloud instance, where the nodes are of one
     rack: str | None = None
     # power of a device while it computes and while it waits; None: see `device_power_w`
     busy_w: float | None = None

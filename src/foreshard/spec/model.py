@@ -49,6 +49,11 @@ class Model:
     head_frozen: bool = False
     source: str = ""
     assumptions: tuple[str, ...] = ()
+    # what a run needs beyond sizes; None where the configuration does not say
+    rope_base: float | None = None
+    rope_percent: float = 1.0
+    rope_scaling: tuple[float | str, ...] | None = None  # kind, factor; of yarn also its mscales
+    norm_eps: float | None = None
 
     @property
     def num_layers(self) -> int:

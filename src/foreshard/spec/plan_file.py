@@ -117,14 +117,26 @@ def parse_plan(data: Any, *, file: str | None = None) -> Plan:
 
 
 def load_plan(path: str) -> Plan:
-    """Return the Plan stored in a JSON file.
+    """Return the Plan stored in a JSON file: a plan, or an answer that holds one.
+
+    Of the object of ``predict --json`` that is its plan, of ``plan --json`` the chosen one.
 
     Raises
     ------
     SpecError
         When the file cannot be read, is no JSON, or describes no plan.
     """
-    return parse_plan(parse_json(read_text(path, max_bytes=MAX_FILE_BYTES), file=str(path)), file=str(path))
+    data = parse_json(read_text(path, max_bytes=MAX_FILE_BYTES), file=str(path))
+    return parse_plan(_plan_in(data), file=str(path))
+
+
+def _plan_in(data: Any) -> Any:
+    """Return the plan inside the object of a prediction or of a search, else the data as they are."""
+    if isinstance(data, dict) and isinstance(data.get("plans"), list) and data["plans"]:
+        data = data["plans"][0]
+    if isinstance(data, dict) and isinstance(data.get("plan"), dict) and "groups" not in data:
+        return data["plan"]
+    return data
 
 
 def _group(table: GroupEntry, defaults: Mapping[str, Any]) -> Group:

@@ -58,6 +58,7 @@ class Money:
     usd_per_1b_tokens: float | None
     usd_total: float | None
     price_date: str | None
+    device_hours: float | None = None  # of the whole run, on the devices of the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from foreshard.api import load_plan, make_plan
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.hf.load import model_from_config
 from foreshard.catalog.models import load_model
@@ -277,3 +278,29 @@ def test_what_is_planned_for_a_framework_it_can_be_told(framework, target):
     )
     assert made.comm or framework == "torchtitan"
     assert export(made, target, model=MODEL, cluster=CLUSTER).text
+
+
+def test_positions_and_norms_reach_megatron_or_the_missing_fact_is_named():
+    def text(model):
+        return export(make_plan(model, CLUSTER, tp=2, global_batch=16), "megatron", model=model).text
+
+    assert "--rotary-base 500000" in text(MODEL) and "--norm-epsilon 1e-05" in text(MODEL)
+    scaled = text(load_model("llama3.1-8b"))
+    assert "--use-rope-scaling" in scaled and "--rope-scaling-factor 8" in scaled
+    with pytest.raises(SpecError, match="base of rotary positions, not known of"):
+        text(replace(MODEL, rope_base=None))
+    with pytest.raises(SpecError, match="rotary positions scaled as linear"):
+        text(replace(MODEL, rope_scaling=("linear", 2.0)))
+
+
+def test_an_answer_is_read_as_the_plan_it_holds(tmp_path):
+    plan = make_plan(MODEL, CLUSTER, tp=2, global_batch=16)
+    for answer in ({"step_time_s": 1.0, "plan": plan.to_dict()}, {"plans": [{"plan": plan.to_dict()}]}):
+        path = tmp_path / "answer.json"
+        path.write_text(json.dumps(answer))
+        assert load_plan(str(path)) == plan
+
+
+def test_adapters_are_refused_by_name():
+    with pytest.raises(SpecError, match="lora 16"):
+        export(make_plan(MODEL, CLUSTER, tp=2, lora="16"), "megatron", model=MODEL)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os.path
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from foreshard.catalog.hf.decoders import decoder_of
 from foreshard.catalog.hf.encoders import bert, t5, vit
+from foreshard.catalog.hf.numerics import numerics_of
 from foreshard.catalog.hf.reader import Reader
 from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError, did_you_mean
@@ -43,7 +45,7 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str | None 
         raise _unknown(reader, model_type)
     if reader.config.get("quantization_config") is not None:
         reader.assumptions.append("quantization_config is not read: weights are in the precision of the run")
-    return FAMILIES[model_type](reader)
+    return replace(FAMILIES[model_type](reader), **numerics_of(reader.config))
 
 
 def _unknown(reader: Reader, model_type: str) -> SpecError:

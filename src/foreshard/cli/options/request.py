@@ -126,6 +126,7 @@ def _question_options(with_engine: bool) -> list[click.Option]:
         click.Option(
             ["--usd-per-device-hour"], type=Amount(dimension="usd_per_h", unit="USD/h"), help="Your price."
         ),
+        click.Option(["--prices"], metavar="FILE", help="Prices of your own ('foreshard schema prices')."),
         click.Option(
             ["--observed-step-s"],
             type=Amount(dimension="s"),
@@ -159,5 +160,5 @@ def to_request(values: Mapping[str, Any]) -> Request:
         named_cluster(values["cluster"]),
         api.load_plan(values["plan"]) if values.get("plan") else None,
         plan_file=values.get("plan"),
-        **{name: values.get(name) for name in (*DEGREES, *OPTIONS, *ASKED, "lora")},
+        **{name: values.get(name) for name in (*DEGREES, *OPTIONS, *ASKED, "lora", "prices")},
     )
