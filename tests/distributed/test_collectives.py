@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,20 @@ DIES = {
     "    return output.square().sum(), len(output)"
 }
 """Rank 3 dies once, after the first step."""
+
+DIES_IN_BACKWARD = {
+    "model": "class Mortal(nn.Tanh):\n"
+    "    def forward(self, x):\n"
+    "        out = super().forward(x)\n"
+    "        out.register_hook(die)\n"
+    "        return out\n"
+    "def die(grad):\n"
+    "    started = Path('run/metrics.jsonl').exists() and not Path('died').exists()\n"
+    "    if started and os.environ['FORESHARD_RANK'] == '1':\n"
+    "        Path('died').touch(); os._exit(9)\n"
+    "def model(): return [nn.Linear(4, 4), Mortal(), nn.Linear(4, 4), nn.Linear(4, 1)]"
+}
+"""Rank 1 dies once, when the sums of the last layers have begun."""
 
 
 def uneven(count: int) -> Plan:
@@ -119,17 +132,10 @@ def test_the_command_sums_by_a_name_and_goes_on_when_a_rank_is_lost(tmp_path: Pa
 
 def test_a_rank_that_dies_between_its_sums_leaves_nobody_waiting(tmp_path: Path) -> None:
     """The threads of the others wait for it in the middle of a schedule; the step is repeated."""
-    fault = tmp_path / "fault.json"
-    fault.write_text(json.dumps({"1": {"phase": "all-reduce", "nth": 3}}))
-    found = run(
-        tmp_path,
-        {},
-        replicas(3, batch=6),
-        *("--collectives", "double-tree", "--buckets", "16", "--steps", "6", "--max-starts", "1"),
-        local=3,
-        environment={"FORESHARD_FAULT": str(fault)},
-    )
+    flags = ("--collectives", "double-tree", "--buckets", "16", "--steps", "6", "--max-starts", "1")
+    found = run(tmp_path, DIES_IN_BACKWARD, replicas(3, batch=6), *flags, local=3)
     assert found.code == 0, found.stderr
+    assert (tmp_path / "died").exists()
     assert sorted(found.losses) == list(range(6))
 
 
