@@ -23,6 +23,8 @@ _EXTRAS = {
     "torch": ("run", "profile and run jobs, models given as modules"),
     "transformers": ("models", "check parameter counts against transformers"),
     "ray": ("sweep", "searches in tasks of Ray"),
+    "pandas": ("notebook", "to_pandas of results"),
+    "matplotlib": ("notebook", "plot of results"),
 }
 FAULT = 1  # exit code where something needed is broken
 

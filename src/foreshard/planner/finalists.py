@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from foreshard.planner.pricing.engine_times import predicted
-from foreshard.planner.ranking import front_of, score
+from foreshard.planner.ranking import SHOWN, front_of, score
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, Ranked
 from foreshard.predict.step import graph_takes
@@ -53,7 +53,7 @@ def retimed(request: PlanRequest, result: PlanResult, *, started: float) -> Plan
     shown = [one.plan for one in request.ranked(known)[0]]
     shown += [one.plan for one in result.front]
     for one in order:
-        if made and time.perf_counter() >= until:
+        if len(made) >= min(request.top, SHOWN) and time.perf_counter() >= until:
             break
         if made and one.plan not in shown and _is_beaten(request, one, made):
             continue

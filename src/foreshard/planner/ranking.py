@@ -14,6 +14,8 @@ from foreshard.quantity import seconds
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
+SHOWN = 5
+"""Plans that an answer shows however late it is, fewer where fewer were asked for."""
 OBJECTIVES = ("time", "cost", "energy")
 _TIE = 1e-4
 """Part of a step by which plans are as fast as each other in words."""

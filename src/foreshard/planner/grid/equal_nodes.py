@@ -16,7 +16,7 @@ from foreshard.planner.grid.infeasible import infeasible
 from foreshard.planner.grid.node_counts import part_of, sizes_of
 from foreshard.planner.grid.search import search_rows
 from foreshard.planner.grid.space import SPACE
-from foreshard.planner.ranking import front_of
+from foreshard.planner.ranking import SHOWN, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
 from foreshard.planner.settings import acting
@@ -182,7 +182,7 @@ def _beat(request: PlanRequest, searched: _Searched, size: int) -> float:
 
 
 def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> list[Prediction]:
-    """Return the plans found as predictions by the engine asked for; beyond the deadline only the first."""
+    """Return the plans found as predictions by the engine asked for; beyond the deadline a few."""
     made: list[Prediction] = []
     # A plan states what it hides otherwise than the framework does: as its file will be read.
     framework = request.framework
@@ -191,7 +191,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
         framework = replace(load_framework(framework.label), **own)
     for part, found in zip(searched.parts, searched.found, strict=True):
         for i, table in enumerate(found.tables):
-            if made and (time.perf_counter() >= deadline or (searched.stopped and i >= request.top)):
+            if i >= min(request.top, SHOWN) and (searched.stopped or time.perf_counter() >= deadline):
                 break
             plan = table.plan(
                 0,

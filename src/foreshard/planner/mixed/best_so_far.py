@@ -108,7 +108,8 @@ class MixedFound:
         if engine_seconds(self.request, [plan])[0] > self.best_s:
             return np.inf
         laid = laid_out(self.request, plan)
-        laid = plan if missing_bytes(self.request, laid) else laid
+        if missing_bytes(self.request, laid) or not self.request.choices.holds(laid):
+            laid = plan
         seconds = predicted(replace(self.request, engine="graph", network="closed-form"), laid).step_time_s
         self.timed.append((seconds, laid))
         return seconds

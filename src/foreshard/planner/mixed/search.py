@@ -34,7 +34,7 @@ from foreshard.planner.mixed.subspaces import Part, Subspace, holding_down, next
 from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
-from foreshard.planner.ranking import family_of, front_of
+from foreshard.planner.ranking import SHOWN, family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
 from foreshard.planner.solver.problem import Arrangement, Problem, faults, step_seconds
@@ -235,7 +235,7 @@ class MixedSearch:
             if self.budget.is_over:
                 break
             changed, changed_s = improved(self.request, plan, seconds, self.budget)
-            if changed is not plan:
+            if changed is not plan and self.request.choices.holds(changed):
                 self.found.timed.append((changed_s, changed))
         if starts and chunk_counts(self.request):
             self._add_interleaved()
@@ -506,7 +506,8 @@ class MixedSearch:
         seen: list[Plan] = []
         for plan in wanted:
             late = len(made) >= least and self.budget.is_over
-            if plan in seen or late or (made and self.whole.left_s <= _SHOWING * self.request.budget_s):
+            late |= len(made) >= SHOWN and self.whole.left_s <= _SHOWING * self.request.budget_s
+            if plan in seen or late:
                 continue
             seen.append(plan)
             made.append(predicted(request, plan))
