@@ -44,6 +44,7 @@ class NodesTable:
     power: Power | None = None
     idle_power: Power | None = None
     carbon_kg_per_kwh: Annotated[float, Range(0.0, 1e6)] | None = None
+    host_memory: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
