@@ -150,6 +150,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         busy_w=table.power,
         idle_w=table.idle_power,
         carbon_kg_per_kwh=table.carbon_kg_per_kwh,
+        host_memory_bytes=table.host_memory,
         nvlink_domain=nvlink_domain(device, table.per_node),
         collectives=tuple((table.collectives or {}).items()),
     )

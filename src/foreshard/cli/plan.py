@@ -85,6 +85,12 @@ def _vendors() -> tuple[str, ...]:
 )
 @click.option("--tokens", type=Amount(dimension="tokens"), help="Tokens of the whole run.")
 @click.option("--max-devices", type=Count(), help="Devices to use at most.")
+@click.option(
+    "--memory-margin",
+    type=click.FloatRange(0.0, 1.0, max_open=True),
+    metavar="P",
+    help="Least probability of fitting the memory (default 0.95).",
+)
 @click.option("--framework", type=FrameworkLabel(), help="Default megatron-core.")
 @click.option(
     "--dtype",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
-from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, stage_activations
+from foreshard.cost.memory_activations import NO_RECOMPUTE, Activations, Recompute, stage_activations
 from foreshard.cost.memory_states import States, stage_states
 from foreshard.cost.memory_units import Moment, unit_moments
 
@@ -100,6 +100,8 @@ class MemoryParts:
     reserved: Any
     outside: Any
     """Part of `reserved` that the caching allocator does not hold: device context and NCCL buffers."""
+    host: Any = 0.0
+    """Bytes of the rank in the memory of its node, no part of `peak`."""
 
     @property
     def allocated(self) -> Any:
@@ -147,7 +149,8 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
     docs/derivations/memory.md; validated in tests/validation/test_memory.py.
     """
     profile = profile or memory_profile(framework.memory)
-    states, moments, totals, fullest = _moments(load, framework, profile)
+    states, acts = stage_states(load, framework, profile), stage_activations(load, framework, profile)
+    moments, totals, fullest = _moments(load, framework, profile, states, acts)
     gradients, saved, temporary = (
         np.select([total >= fullest for total in totals], [part + 0.0 * fullest for part in parts])
         for parts in zip(*moments, strict=True)
@@ -164,23 +167,23 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
         comm_buffers=states.buffers + whole,
         reserved=profile.slack * allocated + outside,
         outside=outside + whole,
+        host=states.host + acts.host + whole,
     )
 
 
 def stage_peak_bytes(load: StageLoad, framework: Framework) -> Any:
     """Return the peak of :func:`stage_memory` without its parts."""
     profile = memory_profile(framework.memory)
-    states, _, _, fullest = _moments(load, framework, profile)
+    states, acts = stage_states(load, framework, profile), stage_activations(load, framework, profile)
+    _, _, fullest = _moments(load, framework, profile, states, acts)
     allocated = states.parameters + states.optimizer + states.buffers + fullest
     return (1.0 + profile.slack) * allocated + _outside_bytes(load, framework, profile)
 
 
 def _moments(
-    load: StageLoad, framework: Framework, profile: MemoryProfile
-) -> tuple[States, tuple[Moment, ...], list[Any], Any]:
-    """Return the states, then gradients, activations and temporaries of each moment, sums, largest sum."""
-    states = stage_states(load, framework, profile)
-    acts = stage_activations(load, framework, profile)
+    load: StageLoad, framework: Framework, profile: MemoryProfile, states: States, acts: Activations
+) -> tuple[tuple[Moment, ...], list[Any], Any]:
+    """Return gradients, activations and temporaries of each moment, their sums, the largest sum."""
     lazy = profile.lazy_gradients * (np.asarray(load.num_micro_batches) <= 1)
     working = states.working + acts.temporary
     first = states.gradients * (1 - lazy)
@@ -196,7 +199,7 @@ def _moments(
         plain = tuple(tuple(part * alone for part in moment) for moment in moments)
         moments = (*plain, *unit_moments(load, framework, profile, states, acts))
     totals = [gradients + saved + temporary for gradients, saved, temporary in moments]
-    return states, moments, totals, reduce(np.maximum, totals)
+    return moments, totals, reduce(np.maximum, totals)
 
 
 def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Any:

@@ -67,6 +67,7 @@ def recompute_of(text: str, num_layers: int) -> Recompute:
 class Activations:
     """Bytes per rank: saved over all layers in flight, one layer's, and the peaks of backward and loss.
 
+    host : saved bytes in the memory of the node instead
     boundary : a hidden state of a micro-batch, as layers and stages pass it on
     logit_gradient : gradient of the logits as the head's product takes it
     """
@@ -77,6 +78,7 @@ class Activations:
     logits: Any
     boundary: Any
     logit_gradient: Any
+    host: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,5 +293,6 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
         temporary=temporary,
         logits=logits,
         boundary=boundary,
+        host=load.offload_activations * (held - offloaded),
         logit_gradient=n.element * n.split * load.vocab * load.has_head / profile.loss_chunks,
     )

@@ -26,7 +26,8 @@ class States:
     """Bytes per rank.
 
     `backward_gradients` fill up over one backward and go with it, `working` is alive in a backward only,
-    `step` in the optimizer step only. `units` are what FSDP2 gathers and reduces at a time.
+    `step` in the optimizer step only, `host` in the memory of the node. `units` are what FSDP2 gathers and
+    reduces at a time.
     """
 
     parameters: Any
@@ -36,6 +37,7 @@ class States:
     buffers: Any
     working: Any
     step: Any
+    host: Any
     units: Units
 
 
@@ -173,7 +175,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
 
     updated = have.dense_trained * dense1 + have.expert_trained * expert1
     master = framework.master_bytes * (np.asarray(element) < 4) * (not profile.weights_are_master)
-    optimizer = (master + load.state_bytes) * updated * (1 - load.offload_optimizer)
+    lasting = (master + load.state_bytes) * updated
+    optimizer = lasting * (1 - load.offload_optimizer)
 
     cached = profile.autocast_bytes * everything * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
@@ -189,6 +192,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         working=(zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units) * np.maximum(unit, live)
         + cached,
         step=_step_bytes(have, dense1, expert1, framework, profile),
+        host=lasting * load.offload_optimizer,
         units=Units(
             # Tied matrices are one unit, which is used first and last.
             embedding=have.embedding * (1 - load.tied * load.has_head),

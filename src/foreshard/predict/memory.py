@@ -11,6 +11,7 @@ from foreshard.cost.memory import MemoryParts, StageLoad, stage_memory
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import RankShape
 from foreshard.predict.batch import PlannedRun, layer_counts, rank_shape, stage_ends, stage_recompute
+from foreshard.predict.memory_interval import fits_probability, memory_interval
 from foreshard.predict.placement import Worker, layer_replicas, stage_workers, sync_width
 from foreshard.predict.run_setup import nccl_channels, stacked
 from foreshard.spec.plan import Group, Stage
@@ -105,16 +106,30 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     breakdown = {
         name: float(np.broadcast_to(getattr(parts, name), parts.peak.shape)[fullest]) for name in MEMORY_PARTS
     }
+    allocated = float(parts.allocated[fullest])
+    peak, room = sum(breakdown.values()), float(capacity[fullest])
+    per_node = np.array([case.cluster.nodes[row.worker.node_group].per_node for row in rows])
+    host = np.broadcast_to(parts.host, parts.peak.shape) * per_node
     memory = Memory(
-        peak_bytes=sum(breakdown.values()),
-        peak_allocated_bytes=float(parts.allocated[fullest]),
+        peak_bytes=peak,
+        peak_allocated_bytes=allocated,
         peak_rank=rows[fullest].worker.rank,
-        capacity_bytes=float(capacity[fullest]),
-        fits=bool(np.all(parts.peak <= capacity)),
+        capacity_bytes=room,
+        fits=bool(np.all(parts.peak <= capacity)) and _fits_hosts(case, rows, host),
         breakdown_bytes=breakdown,
         per_stage_peak_bytes=tuple(tuple(row) for row in table),
+        peak_interval_bytes=memory_interval(case.framework, peak),
+        peak_allocated_interval_bytes=memory_interval(case.framework, allocated, figure="allocated"),
+        fits_probability=fits_probability(case.framework, peak, room),
+        host_peak_bytes=float(host.max()),
     )
     return memory, _take(parts, [chosen[where] for where in sorted(chosen)])
+
+
+def _fits_hosts(case: PlannedRun, rows: list[_Row], host: np.ndarray) -> bool:
+    """Return whether what is offloaded has room in the memory of every node that states it."""
+    own = [case.cluster.nodes[row.worker.node_group].host_memory_bytes for row in rows]
+    return all(room is None or used <= room for room, used in zip(own, host.tolist(), strict=True))
 
 
 def _take(parts: MemoryParts, rows: list[int]) -> MemoryParts:

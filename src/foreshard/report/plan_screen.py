@@ -15,7 +15,7 @@ from foreshard.report.screen import Box, Screen, Table, listing, spans, table, w
 from foreshard.report.summary import step_box
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
-from foreshard.spec.prediction import Money
+from foreshard.spec.prediction import Memory, Money
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
         ">tokens/s": lambda ranked: quantity.count(ranked.prediction.tokens_per_s),
         # 0 where devices have no peak
         ">MFU": lambda ranked: quantity.percent(ranked.prediction.mfu or None),
-        f">peak {unit}": lambda ranked: quantity.memory_in(unit, ranked.prediction.memory.peak_bytes),
+        f">peak {unit}": lambda ranked: _of_capacity(unit, ranked.prediction.memory),
         ">run": lambda ranked: quantity.seconds(ranked.prediction.run_time_s),
         ">device-hours": lambda ranked: quantity.count(ranked.prediction.cost.device_hours),
         price: lambda ranked: quantity.usd(_price(ranked.prediction.cost)),
@@ -145,6 +145,13 @@ def _split(group: Group, stage: Stage) -> str:
     if len(each) == 1 or sum(each) != group.micro_batch:
         return str(group.micro_batch)
     return f"{group.micro_batch} = {' + '.join(f'{count} x {n}' for n, count in Counter(each).items())}"
+
+
+def _of_capacity(unit: str, memory: Memory) -> str:
+    """Return a peak against the capacity of its device."""
+    return (
+        f"{quantity.memory_in(unit, memory.peak_bytes)} / {quantity.memory_in(unit, memory.capacity_bytes)}"
+    )
 
 
 def _rank_words(ranks: list[tuple[int, ...]]) -> str:

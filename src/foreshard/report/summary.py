@@ -36,7 +36,7 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
         Box(
             title="Peak",
             value=_of_capacity(memory),
-            note=f"on rank {memory.peak_rank}" + ("" if memory.fits else ", does not fit"),
+            note=f"on rank {memory.peak_rank}" + (_likely(memory) if memory.fits else ", does not fit"),
             alarm=not memory.fits,
         ),
         Box(
@@ -45,6 +45,12 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
             note=("give --usd-per-device-hour" if price is None else dated) + whole,
         ),
     )
+
+
+def _likely(memory: Memory) -> str:
+    """Return the probability of fitting in words, where it is known."""
+    known = memory.fits_probability
+    return "" if known is None else f", {quantity.percent(known, 0)} likely to fit"
 
 
 def step_box(prediction: Prediction) -> Box:

@@ -29,6 +29,7 @@ class NodeGroup:
     busy_w: float | None = None
     idle_w: float | None = None
     carbon_kg_per_kwh: float | None = None  # of the electricity; None when not stated
+    host_memory_bytes: float | None = None  # of a node, for what is offloaded; None when not stated
     # largest number of consecutive devices that share the device links (NVLink, xGMI, ICI): `per_node` on
     # boards with such links, 72 on nvl72 across nodes, 1 when devices meet only over PCIe
     nvlink_domain: int

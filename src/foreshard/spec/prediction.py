@@ -39,7 +39,12 @@ MEMORY_PARTS = tuple(MEMORY_LABELS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Peak bytes on the fullest rank; `breakdown_bytes` sums to `peak_bytes` (allocated plus reserved)."""
+    """Peak bytes on the fullest rank; `breakdown_bytes` sums to `peak_bytes` (allocated plus reserved).
+
+    Intervals hold the measured peak with the probability of `Prediction.interval`, `fits_probability` is that
+    of staying within the capacity; None where bytes are measured. `host_peak_bytes` are those of a node's own
+    memory that offload fills.
+    """
 
     peak_bytes: float
     peak_allocated_bytes: float
@@ -48,6 +53,18 @@ class Memory:
     fits: bool
     breakdown_bytes: Mapping[str, float]
     per_stage_peak_bytes: tuple[tuple[float, ...], ...]
+    peak_interval_bytes: tuple[float, float] | None = None
+    peak_allocated_interval_bytes: tuple[float, float] | None = None
+    fits_probability: float | None = None
+    host_peak_bytes: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of the contract."""
+        out = asdict(self)
+        out["per_stage_peak_bytes"] = [list(row) for row in self.per_stage_peak_bytes]
+        for name in ("peak_interval_bytes", "peak_allocated_interval_bytes"):
+            out[name] = None if out[name] is None else list(out[name])
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +156,7 @@ class Prediction(Shown):
         out["time_breakdown_s"] = dict(self.time_breakdown_s)
         out["explain"] = dict(self.explain)
         out["collectives"] = [one.to_dict() for one in self.collectives]
-        out["memory"] = asdict(self.memory) | {
-            "per_stage_peak_bytes": [list(row) for row in self.memory.per_stage_peak_bytes]
-        }
+        out["memory"] = self.memory.to_dict()
         out["cost"] = asdict(self.cost)
         out["plan"] = self.plan.to_dict()
         return out

@@ -1,0 +1,79 @@
+"""Intervals on peak memory: coverage of held-out runs, probabilities of fitting, the margin of a search."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.frameworks import load_framework
+from foreshard.errors import SpecError
+from foreshard.planner.headroom import with_headroom
+from foreshard.predict.interval import signed_quantiles
+from foreshard.predict.memory_interval import (
+    _of,
+    _residuals,
+    fits_probability,
+    kin,
+    memory_interval,
+    usable_share,
+)
+
+GIB = 2**30
+KNOWN, POOLED = load_framework("megatron-core"), load_framework("torchtitan")
+
+
+@pytest.mark.parametrize("figure", ["allocated", "reserved"])
+def test_ninety_percent_intervals_hold_nine_tenths_of_runs_left_out(figure):
+    """Each run is judged by an interval from all others of the pool."""
+    values = [value for own in _residuals()[figure].values() for value in own]
+    inside = 0
+    for i, value in enumerate(values):
+        low, high = signed_quantiles(values[:i] + values[i + 1 :])
+        inside += low <= value <= high
+    assert 0.85 <= inside / len(values) <= 0.95
+
+
+def test_kin_with_twenty_runs_are_judged_by_themselves():
+    assert kin(load_framework("nemo")) == "megatron-core"
+    assert len(_of("reserved", "megatron-core")) == len(_residuals()["reserved"]["megatron-core"])
+    assert len(_of("reserved", "fsdp2")) == sum(map(len, _residuals()["reserved"].values()))
+
+
+@pytest.mark.parametrize("framework", [KNOWN, POOLED])
+def test_the_usable_share_is_where_the_probability_is_reached(framework):
+    for probability in (0.1, 0.5, 0.8, 0.9, 0.95):
+        share = usable_share(framework, probability)
+        assert 0 < share <= 1
+        assert fits_probability(framework, share * GIB, GIB) >= probability
+        if share < 1:
+            assert fits_probability(framework, share * GIB * 1.0001, GIB) < probability
+
+
+def test_probability_falls_with_the_peak():
+    rng = np.random.default_rng(5)
+    peaks = np.sort(rng.uniform(0.3, 2.0, 200)) * GIB
+    found = [fits_probability(POOLED, peak, GIB) for peak in peaks]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 0.95 > found[-1] == 0.0
+
+
+def test_intervals_hold_the_prediction():
+    low, high = memory_interval(POOLED, 10 * GIB)
+    assert low < 10 * GIB < high
+    assert math.isfinite(high)
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1.0, 0.999])
+def test_a_margin_that_cannot_be_shown_is_refused(margin):
+    with pytest.raises(SpecError, match="--memory-margin"):
+        usable_share(KNOWN, margin)
+
+
+def test_a_search_leaves_memory_free_by_default():
+    cluster = load_cluster("1x8xh100-sxm")
+    whole = cluster.nodes[0].device.capacity_bytes
+    assert with_headroom(cluster, KNOWN, None).nodes[0].device.capacity_bytes < whole
+    assert with_headroom(cluster, KNOWN, 0.0).nodes[0].device.capacity_bytes == whole
