@@ -97,7 +97,8 @@ def gain_bars(
     names, high = 300, 20  # bars of losses begin right of the names
     parts = [value[0] for _, gains in rows for _, value in gains if value is not None]
     left = names + scale * max([0.0, *(-part for part in parts)])
-    width = max(800.0, left + scale * max([0.0, *parts]) + 120)
+    ends = [value[0] + (value[1] or 0.0) for _, gains in rows for _, value in gains if value is not None]
+    width = max(800.0, left + scale * max([0.0, *ends]) + 130)
     out, y = [], 24.0
     for regime, gains in rows:
         out.append(text(8, y + high * len(gains) / 2, regime, "title"))
@@ -112,14 +113,14 @@ def gain_bars(
                     f'<rect x="{start:.1f}" y="{y}" width="{abs(part) * scale:.1f}" height="{high - 5}" '
                     f'rx="2" fill="{colour(part)}"/>'
                 )
-                ends, middle = [left + (part + sign * half) * scale for sign in (-1, 1)], y + (high - 5) / 2
+                reach, middle = [left + (part + sign * half) * scale for sign in (-1, 1)], y + (high - 5) / 2
                 words = f"{100 * part:+.1f} ± {100 * half:.1f} %" if value[1] else f"{100 * part:+.1f} %"
                 if value[1]:
                     out.append(
-                        f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" stroke="#1f2328" '
+                        f'<path d="M{reach[0]:.1f} {middle}H{reach[1]:.1f}" stroke="#1f2328" '
                         'stroke-width="1.5"/>'
                     )
-                out.append(text(max(*ends, left) + 6, y + 12, words))
+                out.append(text(max(*reach, left) + 6, y + 12, words))
             y += high
         y += 14
     out.append(f'<path d="M{left:.1f} 16V{y - 10}" stroke="#59636e"/>')
