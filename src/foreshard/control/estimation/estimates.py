@@ -369,8 +369,12 @@ class Estimates:
 
     def stated(self) -> State:
         """Return the state of the ranks that are there at the speeds and rates that were stated."""
-        known = {"usd_per_h": self.usd_per_h.copy(), "kg_per_j": self.kg_per_j.copy()}
-        return replace(self._stated, available=self.available.copy(), **known)
+        return replace(
+            self._stated,
+            available=self.available.copy(),
+            usd_per_h=self.usd_per_h.copy(),
+            kg_per_j=self.kg_per_j.copy(),
+        )
 
     def finest(self) -> State:
         """Return the state that shares are chosen for: the estimates as they are, changes at first sight."""
