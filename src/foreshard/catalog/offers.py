@@ -80,7 +80,7 @@ def cpu_offload(framework: Framework) -> str:
         "cpu offload",
         key="--offload",
         value="cpu",
-        rule=f"cpu is what the framework offloads; {moved}",
+        rule=f"Under cpu stands what the framework offloads; {moved}",
         fix=fix,
     )
 

@@ -89,7 +89,7 @@ def _vendors() -> tuple[str, ...]:
     "--memory-margin",
     type=click.FloatRange(0.0, 1.0, max_open=True),
     metavar="P",
-    help="Least probability of fitting the memory (default 0.95).",
+    help="Least probability of fitting, as 0.95 (default: the predicted peak fits).",
 )
 @click.option("--framework", type=FrameworkLabel(), help="Default megatron-core.")
 @click.option(

@@ -39,7 +39,7 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     asked
         As in :func:`foreshard.planner.request.checked_request`: `global_batch` (required), seq_len,
         objective, max_usd, max_hours, tokens, max_devices, framework, optimizer, engine, top, budget_s,
-        usd_per_device_hour, executor, memory_margin: the least probability of fitting (0.95). `precision`
+        usd_per_device_hour, executor, memory_margin: the least probability of fitting (not asked for if not given). `precision`
         may be several words: the search chooses among them. `comm`
         is what communication the search may switch: 'framework' (nothing: as it runs by default), 'all' that
         the framework ships, or names. `lora` is RANK[:TARGETS], adapters on frozen weights. Degrees
@@ -63,7 +63,8 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     margin = asked.pop("memory_margin", None)
     request = checked_request(model, cluster, precision=precisions[0], **asked)
     whole = request.cluster
-    request = replace(request, cluster=with_headroom(whole, request.framework, margin))
+    if margin is not None:
+        request = replace(request, cluster=with_headroom(whole, request.framework, margin))
     out = left_out(request, precisions)
     precisions = tuple(name for name in precisions if name not in out) or precisions
     _precision_known(replace(request, precision=precisions[0]))

@@ -69,8 +69,8 @@ def all_reduce_selection(text: str) -> AllReduceSelection | None:
 
     Examples
     --------
-    >>> all_reduce_selection("hierarchical:per_node=2").schedule_for(4).num_sends
-    16
+    >>> all_reduce_selection("hierarchical:per_node=2").schedule_for(4).collective
+    'all-reduce'
     >>> all_reduce_selection("backend") is None
     True
     """
