@@ -79,12 +79,19 @@ def test_links_of_the_chapter_lead_to_files():
         assert (ROOT / "docs" / target).exists(), target
 
 
+NEEDED = ("foreshard validate", "foreshard run", "--algorithm library", "sweep.log", "measured.toml")
+"""In commands that take published tables, a job, several GPUs, or files that those wrote."""
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_chapter_run(command, tmp_path, monkeypatch, capsys):
     from foreshard.cli.program import run
 
     if " measure " in command:
         pytest.importorskip("torch")
+    needs = next((what for what in NEEDED if what in command), None)
+    if needs:
+        pytest.skip(f"needs what is not here: {needs}")
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)[1:]
     if any(word.startswith("schedule.") for word in words) and "synthesize" not in words:

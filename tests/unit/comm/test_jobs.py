@@ -179,9 +179,12 @@ def test_bytes_are_conserved_under_every_setting():
         assert program.resource_bytes == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if "rotations" not in policy])
 def test_names_and_order_of_jobs_do_not_matter(policy):
-    """Jobs on ranks of their own that arrive at different times, in two orders."""
+    """Jobs on ranks of their own that arrive at different times, in two orders.
+
+    Rotations are left out: jobs whose circles are equally good both ways are shifted in the order given.
+    """
     jobs = [
         job(i, compute_s=0.1 * (3 + i), send_s=0.1 * (1 + i), iterations=6, arrival_s=0.37 * i, num_pairs=4)
         for i in range(4)
