@@ -39,7 +39,8 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     asked
         As in :func:`foreshard.planner.request.checked_request`: `global_batch` (required), seq_len,
         objective, max_usd, max_hours, tokens, max_devices, framework, optimizer, engine, top, budget_s,
-        usd_per_device_hour, executor, memory_margin: the least probability of fitting (not asked for if not given). `precision`
+        usd_per_device_hour, executor, memory_margin: the least probability
+        of fitting, if asked for. `precision`
         may be several words: the search chooses among them. `comm`
         is what communication the search may switch: 'framework' (nothing: as it runs by default), 'all' that
         the framework ships, or names. `lora` is RANK[:TARGETS], adapters on frozen weights. Degrees
