@@ -29,7 +29,7 @@ class ControllerOptions:
     experts : bool
         Whether a plan that stays runs where it would have done better than the forecasts.
     foresees : bool
-        Whether plans are for the speeds that are expected next, where that pays in the mean. Off: it wins under
+        Whether plans are for the speeds that are expected next, where that pays in the mean. Off: wins under
         swaps (`alternation`), but loses 4 % on the shipped `stragglers` scenario.
     guard : bool
         Whether a plan that keeps the budgets runs while an excess is above the limit of the guarantee.
