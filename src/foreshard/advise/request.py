@@ -18,7 +18,7 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import ALGORITHMS, AUTO, COMM_OPTIONS, Plan, checked_buckets
+from foreshard.spec.plan import ALGORITHMS, AUTO, COMM_OPTIONS, Plan, checked_buckets, no_best_buckets
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 
@@ -168,13 +168,7 @@ class Request:
 
         check_plan(plan, self.trained, self.cluster)
         if self.engine != "graph" or not graph_takes(plan, self.network):
-            raise SpecError(
-                "the best bucket size is found by the graph engine",
-                key="--buckets",
-                value=AUTO,
-                rule="Closed forms have no start-up of each bucket; the graph engine lines them up",
-                fix="Use --engine graph, or state a size such as 25MiB",
-            )
+            raise no_best_buckets()
         ideal = self.fidelity == "datasheet"
         return with_best_buckets(
             PlannedRun(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreshard.planner.result import PlanResult, Ranked
-from foreshard.predict.memory_interval import MARGIN, fits_probability, usable_share
+from foreshard.predict.memory_interval import fits_probability, usable_share
 from foreshard.quantity import percent
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 
 
-def with_headroom(cluster: Cluster, framework: Framework, probability: float | None) -> Cluster:
+def with_headroom(cluster: Cluster, framework: Framework, probability: float) -> Cluster:
     """Return the cluster as a search may fill it: devices with the share of memory that fits so probably.
 
     Raises
@@ -19,7 +19,7 @@ def with_headroom(cluster: Cluster, framework: Framework, probability: float | N
     SpecError
         For no probability, or one that the known runs cannot show.
     """
-    share = usable_share(framework, MARGIN if probability is None else probability)
+    share = usable_share(framework, probability)
     nodes = tuple(
         replace(group, device=replace(group.device, capacity_bytes=share * group.device.capacity_bytes))
         for group in cluster.nodes

@@ -21,7 +21,16 @@ from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import ALGORITHMS, AUTO, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS, Plan, checked_buckets
+from foreshard.spec.plan import (
+    ALGORITHMS,
+    AUTO,
+    MAX_SEQ_LEN,
+    OPTIMIZERS,
+    PRECISIONS,
+    Plan,
+    checked_buckets,
+    no_best_buckets,
+)
 from foreshard.spec.prediction import Prediction
 
 
@@ -207,13 +216,7 @@ def _bucket_bytes(buckets: int | str | None, engine: str) -> int:
     if buckets != AUTO:
         return checked_buckets(buckets)
     if engine == "analytical":
-        raise SpecError(
-            "the best bucket size is found by the graph engine",
-            key="--buckets",
-            value=AUTO,
-            rule="Closed forms have no start-up of each bucket; the graph engine lines them up",
-            fix="Use --engine graph, or state a size such as 25MiB",
-        )
+        raise no_best_buckets()
     return 1
 
 

@@ -39,11 +39,10 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     asked
         As in :func:`foreshard.planner.request.checked_request`: `global_batch` (required), seq_len,
         objective, max_usd, max_hours, tokens, max_devices, framework, optimizer, engine, top, budget_s,
-        usd_per_device_hour, executor, memory_margin: the least probability
-        of fitting, if asked for. `precision`
-        may be several words: the search chooses among them. `comm`
-        is what communication the search may switch: 'framework' (nothing: as it runs by default), 'all' that
-        the framework ships, or names. `lora` is RANK[:TARGETS], adapters on frozen weights. Degrees
+        usd_per_device_hour, executor, memory_margin: the least probability of fitting, if asked for.
+        `precision` may be several words: the search chooses among them. `comm` is what communication the
+        search may switch: 'framework' (nothing: as it runs by default), 'all' that the framework ships, or
+        names. `lora` is RANK[:TARGETS], adapters on frozen weights. Degrees
         and options (tp, pp, micro_batch, recompute, ...) fix what plans have, as a value or several; min_tp,
         max_tp and the like limit it, `forbid` takes NAME=VALUE.
 

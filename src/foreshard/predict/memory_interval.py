@@ -23,8 +23,6 @@ from foreshard.spec.framework import Framework
 OWN = 20
 """Runs from which kin of frameworks are judged by themselves."""
 _ROUNDING = 1e-9
-MARGIN = 0.95
-"""Least probability of fitting that a planned run has unless another is asked for."""
 
 
 def kin(framework: Framework) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from foreshard.errors import SpecError
 from foreshard.spec.codec import invalid
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
@@ -162,6 +163,17 @@ def _stage_dict(stage: Stage) -> dict[str, Any]:
     out["layers"] = [list(span) for span in stage.layers]
     out["rank_shares"] = None if stage.rank_shares is None else list(stage.rank_shares)
     return out
+
+
+def no_best_buckets() -> SpecError:
+    """Return the error of asking for the best bucket size where the graph engine does not run."""
+    return SpecError(
+        "the best bucket size is found by the graph engine",
+        key="--buckets",
+        value=AUTO,
+        rule="Closed forms have no start-up of each bucket; the graph engine lines them up",
+        fix="Use --engine graph, or state a size such as 25MiB",
+    )
 
 
 def checked_buckets(num_bytes: Any) -> int:
