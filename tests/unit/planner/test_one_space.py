@@ -48,7 +48,7 @@ def test_equal_nodes_written_apart_are_one_group(cluster):
     assert len(whole.nodes) < len(apart.nodes) and whole.num_devices == apart.num_devices
     model = load_model("gpt2-xl")
     found = plan(model, apart, global_batch=20, seq_len=1024, budget_s=3.0).plans[0]
-    assert predict(model, apart, found.plan, engine="analytical").step_time_s == pytest.approx(
+    assert predict(model, apart, found.plan, engine=found.prediction.engine).step_time_s == pytest.approx(
         found.prediction.step_time_s, rel=1e-9
     )
 
