@@ -50,6 +50,7 @@ PUBLIC = {
     "calibrate",
     "compare",
     "export",
+    "import_plan",
     "load_cluster",
     "load_model",
     "load_plan",

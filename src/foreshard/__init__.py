@@ -23,6 +23,7 @@ _API = (
     "calibrate",
     "compare",
     "export",
+    "import_plan",
     "load_cluster",
     "load_model",
     "load_plan",

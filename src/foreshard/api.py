@@ -248,6 +248,35 @@ def export(
     return export(plan, target, model=model, cluster=cluster, prediction=prediction)
 
 
+def import_plan(
+    file: str, source: str, model: Model | str, cluster: Cluster | str, **stated: Any
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan of the run that another tool's configuration states, and notes on it.
+
+    Parameters
+    ----------
+    file : str
+        Path of the configuration.
+    source : str
+        megatron, torchtitan, deepspeed, accelerate or fsdp.
+    model : Model or str
+    cluster : Cluster or str
+    **stated
+        Degrees and options as in `request`; they replace those of the file.
+
+    Raises
+    ------
+    SpecError
+        When the file is not one of the tool's, or sets what a plan cannot express.
+    """
+    from foreshard.interop.importers import read_run
+    from foreshard.interop.importers.planned import plan_of
+    from foreshard.spec.codec import read_text
+
+    known_model, known_cluster = _loaded(model, cluster)
+    return plan_of(read_run(read_text(file), source, file), known_model, known_cluster, stated, file)
+
+
 def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult:
     """Return the best plans for a model on a cluster, and how far they can be from the best possible.
 

@@ -13,6 +13,7 @@ VERBS = {
     "whatif": "Rank the predicted effects of changes.",
     "plan": "Find the best plans, with a bound on all others.",
     "export": "Write a plan for another tool.",
+    "import": "Read another tool's configuration as a plan.",
     "profile": "Time a job's layers on this machine.",
     "calibrate": "Fit costs to profiles.",
     "run": "Train a job under a plan; continue when ranks fail.",

@@ -18,6 +18,7 @@ def test_the_verbs_are_these(shell):
         "whatif",
         "plan",
         "export",
+        "import",
         "profile",
         "calibrate",
         "run",

@@ -14,6 +14,8 @@ _EXAMPLES = {
     "--global-batch": ("Samples of a step over all devices", "--global-batch 512"),
     "--change": ("A change of the input", "--change tp=4"),
     "--to": ("The tool that reads the plan or schedule", "--to megatron, or --to msccl under comm"),
+    "--from": ("The tool that reads the file", "--from megatron"),
+    "configuration": ("What another tool is started with", "train_llama.sh"),
     "what": ("A schedule, as foreshard comm synthesize -o wrote it, or a cluster", "schedule.json"),
     "--profile": ("What foreshard profile wrote", "--profile profile.json"),
     "--plan": ("The plan to run, as foreshard plan -o wrote it", "--plan plan.json"),

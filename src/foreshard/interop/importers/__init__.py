@@ -1,0 +1,49 @@
+"""Configurations of other tools as plans, one module per tool, each imported when it is asked for.
+
+The text of a file goes in; degrees, options, uneven layers and notes come out (`StatedRun`), which
+`api.import_plan` turns into a Plan. What a file sets and a plan cannot express is an error, what a file
+leaves to the tool takes the tool's own default. A new importer is one file and an entry of ``SOURCES``
+below. Read ``stated_run.py`` first, then ``deepspeed.py``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from foreshard.errors import SpecError, unknown
+from foreshard.interop.importers.stated_run import StatedRun
+
+SOURCES = {
+    "megatron": "megatron",
+    "torchtitan": "torchtitan",
+    "deepspeed": "deepspeed",
+    "fsdp": "accelerate",
+    "accelerate": "accelerate",
+}
+"""Module of each tool, by the name that ``--from`` takes."""
+
+
+def read_run(text: str, source: str, file: str) -> StatedRun:
+    """Return the run that a configuration of another tool states.
+
+    Parameters
+    ----------
+    text : str
+        Contents of the file.
+    source : str
+        A key of `SOURCES`.
+    file : str
+        Name of the file, for errors.
+
+    Raises
+    ------
+    SpecError
+        When the file is not one of the tool's, or sets what a plan cannot express.
+    """
+    if source not in SOURCES:
+        raise unknown("tool", source, SOURCES, key="--from", rule="Tools are")
+    if not text.strip():
+        fix = "Give the configuration that the tool is started with"
+        raise SpecError("the file is empty", file=file, rule=f"A file of {source} states a run", fix=fix)
+    run: StatedRun = import_module(f"foreshard.interop.importers.{SOURCES[source]}").read(text, file)
+    return run

@@ -1,0 +1,118 @@
+"""An accelerate config (``accelerate launch --config_file``) as a run: FSDP, DeepSpeed or plain DDP.
+
+Source: huggingface/accelerate 1.15.0.dev0 at 16cb6eb (commands/config/config_args.py, commands/launch.py,
+utils/dataclasses.py for defaults).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreshard.interop.importers import deepspeed
+from foreshard.interop.importers.mappings import parsed
+from foreshard.interop.importers.stated_run import ConfigTable, StatedRun
+
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
+_STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+_NUMBERED = dict(
+    zip(
+        "12345",
+        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+        strict=True,
+    )
+)
+_UNSTATED = ("micro_batch", "global_batch", "seq_len")
+_DEGREES = {
+    "cp": "parallelism_config_cp_size",
+    "tp": "parallelism_config_tp_size",
+}
+
+
+def read(text: str, file: str) -> StatedRun:
+    """Return the run of an accelerate config."""
+    config = ConfigTable(parsed(text, file), file)
+    kind = str(config.get("distributed_type") or "NO").upper()
+    if kind == "FSDP":
+        return _fsdp(config)
+    if kind == "DEEPSPEED":
+        return _deepspeed(config)
+    if kind in ("MULTI_GPU", "NO"):
+        precision = config.word("mixed_precision", _PRECISIONS, default="no")
+        choices = {"framework": "ddp", "zero": 0, "precision": precision}
+        unstated = (*_UNSTATED, "recompute")
+        return StatedRun(choices=choices, num_devices=_devices(config), unstated=unstated)
+    raise config.invalid("distributed_type", "Must be FSDP, DEEPSPEED, MULTI_GPU or NO")
+
+
+def _devices(config: ConfigTable) -> int | None:
+    return config.whole("num_processes")
+
+
+def _fsdp(config: ConfigTable) -> StatedRun:
+    fsdp, degrees = config.table("fsdp_config"), config.table("parallelism_config")
+    version = fsdp.whole("fsdp_version", default=1)
+    choices: dict[str, Any] = {
+        "framework": "torchtitan" if version == 2 else "composer",
+        "precision": config.word("mixed_precision", _PRECISIONS, default="no"),
+        "recompute": "full" if fsdp.switch("fsdp_activation_checkpointing") else "none",
+        "sp": False,
+    }
+    if fsdp.switch("fsdp_offload_params"):
+        raise fsdp.cannot("fsdp_offload_params", "offload of weights")
+    for degree, name in _DEGREES.items():
+        choices[degree] = degrees.whole(name, default=1)
+    if degrees.whole("parallelism_config_sp_size", default=1) != 1:
+        raise degrees.cannot("parallelism_config_sp_size", "Ulysses sequence parallelism")
+    copies = degrees.whole("parallelism_config_dp_replicate_size", default=1)
+    assert copies is not None
+    if version == 2:
+        choices["zero"] = 3 if fsdp.switch("fsdp_reshard_after_forward", default=True) else 2
+    else:
+        choices["zero"] = _strategy(fsdp)
+    shard = degrees.whole("parallelism_config_dp_shard_size")
+    if shard == 1 and choices["cp"] == 1:
+        choices["zero"], copies = 0, 1
+    notes = ("FSDP1 is predicted as composer, which uses it.",) if version == 1 else ()
+    return StatedRun(
+        choices=choices, shard_instances=copies, num_devices=_devices(config), unstated=_UNSTATED, notes=notes
+    )
+
+
+def _strategy(fsdp: ConfigTable) -> int:
+    """Return the ZeRO level of FSDP1's strategy; hybrid ones shard inside a node, which no file states."""
+    name = (
+        "fsdp_sharding_strategy"
+        if fsdp.get("fsdp_sharding_strategy") is not None
+        else "fsdp_reshard_after_forward"
+    )
+    value = str(fsdp.get(name) or "FULL_SHARD").upper()
+    value = _NUMBERED.get(value, value)
+    if value.startswith("HYBRID"):
+        raise fsdp.cannot(
+            name, "shards inside a node without their number (state the run by --zero and --shard-size)"
+        )
+    if value not in _STRATEGIES:
+        raise fsdp.invalid(name, f"Must be one of {', '.join(_STRATEGIES)}")
+    return _STRATEGIES[value]
+
+
+def _deepspeed(config: ConfigTable) -> StatedRun:
+    """Return the run of DeepSpeed's part of the config, whose keys are shorter than those of its own file."""
+    own = config.table("deepspeed_config")
+    if own.get("deepspeed_config_file") is not None:
+        raise own.cannot(
+            "deepspeed_config_file", "a file inside a file: import that one with --from deepspeed"
+        )
+    precision = config.word("mixed_precision", _PRECISIONS, default="no")
+    values = {
+        "zero_optimization": {
+            "stage": own.whole("zero_stage", default=2, least=0),
+            "offload_optimizer": {"device": own.get("offload_optimizer_device") or "none"},
+            "offload_param": {"device": own.get("offload_param_device") or "none"},
+        },
+        "gradient_accumulation_steps": own.whole("gradient_accumulation_steps", default=1),
+        **({precision: {"enabled": True}} if precision in ("fp16", "bf16") else {}),
+    }
+    run = deepspeed.stated(ConfigTable(values, config.file))
+    unstated = ("micro_batch", "seq_len", "recompute")
+    return StatedRun(choices=run.choices, passes=run.passes, num_devices=_devices(config), unstated=unstated)

@@ -1,0 +1,192 @@
+"""Flags of Megatron-LM's training entry points as a run.
+
+Source: NVIDIA/Megatron-LM core_v0.19.0, megatron/training/arguments.py (flags and defaults) and
+megatron/core/transformer/pipeline_parallel_layer_layout.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.interop.importers.launch_script import LaunchFlags, read_flags
+from foreshard.interop.importers.stated_run import StatedRun
+
+_DEGREES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+_STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_RECIPES = {"delayed": "fp8", "tensorwise": "fp8", "mxfp8": "mxfp8"}
+_REFUSED = {
+    "--use-torch-fsdp2": "torch's FSDP2 inside Megatron",
+    "--hybrid-context-parallel": "context parallelism by sample",
+    "--account-for-embedding-in-pipeline-split": "blocks that are split with the embedding as one of them",
+    "--account-for-loss-in-pipeline-split": "blocks that are split with the head as one of them",
+    "--cpu-offloading": "offload of activations by layer",
+    "--rampup-batch-size": "a batch that grows",
+}
+_PART = re.compile(r"\(([A-Za-z|]+)\)\*(\d+)|([A-Za-z])(?:\*(\d+))?|\|")
+
+
+def read(text: str, file: str) -> StatedRun:
+    """Return the run that the flags of a launch script or a file of arguments state."""
+    flags = read_flags(text, file)
+    if not any(flag in flags for flag in (*_DEGREES.values(), "--micro-batch-size", "--num-layers")):
+        rule = (
+            "Flags of Megatron are --tensor-model-parallel-size, --micro-batch-size, --num-layers and others"
+        )
+        fix = "Give the script or the file of arguments that starts pretrain_gpt.py"
+        raise SpecError("no flags of Megatron are in the file", file=file, key="--from", rule=rule, fix=fix)
+    for flag, what in _REFUSED.items():
+        if flag in flags:
+            raise flags.cannot(flag, what)
+    choices: dict[str, Any] = {"framework": "megatron-core"}
+    choices |= {degree: flags.whole(flag, 1) for degree, flag in _DEGREES.items()}
+    experts = "--num-experts" in flags
+    choices["etp"] = flags.whole("--expert-tensor-parallel-size", choices["tp"] if experts else 1)
+    choices["sp"] = "--sequence-parallel" in flags and choices["tp"] > 1
+    choices |= _sharding(flags) | _batch(flags) | _overlaps(flags, choices)
+    choices["precision"] = _precision(flags)
+    choices["optimizer"] = {"adam": "adamw", "sgd": "sgd"}[
+        flags.choice("--optimizer", ("adam", "sgd"), "adam")
+    ]
+    choices["recompute"] = _recompute(flags)
+    if "--optimizer-cpu-offload" in flags:
+        choices["offload"] = "optimizer"
+    blocks = flags.whole("--num-layers")
+    counts = _block_counts(flags, choices["pp"], blocks)
+    choices |= _virtual(flags, choices["pp"], blocks, counts)
+    return StatedRun(
+        choices=choices,
+        num_blocks=blocks,
+        block_counts=counts,
+        passes=None if "global_batch" in choices else 1,  # a step of micro-batch x dp
+        shard_instances=flags.whole("--num-distributed-optimizer-instances", 1) or 1,
+        notes=_notes(flags),
+    )
+
+
+def _batch(flags: LaunchFlags) -> dict[str, int]:
+    names = {
+        "micro_batch": "--micro-batch-size",
+        "global_batch": "--global-batch-size",
+        "seq_len": "--seq-length",
+    }
+    found = {name: flags.whole(flag) for name, flag in names.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _sharding(flags: LaunchFlags) -> dict[str, int]:
+    if "--use-megatron-fsdp" in flags:
+        word = flags.choice("--data-parallel-sharding-strategy", tuple(_STRATEGIES), "no_shard")
+        return {"zero": _STRATEGIES[word]}
+    return {"zero": int("--use-distributed-optimizer" in flags)}
+
+
+def _overlaps(flags: LaunchFlags, choices: dict[str, Any]) -> dict[str, bool]:
+    found = {
+        "tp_overlap": "--tp-comm-overlap" in flags,
+        "grad_overlap": "--overlap-grad-reduce" in flags,
+        "param_gather_overlap": "--overlap-param-gather" in flags,
+        "expert_overlap": "--overlap-moe-expert-parallel-comm" in flags,
+    }
+    if choices["cp"] > 1:
+        found["context_gather"] = flags.word("--cp-comm-type", "p2p") == "all_gather"
+    return found
+
+
+def _precision(flags: LaunchFlags) -> str:
+    if "--fp4-format" in flags:
+        return "nvfp4"
+    if any(flag in flags for flag in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")):
+        recipe = flags.choice("--fp8-recipe", (*_RECIPES, "blockwise"), "delayed")
+        if recipe == "blockwise":
+            raise flags.cannot("--fp8-recipe", "fp8 scaled by blocks of 128")
+        return _RECIPES[recipe]
+    return "bf16" if "--bf16" in flags else "fp16" if "--fp16" in flags else "fp32"
+
+
+def _recompute(flags: LaunchFlags) -> str:
+    granularity = "selective" if "--recompute-activations" in flags else None
+    granularity = flags.word("--recompute-granularity", granularity)
+    if granularity is None:
+        return "none"
+    if flags.choice("--recompute-granularity", ("full", "selective"), granularity) == "selective":
+        modules = flags.values.get("--recompute-modules", ("core_attn",))
+        return f"selective:{'+'.join(modules)}"
+    method = flags.choice("--recompute-method", ("uniform", "block"), "uniform")
+    count = flags.whole("--recompute-num-layers", 1)
+    return "full" if (method, count) == ("uniform", 1) else f"full:{method}:{count}"
+
+
+def _virtual(
+    flags: LaunchFlags, pp: int, blocks: int | None, counts: tuple[int, ...] | None
+) -> dict[str, int]:
+    """Return the virtual stages of a rank and whether messages between stages are hidden."""
+    vpp = flags.whole("--num-virtual-stages-per-pipeline-rank")
+    each = flags.whole("--num-layers-per-virtual-pipeline-stage")
+    if counts is not None and "--pipeline-model-parallel-layout" in flags:
+        if len(counts) % pp:
+            raise flags.invalid("--pipeline-model-parallel-layout", f"Must have a multiple of {pp} parts")
+        vpp = len(counts) // pp
+    elif each is not None:
+        if blocks is None:
+            raise flags.invalid("--num-layers-per-virtual-pipeline-stage", "Needs --num-layers")
+        if blocks % (pp * each):
+            rule = f"Must divide the {blocks} blocks over {pp} stages"
+            raise flags.invalid("--num-layers-per-virtual-pipeline-stage", rule)
+        vpp = blocks // (pp * each)
+    if vpp in (None, 1):
+        return {}
+    assert vpp is not None
+    return {"vpp": vpp, "p2p_overlap": "--no-overlap-p2p-communication" not in flags}
+
+
+def _block_counts(flags: LaunchFlags, pp: int, blocks: int | None) -> tuple[int, ...] | None:
+    layout = flags.word("--pipeline-model-parallel-layout")
+    if layout is not None:
+        return _layout(layout, flags)
+    first, last = (flags.whole(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if first is None and last is None:
+        return None
+    rest = pp - (first is not None) - (last is not None)
+    left = (blocks or 0) - (first or 0) - (last or 0)
+    if "--num-virtual-stages-per-pipeline-rank" in flags:
+        raise flags.cannot("--decoder-first-pipeline-num-layers", "uneven first stages with virtual ones")
+    if blocks is None or left < 0 or (left % rest if rest else left):
+        end = "first" if first is not None else "last"
+        raise flags.invalid(
+            f"--decoder-{end}-pipeline-num-layers",
+            f"Must leave blocks of --num-layers that {rest} stages share evenly",
+        )
+    ends = [[] if end is None else [end] for end in (first, last)]
+    return (*ends[0], *([left // rest] * rest if rest else []), *ends[1])
+
+
+def _layout(text: str, flags: LaunchFlags) -> tuple[int, ...]:
+    """Return the blocks of each part of a layout such as ``Et*3|(tt|)*29|tL``."""
+    found = 0
+    parts = [0]
+    for match in _PART.finditer(text):
+        found += match.end() - match.start()
+        word = match[1] * int(match[2]) if match[1] else (match[3] or "|") * int(match[4] or 1)
+        for letter in word:
+            if letter == "|":
+                parts.append(0)
+            elif letter == "t":
+                parts[-1] += 1
+            elif letter not in "EmL":
+                raise flags.invalid(
+                    "--pipeline-model-parallel-layout", "Has E, t, m and L, and | between parts"
+                )
+    if found != len(text):
+        raise flags.invalid("--pipeline-model-parallel-layout", "Is written as Et*5|t*6|t*5L")
+    return tuple(parts)
+
+
+def _notes(flags: LaunchFlags) -> tuple[str, ...]:
+    return ("Not read: the file that --yaml-cfg names.",) if "--yaml-cfg" in flags else ()

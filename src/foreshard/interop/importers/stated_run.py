@@ -1,0 +1,123 @@
+"""The run that a foreign configuration states, and how its values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreshard.errors import SpecError
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedRun:
+    """A run as degrees and options.
+
+    Attributes
+    ----------
+    choices : Mapping[str, Any]
+        Degrees and options by the names of `advise.request`; what the file leaves to model and cluster is not
+        in it.
+    num_blocks : int or None
+        Transformer blocks that the file states.
+    block_counts : tuple[int, ...] or None
+        Blocks of each virtual stage in the order in which a sample passes them, where the file cuts them.
+    passes : int or None
+        Micro-batches of a step on each rank.
+    shard_instances : int
+        Copies of the sharded states among the ranks of dp x cp; 1 where all ranks share one.
+    num_devices : int or None
+        Devices that the file states.
+    unstated : tuple[str, ...]
+        Options that files of this tool never state.
+    notes : tuple[str, ...]
+        What was assumed, and what the file sets that no plan states.
+    """
+
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    num_blocks: int | None = None
+    block_counts: tuple[int, ...] | None = None
+    passes: int | None = None
+    shard_instances: int = 1
+    num_devices: int | None = None
+    unstated: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigTable:
+    """A mapping of a configuration file whose values are checked as they are read.
+
+    ``auto`` of transformers counts as absent: the trainer's arguments state it.
+    """
+
+    values: Mapping[str, Any]
+    file: str
+    path: str = ""
+
+    def key(self, name: str) -> str:
+        """Return the full name of a key."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def get(self, name: str) -> Any:
+        """Return a value, None where it is absent, null or ``auto``."""
+        value = self.values.get(name)
+        return None if value in ("auto", "") else value
+
+    def table(self, name: str) -> ConfigTable:
+        """Return the mapping under a key, empty where it is absent."""
+        value = self.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.invalid(name, "Must be a table of keys and values")
+        return ConfigTable(value, self.file, self.key(name))
+
+    def whole(self, name: str, *, default: int | None = None, least: int = 1) -> int | None:
+        """Return a whole number of at least `least`; numbers written as text count."""
+        value = self.get(name)
+        if value is None:
+            return default
+        try:
+            number = int(value) if not isinstance(value, bool | float) else None
+        except (TypeError, ValueError):
+            number = None
+        if number is None or number < least:
+            raise self.invalid(name, f"Must be a whole number of at least {least}")
+        return number
+
+    def switch(self, name: str, *, default: bool = False) -> bool:
+        """Return a boolean; ``true`` and ``false`` as text count."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        raise self.invalid(name, "Must be true or false")
+
+    def word(self, name: str, meanings: Mapping[str, Any], *, default: str) -> Any:
+        """Return what a word means, in any case."""
+        value = str(self.get(name) if self.get(name) is not None else default)
+        known = {word.lower(): meaning for word, meaning in meanings.items()}
+        if value.lower() not in known:
+            raise self.invalid(name, f"Must be one of {', '.join(meanings)}")
+        return known[value.lower()]
+
+    def invalid(self, name: str, rule: str, fix: str | None = None) -> SpecError:
+        """Return the error of a value, to be raised."""
+        value = self.values.get(name)
+        shown = f"{value!r:.80}"
+        what = f"{shown} is not valid"
+        return SpecError(what, file=self.file, key=self.key(name), value=value, rule=rule, fix=fix)
+
+    def cannot(self, name: str, what: str) -> SpecError:
+        """Return the error of a setting that no plan expresses, to be raised."""
+        rule = "A plan states degrees, batch, precision, recompute, sharding, offload and overlap"
+        fix = "Predict the run without it, and say so beside the answer"
+        value = self.values.get(name)
+        what = f"no plan expresses {what}"
+        return SpecError(what, file=self.file, key=self.key(name), value=value, rule=rule, fix=fix)

@@ -1,0 +1,287 @@
+"""Configurations of other tools as plans: back from every export, and what people write by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from foreshard.api import import_plan
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
+from foreshard.errors import SpecError
+from foreshard.interop import export
+from foreshard.interop.importers import SOURCES
+from foreshard.interop.importers.launch_script import read_flags
+from foreshard.interop.megatron import overlaps
+from foreshard.spec.checks import check_plan
+from foreshard.spec.degrees import plan_from_degrees
+from foreshard.spec.plan import Plan, Stage
+
+MODEL, CLUSTER = load_model("llama3-8b"), load_cluster("2x8xh100-sxm")
+TOOLS = {
+    "megatron": "megatron-core",
+    "torchtitan@0.2": "torchtitan@0.2",
+    "deepspeed": "deepspeed",
+    "fsdp": "torchtitan",
+}
+RECOMPUTE = {
+    "megatron": ("none", "full", "full:block:3", "selective:core_attn", "selective:core_attn+mlp"),
+    "torchtitan@0.2": ("none", "full", "selective:op", "every-2"),
+    "deepspeed": ("none",),
+    "fsdp": ("none", "full"),
+}
+
+
+def drawn(target: str, rng: random.Random) -> Plan:
+    """A plan of degrees that often divide; those that do not raise SpecError."""
+    tp, pp, cp = rng.choice([1, 2, 4]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2])
+    vpp = rng.choice([1, 2]) if pp > 1 else 1
+    made = plan_from_degrees(
+        MODEL.num_layers,
+        CLUSTER.num_devices,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        vpp=vpp,
+        micro_batch=rng.choice([1, 2]),
+        global_batch=rng.choice([32, 64]),
+        seq_len=rng.choice([2048, 8192]),
+        sp=rng.choice([None, False]),
+        zero=rng.randrange(4),
+        shard_size=rng.choice([None, None, 2, 4]),
+        recompute=rng.choice(RECOMPUTE[target]),
+        offload=rng.choice(["none", "none", "optimizer", "activations", "all"]),
+        precision=rng.choice(["bf16", "fp16", "fp32", "fp8", "mxfp8"]),
+        optimizer=rng.choice(["adamw", "adamw", "sgd"]),
+        framework=TOOLS[target],
+    )
+    switches = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "context_gather")
+    return replace(made, comm={name: rng.random() < 0.5 for name in switches if rng.random() < 0.4})
+
+
+def sharding(stage: Stage) -> tuple[int, int]:
+    size = stage.shard_size or stage.inner_dp * stage.cp
+    return (stage.zero, size) if stage.zero and size > 1 else (0, 1)
+
+
+def meaning(plan: Plan, target: str) -> tuple[object, ...]:
+    """What the files of a target state of a plan."""
+    (group,) = plan.groups
+    stages = tuple(
+        (
+            stage.ranks,
+            stage.layers,
+            stage.tp,
+            stage.cp,
+            *sharding(stage),
+            stage.recompute,
+            stage.offload,
+        )
+        for stage in group.stages
+    )
+    hidden = overlaps(plan) if target == "megatron" else {}
+    if group.num_chunks == 1:
+        hidden.pop("p2p_overlap", None)
+    if group.stages[0].cp == 1:
+        hidden.pop("context_gather", None)
+    if group.stages[0].tp == 1:
+        hidden.pop("tp_overlap", None)
+    hidden.pop("expert_overlap", None)
+    size = (plan.global_batch, plan.seq_len) if target in ("megatron", "torchtitan@0.2") else ()
+    return (
+        stages,
+        group.schedule,
+        group.sp and group.stages[0].tp > 1,
+        plan.precision,
+        plan.optimizer,
+        size,
+        hidden,
+    )
+
+
+@pytest.mark.parametrize("target", TOOLS)
+def test_an_export_is_read_back_as_the_plan_it_came_from(target, tmp_path):
+    rng = random.Random(target)
+    read = 0
+    for _ in range(2000):
+        try:
+            plan = drawn(target, rng)
+            check_plan(plan, MODEL, CLUSTER)
+            made = export(plan, target, model=MODEL, cluster=CLUSTER)
+        except SpecError:
+            continue
+        (tmp_path / made.name).write_text(made.text, encoding="utf-8")
+        stated = {}
+        if target in ("deepspeed", "fsdp"):
+            stated = {"seq_len": plan.seq_len}
+        if target == "fsdp":
+            stage = plan.groups[0].stages[0]
+            stated |= {
+                "micro_batch": plan.groups[0].micro_batch // stage.inner_dp,
+                "global_batch": plan.global_batch,
+            }
+            stated["optimizer"] = plan.optimizer
+            if plan.precision == "tf32":
+                continue
+        back, _ = import_plan(str(tmp_path / made.name), target.partition("@")[0], MODEL, CLUSTER, **stated)
+        assert meaning(back, target) == meaning(plan, target), made.text
+        read += 1
+        if read == 40:
+            break
+    assert read >= 10
+
+
+SCRIPT = """#!/bin/bash
+# --tensor-model-parallel-size 64 is a comment
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+TP=4
+PP=2
+MBS=${MBS:-1}
+GBS=128
+SEQ_LEN="4096"
+GPT_ARGS="
+    --num-layers 32
+    --hidden-size 4096
+    --seq-length ${SEQ_LEN} \\
+    --bf16
+"
+PARALLEL=(
+    --tensor-model-parallel-size $TP
+    --pipeline-model-parallel-size ${PP:-8}
+    --sequence-parallel
+    --use-distributed-optimizer   # shards the states
+    --overlap-grad-reduce --overlap-param-gather
+)
+BATCH="--micro-batch-size ${MBS:-1} --global_batch_size=$GBS"
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py $GPT_ARGS "${PARALLEL[@]}" $BATCH | tee log
+"""
+
+
+def imported(tmp_path, text: str, source: str, **stated) -> Plan:
+    file = tmp_path / "config"
+    file.write_text(text, encoding="utf-8")
+    return import_plan(str(file), source, MODEL, CLUSTER, **stated)[0]
+
+
+def test_a_launch_script_as_people_write_it(tmp_path):
+    plan = imported(tmp_path, SCRIPT, "megatron")
+    (group,) = plan.groups
+    assert (group.stages[0].tp, len(group.stages), group.stages[0].inner_dp) == (4, 2, 2)
+    assert (plan.global_batch, plan.seq_len, group.micro_batch, group.sp) == (128, 4096, 2, True)
+    assert group.stages[0].zero == 1 and plan.comm["grad_overlap"] and not plan.comm["tp_overlap"]
+    assert group.stages[0].recompute == "none" and plan.precision == "bf16"
+
+
+def test_uneven_stages_of_a_launch_script(tmp_path):
+    base = "--num-layers 32 --pipeline-model-parallel-size 4 --seq-length 2048 --micro-batch-size 1 "
+    plan = imported(tmp_path, base + "--decoder-first-pipeline-num-layers 5", "megatron")
+    assert [stage.layers for stage in plan.groups[0].stages] == [
+        ((0, 6),),
+        ((6, 15),),
+        ((15, 24),),
+        ((24, 34),),
+    ]
+    plan = imported(tmp_path, base + "--pipeline-model-parallel-layout 'Ett|t*20|ttttt|t*5L'", "megatron")
+    assert [stage.layers for stage in plan.groups[0].stages] == [
+        ((0, 3),),
+        ((3, 23),),
+        ((23, 28),),
+        ((28, 34),),
+    ]
+
+
+def test_defaults_of_the_tools(tmp_path):
+    plan = imported(tmp_path, "[training]\nlocal_batch_size = 2\n", "torchtitan")
+    stage = plan.groups[0].stages[0]
+    assert (stage.zero, stage.recompute, plan.seq_len, plan.global_batch) == (3, "every-2", 2048, 32)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": "auto"},
+    }
+    plan = imported(tmp_path, json.dumps(config), "deepspeed", seq_len=2048)
+    assert (plan.global_batch, plan.precision, plan.groups[0].stages[0].zero) == (128, "bf16", 0)
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
+    assert imported(tmp_path, text, "accelerate", seq_len=2048).groups[0].stages[0].zero == 3
+    assert imported(tmp_path, "distributed_type: MULTI_GPU\n", "accelerate", seq_len=2048).framework == "ddp"
+
+
+BAD = (
+    ("megatron", "", "empty"),
+    ("megatron", "print('hello')", "no flags of Megatron"),
+    ("megatron", "--tensor-model-parallel-size $TP", "not set to a plain word"),
+    ("megatron", "--tensor-model-parallel-size two", "whole number"),
+    ("megatron", "--tensor-model-parallel-size", "Takes a value"),
+    ("megatron", "--tensor-model-parallel-size 3", "devices"),
+    ("megatron", "--num-layers 40 --micro-batch-size 1", "the file trains 40 blocks"),
+    ("megatron", "--num-layers 32 --use-torch-fsdp2", "no plan expresses"),
+    ("megatron", "--num-layers 32 --pipeline-model-parallel-layout 'Et*5|x'", "Has E, t, m and L"),
+    ("torchtitan", "import torchtitan\n", "Python code"),
+    ("torchtitan", "[training\n", "not valid TOML"),
+    (
+        "torchtitan",
+        "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'X'\n",
+        "Must be one of",
+    ),
+    ("deepspeed", "{", "not valid JSON"),
+    ("deepspeed", "[1]", "holds a list"),
+    ("deepspeed", '{"zero_optimization": {"stage": 4}}', "stages 0 to 3"),
+    ("deepspeed", '{"zero_optimization": 3}', "table"),
+    ("deepspeed", '{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "offload of weights"),
+    (
+        "deepspeed",
+        '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}',
+        "are not a batch of 7",
+    ),
+    ("accelerate", "distributed_type: TPU\n", "Must be FSDP"),
+    ("accelerate", "a: [\n", "not valid YAML"),
+    ("accelerate", "num_processes: 3\n", "3 devices"),
+    (
+        "fsdp",
+        "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n",
+        "inside a node",
+    ),
+)
+
+
+@pytest.mark.parametrize(("source", "text", "said"), BAD)
+def test_what_is_wrong_is_said(tmp_path, source, text, said):
+    with pytest.raises(SpecError, match=said) as caught:
+        imported(tmp_path, text, source)
+    assert caught.value.fix or caught.value.rule
+
+
+def test_random_bytes_are_an_answer_or_a_kind_error(tmp_path):
+    rng = random.Random(1)
+    words = [
+        *SCRIPT.split(),
+        "{",
+        "}",
+        "[a]",
+        "=",
+        ":",
+        '"',
+        "zero_optimization",
+        "stage",
+        "3",
+        "null",
+        "\x00",
+        "é",
+    ]
+    for _ in range(300):
+        text = "".join(rng.choice(words) + rng.choice([" ", "\n", ""]) for _ in range(rng.randrange(1, 12)))
+        for source in SOURCES:
+            try:
+                imported(tmp_path, text, source)
+            except SpecError:
+                continue
+
+
+def test_variables_and_quotes():
+    flags = read_flags('A=1\nB=$A\n--x "$B" --y=\'c d\' --z ${C:-3} --w "${D}" --x=2', "f")
+    assert flags.word("--x") == "2" and flags.whole("--z") == 3
+    with pytest.raises(SpecError, match="not set"):
+        flags.word("--w")
