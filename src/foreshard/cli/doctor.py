@@ -27,6 +27,7 @@ _EXTRAS = {
     "pandas": ("notebook", "to_pandas of results"),
     "matplotlib": ("notebook", "plot of results"),
 }
+_DISTRIBUTIONS = {"yaml": "PyYAML"}  # where a library is published under another name
 FAULT = 1  # exit code where something needed is broken
 
 
@@ -78,7 +79,7 @@ def _library(name: str) -> dict[str, str]:
 def _extra(name: str, extra: str, use: str) -> dict[str, str]:
     if find_spec(name) is None:
         return _check(name, "absent", f"optional: {use}; pip install 'foreshard[{extra}]'")
-    return _check(name, "ok", f"{metadata.version(name)}: {use}")
+    return _check(name, "ok", f"{metadata.version(_DISTRIBUTIONS.get(name, name))}: {use}")
 
 
 def _tried(name: str, look: Callable[[], str]) -> dict[str, str]:
