@@ -81,7 +81,7 @@ class Request:
     plan_file: str | None = None
     lora: str | None = None
     engine: str = "graph"
-    network: str = "closed-form"
+    network: str | None = None
     costs: str = "formula"
     fidelity: str = "zero-shot"
     tokens: float | None = None
@@ -163,11 +163,12 @@ class Request:
         from foreshard.catalog.training import TrainingConstants, training_constants
         from foreshard.predict.batch import PlannedRun
         from foreshard.predict.graph.bucket_choice import with_best_buckets
-        from foreshard.predict.step import graph_takes
+        from foreshard.predict.step import checked_network, graph_takes
         from foreshard.spec.checks import check_plan
 
         check_plan(plan, self.trained, self.cluster)
-        if self.engine != "graph" or not graph_takes(plan, self.network):
+        network = checked_network(self.network, self.engine)
+        if self.engine == "analytical" or not graph_takes(plan, network):
             raise no_best_buckets()
         ideal = self.fidelity == "datasheet"
         return with_best_buckets(
@@ -176,7 +177,7 @@ class Request:
             ),
             TrainingConstants.ideal() if ideal else training_constants(),
             fidelity=self.fidelity,
-            network=self.network,
+            network=network,
         )
 
     def with_choice(self, name: str, value: Any) -> Request:
@@ -191,7 +192,7 @@ class Request:
 
         asked = {**self._asked(), "engine": engine or self.engine}
         if asked["engine"] != self.engine:
-            asked["network"] = "closed-form"  # only the graph engine has tasks that share a network
+            asked["network"] = None  # what one engine shares another may not
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)

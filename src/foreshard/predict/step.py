@@ -30,7 +30,7 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import CollectiveTimes, Prediction
 from foreshard.spec.timeline import Timeline
 
-ENGINES = ("analytical", "graph")
+ENGINES = ("analytical", "graph", "event")
 NETWORKS = ("closed-form", "flow")
 COSTS = ("formula",)
 FIDELITIES = ("datasheet", "zero-shot", "calibrated")
@@ -66,7 +66,7 @@ def predict_timeline(
     *,
     framework: Framework | None = None,
     engine: str = "graph",
-    network: str = "closed-form",
+    network: str | None = None,
     costs: str = "formula",
     fidelity: str = "zero-shot",
     tokens: float | None = None,
@@ -83,9 +83,10 @@ def predict_timeline(
     model, cluster, plan
     framework : Framework, optional
         Default: the one the plan names.
-    engine : {'graph', 'analytical'}
-    network : {'closed-form', 'flow'}
-        'flow': all transfers of the step share links and NICs in one flow simulation (graph engine).
+    engine : {'graph', 'analytical', 'event'}
+    network : {'closed-form', 'flow'}, optional
+        'flow': all transfers of the step share links and NICs in one flow simulation, the default of the
+        event engine; 'closed-form': each takes its own time, the default of the others.
     costs : {'formula'}
     fidelity : {'zero-shot', 'datasheet'}
         'datasheet' uses no fitted constant.
@@ -161,7 +162,11 @@ def _times(
     """Return the parts of the step from one engine, and what sharing the network does to its transfers."""
     if engine == "analytical":
         return slowest_parts(step_times(batch, joined=True)), None, ()
-    _check_size(case.plan)
+    _check_size(case.plan, engine)
+    if engine == "event":
+        from foreshard.predict.event.engine import event_times
+
+        return event_times(case, batch, network=network, timeline=timeline)
     from foreshard.predict.graph.engine import graph_times, shared_times
 
     if network == "flow":
@@ -169,16 +174,18 @@ def _times(
     return (*graph_times(case, batch, timeline=timeline), ())
 
 
-def checked_network(network: str, engine: str) -> str:
-    """Return the name of a network model that the engine has."""
+def checked_network(network: str | None, engine: str) -> str:
+    """Return the name of a network model that the engine has, its default where none is named."""
+    if network is None:
+        return "flow" if engine == "event" else "closed-form"
     name = one_of(network, NETWORKS, key="--network", name="network")
     if name == "flow" and engine == "analytical":
         raise SpecError(
             "the analytical engine has no tasks whose transfers could share a network",
             key="--network",
             value=network,
-            rule="Flows are simulated for the tasks of the graph engine",
-            fix="Use --engine graph, or --network closed-form",
+            rule="Flows are simulated for the tasks of the engines graph and event",
+            fix="Use --engine graph or event, or --network closed-form",
         )
     return name
 
@@ -200,14 +207,14 @@ def _num_ops(plan: Plan) -> int:
     return sum(2 * math.prod(size) for size in sizes)
 
 
-def _check_size(plan: Plan) -> None:
+def _check_size(plan: Plan, engine: str) -> None:
     num_ops = _num_ops(plan)
     if not graph_takes(plan):
         raise SpecError(
             f"{num_ops:,} forwards and backwards in one step",
             key="--engine",
-            value="graph",
-            rule=f"The graph engine lines up at most {MAX_GRAPH_OPS:,}",
+            value=engine,
+            rule=f"The {engine} engine lines up at most {MAX_GRAPH_OPS:,}",
             fix="Use --engine analytical, or a larger --micro-batch",
         )
 

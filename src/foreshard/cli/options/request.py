@@ -107,11 +107,11 @@ def _comm_option(name: str) -> click.Option:
 
 def _question_options(with_engine: bool) -> list[click.Option]:
     engine = [
-        click.Option(["--engine"], type=Word("analytical", "graph"), help="Default graph."),
+        click.Option(["--engine"], type=Word("analytical", "graph", "event"), help="Default graph."),
         click.Option(
             ["--network"],
             type=Word("closed-form", "flow"),
-            help="How transfers take time: each by itself, or sharing links and NICs (default closed-form).",
+            help="How transfers take time: each by itself, or sharing links and NICs (default of event).",
         ),
         click.Option(["--costs"], metavar="SOURCE", help="Cost source (default formula)."),
     ]
