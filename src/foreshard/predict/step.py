@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foreshard.catalog.devices import catalog_version
@@ -26,6 +26,7 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
+from foreshard.spec.noise import Noise, StepDistribution
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import CollectiveTimes, Prediction
 from foreshard.spec.timeline import Timeline
@@ -69,6 +70,7 @@ def predict_timeline(
     network: str | None = None,
     costs: str = "formula",
     fidelity: str = "zero-shot",
+    noise: Noise | None = None,
     tokens: float | None = None,
     usd_per_device_hour: float | None = None,
     observed_step_s: float | None = None,
@@ -90,6 +92,8 @@ def predict_timeline(
     costs : {'formula'}
     fidelity : {'zero-shot', 'datasheet'}
         'datasheet' uses no fitted constant.
+    noise : Noise, optional
+        How ranks differ: the step becomes a distribution, its time the mean (event engine).
     tokens : float, optional
         Tokens of the whole run, for its total cost.
     usd_per_device_hour : float, optional
@@ -110,6 +114,7 @@ def predict_timeline(
     started = time.perf_counter()
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
     network = checked_network(network, engine)
+    _check_noise(noise, engine)
     if costs not in COSTS:
         raise SpecError(
             f"unknown cost source {costs!r}",
@@ -129,21 +134,20 @@ def predict_timeline(
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
     batch = build_batch([case], constants, fidelity=fidelity)
-    parts, events, collectives = _times(case, batch, engine, network, timeline)
+    found = _times(case, batch, engine, network, timeline, noise)
     prediction = _assemble(
         case,
         batch,
-        parts,
+        found,
         engine=engine,
         network=network,
-        collectives=collectives,
         costs=costs,
         fidelity=fidelity,
         tokens=tokens,
         usd_per_device_hour=usd_per_device_hour,
         observed_step_s=observed_step_s,
     )
-    return replace(prediction, predict_s=time.perf_counter() - started), events
+    return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
 
 
 def _number(key: str, value: Any, *, zero: bool = False) -> None:
@@ -156,22 +160,51 @@ def _number(key: str, value: Any, *, zero: bool = False) -> None:
         raise invalid(value, rule, key=key, name=key.strip("-"), fix="Leave it out, or give a number")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Times:
+    """The parts of a step, when its tasks run, what sharing does to transfers, and how the step varies."""
+
+    parts: dict[str, float]
+    timeline: Timeline | None = None
+    collectives: tuple[CollectiveTimes, ...] = ()
+    distribution: StepDistribution | None = None
+
+
 def _times(
-    case: PlannedRun, batch: Batch, engine: str, network: str, timeline: bool
-) -> tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...]]:
-    """Return the parts of the step from one engine, and what sharing the network does to its transfers."""
+    case: PlannedRun, batch: Batch, engine: str, network: str, timeline: bool, noise: Noise | None
+) -> _Times:
+    """Return what one engine finds of a step."""
     if engine == "analytical":
-        return slowest_parts(step_times(batch, joined=True)), None, ()
+        return _Times(parts=slowest_parts(step_times(batch, joined=True)))
     _check_size(case.plan, engine)
     if engine == "event":
         from foreshard.predict.event.engine import event_times
 
-        return event_times(case, batch, network=network, timeline=timeline)
+        found = event_times(case, batch, network=network, timeline=timeline, noise=noise)
+        return _Times(
+            parts=found.parts,
+            timeline=found.timeline,
+            collectives=found.collectives,
+            distribution=found.distribution,
+        )
     from foreshard.predict.graph.engine import graph_times, shared_times
 
     if network == "flow":
-        return shared_times(case, batch, timeline=timeline)
-    return (*graph_times(case, batch, timeline=timeline), ())
+        parts, events, collectives = shared_times(case, batch, timeline=timeline)
+        return _Times(parts=parts, timeline=events, collectives=collectives)
+    parts, events = graph_times(case, batch, timeline=timeline)
+    return _Times(parts=parts, timeline=events)
+
+
+def _check_noise(noise: Noise | None, engine: str) -> None:
+    if noise is not None and engine != "event":
+        raise SpecError(
+            f"the {engine} engine has one rank for all that are alike",
+            key="--engine",
+            value=engine,
+            rule="Ranks and steps that differ are simulated by the event engine",
+            fix="Use --engine event, or leave out jitter and slow ranks",
+        )
 
 
 def checked_network(network: str | None, engine: str) -> str:
@@ -264,11 +297,10 @@ def _bottleneck(parts: Mapping[str, float]) -> str:
 def _assemble(
     case: PlannedRun,
     batch: Batch,
-    parts: dict[str, float],
+    found: _Times,
     *,
     engine: str,
     network: str,
-    collectives: tuple[CollectiveTimes, ...],
     costs: str,
     fidelity: str,
     tokens: float | None,
@@ -276,7 +308,7 @@ def _assemble(
     observed_step_s: float | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, evidence = case.plan, _evidence(case)
+    plan, evidence, parts = case.plan, _evidence(case), found.parts
     step_s = sum(parts.values())
     known = interval_evidence(evidence, {device.arch for device, _ in devices_of(case)})
     interval = step_interval(case, step_s, parts, evidence=known, fidelity=fidelity)
@@ -315,7 +347,8 @@ def _assemble(
         framework=case.framework.label,
         engine=engine,
         network=network,
-        collectives=collectives,
+        collectives=found.collectives,
+        step_time_distribution=found.distribution,
         costs=costs,
         fidelity=fidelity,
         evidence=evidence,

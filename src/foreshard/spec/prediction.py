@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from foreshard.spec.noise import StepDistribution
 from foreshard.spec.plan import Plan
 from foreshard.spec.shown import Shown
 
@@ -139,6 +140,7 @@ class Prediction(Shown):
     engine: str
     network: str = "closed-form"
     collectives: tuple[CollectiveTimes, ...] = ()
+    step_time_distribution: StepDistribution | None = None
     costs: str
     fidelity: str
     evidence: str
@@ -156,6 +158,8 @@ class Prediction(Shown):
         out["time_breakdown_s"] = dict(self.time_breakdown_s)
         out["explain"] = dict(self.explain)
         out["collectives"] = [one.to_dict() for one in self.collectives]
+        varied = self.step_time_distribution
+        out["step_time_distribution"] = None if varied is None else asdict(varied)
         out["memory"] = self.memory.to_dict()
         out["cost"] = asdict(self.cost)
         out["plan"] = self.plan.to_dict()

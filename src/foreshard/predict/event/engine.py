@@ -6,11 +6,14 @@ find the same times, by different algorithms: the longest path there, a queue of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.errors import SpecError
 from foreshard.predict.batch import Batch, PlannedRun
+from foreshard.predict.event.noise import NoisyStep
 from foreshard.predict.graph.engine import ranks_wait_s, slowdown_beside, step_parts
 from foreshard.predict.graph.lowering import Step, lower
 from foreshard.predict.graph.prices import group_prices
@@ -19,6 +22,7 @@ from foreshard.predict.graph.transfers import SharedPorts, SharedStep
 from foreshard.sim import contention
 from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.sim.critical_path import TaskTimes
+from foreshard.spec.noise import Noise, StepDistribution
 from foreshard.spec.prediction import CollectiveTimes
 from foreshard.spec.timeline import Timeline
 
@@ -32,10 +36,38 @@ class EventStep:
     shared: SharedStep | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EventTimes:
+    """What the engine found of a step.
+
+    Attributes
+    ----------
+    parts : dict of str to float
+        Exposed seconds by part on the critical rank; they sum to the (mean) step.
+    timeline : Timeline or None
+        With all ranks alike.
+    collectives : tuple of CollectiveTimes
+        Shared transfers; empty where none are shared.
+    distribution : StepDistribution or None
+        Of the step, where ranks differ.
+    """
+
+    parts: dict[str, float]
+    timeline: Timeline | None
+    collectives: tuple[CollectiveTimes, ...]
+    distribution: StepDistribution | None
+
+
 def event_times(
-    case: PlannedRun, batch: Batch, *, network: str, timeline: bool, compiled: bool | None = None
-) -> tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...]]:
-    """Return the exposed seconds of a step by part, when each task runs if asked, and shared transfers.
+    case: PlannedRun,
+    batch: Batch,
+    *,
+    network: str,
+    timeline: bool,
+    noise: Noise | None = None,
+    compiled: bool | None = None,
+) -> EventTimes:
+    """Return the times of a step.
 
     Parameters
     ----------
@@ -43,25 +75,102 @@ def event_times(
     network : {'flow', 'closed-form'}
         Whether transfers share links and NICs, or each takes its own time.
     timeline : bool
+        Whether to list when each task runs.
+    noise : Noise, optional
+        How ranks differ.
     compiled : bool, optional
         As in `sim.contention.run`.
+
+    Raises
+    ------
+    SpecError
+        If the noise names ranks that are not in the plan, or slow links where none are shared.
     """
     run = simulated(case, batch, network=network, compiled=compiled)
     parts, totals = step_parts(run.step, run.times, run.shared)
-    makespan_s = sum(parts.values())
-    parts["straggler"] = ranks_wait_s(batch, makespan_s)
+    alike_s = sum(parts.values())
+    parts["straggler"], distribution = ranks_wait_s(batch, alike_s), None
+    if noise is not None:
+        distribution = _distribution(case, batch, run, noise, network=network, compiled=compiled)
+        parts["straggler"] = distribution.mean_s - alike_s
     step_s = sum(parts.values())
     events = None
     if timeline:
-        events = timeline_of(case, run.step, run.times, run.times.makespan_s * step_s / makespan_s)
-    return parts, events, () if totals is None else totals.by_class(step_s)
+        events = timeline_of(case, run.step, run.times, run.times.makespan_s * step_s / alike_s)
+    classes = () if totals is None else totals.by_class(step_s)
+    return EventTimes(parts=parts, timeline=events, collectives=classes, distribution=distribution)
 
 
-def simulated(case: PlannedRun, batch: Batch, *, network: str, compiled: bool | None = None) -> EventStep:
-    """Return the step of a plan, every micro-batch of it simulated."""
+def _distribution(
+    case: PlannedRun,
+    batch: Batch,
+    alike: EventStep,
+    noise: Noise,
+    *,
+    network: str,
+    compiled: bool | None,
+) -> StepDistribution:
+    """Return the seconds of a step over many draws, and what each kind of noise adds.
+
+    Stated jitter replaces the wait for the slowest rank that the constants of training know.
+    """
+    noise.check_ranks(case.plan.ranks)
+    run, alike_s = alike, alike.times.makespan_s
+    if noise.slow_link:
+        run = simulated(case, batch, network=network, compiled=compiled, slow_link=noise.slow_link)
+    links_s = run.times.makespan_s - alike_s
+    step = NoisyStep.of(case, run.step, run.times)
+    all_s, jitter_s = step.seconds(noise), 0.0
+    if noise.jitter > 0.0:
+        even = step.seconds(noise.without_slow_ranks()) if noise.slow else all_s
+        jitter_s = float(even.mean()) - run.times.makespan_s
+    else:
+        usual_s = ranks_wait_s(batch, alike_s)
+        alike_s, all_s = alike_s + usual_s, all_s + usual_s
+    mean_s = float(all_s.mean())
+    p50_s, p90_s, p99_s = np.quantile(all_s, (0.5, 0.9, 0.99)).tolist()
+    return StepDistribution(
+        mean_s=mean_s,
+        p50_s=p50_s,
+        p90_s=p90_s,
+        p99_s=p99_s,
+        alike_s=alike_s,
+        jitter_s=jitter_s,
+        slow_ranks_s=mean_s - alike_s - links_s - jitter_s,
+        slow_links_s=links_s,
+        steps=len(all_s),
+        seed=noise.seed,
+    )
+
+
+def simulated(
+    case: PlannedRun,
+    batch: Batch,
+    *,
+    network: str,
+    compiled: bool | None = None,
+    slow_link: Mapping[int, float] | None = None,
+) -> EventStep:
+    """Return the step of a plan, every micro-batch of it simulated with all ranks alike.
+
+    Links and NIC of the ranks of `slow_link` carry so many times less.
+
+    Raises
+    ------
+    SpecError
+        If links are slow where transfers share none.
+    """
+    if slow_link and network != "flow":
+        raise SpecError(
+            "slow links where transfers share no links",
+            key="--slow-link",
+            value=next(iter(slow_link)),
+            rule="The closed forms know links by kind, the flow network those of each stage",
+            fix="Leave out --network, or use --network flow",
+        )
     step = lower(group_prices(case, batch), slowdown_beside(batch))
     if network == "flow":
-        shared = SharedPorts.of(case, batch).run(step, compiled=compiled)
+        shared = SharedPorts.of(case, batch, slow_link).run(step, compiled=compiled)
         return EventStep(step=step, times=shared.run.times, shared=shared)
     alone = contention.run(step.program, _alone(step), SharedNetwork(), compiled=compiled)
     return EventStep(step=step, times=alone.times, shared=None)
