@@ -22,8 +22,8 @@ from foreshard.predict.graph.engine import graph_times, shared_times
 from foreshard.sim import contention
 from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.sim.replicas import ALL, SET, last_end_s
-from foreshard.spec.noise import TAILS, Noise
 from foreshard.spec.prediction import TIME_PARTS
+from foreshard.spec.variation import TAILS, Noise
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planned_runs import built, runs

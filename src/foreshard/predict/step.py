@@ -18,6 +18,7 @@ from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, PlannedRun, build_batch
 from foreshard.predict.explanation import explanations
+from foreshard.predict.goodput import run_efficiency
 from foreshard.predict.interval import LEVEL, interval_evidence, step_interval
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
@@ -26,10 +27,10 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.noise import Noise, StepDistribution
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import CollectiveTimes, Prediction
 from foreshard.spec.timeline import Timeline
+from foreshard.spec.variation import Noise, Reliability, StepDistribution
 
 ENGINES = ("analytical", "graph", "event")
 NETWORKS = ("closed-form", "flow")
@@ -71,6 +72,7 @@ def predict_timeline(
     costs: str = "formula",
     fidelity: str = "zero-shot",
     noise: Noise | None = None,
+    reliability: Reliability | None = None,
     tokens: float | None = None,
     usd_per_device_hour: float | None = None,
     observed_step_s: float | None = None,
@@ -94,6 +96,8 @@ def predict_timeline(
         'datasheet' uses no fitted constant.
     noise : Noise, optional
         How ranks differ: the step becomes a distribution, its time the mean (event engine).
+    reliability : Reliability, optional
+        What interrupts the run; its goodput is predicted.
     tokens : float, optional
         Tokens of the whole run, for its total cost.
     usd_per_device_hour : float, optional
@@ -143,6 +147,7 @@ def predict_timeline(
         network=network,
         costs=costs,
         fidelity=fidelity,
+        reliability=reliability,
         tokens=tokens,
         usd_per_device_hour=usd_per_device_hour,
         observed_step_s=observed_step_s,
@@ -303,6 +308,7 @@ def _assemble(
     network: str,
     costs: str,
     fidelity: str,
+    reliability: Reliability | None,
     tokens: float | None,
     usd_per_device_hour: float | None,
     observed_step_s: float | None,
@@ -320,6 +326,8 @@ def _assemble(
     memory, _ = plan_memory(case)
     num_devices = len(plan.ranks)
     rates, texts = rates_of(case, batch, parts, step_s)
+    run = None if reliability is None else run_efficiency(case, step_s, reliability)
+    paid_tokens = tokens if tokens is None or run is None else tokens / run.goodput
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=interval,
@@ -334,12 +342,13 @@ def _assemble(
             case.cluster,
             step_s,
             plan.tokens,
-            tokens=tokens,
+            tokens=paid_tokens,
             usd_per_device_hour=usd_per_device_hour,
             num_devices=num_devices,
         ),
-        goodput=None,
-        run_time_s=None if tokens is None else tokens * step_s / plan.tokens,
+        goodput=None if run is None else run.goodput,
+        run=run,
+        run_time_s=None if paid_tokens is None else paid_tokens * step_s / plan.tokens,
         bottleneck=_bottleneck(parts),
         plan=plan,
         model=case.model.name,
@@ -352,7 +361,7 @@ def _assemble(
         costs=costs,
         fidelity=fidelity,
         evidence=evidence,
-        assumptions=(*learned, *assumptions(case)),
+        assumptions=(*learned, *assumptions(case, goodput=run is not None)),
         explain=explanations(case, batch, parts, engine=engine, measured=bool(learned)) | texts,
         catalog_version=catalog_version(),
     )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from foreshard.spec.noise import StepDistribution
 from foreshard.spec.plan import Plan
 from foreshard.spec.shown import Shown
+from foreshard.spec.variation import RunEfficiency, StepDistribution
 
 TIME_LABELS = {
     "compute": "compute",
@@ -131,6 +131,7 @@ class Prediction(Shown):
     cost: Money
     energy_j_per_step: float | None
     goodput: float | None
+    run: RunEfficiency | None = None
     run_time_s: float | None = None
     bottleneck: str
     plan: Plan
@@ -160,6 +161,7 @@ class Prediction(Shown):
         out["collectives"] = [one.to_dict() for one in self.collectives]
         varied = self.step_time_distribution
         out["step_time_distribution"] = None if varied is None else asdict(varied)
+        out["run"] = None if self.run is None else asdict(self.run)
         out["memory"] = self.memory.to_dict()
         out["cost"] = asdict(self.cost)
         out["plan"] = self.plan.to_dict()

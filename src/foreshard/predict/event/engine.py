@@ -22,9 +22,9 @@ from foreshard.predict.graph.transfers import SharedPorts, SharedStep
 from foreshard.sim import contention
 from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.sim.critical_path import TaskTimes
-from foreshard.spec.noise import Noise, StepDistribution
 from foreshard.spec.prediction import CollectiveTimes
 from foreshard.spec.timeline import Timeline
+from foreshard.spec.variation import Noise, StepDistribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,8 +19,8 @@ from foreshard.predict.graph.lowering import LoweredGroup, Step
 from foreshard.predict.graph.prices import first_of_equals
 from foreshard.sim.critical_path import TaskTimes
 from foreshard.sim.replicas import ALL, EACH, SET, ReplicatedProgram, last_end_s
-from foreshard.spec.noise import Noise
 from foreshard.spec.plan import Group
+from foreshard.spec.variation import Noise
 
 _COMPUTED = ("compute", "recompute", "host")
 _MAX_ROW = 2**18  # draws of a task at once, some MB
