@@ -72,7 +72,10 @@ class Noise:
             for rank in factors:
                 if rank not in ranks:
                     rule = f"The plan has ranks {min(ranks)} to {max(ranks)}"
-                    raise SpecError(f"rank {rank} is not in the plan", key=flag, value=rank, rule=rule)
+                    fix = f"Name one of them, or leave out {flag}"
+                    raise SpecError(
+                        f"rank {rank} is not in the plan", key=flag, value=rank, rule=rule, fix=fix
+                    )
 
     def without_slow_ranks(self) -> Noise:
         """Return the jitter alone, of the same draws."""
