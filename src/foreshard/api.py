@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from foreshard.spec.plan_file import load_plan as load_plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
+from foreshard.spec.variation import Noise, Reliability
 
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
@@ -90,10 +92,15 @@ def request(
     **choices
         Degrees and options (tp, pp, zero, micro_batch, tp_overlap, ...), lora, engine, costs, fidelity,
         tokens, usd_per_device_hour, observed_step_s, prices (a file of them); plan_file names the
-        plan in errors.
+        plan in errors. The fields of `spec.variation.Noise` (jitter=0.03, slow={12: 1.5}, seeds=64) and of
+        `spec.variation.Reliability` (mtbf_h, restart_s, checkpoint_bytes_per_s) by their names.
     """
     stated = {name: value for name, value in choices.items() if value is not None}
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
+    for name, kind in (("noise", Noise), ("reliability", Reliability)):
+        given = {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
+        if given:
+            asked[name] = kind(**given)
     if isinstance(plan, str):
         asked, plan = {"plan_file": plan, **asked}, load_plan(plan)
     source, target = _loaded(model, cluster)

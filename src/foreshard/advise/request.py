@@ -21,6 +21,7 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import ALGORITHMS, AUTO, COMM_OPTIONS, Plan, checked_buckets, no_best_buckets
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
+from foreshard.spec.variation import Noise, Reliability
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp")
 OPTIONS = (
@@ -40,7 +41,17 @@ OPTIONS = (
     "collectives",
     "buckets",
 )
-ASKED = ("engine", "network", "costs", "fidelity", "tokens", "usd_per_device_hour", "observed_step_s")
+ASKED = (
+    "engine",
+    "network",
+    "costs",
+    "fidelity",
+    "noise",
+    "reliability",
+    "tokens",
+    "usd_per_device_hour",
+    "observed_step_s",
+)
 """What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
 COSTS = ("formula",)
@@ -81,9 +92,11 @@ class Request:
     plan_file: str | None = None
     lora: str | None = None
     engine: str = "graph"
-    network: str = "closed-form"
+    network: str | None = None
     costs: str = "formula"
     fidelity: str = "zero-shot"
+    noise: Noise | None = None
+    reliability: Reliability | None = None
     tokens: float | None = None
     usd_per_device_hour: float | None = None
     observed_step_s: float | None = None
@@ -163,11 +176,12 @@ class Request:
         from foreshard.catalog.training import TrainingConstants, training_constants
         from foreshard.predict.batch import PlannedRun
         from foreshard.predict.graph.bucket_choice import with_best_buckets
-        from foreshard.predict.step import graph_takes
+        from foreshard.predict.step import checked_network, graph_takes
         from foreshard.spec.checks import check_plan
 
         check_plan(plan, self.trained, self.cluster)
-        if self.engine != "graph" or not graph_takes(plan, self.network):
+        network = checked_network(self.network, self.engine)
+        if self.engine == "analytical" or not graph_takes(plan, network):
             raise no_best_buckets()
         ideal = self.fidelity == "datasheet"
         return with_best_buckets(
@@ -176,7 +190,7 @@ class Request:
             ),
             TrainingConstants.ideal() if ideal else training_constants(),
             fidelity=self.fidelity,
-            network=self.network,
+            network=network,
         )
 
     def with_choice(self, name: str, value: Any) -> Request:
@@ -191,7 +205,7 @@ class Request:
 
         asked = {**self._asked(), "engine": engine or self.engine}
         if asked["engine"] != self.engine:
-            asked["network"] = "closed-form"  # only the graph engine has tasks that share a network
+            asked |= {"network": None, "noise": None}  # other engines share less, and have one rank for all
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)
@@ -199,7 +213,9 @@ class Request:
     def compare(self) -> tuple[Prediction, ...]:
         """Return the predictions under every engine and cost source."""
         return tuple(
-            replace(self, engine=engine, costs=costs).predict() for engine in ENGINES for costs in COSTS
+            replace(self, engine=engine, costs=costs, noise=None).predict()
+            for engine in ENGINES
+            for costs in COSTS
         )
 
     def predict_timeline(self) -> tuple[Prediction, Timeline | None]:

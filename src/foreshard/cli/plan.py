@@ -115,11 +115,15 @@ def _vendors() -> tuple[str, ...]:
     help="Size of a bucket of gradients, as 25MiB, or auto: the best of each plan (default: the framework).",
 )
 @click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
-@click.option("--engine", type=Word("analytical", "graph"), help="Times the best plans found; default graph.")
+@click.option(
+    "--engine",
+    type=Word("analytical", "graph", "event"),
+    help="Times the best plans found; default graph.",
+)
 @click.option(
     "--network",
     type=Word("closed-form", "flow"),
-    help="Of these times: transfers each by itself, or sharing links and NICs (default closed-form).",
+    help="Of these times: transfers each by itself, or sharing links and NICs (default of event).",
 )
 @click.option("--top", type=Count(1, 1000), help="Plans to show (default 5).")
 @click.option("--budget-s", type=Amount(dimension="s"), help="Seconds to search (default 60).")

@@ -143,7 +143,7 @@ def checked_request(
     precision: str = "bf16",
     optimizer: str = "adamw",
     engine: str = "graph",
-    network: str = "closed-form",
+    network: str | None = None,
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,

@@ -15,7 +15,14 @@ _ROUTING = {
 }
 
 
-def assumptions(case: PlannedRun) -> tuple[str, ...]:
+_NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
+_GOODPUT = (
+    "goodput: failures strike at a constant rate, a failed device is replaced within the restart, "
+    "a checkpoint counts when it is saved, nothing is evaluated in between"
+)
+
+
+def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
     """Return what was assumed to answer, in plain sentences."""
     plan, framework = case.plan, case.framework
     zero = max(stage.zero for group in plan.groups for stage in group.stages)
@@ -29,7 +36,7 @@ def assumptions(case: PlannedRun) -> tuple[str, ...]:
         f"framework {framework.label}: attention {framework.attention}, "
         f"{8 * framework.grad_bytes}-bit main gradients, "
         f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
-        "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted",
+        _GOODPUT if goodput else _NO_GOODPUT,
     ]
     if case.cluster.network.kind != "flat":
         said.append(

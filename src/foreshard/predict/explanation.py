@@ -122,7 +122,7 @@ def _step(found: Figures, parts: Mapping[str, float], engine: str, measured: boo
     how = (
         "tasks of one rank per distinct stage lined up by the schedule; exposed times on the rank that "
         "computes longest"
-        if engine == "graph"
+        if engine != "analytical"
         else "the slowest stage times its micro-batches, plus one passage of the others"
     )
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foreshard.catalog.devices import catalog_version
@@ -18,6 +18,7 @@ from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, PlannedRun, build_batch
 from foreshard.predict.explanation import explanations
+from foreshard.predict.goodput import run_efficiency
 from foreshard.predict.interval import LEVEL, interval_evidence, step_interval
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
@@ -29,8 +30,9 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import CollectiveTimes, Prediction
 from foreshard.spec.timeline import Timeline
+from foreshard.spec.variation import Noise, Reliability, StepDistribution
 
-ENGINES = ("analytical", "graph")
+ENGINES = ("analytical", "graph", "event")
 NETWORKS = ("closed-form", "flow")
 COSTS = ("formula",)
 FIDELITIES = ("datasheet", "zero-shot", "calibrated")
@@ -66,9 +68,11 @@ def predict_timeline(
     *,
     framework: Framework | None = None,
     engine: str = "graph",
-    network: str = "closed-form",
+    network: str | None = None,
     costs: str = "formula",
     fidelity: str = "zero-shot",
+    noise: Noise | None = None,
+    reliability: Reliability | None = None,
     tokens: float | None = None,
     usd_per_device_hour: float | None = None,
     observed_step_s: float | None = None,
@@ -83,12 +87,17 @@ def predict_timeline(
     model, cluster, plan
     framework : Framework, optional
         Default: the one the plan names.
-    engine : {'graph', 'analytical'}
-    network : {'closed-form', 'flow'}
-        'flow': all transfers of the step share links and NICs in one flow simulation (graph engine).
+    engine : {'graph', 'analytical', 'event'}
+    network : {'closed-form', 'flow'}, optional
+        'flow': all transfers of the step share links and NICs in one flow simulation, the default of the
+        event engine; 'closed-form': each takes its own time, the default of the others.
     costs : {'formula'}
     fidelity : {'zero-shot', 'datasheet'}
         'datasheet' uses no fitted constant.
+    noise : Noise, optional
+        How ranks differ: the step becomes a distribution, its time the mean (event engine).
+    reliability : Reliability, optional
+        What interrupts the run; its goodput is predicted.
     tokens : float, optional
         Tokens of the whole run, for its total cost.
     usd_per_device_hour : float, optional
@@ -109,6 +118,7 @@ def predict_timeline(
     started = time.perf_counter()
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
     network = checked_network(network, engine)
+    _check_noise(noise, engine)
     if costs not in COSTS:
         raise SpecError(
             f"unknown cost source {costs!r}",
@@ -128,21 +138,21 @@ def predict_timeline(
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
     batch = build_batch([case], constants, fidelity=fidelity)
-    parts, events, collectives = _times(case, batch, engine, network, timeline)
+    found = _times(case, batch, engine, network, timeline, noise)
     prediction = _assemble(
         case,
         batch,
-        parts,
+        found,
         engine=engine,
         network=network,
-        collectives=collectives,
         costs=costs,
         fidelity=fidelity,
+        reliability=reliability,
         tokens=tokens,
         usd_per_device_hour=usd_per_device_hour,
         observed_step_s=observed_step_s,
     )
-    return replace(prediction, predict_s=time.perf_counter() - started), events
+    return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
 
 
 def _number(key: str, value: Any, *, zero: bool = False) -> None:
@@ -155,30 +165,65 @@ def _number(key: str, value: Any, *, zero: bool = False) -> None:
         raise invalid(value, rule, key=key, name=key.strip("-"), fix="Leave it out, or give a number")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Times:
+    """The parts of a step, when its tasks run, what sharing does to transfers, and how the step varies."""
+
+    parts: dict[str, float]
+    timeline: Timeline | None = None
+    collectives: tuple[CollectiveTimes, ...] = ()
+    distribution: StepDistribution | None = None
+
+
 def _times(
-    case: PlannedRun, batch: Batch, engine: str, network: str, timeline: bool
-) -> tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...]]:
-    """Return the parts of the step from one engine, and what sharing the network does to its transfers."""
+    case: PlannedRun, batch: Batch, engine: str, network: str, timeline: bool, noise: Noise | None
+) -> _Times:
+    """Return what one engine finds of a step."""
     if engine == "analytical":
-        return slowest_parts(step_times(batch, joined=True)), None, ()
-    _check_size(case.plan)
+        return _Times(parts=slowest_parts(step_times(batch, joined=True)))
+    _check_size(case.plan, engine)
+    if engine == "event":
+        from foreshard.predict.event.engine import event_times
+
+        found = event_times(case, batch, network=network, timeline=timeline, noise=noise)
+        return _Times(
+            parts=found.parts,
+            timeline=found.timeline,
+            collectives=found.collectives,
+            distribution=found.distribution,
+        )
     from foreshard.predict.graph.engine import graph_times, shared_times
 
     if network == "flow":
-        return shared_times(case, batch, timeline=timeline)
-    return (*graph_times(case, batch, timeline=timeline), ())
+        parts, events, collectives = shared_times(case, batch, timeline=timeline)
+        return _Times(parts=parts, timeline=events, collectives=collectives)
+    parts, events = graph_times(case, batch, timeline=timeline)
+    return _Times(parts=parts, timeline=events)
 
 
-def checked_network(network: str, engine: str) -> str:
-    """Return the name of a network model that the engine has."""
+def _check_noise(noise: Noise | None, engine: str) -> None:
+    if noise is not None and engine != "event":
+        raise SpecError(
+            f"the {engine} engine has one rank for all that are alike",
+            key="--engine",
+            value=engine,
+            rule="Ranks and steps that differ are simulated by the event engine",
+            fix="Use --engine event, or leave out jitter and slow ranks",
+        )
+
+
+def checked_network(network: str | None, engine: str) -> str:
+    """Return the name of a network model that the engine has, its default where none is named."""
+    if network is None:
+        return "flow" if engine == "event" else "closed-form"
     name = one_of(network, NETWORKS, key="--network", name="network")
     if name == "flow" and engine == "analytical":
         raise SpecError(
             "the analytical engine has no tasks whose transfers could share a network",
             key="--network",
             value=network,
-            rule="Flows are simulated for the tasks of the graph engine",
-            fix="Use --engine graph, or --network closed-form",
+            rule="Flows are simulated for the tasks of the engines graph and event",
+            fix="Use --engine graph or event, or --network closed-form",
         )
     return name
 
@@ -200,14 +245,14 @@ def _num_ops(plan: Plan) -> int:
     return sum(2 * math.prod(size) for size in sizes)
 
 
-def _check_size(plan: Plan) -> None:
+def _check_size(plan: Plan, engine: str) -> None:
     num_ops = _num_ops(plan)
     if not graph_takes(plan):
         raise SpecError(
             f"{num_ops:,} forwards and backwards in one step",
             key="--engine",
-            value="graph",
-            rule=f"The graph engine lines up at most {MAX_GRAPH_OPS:,}",
+            value=engine,
+            rule=f"The {engine} engine lines up at most {MAX_GRAPH_OPS:,}",
             fix="Use --engine analytical, or a larger --micro-batch",
         )
 
@@ -257,19 +302,19 @@ def _bottleneck(parts: Mapping[str, float]) -> str:
 def _assemble(
     case: PlannedRun,
     batch: Batch,
-    parts: dict[str, float],
+    found: _Times,
     *,
     engine: str,
     network: str,
-    collectives: tuple[CollectiveTimes, ...],
     costs: str,
     fidelity: str,
+    reliability: Reliability | None,
     tokens: float | None,
     usd_per_device_hour: float | None,
     observed_step_s: float | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, evidence = case.plan, _evidence(case)
+    plan, evidence, parts = case.plan, _evidence(case), found.parts
     step_s = sum(parts.values())
     known = interval_evidence(evidence, {device.arch for device, _ in devices_of(case)})
     interval = step_interval(case, step_s, parts, evidence=known, fidelity=fidelity)
@@ -281,6 +326,8 @@ def _assemble(
     memory, _ = plan_memory(case)
     num_devices = len(plan.ranks)
     rates, texts = rates_of(case, batch, parts, step_s)
+    run = None if reliability is None else run_efficiency(case, step_s, reliability)
+    paid_tokens = tokens if tokens is None or run is None else tokens / run.goodput
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=interval,
@@ -295,12 +342,13 @@ def _assemble(
             case.cluster,
             step_s,
             plan.tokens,
-            tokens=tokens,
+            tokens=paid_tokens,
             usd_per_device_hour=usd_per_device_hour,
             num_devices=num_devices,
         ),
-        goodput=None,
-        run_time_s=None if tokens is None else tokens * step_s / plan.tokens,
+        goodput=None if run is None else run.goodput,
+        run=run,
+        run_time_s=None if paid_tokens is None else paid_tokens * step_s / plan.tokens,
         bottleneck=_bottleneck(parts),
         plan=plan,
         model=case.model.name,
@@ -308,11 +356,12 @@ def _assemble(
         framework=case.framework.label,
         engine=engine,
         network=network,
-        collectives=collectives,
+        collectives=found.collectives,
+        step_time_distribution=found.distribution,
         costs=costs,
         fidelity=fidelity,
         evidence=evidence,
-        assumptions=(*learned, *assumptions(case)),
+        assumptions=(*learned, *assumptions(case, goodput=run is not None)),
         explain=explanations(case, batch, parts, engine=engine, measured=bool(learned)) | texts,
         catalog_version=catalog_version(),
     )

@@ -13,6 +13,8 @@ from foreshard.report.plan_words import place_of, plan_line
 from foreshard.report.price_words import dated
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
+from foreshard.spec.variation import RunEfficiency, StepDistribution
+from foreshard.units import number_of
 
 _CLASS_LABELS = {
     "tensor_comm": "tensor-parallel",
@@ -21,6 +23,12 @@ _CLASS_LABELS = {
     "gradient_reduce": "reduction of gradients",
     "parameter_gather": "gathering of weights",
     "pipeline_comm": "messages between stages",
+}
+_LOSSES = {
+    "loading_data": "waiting for data",
+    "checkpoints": "saving checkpoints",
+    "lost_steps": "work lost with failures, done again",
+    "restarts": "restarts",
 }
 NOTHING_HELPS = "What would help: no single change tried wins one per cent or more."
 
@@ -127,6 +135,35 @@ def collectives_table(prediction: Prediction) -> Table:
     return table("Transfers by themselves, and on the network that all share", columns, rows)
 
 
+def distribution_table(varied: StepDistribution) -> Table:
+    """Return how a step varies with its ranks, and what each kind of noise adds to its mean."""
+    rows = [
+        ("all ranks alike", quantity.seconds(varied.alike_s)),
+        ("jitter: waiting for the slowest rank", quantity.seconds(varied.jitter_s)),
+        ("slow ranks", quantity.seconds(varied.slow_ranks_s)),
+        ("slow links", quantity.seconds(varied.slow_links_s)),
+        ("mean", quantity.seconds(varied.mean_s)),
+        ("median", quantity.seconds(varied.p50_s)),
+        ("90 of 100 steps within", quantity.seconds(varied.p90_s)),
+        ("99 of 100 steps within", quantity.seconds(varied.p99_s)),
+    ]
+    title = f"Steps whose ranks differ, {number_of(varied.steps, 'draw')} (seed {varied.seed})"
+    return table(title, ("step", ">time"), rows)
+
+
+def run_table(run: RunEfficiency) -> Table:
+    """Return what becomes of the time of a run."""
+    rows = [("predicted steps (goodput)", quantity.percent(run.goodput))]
+    rows += [(_LOSSES[name], quantity.percent(part)) for name, part in run.lost.items() if part > 0.0]
+    title = "Where the time of the run goes"
+    if run.mtbf_s is not None and run.checkpoint_every_s is not None:
+        title += (
+            f": a failure every {quantity.seconds(run.mtbf_s)}, "
+            f"a checkpoint every {quantity.seconds(run.checkpoint_every_s)}"
+        )
+    return table(title, ("time", ">share"), rows)
+
+
 def memory_table(memory: Memory) -> Table:
     """Return where the memory of the fullest rank goes; the rows sum to the peak."""
     unit = quantity.memory_unit(memory.peak_bytes)
@@ -206,6 +243,10 @@ def prediction_screen(
     tables = [time_table(prediction), memory_table(prediction.memory)]
     if prediction.collectives:
         tables.append(collectives_table(prediction))
+    if prediction.step_time_distribution is not None:
+        tables.append(distribution_table(prediction.step_time_distribution))
+    if prediction.run is not None:
+        tables.append(run_table(prediction.run))
     if uneven(groups):
         tables.append(groups_table(groups))
     if advice:

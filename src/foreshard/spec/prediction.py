@@ -8,6 +8,7 @@ from typing import Any
 
 from foreshard.spec.plan import Plan
 from foreshard.spec.shown import Shown
+from foreshard.spec.variation import RunEfficiency, StepDistribution
 
 TIME_LABELS = {
     "compute": "compute",
@@ -130,6 +131,7 @@ class Prediction(Shown):
     cost: Money
     energy_j_per_step: float | None
     goodput: float | None
+    run: RunEfficiency | None = None
     run_time_s: float | None = None
     bottleneck: str
     plan: Plan
@@ -139,6 +141,7 @@ class Prediction(Shown):
     engine: str
     network: str = "closed-form"
     collectives: tuple[CollectiveTimes, ...] = ()
+    step_time_distribution: StepDistribution | None = None
     costs: str
     fidelity: str
     evidence: str
@@ -156,6 +159,9 @@ class Prediction(Shown):
         out["time_breakdown_s"] = dict(self.time_breakdown_s)
         out["explain"] = dict(self.explain)
         out["collectives"] = [one.to_dict() for one in self.collectives]
+        varied = self.step_time_distribution
+        out["step_time_distribution"] = None if varied is None else asdict(varied)
+        out["run"] = None if self.run is None else asdict(self.run)
         out["memory"] = self.memory.to_dict()
         out["cost"] = asdict(self.cost)
         out["plan"] = self.plan.to_dict()

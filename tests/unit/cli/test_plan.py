@@ -74,7 +74,7 @@ def test_nothing_fits_exits_3_with_the_object(shell):
         ("--seq", "0"),
         ("--max-devices", "0"),
         ("--framework", "pytorch-ddp-2"),
-        ("--engine", "event"),
+        ("--engine", "packets"),
         ("--tokens", "-1"),
     ],
 )

@@ -10,6 +10,7 @@ import click
 from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Word
+from foreshard.cli.options.varying import VARYING, varying_options
 from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
@@ -107,16 +108,16 @@ def _comm_option(name: str) -> click.Option:
 
 def _question_options(with_engine: bool) -> list[click.Option]:
     engine = [
-        click.Option(["--engine"], type=Word("analytical", "graph"), help="Default graph."),
+        click.Option(["--engine"], type=Word("analytical", "graph", "event"), help="Default graph."),
         click.Option(
             ["--network"],
             type=Word("closed-form", "flow"),
-            help="How transfers take time: each by itself, or sharing links and NICs (default closed-form).",
+            help="How transfers take time: each by itself, or sharing links and NICs (default of event).",
         ),
         click.Option(["--costs"], metavar="SOURCE", help="Cost source (default formula)."),
     ]
     return [
-        *(engine if with_engine else []),
+        *([*engine, *varying_options()] if with_engine else []),
         click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
         click.Option(
             ["--tokens"],
@@ -160,5 +161,5 @@ def to_request(values: Mapping[str, Any]) -> Request:
         named_cluster(values["cluster"]),
         api.load_plan(values["plan"]) if values.get("plan") else None,
         plan_file=values.get("plan"),
-        **{name: values.get(name) for name in (*DEGREES, *OPTIONS, *ASKED, "lora", "prices")},
+        **{name: values.get(name) for name in (*DEGREES, *OPTIONS, *ASKED, *VARYING, "lora", "prices")},
     )

@@ -37,7 +37,7 @@ def graph_times(
     ------
     docs/derivations/step.md.
     """
-    run = _Run(float(np.max(contention(batch.machine))), compiled)
+    run = _Run(slowdown_beside(batch), compiled)
     return _times(run, case, batch, timeline)[:2]
 
 
@@ -49,7 +49,7 @@ def shared_times(
     The slowdown of computation beside collectives is that of `graph_times`; `compiled` as in
     `comm.flow.simulation.simulate`.
     """
-    run = _Run(float(np.max(contention(batch.machine))), compiled, SharedPorts.of(case, batch))
+    run = _Run(slowdown_beside(batch), compiled, SharedPorts.of(case, batch))
     parts, events, totals = _times(run, case, batch, timeline)
     return parts, events, () if totals is None else totals.by_class(sum(parts.values()))
 
@@ -61,9 +61,7 @@ def _times(
     prices = group_prices(case, batch)
     parts, totals = run.parts(prices)
     makespan_s = sum(parts.values())
-    num_devices = float(np.asarray(batch.pipeline.num_devices).flat[0])
-    doublings = max(0.0, float(np.log2(max(num_devices, 1.0) / 8.0)))
-    parts["straggler"] = float(batch.machine.constants.jitter) * doublings * makespan_s
+    parts["straggler"] = ranks_wait_s(batch, makespan_s)
     if not timeline:
         return parts, None, totals
     from foreshard.predict.graph.timeline import timeline_of
@@ -71,6 +69,18 @@ def _times(
     step, times, _ = run(prices)
     until_s = times.makespan_s * (sum(parts.values()) / makespan_s)
     return parts, timeline_of(case, step, times, until_s), totals
+
+
+def slowdown_beside(batch: Batch) -> float:
+    """Return what a second of collectives beside computation adds to it, seconds."""
+    return float(np.max(contention(batch.machine)))
+
+
+def ranks_wait_s(batch: Batch, makespan_s: float) -> float:
+    """Return how long a step of so many seconds waits for its slowest rank, by the number of devices."""
+    num_devices = float(np.asarray(batch.pipeline.num_devices).flat[0])
+    doublings = max(0.0, float(np.log2(max(num_devices, 1.0) / 8.0)))
+    return float(batch.machine.constants.jitter) * doublings * makespan_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +109,11 @@ class _Run:
         first = prices[0]
         rounds = first.num_micro_batches // first.num_stages
         if len(prices) > 1 or rounds <= 2 * _ROUNDS[2] or first.num_tasks <= MAX_TASKS:
-            return _parts(*self(prices))
-        runs = [_parts(*self([first.without(rounds - kept)])) for kept in _ROUNDS]
+            return step_parts(*self(prices))
+        runs = [step_parts(*self([first.without(rounds - kept)])) for kept in _ROUNDS]
         few_s, some_s, more_s = (sum(parts.values()) for parts, _ in runs)
         if abs((more_s - some_s) - (some_s - few_s)) > 1e-9 * more_s:
-            return _parts(*self(prices))
+            return step_parts(*self(prices))
         times = (rounds - _ROUNDS[2]) / (_ROUNDS[2] - _ROUNDS[1])
         (some, before), (more, after) = runs[1:]
         parts = {name: max(0.0, float(v + times * (v - some[name]))) for name, v in more.items()}
@@ -111,7 +121,7 @@ class _Run:
         return parts, None if before is None or after is None else after.beyond(before, times)
 
 
-def _parts(
+def step_parts(
     step: Step, times: TaskTimes, shared: SharedStep | None
 ) -> tuple[dict[str, float], TransferTotals | None]:
     """Assign every second of the critical rank to one part; total its transfers where they shared ports."""

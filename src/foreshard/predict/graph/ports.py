@@ -7,6 +7,7 @@ closed forms; the parts add up to the whole, which therefore binds nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from foreshard.comm.fabric import Fabric
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import PlannedRun
-from foreshard.predict.graph.prices import GroupPrices
+from foreshard.predict.graph.prices import GroupPrices, first_of_equals
 from foreshard.sim.contention import SharedNetwork
 
 OUT, IN = 0, 1
@@ -48,8 +49,12 @@ class _Ports:
 class StepNetwork:
     """Ports of all distinct stages of a step, and the routes of its transfers over them."""
 
-    def __init__(self, case: PlannedRun, prices: list[GroupPrices]):
+    def __init__(
+        self, case: PlannedRun, prices: list[GroupPrices], slow_link: Mapping[int, float] | None = None
+    ):
+        """Build the ports of a step; ranks of `slow_link` carry so many times less."""
         self.network = SharedNetwork()
+        self._slower = _slower(case, slow_link or {})
         self.machines = {price.index: price.machines for price in prices}
         self._crosses = {price.index: price.crosses for price in prices}
         self._ports: dict[tuple[int, int], _Ports] = {}
@@ -63,7 +68,11 @@ class StepNetwork:
     def _new(self, case: PlannedRun, price: GroupPrices, s: int) -> _Ports:
         fabric, rank = price.machines[s].fabric, price.group.stages[s].ranks[0]
         link, nic = float(fabric.intra_bytes_per_s), _share(fabric)
-        add = self.network.resource
+        slower = self._slower.get((price.index, s), 1.0)
+
+        def add(name: str, bytes_per_s: float) -> int:
+            return self.network.resource(name, bytes_per_s / slower)
+
         return _Ports(
             link=(add(f"rank {rank} links out", link), add(f"rank {rank} links in", link)),
             nic=(add(f"rank {rank} NIC out", nic), add(f"rank {rank} NIC in", nic)),
@@ -134,6 +143,18 @@ class StepNetwork:
             label = f"rank {rank} slowest {name} on the way of {path[2]}"
             self._paths[key] = self.network.resource(label, rate)
         return self._paths[key]
+
+
+def _slower(case: PlannedRun, slow_link: Mapping[int, float]) -> dict[tuple[int, int], float]:
+    """Return by how much the slowest links of a stage, in any group like it, are slower."""
+    found: dict[tuple[int, int], float] = {}
+    if not slow_link:
+        return found
+    for group, like in zip(case.plan.groups, first_of_equals(case), strict=True):
+        for s, stage in enumerate(group.stages):
+            slower = [factor for rank, factor in slow_link.items() if rank in stage.ranks]
+            found[like, s] = max([*slower, found.get((like, s), 1.0)])
+    return found
 
 
 def _share(fabric: Any) -> float:

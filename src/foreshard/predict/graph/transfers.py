@@ -7,7 +7,8 @@ the closed form reaches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -151,15 +152,16 @@ class SharedPorts:
 
     case: PlannedRun
     prices: PartialPrices
+    slow_link: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, case: PlannedRun, batch: Batch) -> SharedPorts:
-        """Return the executor of a plan."""
-        return cls(case=case, prices=partial_prices(case, batch))
+    def of(cls, case: PlannedRun, batch: Batch, slow_link: Mapping[int, float] | None = None) -> SharedPorts:
+        """Return the executor of a plan; links and NIC of ranks of `slow_link` carry so many times less."""
+        return cls(case=case, prices=partial_prices(case, batch), slow_link=slow_link or {})
 
     def run(self, step: Step, *, compiled: bool | None = None) -> SharedStep:
         """Return when the tasks of a step run."""
-        network = StepNetwork(self.case, [lowered.prices for lowered in step.groups])
+        network = StepNetwork(self.case, [lowered.prices for lowered in step.groups], self.slow_link)
         phases, label, transfer_s = _phases(step, self.prices.occupancy(step), network)
         return SharedStep(
             run=contention.run(step.program, phases, network.network, compiled=compiled),

@@ -1,0 +1,223 @@
+"""What varies in a run: ranks that differ from step to step, and failures; and what follows from both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreshard.errors import SpecError
+from foreshard.spec.codec import invalid, one_of, whole
+
+AUTO_INTERVAL = "auto"
+TAILS = ("lognormal", "pareto")
+MAX_JITTER = 1.0
+MAX_FACTOR = 1000.0
+MAX_STEPS = 10_000
+_MOST = 1e18  # seconds, hours or bytes per second: beyond all that is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How the ranks of a run differ.
+
+    Attributes
+    ----------
+    jitter : float
+        Standard deviation of the seconds that a pass of a micro-batch computes on a rank, over their mean:
+        every pass on every rank is drawn by itself.
+    jitter_tail : {'lognormal', 'pareto'}
+        Of these seconds: 'pareto' has rare passes that take many times as long.
+    slow : mapping of rank to factor
+        Ranks that compute that many times as long.
+    slow_link : mapping of rank to factor
+        Ranks whose links and NIC carry that many times less.
+    seeds : int
+        Steps that are drawn.
+    seed : int
+        Of the first; the same seed gives the same numbers.
+    """
+
+    jitter: float = 0.0
+    jitter_tail: str = "lognormal"
+    slow: Mapping[int, float] = field(default_factory=dict)
+    slow_link: Mapping[int, float] = field(default_factory=dict)
+    seeds: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range."""
+        if not _is_number(self.jitter) or not 0.0 <= self.jitter <= MAX_JITTER:
+            rule = f"Is a part of the mean, from 0 to {MAX_JITTER:g}"
+            raise invalid(self.jitter, rule, key="--jitter", name="jitter", fix="Write it like 3%")
+        one_of(self.jitter_tail, TAILS, key="--jitter-tail", name="jitter-tail")
+        whole(self.seeds, 1, MAX_STEPS, key="--seeds", name="seeds")
+        whole(self.seed, 0, 2**63 - 1, key="--seed", name="seed")
+        for flag, factors in (("--slow", self.slow), ("--slow-link", self.slow_link)):
+            for rank, factor in factors.items():
+                whole(rank, 0, key=flag, name="rank")
+                if not _is_number(factor) or not 1.0 <= factor <= MAX_FACTOR:
+                    rule = f"A factor is from 1 to {MAX_FACTOR:g}: how many times as slow"
+                    raise invalid(factor, rule, key=flag, name=flag.strip("-"), fix="Write it like 12=1.5")
+
+    def check_ranks(self, ranks: Collection[int]) -> None:
+        """Refuse ranks that are not among those of the plan.
+
+        Raises
+        ------
+        SpecError
+        """
+        for flag, factors in (("--slow", self.slow), ("--slow-link", self.slow_link)):
+            for rank in factors:
+                if rank not in ranks:
+                    rule = f"The plan has ranks {min(ranks)} to {max(ranks)}"
+                    fix = f"Name one of them, or leave out {flag}"
+                    raise SpecError(
+                        f"rank {rank} is not in the plan", key=flag, value=rank, rule=rule, fix=fix
+                    )
+
+    def without_slow_ranks(self) -> Noise:
+        """Return the jitter alone, of the same draws."""
+        return Noise(jitter=self.jitter, jitter_tail=self.jitter_tail, seeds=self.seeds, seed=self.seed)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDistribution:
+    """Seconds of a step of which the ranks differ, the slowest of them waited for.
+
+    Attributes
+    ----------
+    mean_s, p50_s, p90_s, p99_s : float
+        Over the steps drawn; the mean is the expected maximum over the ranks.
+    alike_s : float
+        Of the same step with all ranks and links alike.
+    jitter_s, slow_ranks_s, slow_links_s : float
+        What each adds to the mean, the others present: they and `alike_s` sum to it.
+    steps : int
+        How many were drawn.
+    seed : int
+    """
+
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    alike_s: float
+    jitter_s: float
+    slow_ranks_s: float
+    slow_links_s: float
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """What interrupts a run and what that costs.
+
+    Attributes
+    ----------
+    mtbf_h, node_mtbf_h : float, optional
+        Mean hours between failures of one device, and of one node apart from its devices. One at least.
+    restart_s : float
+        From a failure to the first new step, without loading the checkpoint.
+    checkpoint_s : float, optional
+        Seconds for which training stands still to save. By default the bytes over the bandwidth.
+    checkpoint_bytes_per_s : float, optional
+        Of all ranks together, to and from storage: what loading takes, and saving unless stated.
+    checkpoint_every_s : float, optional
+        Seconds of steps between checkpoints; the interval with the best goodput unless given.
+    loader_tokens_per_s : float, optional
+        What data loading delivers; steps wait for it where they are faster.
+    """
+
+    mtbf_h: float | None = None
+    node_mtbf_h: float | None = None
+    restart_s: float | None = None
+    checkpoint_s: float | None = None
+    checkpoint_bytes_per_s: float | None = None
+    checkpoint_every_s: float | None = None
+    loader_tokens_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no positive number, and failures of which something is not known."""
+        flags = {
+            "mtbf_h": "--mtbf-h",
+            "node_mtbf_h": "--node-mtbf-h",
+            "restart_s": "--restart-s",
+            "checkpoint_s": "--checkpoint-s",
+            "checkpoint_bytes_per_s": "--checkpoint-bandwidth",
+            "checkpoint_every_s": "--checkpoint-every",
+            "loader_tokens_per_s": "--loader-tokens-per-s",
+        }
+        for name, flag in flags.items():
+            value = getattr(self, name)
+            if value is not None and not _is_positive(value):
+                rule = "Must be a finite number above 0"
+                raise invalid(value, rule, key=flag, name=flag.strip("-"), fix="Leave it out, or give one")
+        fails = self.mtbf_h is not None or self.node_mtbf_h is not None
+        saves = self.checkpoint_s is not None or self.checkpoint_bytes_per_s is not None
+        _needs(
+            fails or not (saves or self.restart_s or self.checkpoint_every_s),
+            "--mtbf-h",
+            "checkpoints and restarts without failures",
+            "Hours between failures of a device (--mtbf-h) or a node (--node-mtbf-h) say how often",
+        )
+        _needs(not fails or self.restart_s is not None, "--restart-s", *_UNKNOWN_RESTART)
+        _needs(not fails or saves, "--checkpoint-bandwidth", *_UNKNOWN_SAVING)
+
+
+_UNKNOWN_RESTART = ("failures without the time of a restart", "A failure costs a restart and lost steps")
+_UNKNOWN_SAVING = (
+    "failures without the time of a checkpoint",
+    "It follows from --checkpoint-bandwidth and the bytes of weights and states, or is --checkpoint-s",
+)
+
+
+def _needs(known: bool, flag: str, what: str, rule: str) -> None:
+    if not known:
+        raise SpecError(what, key=flag, rule=rule, fix=f"Give {flag}")
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0.0 < value < _MOST and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEfficiency:
+    """What becomes of the time of a run.
+
+    Attributes
+    ----------
+    goodput : float
+        Seconds of the predicted steps over seconds of the run.
+    failures_per_day, mtbf_s : float, float or None
+        Of the whole run.
+    checkpoint_every_s, checkpoint_every_steps : float or None, int or None
+        Seconds of steps, and steps, between checkpoints.
+    young_daly_every_s : float or None
+        The same by Daly's estimate.
+    checkpoint_s, load_s, restart_s : float or None
+        Saving once; loading after a failure; the whole restart, loading counted.
+    checkpoint_bytes : float
+    lost : mapping of str to float
+        Parts of the run's time: `loading_data`, `checkpoints`, `lost_steps` (done again), `restarts`. With
+        goodput they sum to 1.
+    """
+
+    goodput: float
+    failures_per_day: float
+    mtbf_s: float | None
+    checkpoint_every_s: float | None
+    checkpoint_every_steps: int | None
+    young_daly_every_s: float | None
+    checkpoint_s: float | None
+    load_s: float | None
+    restart_s: float | None
+    checkpoint_bytes: float
+    lost: dict[str, float]
