@@ -19,7 +19,7 @@ from foreshard.spec.prediction import Prediction
 
 _TIE = 1e-9
 """Part of a step by which another plan has to be better: less is rounding."""
-_JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
+_JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine", "memory_margin")
 """Words of a request that :func:`judge` takes."""
 
 

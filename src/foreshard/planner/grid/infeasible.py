@@ -17,6 +17,7 @@ from foreshard.planner.nearest_change import (
     other_frameworks,
     other_optimizers,
     other_sequences,
+    smaller_margins,
 )
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import TimeBudget
@@ -104,7 +105,7 @@ def _fits(request: PlanRequest) -> bool:
 
 def _fix(request: PlanRequest, most_s: float) -> str | None:
     """Return the nearest change of each kind that fits, as far as the user waits for it."""
-    kinds = (other_batches, more_equal_nodes, other_frameworks, other_optimizers, other_sequences)
+    kinds = (other_batches, more_equal_nodes, other_frameworks, other_optimizers, other_sequences, smaller_margins)
     try:
         found = fitting_changes(
             (kind(request) for kind in kinds), _fits, most=len(kinds), budget=TimeBudget.of(most_s)

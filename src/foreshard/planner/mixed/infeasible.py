@@ -16,6 +16,7 @@ from foreshard.planner.nearest_change import (
     more_nodes_of_each,
     other_optimizers,
     other_sequences,
+    smaller_margins,
 )
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
@@ -44,7 +45,10 @@ def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> Infea
         if devices > 1
         else f"the one device that may be used, with {memory:,.0f} GiB"
     )
-    kinds = (half_precision, any_number_of_devices, other_optimizers, other_sequences, more_nodes_of_each)
+    kinds = (
+        *(half_precision, any_number_of_devices, smaller_margins, other_optimizers, other_sequences),
+        more_nodes_of_each,
+    )
     found = fitting_changes((kind(request) for kind in kinds), _fits, most=1)
     return InfeasibleError(
         f"no pipeline of {request.model.name} fits {where}",
