@@ -47,7 +47,9 @@ def asking(
 def left_free_words(request: PlanRequest) -> str:
     """Return how much memory plans leave free, empty where they may take all."""
     left = 1.0 - _share(request)
-    return f"{percent(left, 0)} of memory left free (--memory-margin {request.memory_margin:g})" if left else ""
+    return (
+        f"{percent(left, 0)} of memory left free (--memory-margin {request.memory_margin:g})" if left else ""
+    )
 
 
 def with_whole_memory(result: PlanResult, request: PlanRequest) -> PlanResult:
@@ -68,9 +70,7 @@ def beside_whole_memory(ranked: Ranked, cluster: Cluster, framework: Framework) 
     memory = ranked.prediction.memory
     capacity = cluster.device_of(memory.peak_rank).capacity_bytes
     known = (
-        None
-        if memory.fits_probability is None
-        else fits_probability(framework, memory.peak_bytes, capacity)
+        None if memory.fits_probability is None else fits_probability(framework, memory.peak_bytes, capacity)
     )
     whole = replace(memory, capacity_bytes=capacity, fits_probability=known)
     return replace(ranked, prediction=replace(ranked.prediction, memory=whole))

@@ -47,6 +47,7 @@ class Pipeline:
     head_frozen: Any
     heads: Any
     tied: Any
+    by_order: Any = 0.0  # 1 + place in `BY_ORDER` of a schedule whose longest path is that through its order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,16 @@ import click
 from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Word
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import (
+    ALGORITHMS,
+    COMM_OPTIONS,
+    MAX_SEQ_LEN,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+)
 
 _DEGREE_HELP = {
     "dp": "Data-parallel replicas (default: what the others leave).",
@@ -63,7 +70,7 @@ def _run_options() -> list[click.Option]:
             type=Word(*OFFLOADS, CPU),
             help="To host memory; cpu is what the framework offloads under that name.",
         ),
-        click.Option(["--schedule"], type=Word(*MODELLED_SCHEDULES), help="Of the pipeline (default 1f1b)."),
+        click.Option(["--schedule"], type=Word(*SCHEDULES), help="Of the pipeline (default 1f1b)."),
         click.Option(
             ["--dtype", "precision"], type=Word(*PRECISIONS), help="Of the matrix products (default bf16)."
         ),

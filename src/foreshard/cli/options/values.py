@@ -166,7 +166,6 @@ _MEANT = {
     "zero-bubble": "zb-h1",
     "zbvzerobubble": "zbv",
     "interleavedzerobubble": "zb-h1",
-    "dualpipev": "dualpipe",
     "opt": "optimizer",
     "optimizer-states": "optimizer",
     "states": "optimizer",

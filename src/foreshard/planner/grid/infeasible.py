@@ -105,7 +105,14 @@ def _fits(request: PlanRequest) -> bool:
 
 def _fix(request: PlanRequest, most_s: float) -> str | None:
     """Return the nearest change of each kind that fits, as far as the user waits for it."""
-    kinds = (other_batches, more_equal_nodes, other_frameworks, other_optimizers, other_sequences, smaller_margins)
+    kinds = (
+        other_batches,
+        more_equal_nodes,
+        other_frameworks,
+        other_optimizers,
+        other_sequences,
+        smaller_margins,
+    )
     try:
         found = fitting_changes(
             (kind(request) for kind in kinds), _fits, most=len(kinds), budget=TimeBudget.of(most_s)
