@@ -21,6 +21,8 @@ FOLDED = {"zbv": zbv_order, "dualpipev": dualpipev_order, "dualpipe": dualpipe_o
 """Schedules whose second chunks go through the stages the other way round, and their orders."""
 BY_ORDER = ("zb-h2", *FOLDED)
 """Schedules without a closed form: their longest path is that through their order of work."""
+PAIRED = ("dualpipe", "dualpipev")
+"""Schedules whose forwards run beside backwards, layer by layer."""
 ZERO_BUBBLE = ("zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev")
 """Schedules that split some or all backwards; their messages run beside the work."""
 

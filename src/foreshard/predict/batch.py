@@ -16,7 +16,7 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, fabric_between, fabric_of
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
-from foreshard.graph.schedules import BY_ORDER, ZERO_BUBBLE
+from foreshard.graph.schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
 from foreshard.graph.shapes import NO_LAYER, LayerShape, RankShape, layer_shape
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import (
@@ -241,6 +241,7 @@ def rank_shape(
         micro_batch=samples,
         offload_optimizer=float(stage.offload in ("optimizer", "all")),
         offload_activations=float(stage.offload in ("activations", "all")),
+        paired=float(group.schedule in PAIRED),
         **(strides or {}),
     )
 

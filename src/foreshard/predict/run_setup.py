@@ -100,6 +100,7 @@ class RunSetup:
             "copies": 1.0,
             "offload_optimizer": 0.0,
             "offload_activations": 0.0,
+            "paired": 0.0,
             "tp_stride": 1.0,
             "cp_stride": tp,
             "ep_stride": etp,
