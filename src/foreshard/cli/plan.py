@@ -96,7 +96,7 @@ def _vendors() -> tuple[str, ...]:
     "precision",
     type=Words(*PRECISIONS, single=True),
     metavar="WORD,WORD",
-    help="Of the matrix products; of several the search chooses (default bf16).",
+    help="Of the matrix products; of several the search chooses (default bf16, else fp16).",
 )
 @click.option(
     "--comm",

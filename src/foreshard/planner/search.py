@@ -58,7 +58,7 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     """
     adapters = asked.pop("lora", None)
     model = model if adapters is None else with_adapters(model, adapters)
-    precisions = checked_precisions(asked.pop("precision", None) or "bf16")
+    precisions = checked_precisions(asked.pop("precision", None) or cluster.default_precision(of_all=False))
     may = asked.pop("comm", None) or AS_SHIPPED
     whole = checked_request(model, cluster, precision=precisions[0], **asked)
     request = leaving_free(whole)

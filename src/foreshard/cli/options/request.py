@@ -72,7 +72,9 @@ def _run_options() -> list[click.Option]:
         ),
         click.Option(["--schedule"], type=Word(*SCHEDULES), help="Of the pipeline (default 1f1b)."),
         click.Option(
-            ["--dtype", "precision"], type=Word(*PRECISIONS), help="Of the matrix products (default bf16)."
+            ["--dtype", "precision"],
+            type=Word(*PRECISIONS),
+            help="Of the matrix products (default bf16, fp16 where devices have none).",
         ),
         click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="Default adamw."),
         click.Option(
