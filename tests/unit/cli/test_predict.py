@@ -261,3 +261,18 @@ def test_help_lists_the_examples_and_what_is_modelled(shell):
     text = shell("predict", "--help").out
     assert "\\b" not in text and "\n  foreshard predict llama3-8b" in text
     assert "dualpipe" in text and "--tp-overlap / --no-tp-overlap" in text
+
+
+@pytest.mark.parametrize(
+    ("framework", "rule"), [("torchtitan", "selective:op"), ("megatron-core", "selective:core_attn")]
+)
+def test_selective_in_a_plan_file_is_what_the_framework_means_by_it(tmp_path, framework, rule):
+    plan = api.make_plan("llama3-8b", "1x8xh100-sxm", framework=framework, zero=1).to_dict()
+    for group in plan["groups"]:
+        group["recompute"] = "selective"
+        for stage in group["stages"]:
+            stage.pop("recompute", None)
+    plan.setdefault("defaults", {}).pop("recompute", None)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    assert {stage.recompute for stage in api.load_plan(str(path)).groups[0].stages} == {rule}
