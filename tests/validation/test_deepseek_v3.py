@@ -25,3 +25,13 @@ def test_device_hours_are_within_12_percent():
 def test_what_dualpipe_hides_is_most_of_what_it_saves():
     assert step_s(schedule="1f1b") > 1.3 * step_s()
     assert step_s(schedule="dualpipe", framework="megatron-core") > step_s()
+
+
+def test_a_search_of_dualpipe_finds_the_degrees_of_the_report():
+    asked = {name: RUN[name] for name in ("global_batch", "seq_len", "precision", "pp")}
+    found = api.plan(
+        "deepseek-v3", "256x8xh800-sxm", framework="hai-llm", schedule="dualpipe", micro_batch=1, **asked
+    )
+    chosen = found.plans[0]
+    assert chosen.plan.groups[0].stages[0].ep == RUN["ep"] and chosen.prediction.memory.fits
+    assert chosen.prediction.step_time_s < 1.2 * step_s()

@@ -9,6 +9,7 @@ from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.planner.finalists import retimed, searching
+from foreshard.planner.grid.by_order import ordered_schedules, search_by_order
 from foreshard.planner.grid.equal_nodes import least_step_s
 from foreshard.planner.headroom import leaving_free, left_free_words, with_whole_memory
 from foreshard.planner.mixed.search import search_cluster
@@ -66,7 +67,7 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     precisions = tuple(name for name in precisions if name not in out) or precisions
     _precision_known(replace(request, precision=precisions[0]))
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
-    result = plans_under(request, chosen)
+    result = _ordered(request) if ordered_schedules(request) else plans_under(request, chosen)
     result = with_whole_memory(result, whole)
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
     if left := left_free_words(whole):
@@ -74,6 +75,12 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     if request.choices:
         notes = (*notes, f"Searched were plans with {request.choices}")
     return replace(result, notes=(*result.notes, *notes)).with_lora(adapters)
+
+
+def _ordered(request: PlanRequest) -> PlanResult:
+    """Return the best plans under schedules that are followed op by op, timed by the engine asked for."""
+    started = time.perf_counter()
+    return retimed(request, search_by_order(searching(request)), started=started)
 
 
 def plans_under(request: PlanRequest, chosen: Sequence[Setting]) -> PlanResult:
