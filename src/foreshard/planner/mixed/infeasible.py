@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foreshard.errors import InfeasibleError
+from foreshard.planner.headroom import left_free_words
 from foreshard.planner.mixed.node_sets import node_sets
 from foreshard.planner.nearest_change import (
     any_number_of_devices,
@@ -51,13 +52,17 @@ def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> Infea
     )
     found = fitting_changes((kind(request) for kind in kinds), _fits, most=1)
     return InfeasibleError(
-        f"no pipeline of {request.model.name} fits {where}",
+        f"no pipeline of {request.model.name} fits {where}{_left(request)}",
         key="memory",
         value=f"{memory:.0f} GiB",
         rule="Every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
         "after it",
         fix=fix_of(found) or "Use devices with more memory, many more of them, or a smaller model",
     )
+
+
+def _left(request: PlanRequest) -> str:
+    return f", with {left}" if (left := left_free_words(request)) else ""
 
 
 def nothing_chosen(request: PlanRequest) -> PlanResult:
