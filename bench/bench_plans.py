@@ -30,10 +30,10 @@ from foreshard.predict.plan_table import COLUMNS, PlanTable
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.space import draw_plans
 from foreshard.predict.stage_rows import stage_rows_of
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
+from foreshard.spec.plan import TABLED
 
 FILE = Path(__file__).with_name("plans_1000.json")
 SEED = 20261121
@@ -198,7 +198,7 @@ def calculon_mask(table: PlanTable, num_blocks: int) -> np.ndarray:
     """Return which plans Calculon can express."""
     t = table
     rules = np.array([rule in _CALCULON_RECOMPUTE for rule in t.rules])
-    schedules = np.array([name in ("1f1b", "interleaved") for name in MODELLED_SCHEDULES])
+    schedules = np.array([name in ("1f1b", "interleaved") for name in TABLED])
     whole = (t.shard == 0) | (t.shard >= t.dp) | (t.zero == 0)
     plain = (t.cp == 1) & (t.ep == 1) & (t.etp == 1) & (t.zero <= 1) & (t.offload == 0)
     return plain & whole & rules[t.recompute] & schedules[t.schedule] & (num_blocks % (t.pp * t.vpp) == 0)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, Request
-from foreshard.errors import ExtraMissingError
+from foreshard.catalog.frameworks import load_framework
+from foreshard.errors import ExtraMissingError, SpecError
 from foreshard.interop.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.plan_file import load_plan as load_plan
+from foreshard.spec.plan_file import load_plan as _load_plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
@@ -108,6 +109,27 @@ def request(
         asked["prices"] = _prices(stated.pop("prices"))
         target = asked["prices"].on(target)
     return Request(model=source, cluster=target, plan=plan, choices=stated, **asked)
+
+
+def load_plan(path: str) -> Plan:
+    """Return the plan stored in a JSON file: a plan, or an answer of `predict` or `plan` that holds one.
+
+    A bare `selective` as recompute rule means what the plan's framework means by the word.
+
+    Raises
+    ------
+    SpecError
+        When the file cannot be read, is no JSON, or describes no plan.
+    """
+    return _load_plan(path, selective=_selective_under)
+
+
+def _selective_under(framework: str) -> str:
+    """Return what a framework means by selective; one that is not known is told of with the plan's rules."""
+    try:
+        return load_framework(framework).recompute("selective")
+    except SpecError:
+        return "selective"
 
 
 def make_plan(model: Model | str, cluster: Cluster | str, **choices: Any) -> Plan:

@@ -181,6 +181,29 @@ def test_engines_agree_where_nothing_overlaps(run):
     assert sum(graph.values()) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h2", "zbv", "dualpipe", "dualpipev"])
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_engines_agree_on_schedules_that_are_followed_op_by_op(schedule, data):
+    """Where ends weigh nothing and layers divide, the chunks of a stage are equal."""
+    pp, tp = data.draw(st.sampled_from([(2, 4), (4, 2), (8, 1)]))
+    model, cluster = without_ends(model_of("llama3-8b")), cluster_of("2x8xh100-sxm")
+    rounds = data.draw(st.integers(2 * pp, 3 * pp)) // 2 * 2
+    plan = api.make_plan(
+        model,
+        cluster,
+        pp=pp,
+        tp=tp,
+        schedule=schedule,
+        seq_len=data.draw(st.sampled_from([2048, 8192])),
+        recompute=data.draw(st.sampled_from(["none", "full"])),
+        global_batch=16 // (pp * tp) * max(rounds, 2 * pp),
+    )
+    plan = replace(plan, comm={"grad_overlap": False, "param_gather_overlap": False})
+    analytical, graph = (seconds(engine, model, cluster, plan) for engine in ENGINES)
+    assert graph == pytest.approx(analytical, rel=0.01)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("zero", "overlaps"), [(0, False), (1, False), (2, False), (3, True)])
 def test_deepspeed_hides_gradients_at_stage_three_only(engine, zero, overlaps):

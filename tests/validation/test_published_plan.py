@@ -10,7 +10,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import training_constants
 from foreshard.planner.grid.bounds import cell_bounds, pass_bounds
 from foreshard.planner.grid.space import GridRequest, cells_of, rows_of, shapes_of, with_rules
-from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.spec.plan import TABLED
 
 # NVIDIA/dgxc-benchmarking@v25.04 llama3.1/README.md: Llama 3.1 70B in fp8 on 512 H100, 1024 samples of 8192.
 MEASURED_S = 10.07
@@ -61,6 +61,6 @@ def test_the_published_configuration_lies_in_the_space_and_above_its_bounds(pred
     chosen = passes.take(np.flatnonzero((passes.vpp == 5) & (passes.sp == 1) & (passes.recompute == 0)))
     rows = rows_of(request, chosen)
     assert passes.rules[0] == "none"
-    assert 1 in rows.zero[rows.schedule == MODELLED_SCHEDULES.index("interleaved")]
+    assert 1 in rows.zero[rows.schedule == TABLED.index("interleaved")]
     assert cell_bounds(request, cell)[0].max() <= predicted.step_time_s
     assert pass_bounds(request, chosen).max() <= predicted.step_time_s

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
 from foreshard.errors import ForeshardError, SpecError, unknown
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.plan import (
@@ -20,6 +19,7 @@ from foreshard.spec.plan import (
     OFFLOADS,
     OPTIMIZERS,
     PRECISIONS,
+    SCHEDULES,
     check_recompute,
     checked_buckets,
 )
@@ -30,7 +30,7 @@ _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
     "precision": PRECISIONS,
     "optimizer": OPTIMIZERS,
-    "schedule": MODELLED_SCHEDULES,
+    "schedule": SCHEDULES,
     "offload": (*OFFLOADS, CPU),
     "collectives": ALGORITHMS,
 }

@@ -152,6 +152,7 @@ class Request:
         algorithm, buckets = choices.pop("collectives", "auto"), choices.pop("buckets", None)
         one_of(algorithm, ALGORITHMS, key="--collectives", name="collectives", exact=True)
         choices.setdefault("seq_len", self.model.max_seq_len)
+        choices.setdefault("precision", self.cluster.default_precision())
         if "framework" in choices:
             framework = self.framework
             choices.setdefault("zero", framework.default_zero)
@@ -276,6 +277,8 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
     if request.plan is not None:
         return
     choices = request.choices
+    if choices.get("precision") is None and plan.precision != "bf16":
+        yield f"{plan.precision}, not stated (--dtype): not every device has bf16"
     if choices.get("seq_len") is None:
         yield f"sequence {plan.seq_len}, not stated (--seq): that of the model"
     if choices.get("global_batch") is None:

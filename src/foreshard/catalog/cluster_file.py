@@ -65,6 +65,7 @@ class NodesTable:
     carbon_kg_per_kwh: Annotated[float, Range(0.0, 1e6)] | None = None
     collectives: Mapping[CollectiveConstant, Annotated[float, Range(0.0, 10.0)]] | None = None
     host_memory: Bytes | None = None
+    pcie: Literal["shared", "switch", "host"] = "shared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

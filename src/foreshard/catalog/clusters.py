@@ -153,6 +153,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         host_memory_bytes=table.host_memory,
         nvlink_domain=nvlink_domain(device, table.per_node),
         collectives=tuple((table.collectives or {}).items()),
+        pcie=table.pcie,
     )
 
 

@@ -17,6 +17,7 @@ class Offers:
     zero : levels of sharding; 3 is FSDP where the framework calls it so
     in_groups : levels that can shard over a part of the replicas and copy over the others
     schedules : of the pipelines it runs, empty without pipelines
+    ordered : schedules priced by following their order, which a search takes only where they are stated
     overlaps : communication options it has a switch for
     degrees : kinds of parallelism besides data parallelism
     recompute : leading words of the recompute rules it takes; with "selective", modules as Megatron names
@@ -31,6 +32,7 @@ class Offers:
     zero: tuple[int, ...]
     in_groups: tuple[int, ...] = (1, 3)
     schedules: tuple[str, ...] = ()
+    ordered: tuple[str, ...] = ()
     overlaps: tuple[str, ...] = ()
     degrees: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ("none", "full")

@@ -22,7 +22,7 @@ from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.progress import watched
 from foreshard.cli.options.request import named_cluster
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Word, Words
+from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
 
@@ -87,9 +87,8 @@ def _vendors() -> tuple[str, ...]:
 @click.option("--max-devices", type=Count(), help="Devices to use at most.")
 @click.option(
     "--memory-margin",
-    type=click.FloatRange(0.0, 1.0, max_open=True),
-    metavar="P",
-    help="Least probability of fitting, as 0.95 (default: the predicted peak fits).",
+    type=Margin(),
+    help="Least probability of fitting the memory (default 0.95); off lets plans fill it.",
 )
 @click.option("--framework", type=FrameworkLabel(), help="Default megatron-core.")
 @click.option(
@@ -97,7 +96,7 @@ def _vendors() -> tuple[str, ...]:
     "precision",
     type=Words(*PRECISIONS, single=True),
     metavar="WORD,WORD",
-    help="Of the matrix products; of several the search chooses (default bf16).",
+    help="Of the matrix products; of several the search chooses (default bf16, else fp16).",
 )
 @click.option(
     "--comm",

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster, NodeGroup
 
 _IN_NETWORK = ("hopper", "blackwell", "rubin")
+HOST_STAGED = "turing-pcie"
+"""Measured where no device reads another's memory: a share of the PCIe rate, through the host's memory."""
 _UNBOUNDED = 1e15
 """Factor on the rate of what takes no time: far above any, and what is divided by it stays above 0."""
 
@@ -128,6 +130,8 @@ def fabric_of(
     generation = (
         "datasheet" if ideal else link_generation(device.arch, "" if pcie else device.link, name=device.name)
     )
+    if pcie and group.pcie == "host" and not ideal:
+        generation = HOST_STAGED
     if generation == "volta-nvlink" and domain > 8:
         generation = "nvlink"  # DGX-2 has switches; the row describes the cube mesh of 8
     family = device.arch.split()[0] if device.arch else ""
@@ -143,6 +147,8 @@ def fabric_of(
         in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
     )
+    if pcie and group.pcie == "switch":
+        fabric = replace(fabric, scaling=0.0, exchange_scaling=0.0)
     if group.collectives and not ideal:
         fabric = replace(fabric, **dict(group.collectives))
     if collectives == "auto":

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from foreshard.graph.program import Kind, Program, ProgramBuilder
-from foreshard.graph.schedules import Op, stage_order, warm_up_counts
-from foreshard.graph.transfers import interleaved_ends, plain_ends, transfer_edges, transfers
+from foreshard.graph.schedules import FOLDED, Op, stage_order, warm_up_counts
+from foreshard.graph.transfers import interleaved_ends, next_places, plain_ends, transfer_edges, transfers
 
 STREAMS = ("compute", "send_forward", "send_backward")
 
@@ -33,6 +33,8 @@ class PipelineShape:
     stage: np.ndarray
     chunk: np.ndarray
     micro_batch: np.ndarray
+    # whether a transfer goes to the stage after (the first after the last), else to the one before
+    to_next: np.ndarray
     # task ``edge_task[e]`` starts after ``edge_before[e]``; shape (E,)
     edge_task: np.ndarray
     edge_before: np.ndarray
@@ -93,14 +95,23 @@ def pipeline_shape(
         num_chunks=num_chunks,
         group_size=group_size,
     )
-    num_ops = len(orders[0])
+    lengths = [len(order) for order in orders]
     op, chunk, micro_batch = np.concatenate(orders).astype(np.int64).T
-    stage = np.repeat(np.arange(num_stages), num_ops)
+    stage = np.repeat(np.arange(num_stages), lengths)
     ops = np.full((4, num_stages, num_chunks, num_micro_batches), -1)
     ops[op, stage, chunk, micro_batch] = np.arange(len(op))
-    source, target = transfers(op, stage, chunk, micro_batch, ops)
+    after, before = next_places(schedule, num_stages, num_chunks)
+    source, target = transfers(op, stage, chunk, micro_batch, ops, after, before)
     backward = op[source] != Op.FORWARD
-    if schedule == "interleaved":
+    transfer = len(op) + np.arange(len(source))
+    boundary = stage[source] - backward
+    to_previous = backward
+    pending = np.zeros((0, 2), dtype=np.int64)
+    if schedule in FOLDED:
+        boundary = np.minimum(stage[source], stage[target])
+        to_previous = stage[target] < stage[source]
+        edges = np.stack([np.append(transfer, target), np.append(source, transfer)], axis=1)
+    elif schedule == "interleaved":
         warm_up = warm_up_counts(
             schedule,
             num_stages=num_stages,
@@ -108,21 +119,21 @@ def pipeline_shape(
             num_chunks=num_chunks,
             group_size=group_size,
         )
-        ends = interleaved_ends(source, target, backward, num_ops, np.array(warm_up), overlap_p2p)
+        ends = interleaved_ends(source, target, backward, lengths[0], np.array(warm_up), overlap_p2p)
         hold = not (overlap_p2p and overlap_warm_up)
+        edges, pending = transfer_edges(ends, source, target, transfer, lengths[0], hold)
     else:
-        ends = plain_ends(source, target, backward, num_ops)
-        hold = not overlap_p2p
-    transfer = len(op) + np.arange(len(source))
-    edges, pending = transfer_edges(ends, source, target, transfer, num_ops, hold)
-    boundary = stage[source] - backward
-    last = [np.append(pending[pending[:, 0] == i, 1], (i + 1) * num_ops - 1) for i in range(num_stages)]
+        ends = plain_ends(source, target, backward, lengths[0])
+        edges, pending = transfer_edges(ends, source, target, transfer, lengths[0], not overlap_p2p)
+    ends_at = np.cumsum(lengths) - 1
+    last = [np.append(pending[pending[:, 0] == i, 1], end) for i, end in enumerate(ends_at)]
     return PipelineShape(
-        resource=np.concatenate([stage, stage[source] + num_stages * (1 + backward)]),
+        resource=np.concatenate([stage, stage[source] + num_stages * (1 + to_previous)]),
         kind=np.concatenate([op, np.where(backward, Kind.SEND_BACKWARD, Kind.SEND_FORWARD)]),
         stage=np.concatenate([stage, stage[source]]),
         chunk=np.concatenate([chunk, chunk[source]]),
         micro_batch=np.concatenate([micro_batch, micro_batch[source]]),
+        to_next=np.append(np.zeros(len(op), dtype=bool), ~to_previous),
         edge_task=edges[:, 0],
         edge_before=edges[:, 1],
         duration_index=np.concatenate(
@@ -169,7 +180,7 @@ def pipeline_durations(
         if given is not None:
             values = np.asarray(given, dtype=np.float64)
             op_s[op] = values.reshape(values.shape + (1,) * (3 - values.ndim))
-        elif shape.ops[op, 0, 0, 0] >= 0:
+        elif (shape.ops[op] >= 0).any():
             raise ValueError(f"the schedule needs durations for {op.name.lower()}")
     send_s = table_s[shape.ops.size :].reshape(2, num_stages)
     num_boundaries = max(num_stages - (num_chunks == 1), 1)

@@ -6,22 +6,25 @@ stage i is virtual stage ``c * num_stages + i`` of the model.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 
 from foreshard.errors import SpecError
-from foreshard.spec.checks import MODELLED_SCHEDULES
+from foreshard.graph.dualpipe import dualpipe_order, dualpipev_order
+from foreshard.graph.zero_bubble import Op, delayed_weights, zb_h2_orders, zbv_order
+from foreshard.spec.checks import folding_rule
+from foreshard.spec.codec import one_of
 from foreshard.spec.plan import SCHEDULES
 
-
-class Op(IntEnum):
-    """What a stage does with one chunk and one micro-batch."""
-
-    FORWARD = 0
-    BACKWARD = 1  # both gradients at once
-    BACKWARD_INPUT = 2  # gradient of the input, on the way to the previous stage
-    BACKWARD_WEIGHT = 3  # gradient of the weights, free to wait
+FOLDED = {"zbv": zbv_order, "dualpipev": dualpipev_order, "dualpipe": dualpipe_order}
+"""Schedules whose second chunks go through the stages the other way round, and their orders."""
+BY_ORDER = ("zb-h2", *FOLDED)
+"""Schedules without a closed form: their longest path is that through their order of work."""
+PAIRED = ("dualpipe", "dualpipev")
+"""Schedules whose forwards run beside backwards, layer by layer."""
+ZERO_BUBBLE = ("zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev")
+"""Schedules that split some or all backwards; their messages run beside the work."""
 
 
 def stage_order(
@@ -36,9 +39,10 @@ def stage_order(
 
     Parameters
     ----------
-    schedule : {'gpipe', '1f1b', 'interleaved', 'zb-h1'}
+    schedule : {'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zbv', 'dualpipe', 'dualpipev'}
     num_stages, num_micro_batches, num_chunks : int, >= 1
-        ``num_chunks`` is the number of virtual stages on each stage; only ``interleaved`` has more than one.
+        ``num_chunks`` is the number of virtual stages on each stage: any number for ``interleaved``, two for
+        the folded schedules (of ``dualpipe`` the second is the copy), else one.
     group_size : int, optional
         Micro-batches that pass a chunk before the next chunk starts (``interleaved``), ``num_stages`` if
         not given; Megatron calls it ``microbatch_group_size_per_vp_stage``.
@@ -60,6 +64,7 @@ def stage_order(
     zb-h1: Qi et al. 2023 (arXiv 2401.10241) and the zb-h1-quick-start branch of
     sail-sg/zero-bubble-pipeline-parallelism: stage i delays weight gradients by i micro-batches; input
     gradients leave before any weight gradient.
+    Others: `graph.zero_bubble`, `graph.dualpipe`.
 
     Examples
     --------
@@ -67,6 +72,10 @@ def stage_order(
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
     group_size = _checked_group_size(schedule, num_stages, num_micro_batches, num_chunks, group_size)
+    if schedule in FOLDED:
+        return [FOLDED[schedule](num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+    if schedule == "zb-h2":
+        return zb_h2_orders(num_stages, num_micro_batches)
     forward, backward = _visits(num_micro_batches, num_chunks, group_size)
     orders = [
         _alternate(forward, backward, warm_up)
@@ -79,7 +88,7 @@ def stage_order(
         )
     ]
     if schedule == "zb-h1":
-        orders = [_delay_weights(order, stage) for stage, order in enumerate(orders)]
+        orders = [delayed_weights(order, stage) for stage, order in enumerate(orders)]
     return orders
 
 
@@ -141,22 +150,25 @@ def in_flight(
     return np.array([np.cumsum(change[order[:, 0]]).max() for order in orders])
 
 
+@lru_cache(maxsize=64)
+def held_chunks(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Return the most chunk activations each stage holds at once under a schedule of `BY_ORDER`."""
+    chunks = 2 if schedule in FOLDED else 1
+    held = in_flight(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=chunks)
+    return tuple(held.tolist())
+
+
 def _checked_group_size(
     schedule: str, stages: int, micro_batches: int, chunks: int, group: int | None
 ) -> int:
-    if schedule not in MODELLED_SCHEDULES:
-        what = "not modelled yet" if schedule in SCHEDULES else "unknown"
-        raise SpecError(
-            f"schedule {schedule!r} is {what}",
-            key="schedule",
-            value=schedule,
-            fix=f"Use one of {', '.join(MODELLED_SCHEDULES)}",
-        )
+    one_of(schedule, SCHEDULES, key="schedule", exact=True)
     for key, count in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         if count < 1:
             raise SpecError(f"{count} {key} in a pipeline", key=key, value=count, rule="At least one is due")
     if schedule == "interleaved":
         return _checked_interleaving(stages, micro_batches, chunks, group)
+    if schedule in FOLDED:
+        return _checked_folding(schedule, stages, micro_batches, chunks)
     if chunks != 1:
         raise SpecError(
             f"schedule {schedule} with {chunks} virtual stages per stage",
@@ -165,6 +177,21 @@ def _checked_group_size(
             rule=f"{schedule} has one virtual stage per stage",
             fix="Use schedule interleaved",
         )
+    return micro_batches
+
+
+def _checked_folding(schedule: str, stages: int, micro_batches: int, chunks: int) -> int:
+    if chunks != 2:
+        raise SpecError(
+            f"schedule {schedule} with {chunks} virtual stages per stage",
+            key="schedule",
+            value=schedule,
+            rule=f"{schedule} has two virtual stages per stage",
+            fix="Give each stage two",
+        )
+    if (broken := folding_rule(schedule, stages, micro_batches)) is not None:
+        what, rule, fix = broken
+        raise SpecError(what, key="schedule", value=schedule, rule=rule, fix=fix)
     return micro_batches
 
 
@@ -218,16 +245,3 @@ def _alternate(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.nd
     order[warm_up + 1 : warm_up + 2 * paired : 2] = backward[:paired]
     order[warm_up + 2 * paired :] = backward[paired:]
     return order
-
-
-def _delay_weights(order: np.ndarray, delay: int) -> np.ndarray:
-    """Split backwards; the weight gradient of k follows the input gradient of k + delay (or the last)."""
-    is_backward = order[:, 0] == Op.BACKWARD
-    position = np.flatnonzero(is_backward)
-    weights = order[is_backward].copy()
-    weights[:, 0] = Op.BACKWARD_WEIGHT
-    split = order.copy()
-    split[is_backward, 0] = Op.BACKWARD_INPUT
-    follows = position[np.minimum(np.arange(len(position)) + delay, len(position) - 1)]
-    rank = np.argsort(np.concatenate([np.arange(len(order)), follows]), kind="stable")
-    return np.concatenate([split, weights])[rank]

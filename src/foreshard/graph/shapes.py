@@ -40,6 +40,8 @@ class LayerShape:
     gated: Any
     num_experts: Any
     top_k: Any
+    expert_groups: Any
+    top_groups: Any
     expert_ffn: Any
     shared_ffn: Any
     lora_rank: Any
@@ -92,6 +94,8 @@ def layer_shape(block: Block) -> LayerShape:
         "gated": block.gated,
         "num_experts": block.num_experts,
         "top_k": block.top_k,
+        "expert_groups": block.expert_groups,
+        "top_groups": block.top_groups,
         "expert_ffn": block.expert_ffn,
         "shared_ffn": block.shared_ffn,
         "lora_rank": block.lora_rank,
@@ -133,6 +137,7 @@ class RankShape:
     element_bytes: Any  # bytes of an activation between layers
     offload_optimizer: Any  # 1 when optimizer states live in host memory
     offload_activations: Any  # 1 when saved activations do
+    paired: Any  # 1 where a forward and a backward run at once, each behind the transfers of the other
     # Distances between the ranks of a communicator in cluster order, from their places on link domains.
     tp_stride: Any
     cp_stride: Any

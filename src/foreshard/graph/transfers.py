@@ -16,18 +16,48 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.graph.schedules import Op
+from foreshard.spec.plan import TURNING
 
 
 def transfers(
-    op: np.ndarray, stage: np.ndarray, chunk: np.ndarray, micro_batch: np.ndarray, ops: np.ndarray
+    op: np.ndarray,
+    stage: np.ndarray,
+    chunk: np.ndarray,
+    micro_batch: np.ndarray,
+    ops: np.ndarray,
+    after: np.ndarray,
+    before: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Op that sends and op that needs it, for every activation and gradient that leaves a stage."""
-    num_stages, num_chunks = ops.shape[1:3]
-    to = chunk * num_stages + stage + np.where(op == Op.FORWARD, 1, -1)  # virtual stage
-    sends = (op != Op.BACKWARD_WEIGHT) & (to >= 0) & (to < num_stages * num_chunks) & (num_stages > 1)
+    """Op that sends and op that needs it, for every activation and gradient that leaves a stage.
+
+    `after` and `before` are the places of `next_places`.
+    """
+    to = np.where(op == Op.FORWARD, after[stage, chunk], before[stage, chunk])
+    num_chunks = ops.shape[2]
+    sends = (op != Op.BACKWARD_WEIGHT) & (to >= 0) & (to // num_chunks != stage)
     source = np.flatnonzero(sends)
-    to = to[source]
-    return source, ops[op[source], to % num_stages, to // num_stages, micro_batch[source]]
+    there = *divmod(to[source], num_chunks), micro_batch[source]
+    back = np.maximum(ops[(Op.BACKWARD, *there)], ops[(Op.BACKWARD_INPUT, *there)])
+    return source, np.where(op[source] == Op.FORWARD, ops[(Op.FORWARD, *there)], back)
+
+
+def next_places(schedule: str, num_stages: int, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where a sample goes from each chunk of each stage, and where from, shape (stages, chunks) each.
+
+    A place is ``stage * num_chunks + chunk``, -1 where the model begins or ends. Chunks follow each other;
+    where pipelines turn, the second leads back; under dualpipe it is a pipeline of its own, the other way.
+    """
+    down = [stage * num_chunks for stage in range(num_stages)]
+    if schedule == "dualpipe":
+        paths = [down, [place + 1 for place in reversed(down)]]
+    elif schedule in TURNING:
+        paths = [[*down, *(place + 1 for place in reversed(down))]]
+    else:
+        paths = [[place + chunk for chunk in range(num_chunks) for place in down]]
+    after, before = np.full((2, num_stages * num_chunks), -1)
+    for path in paths:
+        after[path[:-1]], before[path[1:]] = path[1:], path[:-1]
+    return after.reshape(num_stages, num_chunks), before.reshape(num_stages, num_chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

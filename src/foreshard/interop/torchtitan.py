@@ -19,7 +19,13 @@ from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
 _NOTES = ["Yours to add: data, tokenizer assets, learning rate, steps."]
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
 
 
 def export_toml(request: ExportRequest) -> tuple[str, list[str]]:
@@ -112,10 +118,10 @@ def _data_parallel(degrees: Uniform) -> tuple[int, int]:
 
 
 def _parts(degrees: Uniform, head: str) -> list[list[str]]:
-    """Return the module names of each virtual stage; torchtitan gives them to ranks as a loop."""
+    """Return the module names of each virtual stage; torchtitan gives them to ranks as the schedule asks."""
     last = degrees.num_blocks + 1
     parts = []
-    for start, stop in degrees.chunks():
+    for start, stop in sorted(degrees.chunks()):
         names = ["tok_embeddings"] if start == 0 else []
         names += [f"layers.{i - 1}" for i in range(max(start, 1), min(stop, last))]
         parts.append(names + (["norm", head] if stop > last else []))

@@ -207,7 +207,7 @@ def _shipped(name: str, values: Sequence[Any], framework: Framework) -> None:
     """Raise for a value that the framework does not let its user choose."""
     offers = offers_of(framework)
     known: dict[str, tuple[Any, ...]] = {"zero": offers.zero, "offload": offers.offload}
-    known["schedule"] = offers.schedules
+    known["schedule"] = (*offers.schedules, *offers.ordered)
     if name in ("tp", "pp", "cp", "ep", "etp", "vpp"):
         has = offers.degrees if name != "pp" else ("pp",) if offers.schedules else ()
         known[name] = values if name in has else (1,)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.planner.headroom import asking
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 from foreshard.units import number_of
@@ -25,6 +26,8 @@ _FRAMEWORKS = ("megatron-core", "torchtitan", "deepspeed")
 """Frameworks that are tried instead: each shards states in a way of its own."""
 _OPTIMIZERS = ("adamw-8bit", "adafactor")
 """Optimizers of less state than AdamW, the more alike it first."""
+_MARGINS = (0.9, 0.8, 0.5, 0.0)
+"""Probabilities of fitting that are tried instead: most of the time a plan of the last still fits."""
 
 Changes = Iterator[tuple[str, PlanRequest]]
 """Changes of one kind, the least first: what to say, and the changed request."""
@@ -98,7 +101,14 @@ def other_frameworks(request: PlanRequest) -> Changes:
     """Yield frameworks that shard otherwise."""
     for label in _FRAMEWORKS:
         if label != request.framework.label:
-            yield f"--framework {label}", replace(request, framework=load_framework(label))
+            yield f"--framework {label}", asking(request, framework=load_framework(label))
+
+
+def smaller_margins(request: PlanRequest) -> Changes:
+    """Yield smaller probabilities of fitting."""
+    for margin in _MARGINS:
+        if margin < request.memory_margin:
+            yield f"--memory-margin {margin:g}", asking(request, margin=margin)
 
 
 def other_batches(request: PlanRequest) -> Changes:

@@ -12,6 +12,7 @@ from foreshard.catalog.instances import instances as catalog_instances
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.ray_sweep import each_in_tasks, num_at_once
+from foreshard.planner.headroom import beside_whole_memory, leaving_free
 from foreshard.planner.ranking import Limits, ranked
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult, Ranked
@@ -159,7 +160,7 @@ def rent(
     budget_s : float
     asked
         max_usd, max_hours, seq_len, framework, precision, comm, optimizer, engine, executor, lora,
-        usd_per_device_hour (of every instance) and choices of the plans, as for `plan`.
+        memory_margin, usd_per_device_hour (of every instance) and choices of the plans, as for `plan`.
 
     Raises
     ------
@@ -206,7 +207,7 @@ def _parts(
     may = words.pop("comm", None) or AS_SHIPPED
     found = []
     for name, cluster in clusters.items():
-        request = checked_request(model, cluster, top=1, precision=precisions[0], **words)
+        request = leaving_free(checked_request(model, cluster, top=1, precision=precisions[0], **words))
         able = [precision for precision in precisions if precision not in left_out(request, precisions)]
         if not able:
             search.left_out[name] = f"no {' or '.join(precisions)}"
@@ -378,7 +379,9 @@ def _offers(
             num_nodes=count,
             price_date=nodes.price_date,
             usd_per_h=count * (nodes.usd_per_h or 0.0),
-            ranked=prediction,
+            ranked=beside_whole_memory(prediction, clusters[name], request.framework)
+            if request
+            else prediction,
         )
         offers.setdefault((name, count), offer)
     if not order:

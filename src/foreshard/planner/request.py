@@ -33,6 +33,9 @@ from foreshard.spec.plan import (
 )
 from foreshard.spec.prediction import Prediction
 
+MARGIN = 0.95
+"""Least probability that a plan fits its memory, where nothing else is asked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
@@ -42,6 +45,7 @@ class PlanRequest:
     comm : what the plans hide otherwise than the framework does by default; `framework` has it too
     best_buckets : the engine asked for chooses the bucket size of each plan that it times
     overall_s : seconds that all searches may take of which this one is a part
+    memory_margin : the least probability of fitting that plans are asked for; `headroom` applies it
     beat_s : plans of this step time or more are of no interest, and no reason is looked for why there is none
     """
 
@@ -66,6 +70,7 @@ class PlanRequest:
     usd_per_device_hour: float | None = None
     executor: str = "local"
     choices: Choices = field(default_factory=Choices)
+    memory_margin: float = 0.0
     beat_s: float = math.inf
     overall_s: float = 0.0
 
@@ -150,6 +155,7 @@ def checked_request(
     executor: str = "local",
     collectives: str = AUTO,
     buckets: int | str | None = None,
+    memory_margin: float = MARGIN,
     **stated: Any,
 ) -> PlanRequest:
     """Return the request, or raise SpecError naming the flag that is wrong.
@@ -202,6 +208,7 @@ def checked_request(
         usd_per_device_hour=usd_per_device_hour,
         executor=check_executor(executor),
         choices=choices(stated, load_framework(framework)),
+        memory_margin=memory_margin,
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.planner.finalists import retimed, searching
+from foreshard.planner.grid.by_order import ordered_schedules, search_by_order
 from foreshard.planner.grid.equal_nodes import least_step_s
-from foreshard.planner.headroom import with_headroom, with_whole_memory
+from foreshard.planner.headroom import leaving_free, left_free_words, with_whole_memory
 from foreshard.planner.mixed.search import search_cluster
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
@@ -39,7 +40,7 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     asked
         As in :func:`foreshard.planner.request.checked_request`: `global_batch` (required), seq_len,
         objective, max_usd, max_hours, tokens, max_devices, framework, optimizer, engine, top, budget_s,
-        usd_per_device_hour, executor, memory_margin: the least probability of fitting, if asked for.
+        usd_per_device_hour, executor, memory_margin: the least probability of fitting (0.95).
         `precision` may be several words: the search chooses among them. `comm` is what communication the
         search may switch: 'framework' (nothing: as it runs by default), 'all' that the framework ships, or
         names. `lora` is RANK[:TARGETS], adapters on frozen weights. Degrees
@@ -58,23 +59,28 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     """
     adapters = asked.pop("lora", None)
     model = model if adapters is None else with_adapters(model, adapters)
-    precisions = checked_precisions(asked.pop("precision", None) or "bf16")
+    precisions = checked_precisions(asked.pop("precision", None) or cluster.default_precision(of_all=False))
     may = asked.pop("comm", None) or AS_SHIPPED
-    margin = asked.pop("memory_margin", None)
-    request = checked_request(model, cluster, precision=precisions[0], **asked)
-    whole = request.cluster
-    if margin is not None:
-        request = replace(request, cluster=with_headroom(whole, request.framework, margin))
+    whole = checked_request(model, cluster, precision=precisions[0], **asked)
+    request = leaving_free(whole)
     out = left_out(request, precisions)
     precisions = tuple(name for name in precisions if name not in out) or precisions
     _precision_known(replace(request, precision=precisions[0]))
     chosen = tuple(settings(request, precisions, switches(may, request.framework)))
-    result = plans_under(request, chosen)
-    result = with_whole_memory(result, whole, request.framework)
+    result = _ordered(request) if ordered_schedules(request) else plans_under(request, chosen)
+    result = with_whole_memory(result, whole)
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
+    if left := left_free_words(whole):
+        result = replace(result, space=f"{result.space}; with {left}" if result.space else "")
     if request.choices:
         notes = (*notes, f"Searched were plans with {request.choices}")
     return replace(result, notes=(*result.notes, *notes)).with_lora(adapters)
+
+
+def _ordered(request: PlanRequest) -> PlanResult:
+    """Return the best plans under schedules that are followed op by op, timed by the engine asked for."""
+    started = time.perf_counter()
+    return retimed(request, search_by_order(searching(request)), started=started)
 
 
 def plans_under(request: PlanRequest, chosen: Sequence[Setting]) -> PlanResult:

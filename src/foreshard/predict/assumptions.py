@@ -6,6 +6,7 @@ from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.rates import watts_of
 from foreshard.predict.tasks.host import HOST_MEMORY_BYTES_PER_S
+from foreshard.spec.cluster import NodeGroup
 from foreshard.spec.plan import Group
 
 _ROUTING = {
@@ -42,6 +43,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         said.append(
             f"network kind {case.cluster.network.kind}: priced as flat, with its oversubscription only"
         )
+    said += dict.fromkeys(_shared_bus(nodes) for nodes in case.cluster.nodes if _meet_on_pcie(nodes))
     if watts_of(case) is None:
         said.append("energy: no power limit is known for every device, so it is not predicted")
     else:
@@ -59,6 +61,17 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         idle = case.cluster.num_devices - len(plan.ranks)
         said.append(f"{idle} of {case.cluster.num_devices} devices are idle; they are paid, not powered")
     return tuple(said)
+
+
+def _meet_on_pcie(nodes: NodeGroup) -> bool:
+    return nodes.nvlink_domain <= 1 and nodes.per_node > 2 and nodes.pcie == "shared"
+
+
+def _shared_bus(nodes: NodeGroup) -> str:
+    return (
+        f"{nodes.per_node} {nodes.device.name} meet on one PCIe bus, as measured on servers of such cards; "
+        'where they meet otherwise, state pcie = "switch" or "host" in a cluster file'
+    )
 
 
 def _short(group: Group) -> str:

@@ -7,7 +7,7 @@ has length 1 on axis 0, so a homogeneous plan prices its layers once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, fabric_between, fabric_of
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
+from foreshard.graph.schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
 from foreshard.graph.shapes import NO_LAYER, LayerShape, RankShape, layer_shape
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import (
@@ -49,12 +50,22 @@ _MACHINE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run to predict."""
+    """One run to predict.
+
+    `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
+    """
 
     model: Model
     cluster: Cluster
     plan: Plan
     framework: Framework
+    stated: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stated", self.plan)
+        groups = tuple(group.held for group in self.plan.groups)
+        if groups != self.plan.groups:
+            object.__setattr__(self, "plan", replace(self.plan, groups=groups))
 
     def setup(self, fidelity: str = "zero-shot") -> RunSetup:
         """Return what the plan shares with all others of the run."""
@@ -230,6 +241,7 @@ def rank_shape(
         micro_batch=samples,
         offload_optimizer=float(stage.offload in ("optimizer", "all")),
         offload_activations=float(stage.offload in ("activations", "all")),
+        paired=float(group.schedule in PAIRED),
         **(strides or {}),
     )
 
@@ -288,11 +300,14 @@ def short_samples(group: Group, stage: Stage) -> float:
 
 
 def _micro_batches(group: Group) -> float:
-    """Return the micro-batches of a step, a short last one as a fraction of the others."""
-    whole = group.num_micro_batches
+    """Return the micro-batches of a step on every chunk, a short last one as a fraction of the others.
+
+    Under dualpipe each of the two chunks of a stage takes half of them.
+    """
+    whole, parts = group.num_micro_batches, 1 + (group.schedule == "dualpipe")
     if group.share == whole * group.micro_batch:
-        return float(whole)
-    return whole - 1 + max(short_samples(group, stage) for stage in group.stages)
+        return whole / parts
+    return (whole - 1 + max(short_samples(group, stage) for stage in group.stages)) / parts
 
 
 def _far(group: Group, domains: np.ndarray) -> list[bool]:
@@ -321,8 +336,9 @@ def _pipeline(case: PlannedRun, setup: RunSetup, group: Group, domains: np.ndarr
         num_micro_batches=_micro_batches(group),
         num_stages=float(len(group.stages)),
         num_chunks=float(group.num_chunks),
-        zero_bubble=float(group.schedule == "zb-h1"),
+        zero_bubble=float(group.schedule in ZERO_BUBBLE),
         all_forward=float(group.schedule == "gpipe"),
+        by_order=float(BY_ORDER.index(group.schedule) + 1 if group.schedule in BY_ORDER else 0),
         ends_cross=float(crosses_node(group.stages[0], group.stages[-1], domains)),
         num_devices=float(sum(len(stage.ranks) for group in case.plan.groups for stage in group.stages)),
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from foreshard.cost.memory import MemoryParts, StageLoad, stage_memory
 from foreshard.cost.memory_activations import Recompute
+from foreshard.graph.schedules import BY_ORDER, held_chunks
 from foreshard.graph.shapes import RankShape
 from foreshard.predict.batch import PlannedRun, layer_counts, rank_shape, stage_ends, stage_recompute
 from foreshard.predict.memory_interval import fits_probability, memory_interval
@@ -23,9 +24,12 @@ def in_flight(group: Group, stage: int) -> float:
 
     Source
     ------
-    Megatron-Core schedules: 1F1B min(m, p - i); interleaved 2(p - i - 1) + (v - 1)p + 1 chunks of v.
+    Megatron-Core schedules: 1F1B min(m, p - i); interleaved 2(p - i - 1) + (v - 1)p + 1 chunks of v; others
+    by counting their order of work.
     """
     p, m, v = len(group.stages), group.num_micro_batches, group.num_chunks
+    if group.schedule in BY_ORDER and p > 1:
+        return float(held_chunks(group.schedule, p, m)[stage]) / v
     if group.schedule == "gpipe":
         return float(m)
     if v > 1 and p > 1:

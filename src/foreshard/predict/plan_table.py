@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import TABLED, Plan
 
 OFFLOADS = ("none", "optimizer", "activations", "all")
 
@@ -26,7 +25,7 @@ class PlanTable:
     micro_batch : samples per data-parallel rank and micro-batch
     num_micro_batches : of a step; the global batch is micro_batch * num_micro_batches * dp
     shard : ranks that share one copy of sharded states, 0 for all data-parallel ranks
-    recompute, schedule, offload : index into `rules`, `spec.checks.MODELLED_SCHEDULES`, `OFFLOADS`
+    recompute, schedule, offload : index into `rules`, `spec.plan.TABLED`, `OFFLOADS`
     """
 
     dp: Column
@@ -51,7 +50,7 @@ class PlanTable:
         """Return a table; degrees and sizes left out are 1, options left out are off, `schedule` 1f1b."""
         size = max(np.size(values) for values in columns.values())
         start = dict.fromkeys(COLUMNS, 1) | dict.fromkeys(("shard", "sp", "recompute", "offload"), 0)
-        start["schedule"] = MODELLED_SCHEDULES.index("1f1b")
+        start["schedule"] = TABLED.index("1f1b")
         whole = {
             name: np.broadcast_to(np.asarray(value, dtype=np.int64), (size,))
             for name, value in (start | dict(columns)).items()
@@ -90,7 +89,7 @@ class PlanTable:
             sp=bool(row["sp"]),
             shard_size=row["shard"] or None,
             recompute=self.rules[row["recompute"]],
-            schedule=MODELLED_SCHEDULES[row["schedule"]],
+            schedule=TABLED[row["schedule"]],
             offload=OFFLOADS[row["offload"]],
             **options,
         )

@@ -47,6 +47,7 @@ class Pipeline:
     head_frozen: Any
     heads: Any
     tied: Any
+    by_order: Any = 0.0  # 1 + place in `BY_ORDER` of a schedule whose longest path is that through its order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ class RunSetup:
             "copies": 1.0,
             "offload_optimizer": 0.0,
             "offload_activations": 0.0,
+            "paired": 0.0,
             "tp_stride": 1.0,
             "cp_stride": tp,
             "ep_stride": etp,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from foreshard.predict.plan_table import COLUMNS, PlanTable
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
+from foreshard.spec.plan import TABLED
 
 RULES = (
     "none",
@@ -19,7 +19,7 @@ RULES = (
     "full:block:4",
     "every-2",
 )
-_INTERLEAVED = MODELLED_SCHEDULES.index("interleaved")
+_INTERLEAVED = TABLED.index("interleaved")
 
 
 def divisors(number: int) -> np.ndarray:
@@ -112,7 +112,7 @@ def _draw(
         shard=half(0, parts),
         sp=among(np.arange(2)),
         recompute=among(np.arange(len(rules))),
-        schedule=np.where(vpp > 1, _INTERLEAVED, among(np.arange(len(MODELLED_SCHEDULES)))),
+        schedule=np.where(vpp > 1, _INTERLEAVED, among(np.arange(len(TABLED)))),
         offload=half(0, np.arange(4)),
         rules=rules,
     )

@@ -314,7 +314,7 @@ def _assemble(
     observed_step_s: float | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, evidence, parts = case.plan, _evidence(case), found.parts
+    plan, evidence, parts = case.stated, _evidence(case), found.parts
     step_s = sum(parts.values())
     known = interval_evidence(evidence, {device.arch for device, _ in devices_of(case)})
     interval = step_interval(case, step_s, parts, evidence=known, fidelity=fidelity)

@@ -62,6 +62,8 @@ class Traits:
     dropped: Any
     fast_dispatch: Any  # a kernel that sends each token once per node
     power: Any  # shortfall of watts per 16-bit FLOP/s against an H100-SXM, 0 where it has as many
+    dispatch_bytes: Any  # of an element on its way to an expert, 0 for those of an activation
+    dispatch_sms: Any
     gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
     fused_loss: Any
     param_bytes: Any  # of a gathered weight
@@ -135,6 +137,8 @@ def traits_of(
         dropped=float(framework.routing == "dropped"),
         fast_dispatch=float(framework.dispatcher in ("deepep", "hybridep")),
         power=_power_shortfall(device),
+        dispatch_bytes=float(framework.dispatch_bytes),
+        dispatch_sms=float(framework.dispatch_sms),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
         param_bytes=1.0 if framework.fp8_params and precision in _NARROW else wide,

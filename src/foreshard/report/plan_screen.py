@@ -80,12 +80,13 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
         # 0 where devices have no peak
         ">MFU": lambda ranked: quantity.percent(ranked.prediction.mfu or None),
         f">peak {unit}": lambda ranked: _of_capacity(unit, ranked.prediction.memory),
+        ">fits": lambda ranked: quantity.percent(ranked.prediction.memory.fits_probability, 0),
         ">run": lambda ranked: quantity.seconds(ranked.prediction.run_time_s),
         ">device-hours": lambda ranked: quantity.count(ranked.prediction.cost.device_hours),
         price: lambda ranked: quantity.usd(_price(ranked.prediction.cost)),
         "why": lambda ranked: ranked.why.removeprefix("chosen: "),  # the first column says so
     }
-    spare = (">device-hours", ">MFU", ">tokens/s", f">peak {unit}", ">devices", ">run")
+    spare = (">device-hours", ">MFU", ">tokens/s", ">fits", f">peak {unit}", ">devices", ">run")
     return without_empty(listing("Plans, best first", plans, columns, spare=spare))
 
 

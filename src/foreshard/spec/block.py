@@ -26,6 +26,8 @@ class Block:
     gated: bool  # three matrices per MLP and per expert instead of two
     num_experts: int = 0
     top_k: int = 0
+    expert_groups: int = 1  # equal groups of experts; a token's are in the best `top_groups` of them
+    top_groups: int = 1
     expert_ffn: int = 0
     shared_ffn: int = 0  # total width of the shared experts
     shared_gate: bool = False  # the shared expert is scaled by a learned scalar

@@ -17,14 +17,13 @@ from foreshard.spec.plan import (
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    TURNING,
     Group,
     Plan,
     Stage,
     check_recompute,
 )
 from foreshard.units import number_of
-
-MODELLED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def check_plan(plan: Plan, model: Model, cluster: Cluster, *, file: str | None = None) -> None:
@@ -109,15 +108,12 @@ def _options_known(case: _Case) -> Iterator[Violation]:
     for where, group in case.groups():
         key = case.key(where, "schedule")
         one_of(group.schedule, SCHEDULES, key=key, file=file, exact=True)
-        if group.schedule not in MODELLED_SCHEDULES:
-            rule = f"Modelled are {', '.join(MODELLED_SCHEDULES)}"
-            what, fix = f"schedule {group.schedule} is not modelled yet", f"Use {MODELLED_SCHEDULES[-1]}"
-            yield Violation(key, group.schedule, what, fix, rule)
         whole(group.micro_batch, key=case.key(where, "micro_batch", "micro-batch"), file=file)
     for where, _, stage in case.stages():
         whole(stage.zero, 0, 3, key=case.key(where, "zero"), file=file)
         one_of(stage.offload, OFFLOADS, key=case.key(where, "offload"), file=file, exact=True)
         check_recompute(stage.recompute, key=case.key(where, "recompute"), file=file)
+    return iter(())
 
 
 def _ranks_exist(case: _Case) -> Iterator[Violation]:
@@ -197,8 +193,10 @@ def _layers_end(case: _PlanCase, last: int, which: str, rule: str) -> Iterator[V
 
 def _spans(group: Group) -> Iterator[tuple[int, tuple[int, int]]]:
     """Yield (stage, interval) in the order in which a sample passes them."""
+    stages = list(enumerate(group.stages))
     for chunk in range(max(len(stage.layers) for stage in group.stages)):
-        for s, stage in enumerate(group.stages):
+        turned = chunk % 2 == 1 and group.schedule in TURNING
+        for s, stage in reversed(stages) if turned else stages:
             if chunk < len(stage.layers):
                 yield s, stage.layers[chunk]
 
@@ -268,18 +266,52 @@ def _chunks_match(case: _PlanCase) -> Iterator[Violation]:
 
 
 def _chunks_interleave(case: _PlanCase) -> Iterator[Violation]:
-    """Only the interleaved schedule has virtual stages."""
+    """Only the interleaved schedule has virtual stages, and zbv and dualpipev have two."""
     for where, group in case.groups():
-        if group.num_chunks > 1 and group.schedule != "interleaved":
+        if group.schedule in TURNING:
+            if group.num_chunks != 2:
+                what = f"{number_of(group.num_chunks, 'virtual stage')} with schedule {group.schedule}"
+                yield Violation(
+                    case.key(where, "schedule"), group.schedule, what, "Give every stage two intervals"
+                )
+        elif group.num_chunks > 1 and group.schedule != "interleaved":
             what = f"{group.num_chunks} virtual stages with schedule {group.schedule}"
             yield Violation(case.key(where, "schedule"), group.schedule, what, "Use interleaved")
+
+
+def folding_rule(schedule: str, stages: int, micro_batches: int) -> tuple[str, str, str] | None:
+    """Return what a pipeline breaks of its schedule's rule, the rule, and what to do; None if nothing."""
+    if schedule == "dualpipev" and micro_batches < 2 * stages:
+        least = 2 * stages
+        return (
+            f"{micro_batches} micro-batches on {stages} stages under dualpipev",
+            "dualpipev takes at least two micro-batches for each stage",
+            f"Use at least {least} micro-batches",
+        )
+    if schedule == "dualpipe" and (stages % 2 or micro_batches % 2 or micro_batches < 2 * stages):
+        least = 2 * (stages + stages % 2)
+        return (
+            f"{micro_batches} micro-batches on {number_of(stages, 'stage')} under dualpipe",
+            "dualpipe takes even numbers of stages and of micro-batches, at least two for each stage",
+            f"Use an even number of stages, and an even number of micro-batches from {least} on",
+        )
+    return None
+
+
+def _folding_fits(case: _PlanCase) -> Iterator[Violation]:
+    for where, group in case.groups():
+        broken = folding_rule(group.schedule, len(group.stages), group.num_micro_batches)
+        if broken is not None:
+            what, rule, fix = broken
+            key = case.key(where, "share", "global-batch")
+            yield Violation(key, group.num_micro_batches, what, fix, rule)
 
 
 def _interleaving_divides(case: _Case) -> Iterator[Violation]:
     """Interleaving takes micro-batches in groups of pp, so pp divides their number."""
     for where, group in case.groups():
         p, m = len(group.stages), group.num_micro_batches
-        if group.num_chunks > 1 and p > 1 and m % p:
+        if group.schedule == "interleaved" and group.num_chunks > 1 and p > 1 and m % p:
             what = f"{m} micro-batches on {p} interleaved stages"
             fix = f"Use {max(1, m // p) * p} or {(m // p + 1) * p} micro-batches, or vpp 1"
             yield Violation(case.key(where, "share", "global-batch"), m, what, fix)
@@ -345,6 +377,7 @@ _OF_PLAN: tuple[Rule, ...] = (
     _chunks_match,
     _chunks_interleave,
     _interleaving_divides,
+    _folding_fits,
     _precision_supported,
     _sequence_divides,
     _one_vendor,

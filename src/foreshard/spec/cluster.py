@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from foreshard.spec.device import Device
 
@@ -35,6 +36,9 @@ class NodeGroup:
     nvlink_domain: int
     # (name, value) of constants of collectives that were measured here, by the names of `comm.fabric.Fabric`
     collectives: tuple[tuple[str, float], ...] = ()
+    # how devices without device links reach each other: as servers with such cards were measured, one bus
+    # shared by all; peer to peer through PCIe switches; through the memory of the host
+    pcie: Literal["shared", "switch", "host"] = "shared"
 
     @property
     def num_devices(self) -> int:
@@ -99,6 +103,16 @@ class Cluster:
     def node_group_of(self, rank: int) -> NodeGroup:
         """Return the group whose device has this rank."""
         return self._locate(rank)[0]
+
+    def default_precision(self, *, of_all: bool = True) -> str:
+        """Return the precision where none is stated: bf16, fp16 where devices have no bf16, else fp32.
+
+        It is one that all devices have, or any of them.
+        """
+        devices = [group.device for group in self.nodes]
+        have = all if of_all else any
+        able = (name for name in ("bf16", "fp16") if have(device.supports(name) for device in devices))
+        return next(able, "fp32")
 
     def device_of(self, rank: int) -> Device:
         """Return the device of this rank."""

@@ -41,6 +41,13 @@ _MAX_WHY = 80  # of what a parser says
 _SEE_SCHEMA = "See 'foreshard schema'"
 _SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float8": "fp8"}
 _SPELLINGS |= {"float64": "fp64", "double": "fp64", "gpu": "cuda"}
+_SPELLINGS |= {
+    **dict.fromkeys(("zbh1", "zb1", "zero-bubble-h1", "zero-bubble", "zerobubble"), "zb-h1"),
+    **dict.fromkeys(("zbh2", "zb2", "zero-bubble-h2"), "zb-h2"),
+    **dict.fromkeys(("zb-v", "zbvzerobubble", "zbv-zero-bubble", "zero-bubble-v"), "zbv"),
+    **dict.fromkeys(("dual-pipe", "dualpipe-bidirectional"), "dualpipe"),
+    **dict.fromkeys(("dualpipe-v", "dual-pipe-v"), "dualpipev"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from foreshard.spec.plan import (
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    TURNING,
     Group,
     Plan,
     Stage,
@@ -63,18 +64,27 @@ def block_cuts(num_blocks: int, num_chunks: int) -> list[int]:
     return cuts
 
 
-def layer_spans(num_blocks: int, pp: int, vpp: int) -> list[list[tuple[int, int]]]:
+def layer_spans(num_blocks: int, pp: int, vpp: int, *, turning: bool = False) -> list[list[tuple[int, int]]]:
     """Half-open layer intervals [stage][chunk]; layer 0 is the embedding, num_blocks + 1 the head."""
-    return spans_of(block_cuts(num_blocks, pp * vpp), pp)
+    return spans_of(block_cuts(num_blocks, pp * vpp), pp, turning=turning)
 
 
-def spans_of(cuts: Sequence[int], pp: int) -> list[list[tuple[int, int]]]:
-    """Layer intervals [stage][chunk] of so many blocks per virtual stage, in model order."""
+def spans_of(cuts: Sequence[int], pp: int, *, turning: bool = False) -> list[list[tuple[int, int]]]:
+    """Layer intervals [stage][chunk] of so many blocks per virtual stage, in model order.
+
+    Where pipelines are `turning`, every second chunk goes through the stages the other way round.
+
+    Examples
+    --------
+    >>> spans_of([1, 1, 1, 1], 2, turning=True)
+    [[(0, 2), (4, 6)], [(2, 3), (3, 4)]]
+    """
     spans: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
     start = 0
     for virtual, count in enumerate(cuts):
         stop = start + count + (virtual == 0) + (virtual == len(cuts) - 1)
-        spans[virtual % pp].append((start, stop))
+        chunk, stage = divmod(virtual, pp)
+        spans[pp - 1 - stage if turning and chunk % 2 else stage].append((start, stop))
         start = stop
     return spans
 
@@ -123,6 +133,8 @@ def plan_from_degrees(
         what = f"ep {ep} x etp {etp} does not divide tp x cp x dp = {width}"
         fix = f"Choose ep x etp among the divisors of {width}: {divisors(width)}"
         raise SpecError(what, key="--ep", value=ep, rule="etp x ep divides tp x cp x dp", fix=fix)
+    if schedule in TURNING and vpp == 1:
+        vpp = 2
     schedule = _schedule(schedule, pp, vpp, num_blocks)
     if sp is not None and not isinstance(sp, bool):
         raise invalid(sp, "Must be true or false", key="--sp", name="sp")
@@ -141,7 +153,7 @@ def plan_from_degrees(
     }
     stages = tuple(
         Stage(ranks=tuple(range(i * width, (i + 1) * width)), layers=tuple(spans), **options)
-        for i, spans in enumerate(layer_spans(num_blocks, pp, vpp))
+        for i, spans in enumerate(layer_spans(num_blocks, pp, vpp, turning=schedule in TURNING))
     )
     group = Group(
         share=global_batch,
@@ -199,10 +211,10 @@ def _schedule(schedule: Any, pp: int, vpp: int, num_blocks: int) -> str:
     if schedule is None:
         return "interleaved" if vpp > 1 else "1f1b"
     schedule = one_of(schedule, SCHEDULES, key="--schedule", name="schedule")
-    if vpp > 1 and schedule != "interleaved":
+    if vpp > 1 and schedule != "interleaved" and not (vpp == 2 and schedule in TURNING):
         what = f"vpp {vpp} with schedule {schedule}"
-        rule = "Only the interleaved schedule has virtual stages"
-        fix = "Use --schedule interleaved, or --vpp 1"
+        rule = "Only the interleaved schedule has virtual stages, and zbv and dualpipev have two"
+        fix = "Use --schedule interleaved, or leave --vpp out"
         raise SpecError(what, key="--schedule", value=schedule, rule=rule, fix=fix)
     return str(schedule)
 
@@ -220,6 +232,8 @@ def _default_batch(dp: int, pp: int, micro_batch: int, schedule: str) -> int:
     micro_batches = -(-pp // micro_batch)
     if schedule == "interleaved":
         micro_batches = -(-micro_batches // pp) * pp
+    if schedule.startswith("dualpipe"):
+        micro_batches = 2 * pp
     return dp * micro_batch * micro_batches
 
 

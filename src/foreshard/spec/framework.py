@@ -29,6 +29,8 @@ class Framework:
     grouped_gemm : experts run in one launch; False = one product per local expert
     routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
     dispatcher : allgather | alltoall | deepep | hybridep
+    dispatch_bytes : of an element on its way to an expert; 0: as activations are, which come back as they are
+    dispatch_sms : processors that the dispatcher takes from computation beside it (DeepEP's default)
     cross_entropy : unfused | native | te | eager | chunked
     collectives : algorithm of all-reduces, auto (the library's choice) | ring | tree
     bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
@@ -65,6 +67,8 @@ class Framework:
     grouped_gemm: bool = True
     routing: str = "learned"
     dispatcher: str = "alltoall"
+    dispatch_bytes: int = 0
+    dispatch_sms: int = 20
     cross_entropy: str = "te"
     collectives: str = "auto"
     bucket_bytes: int = 0

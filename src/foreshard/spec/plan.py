@@ -7,14 +7,14 @@ Every default is pushed down to groups and stages, so a reader never looks it up
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from foreshard.errors import SpecError
 from foreshard.spec.codec import invalid
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev"]
 Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "sgd"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Algorithm = Literal["auto", "ring", "tree"]
@@ -28,6 +28,10 @@ CommOption = Literal[
 ]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+TABLED = ("gpipe", "1f1b", "interleaved", "zb-h1")
+"""Schedules with a closed form, which tables of plans and the searches take."""
+TURNING = ("zbv", "dualpipev")
+"""Schedules whose samples pass the first virtual stages, then the second ones on the way back."""
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -98,6 +102,17 @@ class Group:
     def num_layers(self) -> int:
         """Layers of the model, embedding and head counted."""
         return max(stop for stage in self.stages for _, stop in stage.layers)
+
+    @property
+    def held(self) -> Group:
+        """Return the group with the copies that its schedule keeps as virtual stages.
+
+        Under dualpipe a stage holds the layers of the stage as far from the other end too.
+        """
+        if self.schedule != "dualpipe" or self.num_chunks > 1:
+            return self
+        mirrored = zip(self.stages, reversed(self.stages), strict=True)
+        return replace(self, stages=tuple(replace(a, layers=a.layers + b.layers) for a, b in mirrored))
 
     @property
     def num_chunks(self) -> int:

@@ -6,7 +6,7 @@ Group keys override ``defaults``, stage keys override both. Rules that need the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -116,10 +116,11 @@ def parse_plan(data: Any, *, file: str | None = None) -> Plan:
     return Plan(**stated | {"groups": groups, "comm": dict(table.comm)})
 
 
-def load_plan(path: str) -> Plan:
+def load_plan(path: str, *, selective: Callable[[str], str] | None = None) -> Plan:
     """Return the Plan stored in a JSON file: a plan, or an answer that holds one.
 
-    Of the object of ``predict --json`` that is its plan, of ``plan --json`` the chosen one.
+    Of the object of ``predict --json`` that is its plan, of ``plan --json`` the chosen one. `selective` says
+    what the bare word means as a recompute rule under a framework, core attention where it is not given.
 
     Raises
     ------
@@ -127,7 +128,21 @@ def load_plan(path: str) -> Plan:
         When the file cannot be read, is no JSON, or describes no plan.
     """
     data = parse_json(read_text(path, max_bytes=MAX_FILE_BYTES), file=str(path))
-    return parse_plan(_plan_in(data), file=str(path))
+    found = _plan_in(data)
+    if selective is not None and isinstance(found, dict) and isinstance(found.get("framework"), str):
+        found = _meaning(found, selective(found["framework"]))
+    return parse_plan(found, file=str(path))
+
+
+def _meaning(data: Any, rule: str) -> Any:
+    """Return parsed JSON with a rule wherever recompute is the bare word `selective`."""
+    if isinstance(data, list):
+        return [_meaning(value, rule) for value in data]
+    if not isinstance(data, dict):
+        return data
+    bare = isinstance(data.get("recompute"), str) and data["recompute"].strip().lower() == "selective"
+    own = {"recompute": rule} if bare else {}
+    return {key: _meaning(value, rule) for key, value in data.items()} | own
 
 
 def _plan_in(data: Any) -> Any:

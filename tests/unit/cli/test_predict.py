@@ -156,7 +156,7 @@ def test_a_full_disk_is_the_systems_fault(shell):
         (("--dtype", "e4m3"), "Did you mean 'fp8'?"),
         (("--vpp", "4"), "without a pipeline"),
         (("--framework", "fsdp"), "torchtitan (FSDP2) or composer (FSDP1)?"),
-        (("--schedule", "dualpipe"), "is not one of gpipe, 1f1b, interleaved, zb-h1"),
+        (("--schedule", "chimera"), "is not one of gpipe, 1f1b, interleaved, zb-h1"),
         (("--lora", "16:x"), "q, k, v, o"),
         (("--ep", "3"), "1, 2, 4, 8"),
     ],
@@ -260,4 +260,19 @@ def test_switches_and_adapters_from_flags_variables_and_files(shell, tmp_path, m
 def test_help_lists_the_examples_and_what_is_modelled(shell):
     text = shell("predict", "--help").out
     assert "\\b" not in text and "\n  foreshard predict llama3-8b" in text
-    assert "dualpipe" not in text and "--tp-overlap / --no-tp-overlap" in text
+    assert "dualpipe" in text and "--tp-overlap / --no-tp-overlap" in text
+
+
+@pytest.mark.parametrize(
+    ("framework", "rule"), [("torchtitan", "selective:op"), ("megatron-core", "selective:core_attn")]
+)
+def test_selective_in_a_plan_file_is_what_the_framework_means_by_it(tmp_path, framework, rule):
+    plan = api.make_plan("llama3-8b", "1x8xh100-sxm", framework=framework, zero=1).to_dict()
+    for group in plan["groups"]:
+        group["recompute"] = "selective"
+        for stage in group["stages"]:
+            stage.pop("recompute", None)
+    plan.setdefault("defaults", {}).pop("recompute", None)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    assert {stage.recompute for stage in api.load_plan(str(path)).groups[0].stages} == {rule}

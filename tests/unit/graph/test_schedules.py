@@ -72,9 +72,10 @@ def test_in_flight_never_exceeds_the_micro_batches():
 @pytest.mark.parametrize(
     "schedule, counts, said",
     [
-        ("zbv", {}, "not modelled yet.*gpipe, 1f1b, interleaved, zb-h1"),
-        ("dualpipe", {}, "not modelled yet"),
-        ("2f2b", {}, "unknown"),
+        ("zbv", {}, "two virtual stages"),
+        ("dualpipe", {"num_chunks": 2, "num_micro_batches": 7}, "even number"),
+        ("dualpipev", {"num_chunks": 2, "num_micro_batches": 3}, "at least two micro-batches"),
+        ("2f2b", {}, "zb-h2, zbv, dualpipe"),
         ("1f1b", {"num_chunks": 2}, "interleaved"),
         ("1f1b", {"num_micro_batches": 0}, "micro_batches"),
         ("interleaved", {}, "Use schedule 1f1b"),

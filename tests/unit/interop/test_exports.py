@@ -304,3 +304,24 @@ def test_an_answer_is_read_as_the_plan_it_holds(tmp_path):
 def test_adapters_are_refused_by_name():
     with pytest.raises(SpecError, match="lora 16"):
         export(make_plan(MODEL, CLUSTER, tp=2, lora="16"), "megatron", model=MODEL)
+
+
+@pytest.mark.parametrize("schedule, theirs", [("zbv", "ZBVZeroBubble"), ("dualpipev", "DualPipeV")])
+def test_torchtitan_gets_the_parts_of_a_pipeline_that_turns_in_model_order(schedule, theirs):
+    model, cluster = load_model("llama3-8b"), load_cluster("1x8xh100-sxm")
+    plan = make_plan(
+        model,
+        cluster,
+        framework="torchtitan",
+        pp=4,
+        zero=2,
+        schedule=schedule,
+        global_batch=32,
+        recompute="full",
+    )
+    text = export(plan, "torchtitan@0.2", model=model, cluster=cluster).text
+    stated = tomllib.loads(text)["parallelism"]
+    parts = stated["module_fqns_per_model_part"]
+    assert stated["pipeline_parallel_schedule"] == theirs and len(parts) == 8
+    names = [name for part in parts for name in part if name.startswith("layers.")]
+    assert names == [f"layers.{i}" for i in range(32)]

@@ -27,7 +27,8 @@ from foreshard.predict.analytical.table import evaluate
 from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
 from foreshard.predict.space import RULES, valid_plans
 from foreshard.predict.step import predict
-from foreshard.spec.checks import MODELLED_SCHEDULES, check_plan
+from foreshard.spec.checks import check_plan
+from foreshard.spec.plan import TABLED
 
 # Model, cluster, framework, global batch, sequence: pipelines, experts, unlike blocks, tight memory.
 SPACES = (
@@ -104,7 +105,7 @@ def _rows(request):
                         shard,
                         sp,
                         rule,
-                        MODELLED_SCHEDULES.index(schedule),
+                        TABLED.index(schedule),
                         OFFLOADS.index(offload),
                     )
 

@@ -9,8 +9,11 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
-from foreshard.planner.headroom import with_headroom
+from foreshard.planner.headroom import asking, leaving_free
+from foreshard.planner.request import MARGIN, checked_request
+from foreshard.planner.search import plan
 from foreshard.predict.interval import signed_quantiles
 from foreshard.predict.memory_interval import (
     _of,
@@ -72,8 +75,39 @@ def test_a_margin_that_cannot_be_shown_is_refused(margin):
         usable_share(KNOWN, margin)
 
 
-def test_a_search_leaves_memory_free_where_it_is_asked_to():
-    cluster = load_cluster("1x8xh100-sxm")
+def _asked(**words):
+    return checked_request(load_model("llama3-8b"), load_cluster("1x8xh100-sxm"), global_batch=8, **words)
+
+
+def _usable(request):
+    """Return what plans of a request may take of a device."""
+    return request.cluster.nodes[0].device.capacity_bytes
+
+
+def test_a_search_leaves_memory_free_unless_it_is_asked_not_to():
+    whole = _usable(_asked())
+    assert _usable(leaving_free(_asked())) == pytest.approx(whole * usable_share(KNOWN, MARGIN))
+    assert _usable(leaving_free(_asked())) < whole
+    assert _usable(leaving_free(_asked(memory_margin=0.0))) == whole
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("label", ["megatron-core", "torchtitan"])
+def test_a_changed_request_leaves_as_much_as_one_that_asks_so_from_the_start(label, margin):
+    changed = asking(leaving_free(_asked()), framework=load_framework(label), margin=margin)
+    stated = leaving_free(_asked(framework=label, memory_margin=margin))
+    assert _usable(changed) == pytest.approx(_usable(stated))
+
+
+def test_a_plan_keeps_the_margin_and_is_shown_beside_all_memory():
+    """At 8k the best plan without tensor parallelism and without a margin fills 98 % of a device."""
+    words = {"global_batch": 64, "seq_len": 8192, "engine": "analytical", "tp": 1, "cp": 1}
+    model, cluster = load_model("llama3-8b"), load_cluster("1x8xh100-sxm")
     whole = cluster.nodes[0].device.capacity_bytes
-    assert with_headroom(cluster, KNOWN, 0.95).nodes[0].device.capacity_bytes < whole
-    assert with_headroom(cluster, KNOWN, 0.0).nodes[0].device.capacity_bytes == whole
+    kept, filled = plan(model, cluster, **words), plan(model, cluster, memory_margin=0.0, **words)
+    assert "--memory-margin 0.95" in kept.space and "margin" not in filled.space
+    for found in kept.plans:
+        memory = found.prediction.memory
+        assert memory.capacity_bytes == whole and memory.fits_probability >= MARGIN
+    assert filled.plans[0].prediction.memory.fits_probability < MARGIN
+    assert filled.lower_bound_step_time_s <= kept.lower_bound_step_time_s * (1 + 1e-9)

@@ -211,7 +211,8 @@ CASES = {
         DENSE,
         "--schedule",
         "groups[0].schedule",
-        "2 virtual stages with schedule 1f1b. Only the interleaved schedule has virtual stages. Use interleaved",
+        "2 virtual stages with schedule 1f1b. Only the interleaved schedule has virtual stages, "
+        "and zbv and dualpipev have two. Use interleaved",
     ),
     "interleaved micro-batches": (
         good(
@@ -225,12 +226,19 @@ CASES = {
         "3 micro-batches on 2 interleaved stages. Interleaving takes micro-batches in groups of pp, so pp divides "
         "their number. Use 2 or 4 micro-batches, or vpp 1",
     ),
-    "schedule not modelled": (
-        good(group={"schedule": "dualpipe"}),
+    "dualpipe in halves": (
+        good(global_batch=15, group={"schedule": "dualpipe", "share": 15, "micro_batch": 1}),
+        DENSE,
+        "--global-batch",
+        "groups[0].share",
+        "15 micro-batches on 2 stages under dualpipe. dualpipe takes even numbers of stages and of micro-batches",
+    ),
+    "zbv without second intervals": (
+        good(group={"schedule": "zbv"}),
         DENSE,
         "--schedule",
         "groups[0].schedule",
-        "schedule dualpipe is not modelled yet. Modelled are gpipe, 1f1b, interleaved, zb-h1. Use zb-h1",
+        "1 virtual stage with schedule zbv",
     ),
     "schedule unknown": (
         good(group={"schedule": "pipedream"}),

@@ -39,7 +39,12 @@ _LITTLE = 0.005  # of a step: less than what runs of one configuration differ by
     help="Tokens per sample (default: the model's).",
 )
 @click.option("--recompute", metavar="RULE", help="As predict takes it.")
-@click.option("--dtype", "precision", type=Word(*PRECISIONS), help="Of the matrix products (default bf16).")
+@click.option(
+    "--dtype",
+    "precision",
+    type=Word(*PRECISIONS),
+    help="Of the matrix products (default bf16, fp16 where devices have none).",
+)
 @click.option(
     "--gradients", type=Word(*_WIDTH), default="fp32", help="Type of the gradients that are reduced."
 )

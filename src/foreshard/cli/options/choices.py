@@ -8,8 +8,7 @@ import click
 
 from foreshard.cli.options.values import Count, Counts, Words
 from foreshard.planner.choices import COUNTS, NAMES
-from foreshard.spec.checks import MODELLED_SCHEDULES
-from foreshard.spec.plan import MAX_BATCH, OFFLOADS
+from foreshard.spec.plan import MAX_BATCH, OFFLOADS, SCHEDULES
 
 _MEANING = {
     "dp": "Data-parallel replicas",
@@ -34,7 +33,7 @@ def choosing(command: click.Command) -> None:
         click.Option(["--sp/--no-sp"], default=None, help="Sequence parallelism."),
         click.Option(["--recompute"], type=Words(), metavar="RULE,RULE", help="Recompute rules."),
         click.Option(["--offload"], type=Words(*OFFLOADS), help="To host memory."),
-        click.Option(["--schedule"], type=Words(*MODELLED_SCHEDULES), help="Of pipelines."),
+        click.Option(["--schedule"], type=Words(*SCHEDULES), help="Of pipelines."),
     ]
     for name in COUNTS:
         for side, word in (("min", "least"), ("max", "most")):

@@ -11,9 +11,16 @@ from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Word
 from foreshard.cli.options.varying import VARYING, varying_options
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, MAX_SEQ_LEN, OFFLOADS, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import (
+    ALGORITHMS,
+    COMM_OPTIONS,
+    MAX_SEQ_LEN,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+)
 
 _DEGREE_HELP = {
     "dp": "Data-parallel replicas (default: what the others leave).",
@@ -64,9 +71,11 @@ def _run_options() -> list[click.Option]:
             type=Word(*OFFLOADS, CPU),
             help="To host memory; cpu is what the framework offloads under that name.",
         ),
-        click.Option(["--schedule"], type=Word(*MODELLED_SCHEDULES), help="Of the pipeline (default 1f1b)."),
+        click.Option(["--schedule"], type=Word(*SCHEDULES), help="Of the pipeline (default 1f1b)."),
         click.Option(
-            ["--dtype", "precision"], type=Word(*PRECISIONS), help="Of the matrix products (default bf16)."
+            ["--dtype", "precision"],
+            type=Word(*PRECISIONS),
+            help="Of the matrix products (default bf16, fp16 where devices have none).",
         ),
         click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="Default adamw."),
         click.Option(

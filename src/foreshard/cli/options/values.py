@@ -166,7 +166,6 @@ _MEANT = {
     "zero-bubble": "zb-h1",
     "zbvzerobubble": "zbv",
     "interleavedzerobubble": "zb-h1",
-    "dualpipev": "dualpipe",
     "opt": "optimizer",
     "optimizer-states": "optimizer",
     "states": "optimizer",
@@ -213,6 +212,24 @@ class FrameworkLabel(click.ParamType):  # type: ignore[type-arg]
         """Return the label; whether there is such a framework is for the catalog to say."""
         name, at, release = str(value).strip().partition("@")
         return re.sub(r"[\s_]+", "-", name.strip().lower()) + at + release.strip()
+
+
+class Margin(click.ParamType):  # type: ignore[type-arg]
+    """A probability of at least 0 and below 1, also in percent; off is 0."""
+
+    name = "P"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the probability, or fail."""
+        text, number = str(value).strip().lower(), math.nan
+        if text in ("off", "none"):
+            return 0.0
+        with suppress(ValueError):
+            number = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+        if 0.0 <= number < 1.0:
+            return number
+        what = f"{str(value)[:40]!r} is not a probability of at least 0 and below 1"
+        self.fail(f"{what}. Give 0.95 or 95%, or off for plans that may fill the memory.", param, ctx)
 
 
 class Word(click.ParamType):  # type: ignore[type-arg]

@@ -19,7 +19,7 @@ from foreshard.spec.prediction import Prediction
 
 _TIE = 1e-9
 """Part of a step by which another plan has to be better: less is rounding."""
-_JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine")
+_JUDGED = ("global_batch", "seq_len", "framework", "precision", "optimizer", "engine", "memory_margin")
 """Words of a request that :func:`judge` takes."""
 
 
@@ -43,7 +43,7 @@ def beside_others(
     comparable = {name: value for name, value in asked.items() if name not in ("comm", "precision")}
     adapters = comparable.pop("lora", None)
     model = model if adapters is None else with_adapters(model, adapters)
-    words = asked.get("precision", "bf16")
+    words = asked.get("precision") or cluster.default_precision(of_all=False)
     first = words if isinstance(words, str) else words[0]
     comparable["precision"] = result.plans[0].plan.precision if result.plans else first
     bound_s = result.lower_bound_step_time_s if result.plans else None

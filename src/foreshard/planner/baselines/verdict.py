@@ -11,6 +11,7 @@ import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.planner.baselines.registry import BASELINES, Baseline
+from foreshard.planner.headroom import leaving_free
 from foreshard.planner.mixed.node_sets import node_sets
 from foreshard.planner.pricing.engine_times import engine_seconds, predicted
 from foreshard.planner.pricing.mapping import plan_of
@@ -73,7 +74,7 @@ def judge(
         A step time no plan beats, for the gaps.
     asked
         As for `planner.search.plan`: global_batch (required), seq_len, framework, precision, optimizer,
-        engine.
+        engine, memory_margin.
 
     Raises
     ------
@@ -81,7 +82,7 @@ def judge(
         For an unknown name or bad input.
     """
     chosen = [_named(name) for name in (BASELINES if "all" in names else names)]
-    request = checked_request(model, cluster, **asked)
+    request = leaving_free(checked_request(model, cluster, **asked))
     sets = node_sets(request)
     problem = price_stages(request, sets[0]) if sets else None
     return tuple(_judged(request, problem, one, bound_s) for one in chosen)

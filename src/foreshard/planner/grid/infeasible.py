@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from foreshard.errors import InfeasibleError
 from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.search import search_rows
+from foreshard.planner.headroom import left_free_words
 from foreshard.planner.nearest_change import (
     fitting_changes,
     fix_of,
@@ -17,6 +18,7 @@ from foreshard.planner.nearest_change import (
     other_frameworks,
     other_optimizers,
     other_sequences,
+    smaller_margins,
 )
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import TimeBudget
@@ -45,6 +47,8 @@ def infeasible(
     most_s = min(_ALL_S, max(left_s, _TRIAL_S))
     part, found = min(searched, key=lambda pair: pair[1].least_peak_bytes)
     capacity = part.nodes[0].device.capacity_bytes / 2**30
+    left = left_free_words(request)
+    free = f", with {left}" if left else ""
     least, on = found.least_peak_bytes / 2**30, number_of(part.num_devices, "device")
     if not exhaustive:
         seen = (
@@ -78,7 +82,7 @@ def infeasible(
         )
     return InfeasibleError(
         f"no plan fits memory: the least, on {on} "
-        f"({_words(found.least_peak)}), takes {least:.1f} of {capacity:.1f} GiB",
+        f"({_words(found.least_peak)}), takes {least:.1f} of {capacity:.1f} GiB{free}",
         key="memory",
         value=f"{least:.1f} GiB",
         rule="The fullest device of a plan fits its memory",
@@ -104,7 +108,14 @@ def _fits(request: PlanRequest) -> bool:
 
 def _fix(request: PlanRequest, most_s: float) -> str | None:
     """Return the nearest change of each kind that fits, as far as the user waits for it."""
-    kinds = (other_batches, more_equal_nodes, other_frameworks, other_optimizers, other_sequences)
+    kinds = (
+        other_batches,
+        more_equal_nodes,
+        other_frameworks,
+        other_optimizers,
+        other_sequences,
+        smaller_margins,
+    )
     try:
         found = fitting_changes(
             (kind(request) for kind in kinds), _fits, most=len(kinds), budget=TimeBudget.of(most_s)

@@ -22,10 +22,10 @@ from foreshard.predict.plan_table import COLUMNS, OFFLOADS, PlanTable
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.space import RULES, divisors, valid_plans
 from foreshard.predict.stage_rows import StageRows, stage_rows_of
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
+from foreshard.spec.plan import TABLED
 
 _COUNTED = 1 << 14
 """Codes that are counted in less time than a few hundred numbers are sorted."""
@@ -37,7 +37,7 @@ SPACE = (
     "groups, recompute rules, schedules and offloads that the framework ships, layers cut as evenly as "
     "they go"
 )
-_INTERLEAVED, _1F1B = (MODELLED_SCHEDULES.index(name) for name in ("interleaved", "1f1b"))
+_INTERLEAVED, _1F1B = (TABLED.index(name) for name in ("interleaved", "1f1b"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,13 +279,13 @@ class _Choices:
 
 def _choices(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) -> _Choices:
     offers = request.offers
-    schedules = [MODELLED_SCHEDULES.index(name) for name in offers.schedules if name != "interleaved"]
+    schedules = [TABLED.index(name) for name in offers.schedules if name != "interleaved"]
     if chunks:
         schedules = [_INTERLEAVED]
     choices = request.choices
-    schedules = [s for s in schedules if choices.may_be("schedule", MODELLED_SCHEDULES[s])]
+    schedules = [s for s in schedules if choices.may_be("schedule", TABLED[s])]
     if not pipeline:
-        schedules = [MODELLED_SCHEDULES.index("1f1b")]
+        schedules = [TABLED.index("1f1b")]
     offloads = [OFFLOADS.index(name) for name in choices.of("offload", offers.offload)]
     found = []
     for zero in choices.of("zero", offers.levels(2 if pipeline else 1)):
@@ -333,7 +333,7 @@ def least_memory_rows(request: GridRequest, passes: PlanTable) -> tuple[PlanTabl
     States spread over all replicas and everything offloaded that can be: neither adds to what a device holds.
     Levels of sharding and schedules are all there, since either may.
     """
-    schedules = [MODELLED_SCHEDULES.index(name) for name in request.offers.schedules if name != "interleaved"]
+    schedules = [TABLED.index(name) for name in request.offers.schedules if name != "interleaved"]
     offload = max(OFFLOADS.index(name) for name in request.offers.offload)
     options = np.array(
         [(zero, s) for zero in request.offers.levels(1) for s in schedules or [_1F1B]], dtype=np.int64

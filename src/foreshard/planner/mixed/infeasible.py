@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foreshard.errors import InfeasibleError
+from foreshard.planner.headroom import left_free_words
 from foreshard.planner.mixed.node_sets import node_sets
 from foreshard.planner.nearest_change import (
     any_number_of_devices,
@@ -16,6 +17,7 @@ from foreshard.planner.nearest_change import (
     more_nodes_of_each,
     other_optimizers,
     other_sequences,
+    smaller_margins,
 )
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
@@ -44,16 +46,23 @@ def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> Infea
         if devices > 1
         else f"the one device that may be used, with {memory:,.0f} GiB"
     )
-    kinds = (half_precision, any_number_of_devices, other_optimizers, other_sequences, more_nodes_of_each)
+    kinds = (
+        *(half_precision, any_number_of_devices, smaller_margins, other_optimizers, other_sequences),
+        more_nodes_of_each,
+    )
     found = fitting_changes((kind(request) for kind in kinds), _fits, most=1)
     return InfeasibleError(
-        f"no pipeline of {request.model.name} fits {where}",
+        f"no pipeline of {request.model.name} fits {where}{_left(request)}",
         key="memory",
         value=f"{memory:.0f} GiB",
         rule="Every stage holds its weights, gradients, optimizer states and one micro-batch for each stage "
         "after it",
         fix=fix_of(found) or "Use devices with more memory, many more of them, or a smaller model",
     )
+
+
+def _left(request: PlanRequest) -> str:
+    return f", with {left}" if (left := left_free_words(request)) else ""
 
 
 def nothing_chosen(request: PlanRequest) -> PlanResult:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.graph.pace import PipelineRows, PipelineSpan, pipeline_span
+from foreshard.predict.analytical.by_order import span_by_order
 from foreshard.predict.batch import Batch
 from foreshard.predict.tasks.collectives import (
     Sharing,
@@ -392,6 +393,8 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     end = end_of_step(batch, stage)
     rows = _rows(batch, stage, end)
     span = pipeline_span(rows)
+    if np.count_nonzero(batch.pipeline.by_order):
+        span = span_by_order(rows, span, np.broadcast_to(batch.pipeline.by_order, rows.rounds[None].shape)[0])
     waits = _waits(batch, rows, span) if joined and span.seconds.size > 1 else 0.0
     pace = _of_run(span.run)
     num_devices, m = (

@@ -24,12 +24,12 @@ from foreshard.predict.placement import domain_block
 from foreshard.predict.plan_table import Column, PlanTable
 from foreshard.predict.run_setup import RunSetup, nccl_channels
 from foreshard.predict.stage_rows import StageRows, recompute_columns, stage_rows_of
-from foreshard.spec.checks import MODELLED_SCHEDULES
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
+from foreshard.spec.plan import TABLED
 
-_GPIPE, _ZERO_BUBBLE = MODELLED_SCHEDULES.index("gpipe"), MODELLED_SCHEDULES.index("zb-h1")
+_GPIPE, _ZERO_BUBBLE = TABLED.index("gpipe"), TABLED.index("zb-h1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.graph.program import Kind
-from foreshard.graph.schedules import Op
 from foreshard.predict.batch import Batch, PlannedRun
 from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph.prices import GroupPrices, group_prices
@@ -128,10 +127,9 @@ def step_parts(
     lowered, stage = _critical(step, times)
     prices = lowered.prices
     parts = dict.fromkeys(TIME_PARTS, 0.0)
-    used = [op for op in Op if lowered.op(op, stage, 0, 0) >= 0]
-    repeats = np.array([prices.num_micro_batches - 1.0, 1.0])
+    repeats = lowered.repeats(stage)
     for name, seconds in prices.parts.items():
-        parts[name] += float((seconds[used, stage] * repeats).sum())
+        parts[name] += float((seconds[:, stage] * repeats).sum())
     on_rank = _on_rank(step, lowered, stage)
     parts["data_comm"] += float(step.data_s[on_rank].sum())
     parts["optimizer"] += float(prices.optimizer_s[stage])
@@ -177,7 +175,7 @@ def _on_rank(step: Step, lowered: LoweredGroup, stage: int) -> np.ndarray:
 def _messages(lowered: LoweredGroup, stage: int) -> np.ndarray:
     """Return the transfers a stage takes part in; only those it receives where they overlap compute."""
     shape, count = lowered.shape, lowered.prices.num_stages
-    to = np.where(shape.kind == Kind.SEND_FORWARD, shape.stage + 1, shape.stage - 1) % count
+    to = np.where(shape.to_next, shape.stage + 1, shape.stage - 1) % count
     is_send = (shape.kind == Kind.SEND_FORWARD) | (shape.kind == Kind.SEND_BACKWARD)
     mine = (to == stage) | ((shape.stage == stage) & (not lowered.prices.overlap_p2p))
     return lowered.first[is_send & mine]

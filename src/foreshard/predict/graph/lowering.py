@@ -37,10 +37,22 @@ class LoweredGroup:
         """Return the task of the shape, -1 where the schedule has no such op."""
         return int(self.shape.ops[op, stage, chunk, micro_batch])
 
+    def first_forward(self, stage: int, chunk: int) -> int:
+        """Return the task of the shape that needs the weights of a chunk first."""
+        tasks = self.shape.ops[Op.FORWARD, stage, chunk]
+        return int(tasks[tasks >= 0].min())
+
     def last_gradient(self, stage: int, chunk: int) -> int:
         """Return the task of the shape whose end completes the gradients of a chunk."""
-        tasks = [self.op(op, stage, chunk, self.prices.num_micro_batches - 1) for op in _LAST_GRADIENT]
-        return max(tasks)
+        return int(self.shape.ops[list(_LAST_GRADIENT), stage, chunk].max())
+
+    def repeats(self, stage: int) -> np.ndarray:
+        """Return how often a stage runs each op of each chunk: but for the last micro-batch, and for it.
+
+        Shape (4, chunks, 2).
+        """
+        runs = self.shape.ops[:, stage] >= 0
+        return np.stack([runs[..., :-1].sum(-1), runs[..., -1]], axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -212,8 +224,8 @@ class _GroupLowering:
         op_s = self.prices.op_s[:, s, c, 0]
         overlap = self.contention * float(self.traits[s].grad_overlap)
         for op in Op:
-            tasks = shape.ops[op, s, c]
-            if tasks[0] < 0:
+            tasks = shape.ops[op, s, c][shape.ops[op, s, c] >= 0]
+            if len(tasks) == 0:
                 continue
             shares = units.forward if op == Op.FORWARD else units.backward[::-1]
             moved, copies = np.zeros(len(shares)), np.zeros(len(shares))
@@ -236,13 +248,15 @@ class _GroupLowering:
             shares = np.array([units.forward[::-1][a:b].sum() for a, b in buckets.bounds])[::-1]
             seconds = self.prices.op_s[Op.FORWARD, s, c, int(self.prices.num_micro_batches == 1)] * shares
             tax = self.contention * np.minimum(np.append(buckets.gather_s[::-1][1:], 0.0), seconds)
-            cuts.append(_Cut(tasks=shape.ops[Op.FORWARD, s, c, :1], shares=shares, data_s=tax))
+            first = shape.ops[Op.FORWARD, s, c]
+            cuts.append(_Cut(tasks=first[first >= 0][:1], shares=shares, data_s=tax))
         if float(self.traits[s].grad_overlap) > 0 and buckets.reduce_s.any():
-            op = Op.BACKWARD if shape.ops[Op.BACKWARD, s, c, 0] >= 0 else Op.BACKWARD_WEIGHT
+            last = shape.ops[list(_LAST_GRADIENT), s, c].max(-1)  # the last task of either op
+            op = _LAST_GRADIENT[int(last.argmax())]
             shares = np.array([units.backward[::-1][a:b].sum() for a, b in buckets.bounds])
             seconds = self.prices.op_s[op, s, c, 1] * shares
             tax = slowdown_s(seconds, buckets.reduce_s, self.contention)
-            cuts.append(_Cut(tasks=shape.ops[op, s, c, -1:], shares=shares, data_s=tax))
+            cuts.append(_Cut(tasks=last.max(keepdims=True), shares=shares, data_s=tax))
         return cuts
 
     def add_transfer(
@@ -291,7 +305,7 @@ class _GroupLowering:
             gather_s = self.buckets[s][c].gather_s[::-1]
             if not gather_s.any():
                 continue
-            pieces = self.lowered.first[self.lowered.op(Op.FORWARD, s, c, 0)] + np.arange(len(gather_s))
+            pieces = self.lowered.first[self.lowered.first_forward(s, c)] + np.arange(len(gather_s))
             for seconds, piece in zip(gather_s.tolist(), pieces.tolist(), strict=True):
                 after = [before_use] if before_use >= 0 else []
                 task = self.add_transfer(s, seconds, after, Kind.PARAMETER_GATHER, 0, c)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from foreshard.graph.schedules import ZERO_BUBBLE
 from foreshard.predict.batch import Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import op_parts, with_host
 from foreshard.predict.machine import Machine
@@ -26,7 +27,7 @@ from foreshard.predict.tasks.collectives import (
 from foreshard.predict.tasks.formula import LayerTimes, end_times, layer_times
 from foreshard.predict.tasks.host import optimizer_s
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Group
+from foreshard.spec.plan import TURNING, Group
 
 T = TypeVar("T")
 EMBEDDING, HEAD = -2, -1  # units of a chunk that are no block; blocks carry the index of their kind
@@ -99,7 +100,7 @@ class GroupPrices:
     def overlap_p2p(self) -> bool:
         """Whether messages run beside the work."""
         beside = float(self.machines[0].traits.p2p_overlap) > 0
-        return self.schedule == "zb-h1" or (self.schedule == "interleaved" and beside)
+        return self.schedule in ZERO_BUBBLE or (self.schedule == "interleaved" and beside)
 
     def without(self, rounds: int) -> GroupPrices:
         """Return the group with fewer micro-batches: so many times its stages less."""
@@ -233,7 +234,7 @@ class _GroupPricer:
         crosses, send_s = self._sends()
         once_s, across_s = self._once_s(units)
         schedule = self.group.schedule
-        if schedule == "interleaved" and self.num_chunks == 1:
+        if schedule in ("interleaved", *TURNING) and self.num_chunks == 1:
             schedule = "1f1b"
         return GroupPrices(
             index=self.g,

@@ -90,13 +90,62 @@ def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
         )
     if not np.count_nonzero(np.asarray(rank.ep) > 1):
         return shared
-    sent = 2.0 * all_to_all_s(routed, rank.ep, rank.ep_stride, machine.fabric)
+    back = all_to_all_s(routed, rank.ep, rank.ep_stride, machine.fabric)
+    narrow = np.where(traits.dispatch_bytes > 0, traits.dispatch_bytes / rank.element_bytes, 1.0)
+    there = (
+        all_to_all_s(routed * narrow, rank.ep, rank.ep_stride, machine.fabric)
+        if np.any(narrow != 1.0)
+        else back
+    )
+    sent = there + back
     if np.count_nonzero(traits.gather_tokens):
         everyone = rank.element_bytes * own_tokens(machine) * layer.expert_hidden * rank.ep * has_experts
         gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.ep_stride, machine.fabric)
         sent = np.where(traits.gather_tokens > 0, gathered, sent)
-    sent = sent * np.where(traits.fast_dispatch > 0, c.expert_fast, 1.0)
-    return shared + sent * c.expert_comm * (1.0 - c.expert_hidden * traits.expert_overlap)
+    fast = c.expert_fast * _copies_of_groups(layer, machine)
+    sent = sent * np.where(traits.fast_dispatch > 0, fast, 1.0)
+    hidden = c.expert_hidden * traits.expert_overlap * (1.0 - np.asarray(rank.paired))
+    return shared + sent * c.expert_comm * (1.0 - hidden)
+
+
+def _copies_of_groups(layer: LayerShape, machine: Machine) -> Any:
+    """Return the copies of a token that leave a node for experts in a few groups, over those for any.
+
+    The dispatcher sends a token once to each link domain that holds one of its k experts; of D domains k
+    independent draws meet D (1 - (1 - 1/D)^k). Groups of experts lie in link domains of their own.
+    """
+    groups = np.asarray(layer.expert_groups, dtype=float)
+    if not np.any(groups > 1):
+        return 1.0
+    domains = np.maximum(machine.rank.ep * machine.rank.ep_stride / machine.fabric.domain, 1.0)
+    reached = np.where(
+        groups > 1, np.maximum(domains * layer.top_groups / np.maximum(groups, 1.0), 1.0), domains
+    )
+
+    def met(of: Any) -> Any:
+        return of * (1.0 - (1.0 - 1.0 / of) ** layer.top_k)
+
+    return met(reached) / np.maximum(met(domains), 1e-12)
+
+
+def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
+    """Return the part of a layer's exchanges that stays exposed where a forward runs beside a backward.
+
+    The exchanges of one take `sent` seconds and run beside the work of the other, which together with its own
+    takes `work` seconds; meanwhile they keep `dispatch_sms` processors. A pair then takes the longer of its
+    exchanges, and of its work with what those processors would have done.
+
+    Source
+    ------
+    DeepSeek-V3 report (arXiv 2412.19437) sections 3.2.1 and 3.2.2; DeepEP buffer.py num_sms = 20.
+    """
+    rank, traits = machine.rank, machine.traits
+    if not np.count_nonzero(rank.paired):
+        return 1.0
+    share = np.minimum(traits.dispatch_sms / np.maximum(machine.kernels.num_sms, 1.0), 1.0)
+    both = 2.0 * sent
+    exposed = np.maximum(share * both, both - work)
+    return np.where(rank.paired > 0, exposed / np.maximum(both, 1e-12), 1.0)
 
 
 def context_times(layer: LayerShape, machine: Machine, attention: Any, backward: Any) -> tuple[Any, Any]:

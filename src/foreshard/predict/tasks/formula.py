@@ -22,6 +22,7 @@ from foreshard.predict.tasks.collectives import (
     context_times,
     every_reduce_s,
     expert_exchange_s,
+    paired_exchange,
     region_times,
     tensor_times,
 )
@@ -143,10 +144,12 @@ def layer_times(
     host_forward, host_backward = host_times(layer, machine, recompute)
     backward_input = linear.input_gradient + attention_back + stream_back + expert_input + adapter_back + cast
     offload_forward, offload_backward = offload_s(layer, machine, forward, backward_input)
+    backward_weight = linear.weight_gradient + expert_weight + accumulate
+    sent = sent * paired_exchange(sent, forward + backward_input + backward_weight, machine)
     return LayerTimes(
         forward=forward,
         backward_input=backward_input,
-        backward_weight=linear.weight_gradient + expert_weight + accumulate,
+        backward_weight=backward_weight,
         recompute=again.full * forward + (1.0 - again.full) * redo,
         tensor_forward=regions * tensor,
         tensor_backward=regions * tensor_back,
