@@ -40,7 +40,7 @@ def priced(run, comm):
     return case, build_batch([case], TrainingConstants())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(runs(), SWITCHES)
 def test_without_contention_the_event_engine_is_the_graph_engine(run, comm):
     case, batch = priced(run, comm)
@@ -53,7 +53,7 @@ def test_without_contention_the_event_engine_is_the_graph_engine(run, comm):
         assert events[name] == pytest.approx(seconds, abs=1e-9 * sum(graph.values())), name
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(runs(), SWITCHES)
 def test_with_contention_it_is_the_graph_engine_on_a_shared_network(run, comm):
     case, batch = priced(run, comm)

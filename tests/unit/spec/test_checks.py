@@ -335,7 +335,7 @@ BAD_REQUESTS = [
     ({"observed_step_s": 0.0}, "--observed-step-s"),
     ({"observed_step_s": True}, "--observed-step-s"),
     ({"observed_step_s": "fast"}, "--observed-step-s"),
-    ({"engine": "event"}, "--engine"),
+    ({"engine": "quantum"}, "--engine"),
     ({"costs": "table"}, "--costs"),
     ({"fidelity": "calibrated"}, "--fidelity"),
     ({"framework": "megatron"}, "framework"),
