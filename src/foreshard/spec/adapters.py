@@ -10,13 +10,17 @@ from foreshard.spec.model import LORA_TARGETS, Model, lora
 _TARGETS = ("q", "k", "v", "o")
 
 
-def with_adapters(model: Model, text: str, *, key: str = "--lora", file: str | None = None) -> Model:
-    """Return the model with the low-rank adapters that a text describes; its own weights are frozen.
+def adapters_of(text: str, *, key: str = "--lora", file: str | None = None) -> tuple[int, tuple[str, ...]]:
+    """Return the rank and the targets that a text describes, each target once.
+
+    Examples
+    --------
+    >>> adapters_of("16"), adapters_of("8:q+v")
+    ((16, ('q', 'k', 'v', 'o')), (8, ('q', 'v')))
 
     Raises
     ------
     SpecError
-        For a text that is no rank with targets, and for a model that has no such products.
     """
     rank, colon, names = text.partition(":")
     targets = re.split(r"[+,]", names) if colon else list(_TARGETS)
@@ -26,8 +30,20 @@ def with_adapters(model: Model, text: str, *, key: str = "--lora", file: str | N
         rule = f"RANK[:TARGETS], a rank from 1 and targets among {', '.join(LORA_TARGETS)} joined by '+'"
         fix = "Write it like 16 or 16:q+v"
         raise SpecError(what, file=file, key=key, value=text[:80], rule=rule, fix=fix)
+    return int(rank), tuple(dict.fromkeys(targets))
+
+
+def with_adapters(model: Model, text: str, *, key: str = "--lora", file: str | None = None) -> Model:
+    """Return the model with the low-rank adapters that a text describes; its own weights are frozen.
+
+    Raises
+    ------
+    SpecError
+        For a text that is no rank with targets, and for a model that has no such products.
+    """
+    rank, targets = adapters_of(text, key=key, file=file)
     try:
-        return lora(model, int(rank), tuple(dict.fromkeys(targets)))
+        return lora(model, rank, targets)
     except SpecError as error:
         error.file, error.key, error.value = file, key, text[:80]
         error.fix = error.fix or f"Leave out {key}"

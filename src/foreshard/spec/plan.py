@@ -165,6 +165,21 @@ class Plan:
         return out
 
 
+def acting(plan: Plan, comm: Mapping[str, bool]) -> dict[str, bool]:
+    """Return the switches of communication that make a difference to a plan."""
+    stages = [(group, stage) for group in plan.groups for stage in group.stages]
+    replicas = len(plan.groups) > 1 or any(len(stage.ranks) > 1 for _, stage in stages)  # of experts too
+    acts = {
+        "tp_overlap": any(stage.tp > 1 and group.sp for group, stage in stages),
+        "grad_overlap": replicas,
+        "param_gather_overlap": replicas and any(stage.zero > 0 for _, stage in stages),
+        "p2p_overlap": any(len(group.stages) > 1 and group.num_chunks > 1 for group in plan.groups),
+        "expert_overlap": any(stage.ep > 1 for _, stage in stages),
+        "context_gather": any(stage.cp > 1 for _, stage in stages),
+    }
+    return {name: value for name, value in comm.items() if acts[name]}
+
+
 def _group_dict(group: Group) -> dict[str, Any]:
     names = ("share", "micro_batch", "schedule", "sp")
     stated = {name: getattr(group, name) for name in names}
