@@ -8,6 +8,14 @@ from foreshard.errors import SpecError
 from foreshard.spec.model import LORA_TARGETS, Model, lora
 
 _TARGETS = ("q", "k", "v", "o")
+_MLP = ("gate", "up", "down")
+_GROUPS = {
+    **dict.fromkeys(("attn", "attention", "qkvo"), _TARGETS),
+    "qkv": ("q", "k", "v"),
+    **dict.fromkeys(("mlp", "ffn"), _MLP),
+    **dict.fromkeys(("all", "all-linear", "all_linear", "linear"), (*_TARGETS, *_MLP)),
+}
+"""Words of other tools for several products."""
 
 
 def adapters_of(text: str, *, key: str = "--lora", file: str | None = None) -> tuple[int, tuple[str, ...]]:
@@ -15,15 +23,17 @@ def adapters_of(text: str, *, key: str = "--lora", file: str | None = None) -> t
 
     Examples
     --------
-    >>> adapters_of("16"), adapters_of("8:q+v")
+    >>> adapters_of("16"), adapters_of("r=8:q_proj,v_proj")
     ((16, ('q', 'k', 'v', 'o')), (8, ('q', 'v')))
 
     Raises
     ------
     SpecError
     """
-    rank, colon, names = text.partition(":")
-    targets = re.split(r"[+,]", names) if colon else list(_TARGETS)
+    rank, colon, names = text.strip().lower().partition(":")
+    rank = re.sub(r"^(?:rank|r)\s*=?\s*", "", rank)
+    named = [word.strip().removesuffix("_proj") for word in re.split(r"[+,]", names)] if colon else _TARGETS
+    targets = [target for word in named for target in _GROUPS.get(word, (word,))]
     wrong = [name for name in targets if name not in LORA_TARGETS]
     if wrong or not (rank.isascii() and rank.isdecimal() and 1 <= int(rank[:9]) <= 65536):
         what = f"unknown target {wrong[0][:40]!r}" if wrong else f"{rank[:40]!r} is not a rank"
