@@ -249,11 +249,11 @@ def export(
     ----------
     plan : Plan
     target : str
-        megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, slurm or skypilot.
+        megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, nccl, msccl, slurm or skypilot.
     model : Model, optional
         The plan is checked against it, and against the cluster when there is one.
     cluster : Cluster, optional
-        Needed by slurm and skypilot.
+        Needed by slurm, skypilot and nccl.
     tokens : float, optional
         Of the whole run; with model and cluster the run is predicted for time limit and price.
     plan_file : str, optional
