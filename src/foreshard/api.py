@@ -115,8 +115,8 @@ def request(
     plan : Plan or str, optional
         Excludes degrees and options; a text is the path of a plan file.
     **choices
-        Degrees and options (tp, pp, zero, micro_batch, dtype, seq, tp_overlap, ...), lora, engine, costs, fidelity,
-        tokens, usd_per_device_hour, observed_step_s, prices (a file of them); plan_file names the
+        Degrees and options (tp, pp, zero, micro_batch, dtype, seq, tp_overlap, ...), lora, engine, costs,
+        fidelity, tokens, usd_per_device_hour, observed_step_s, prices (a file of them); plan_file names the
         plan in errors. The fields of `spec.variation.Noise` (jitter=0.03, slow={12: 1.5}, seeds=64) and of
         `spec.variation.Reliability` (mtbf_h, restart_s, checkpoint_bytes_per_s) by their names.
     """
