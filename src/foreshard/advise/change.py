@@ -1,7 +1,7 @@
 """One change to a Request, written `KEY=VALUE`, and what it does to the prediction.
 
-Keys are the flags of `predict` without dashes, and `device`, `nic`, `nodes`. Several joined by a comma
-happen together: `tp=4,pp=4`.
+Keys are the flags of `predict` without dashes, `device`, `nic`, `nodes`, and `speed-PART` for a part of the
+step that many times as fast. Several joined by a comma happen together: `tp=4,pp=4`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foreshard.spec.plan import (
     check_recompute,
     checked_buckets,
 )
-from foreshard.spec.prediction import Prediction
+from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import count, number_of, parse
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
@@ -37,8 +37,9 @@ _CHOICES = {
 _HARDWARE = ("device", "nic", "nodes")
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
+_SPEEDS = tuple(f"speed_{part}" for part in TIME_PARTS if part not in ("bubble", "straggler"))
 _OTHERS = ("buckets", "zero", "recompute", "framework", "lora", "shares")
-KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_HARDWARE, *_FLAG_NAMES)
+KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
 _ON = {"on": True, "true": True, "off": False, "false": False}
 
@@ -96,6 +97,9 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         changed = replace(request, lora=None if value == "none" else value)
         assert changed.trained
         return changed
+    if key in _SPEEDS:
+        faster = {key.removeprefix("speed_"): _factor(key, value)}
+        return replace(request, speeds={**request.speeds, **faster})
     if key == "shares":
         return _with_shares(request, value)
     if key == "recompute":
@@ -156,6 +160,19 @@ def _whole(key: str, value: str, low: int, high: int) -> int:
     flag = flag_of(key).removeprefix("--")
     rule = f"Must be a whole number from {low} to {high}"
     raise invalid(value, rule, key=f"--change {flag}", name=flag)
+
+
+def _factor(key: str, value: str) -> float:
+    """Return how many times as fast; inf makes it free."""
+    try:
+        factor = float(value)
+    except ValueError:
+        factor = 0.0
+    if factor > 0.0:
+        return factor
+    flag = flag_of(key).removeprefix("--")
+    rule = "Must be a factor above 0, or inf for free"
+    raise invalid(value, rule, key=f"--change {flag}", name=flag, fix=f"Write --change {flag}=2")
 
 
 def _one_of(key: str, value: str, known: Sequence[str]) -> str:
