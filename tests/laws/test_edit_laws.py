@@ -30,6 +30,7 @@ from foreshard.predict.graph.edits import (
     with_transfers_of,
 )
 from foreshard.predict.graph.engine import PricedStep
+from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.sim import critical_path as execution
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,8 +40,12 @@ EXACT = 1e-9
 law = settings(max_examples=20, deadline=None)
 
 
+def _case(model, cluster, plan):
+    return PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+
+
 def priced(model, cluster, plan, constants=None):
-    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+    case = _case(model, cluster, plan)
     return PricedStep.of(case, build_batch([case], constants or TrainingConstants()))
 
 
@@ -220,3 +225,29 @@ def test_the_chain_is_as_long_as_the_longest_by_brute_force(data):
     chain = critical_tasks(program, times)
     assert sum(durations[task] for task in chain) == max(map(longest, range(count)))
     assert all(one in before[other] for one, other in pairwise(chain))
+
+
+@law
+@given(run=runs(), factor=st.sampled_from([0.5, 2.0, 5.0]))
+def test_all_kernels_faster_are_computation_faster(run, factor):
+    """Priced afresh with faster kernels, or edited, with the transfers of which these hide less."""
+    model, cluster, plan, _ = built(run)
+    step = priced(model, cluster, plan)
+    fresh = PricedStep.of(_case(model, cluster, plan), step.batch, dict.fromkeys(KERNELS, factor))
+    faster_compute = sped_up(step.prices, {"compute": factor, "recompute": factor})
+    edited = seconds(step, with_transfers_of(faster_compute, fresh.prices))
+    assert seconds(fresh) == pytest.approx(edited, rel=EXACT)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@settings(max_examples=6, deadline=None)
+@given(run=runs())
+def test_a_faster_class_of_kernels_is_never_slower(name, run):
+    model, cluster, plan, _ = built(run)
+    case, step = _case(model, cluster, plan), priced(model, cluster, plan)
+    now, twice, free = (
+        seconds(PricedStep.of(case, step.batch, {name: factor})) for factor in (1.0, 2.0, float("inf"))
+    )
+    slack = 1e-3 if plan.groups[0].schedule == "zb-h1" else EXACT
+    assert now == seconds(step)
+    assert free <= twice * (1 + slack) and twice <= now * (1 + slack)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
 from foreshard.errors import ForeshardError, SpecError, unknown
+from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.plan import (
@@ -37,7 +38,7 @@ _CHOICES = {
 _HARDWARE = ("device", "nic", "nodes")
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
-_SPEEDS = tuple(f"speed_{part}" for part in TIME_PARTS if part not in ("bubble", "straggler"))
+_SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not in ("bubble", "straggler"))
 _OTHERS = ("buckets", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them

@@ -25,9 +25,11 @@ from foreshard.predict.graph.edits import (
     takes,
     with_micro_batches,
     with_transfers_of,
+    words_of,
 )
 from foreshard.predict.graph.engine import MAX_TASKS, PricedStep
 from foreshard.predict.graph.prices import GroupPrices
+from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.prediction import Prediction
 
 TWICE = 2.0
@@ -116,7 +118,7 @@ def diagnose(request: Request, base: Prediction) -> Diagnosis:
         makespan_s=times.makespan_s,
         path=_by_place(case, stretches),
         stretches=stretches,
-        helps=_ranked(request, base, step),
+        helps=_ranked(request, case, base, step),
         cut=cut,
     )
 
@@ -160,9 +162,9 @@ def _by_place(case: PlannedRun, stretches: tuple[Stretch, ...]) -> tuple[PathPla
     return tuple(sorted(places, key=lambda place: -place.seconds))
 
 
-def _ranked(request: Request, base: Prediction, step: PricedStep) -> tuple[Help, ...]:
+def _ranked(request: Request, case: PlannedRun, base: Prediction, step: PricedStep) -> tuple[Help, ...]:
     """Return what helps by a hundredth or more, the most first; of one change written twice the better."""
-    found = [*_faster_classes(base, step), *_changes(request, base, step)]
+    found = [*_faster_classes(case, base, step), *_changes(request, base, step)]
     for better in improvements(request, base):
         assert better.prediction is not None and better.gain is not None
         found.append(
@@ -181,17 +183,22 @@ def _ranked(request: Request, base: Prediction, step: PricedStep) -> tuple[Help,
     return tuple(one for one in best.values() if one.gain >= MIN_GAIN)
 
 
-def _faster_classes(base: Prediction, step: PricedStep) -> Iterator[Help]:
-    """Yield each class of tasks twice as fast, with the gain if it were free."""
+def _faster_classes(case: PlannedRun, base: Prediction, step: PricedStep) -> Iterator[Help]:
+    """Yield each class of tasks and of kernels twice as fast, with the gain if it were free."""
     now_s = sum(step.parts().values())
     ratio = base.step_time_s / now_s  # of a run that one measured step was given for
-    for name, words in CLASSES.items():
-        twice_s, free_s = (
-            sum(step.parts(sped_up(step.prices, {name: factor})).values()) for factor in (TWICE, math.inf)
-        )
+
+    def seconds(name: str, factor: float) -> float:
+        if name in KERNELS:
+            return sum(PricedStep.of(case, step.batch, {name: factor}).parts().values())
+        return sum(step.parts(sped_up(step.prices, {name: factor})).values())
+
+    for name in (*CLASSES, *KERNELS):
+        twice_s = seconds(name, TWICE)
         if twice_s < now_s:
+            free_s = seconds(name, math.inf)
             yield Help(
-                what=f"{words} twice as fast",
+                what=f"{words_of(name)} twice as fast",
                 gain=now_s / twice_s - 1.0,
                 step_time_s=ratio * twice_s,
                 most=now_s / free_s - 1.0 if free_s > 0.0 else None,

@@ -106,7 +106,8 @@ def predict_timeline(
     observed_step_s : float, optional
         One measured step of this very run; the prediction is scaled to it (fidelity 'calibrated').
     speeds : mapping of str to float, optional
-        What if the tasks of these parts of a step were so many times as fast (engine graph, closed-form).
+        What if these parts of a step, or classes of kernels, were so many times as fast (engine graph,
+        closed-form).
     constants : TrainingConstants, optional
         Instead of the shipped ones, as leave-out validation does.
     timeline : bool
@@ -157,7 +158,9 @@ def predict_timeline(
         observed_step_s=observed_step_s,
     )
     if speeds:
-        said = ", ".join(f"{PART_WORDS[name]} {factor:g} times as fast" for name, factor in speeds.items())
+        from foreshard.predict.graph.edits import words_of
+
+        said = ", ".join(f"{words_of(name)} {factor:g} times as fast" for name, factor in speeds.items())
         prediction = replace(prediction, assumptions=(f"what if: {said}", *prediction.assumptions))
     return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from foreshard.errors import SpecError
 from foreshard.predict.graph.prices import GroupPrices, LayerUnits, outside_s
+from foreshard.predict.tasks.kernels import KERNELS
 
 CLASSES = {
     "compute": "computation",
@@ -38,11 +39,21 @@ def sped_up(prices: list[GroupPrices], speeds: Mapping[str, float]) -> list[Grou
     return [_faster(price, speeds) for price in prices] if speeds else prices
 
 
+def of_kernels(speeds: Mapping[str, float]) -> dict[str, float]:
+    """Return the speeds of classes of kernels, of which prices are made and not edited."""
+    return {name: factor for name, factor in speeds.items() if name in KERNELS}
+
+
+def words_of(name: str) -> str:
+    """Return what a class is in words."""
+    return CLASSES.get(name) or KERNELS[name]
+
+
 def checked_speeds(speeds: Mapping[str, float], *, key: str = "speeds") -> dict[str, float]:
     """Return speeds by class; raise for an unknown class, or a factor that is not above 0."""
     for name, factor in speeds.items():
-        if name not in CLASSES:
-            rule = f"Classes of tasks are {', '.join(CLASSES)}"
+        if name not in CLASSES and name not in KERNELS:
+            rule = f"Classes of tasks are {', '.join((*CLASSES, *KERNELS))}"
             raise SpecError(f"unknown class {name!r}", key=key, value=name, rule=rule)
         if not factor > 0.0:
             rule, fix = "A speed is a factor above 0, inf for free", "Write it like 2 or inf"

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import Batch, PlannedRun
-from foreshard.predict.graph.edits import sped_up
+from foreshard.predict.graph.edits import of_kernels, sped_up
 from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph.prices import GroupPrices, group_prices
 from foreshard.predict.graph.transfers import SharedPorts, SharedStep, TransferTotals
@@ -35,9 +35,10 @@ class PricedStep:
     prices: list[GroupPrices]
 
     @classmethod
-    def of(cls, case: PlannedRun, batch: Batch) -> PricedStep:
-        """Return the step of a plan."""
-        return cls(batch, group_prices(case, batch))
+    def of(cls, case: PlannedRun, batch: Batch, speeds: Mapping[str, float] | None = None) -> PricedStep:
+        """Return the step of a plan; `speeds` of classes of kernels are priced, the others are edits."""
+        speeds = speeds or {}
+        return cls(batch, sped_up(group_prices(case, batch, of_kernels(speeds)), speeds))
 
     def parts(self, prices: list[GroupPrices] | None = None) -> dict[str, float]:
         """Return the exposed seconds by part, of the step or of an edit of its prices."""
@@ -90,7 +91,7 @@ def _times(
     run: _Run, case: PlannedRun, batch: Batch, timeline: bool, speeds: Mapping[str, float]
 ) -> tuple[dict[str, float], Timeline | None, TransferTotals | None]:
     """Return the parts of a step, when each task runs if asked, and what was measured of shared transfers."""
-    prices = sped_up(group_prices(case, batch), speeds)
+    prices = sped_up(group_prices(case, batch, of_kernels(speeds)), speeds)
     parts, totals = run.parts(prices)
     makespan_s = sum(parts.values())
     parts["straggler"] = ranks_wait_s(batch, makespan_s)

@@ -6,6 +6,7 @@ batch, and keeps each op's seconds by part.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -126,9 +127,14 @@ class GroupPrices:
         return np.sum(list(self.parts.values()), axis=0)
 
 
-def group_prices(case: PlannedRun, batch: Batch) -> list[GroupPrices]:
-    """Return the prices of every distinct group of the plan; equal groups appear once."""
-    layers = [layer_times(kind, batch.machine, batch.recompute) for kind in batch.kinds]
+def group_prices(
+    case: PlannedRun, batch: Batch, speeds: Mapping[str, float] | None = None
+) -> list[GroupPrices]:
+    """Return the prices of every distinct group of the plan; equal groups appear once.
+
+    `speeds` makes classes of kernels so many times as fast (`tasks.kernels.KERNELS`).
+    """
+    layers = [layer_times(kind, batch.machine, batch.recompute, speeds=speeds) for kind in batch.kinds]
     kinds = {block: i for i, (block, _) in enumerate(case.model.block_kinds())}
     shape = batch.multiplicity.shape
     table = {
@@ -140,7 +146,7 @@ def group_prices(case: PlannedRun, batch: Batch) -> list[GroupPrices]:
     row_of = {
         g: np.repeat(np.arange(shape[0]), batch.multiplicity[:, g].astype(int)).tolist() for g in distinct
     }
-    return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct]
+    return [_GroupPricer(case, batch, g, row_of[g], table, kinds, speeds).prices() for g in distinct]
 
 
 def first_of_equals(case: PlannedRun) -> list[int]:
@@ -205,8 +211,9 @@ class _GroupPricer:
         rows: list[int],
         table: dict[str, np.ndarray],
         kinds: dict[Any, int],
+        speeds: Mapping[str, float] | None,
     ):
-        self.case, self.g, self.kinds, self.rows = case, g, kinds, rows
+        self.case, self.g, self.kinds, self.rows, self.speeds = case, g, kinds, rows, speeds
         self.group, self.domains = case.plan.groups[g], link_domains(case.cluster)
         self.pipeline = {
             name: float(np.asarray(getattr(batch.pipeline, name))[0, g]) for name in batch.pipeline.__slots__
@@ -229,7 +236,7 @@ class _GroupPricer:
     def _ends(self, machine: Machine) -> dict[str, float]:
         p = self.pipeline
         sizes = (p["hidden"], p["vocab"], p["head_rows"])
-        times = end_times(*sizes, machine, frozen=p["head_frozen"], heads=p["heads"])
+        times = end_times(*sizes, machine, frozen=p["head_frozen"], heads=p["heads"], speeds=self.speeds)
         return {name: float(getattr(times, name)) for name in times.__slots__}
 
     def prices(self) -> GroupPrices:
