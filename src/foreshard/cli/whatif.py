@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 def command(ctx: click.Context, /, changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
     """Predict the effect of each --change, and rank them by tokens per second.
 
-    KEY is any flag of predict without dashes, or device, nic, nodes, or speed-PART for a part of the step
-    that many times as fast (speed-tensor-comm=2, speed-optimizer=inf). Join changes that happen together
-    with commas: --change tp=4,pp=4. What the run does not state follows its default after the change.
+    KEY is any flag of predict without dashes, or device, nodes, nic, link, memory-bandwidth, or speed-PART
+    for a part of the step that many times as fast (speed-tensor-comm=2, speed-attention=inf). Join changes
+    that happen together with commas: --change tp=4,pp=4. What the run does not state follows its default
+    after the change.
 
     \b
     foreshard whatif llama3-8b 2x8xh100-sxm --tp 2 --change tp=4 --change "nic=800 Gb/s" --change speed-host=2

@@ -41,6 +41,23 @@ def test_a_speed_that_makes_no_sense_exits_2(shell, change):
     assert answer.code == 2 and answer.json["error"]["rule"]
 
 
+def test_links_and_memory_have_rates(shell):
+    rates = ("link=900 GB/s", "link=100 GB/s", "memory-bandwidth=6 TB/s", "nic=100 Gb/s")
+    answer = shell(*RUN, *(part for text in rates for part in ("--change", text)), "--json")
+    gains = {one["change"]: one["gain"] for one in answer.json["effects"]}
+    assert gains["link=900 GB/s"] > 0 > gains["link=100 GB/s"]
+    assert gains["memory-bandwidth=6 TB/s"] > 0 > gains["nic=100 Gb/s"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "change"),
+    [("1x2xh100-sxm", "link=9"), ("1x2xt4", "link=9 GB/s"), ("1x2xh100-sxm", "link=9 GB")],
+)
+def test_a_rate_that_makes_no_sense_exits_2(shell, cluster, change):
+    answer = shell("whatif", "llama3.2-1b", cluster, "--change", change, "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == "--change link"
+
+
 def test_speeds_are_of_the_engine_graph(shell):
     answer = shell(*RUN, "--engine", "analytical", "--change", "speed-host=2", "--json")
     (only,) = answer.json["effects"]
