@@ -68,6 +68,7 @@ def fake_predict(
     tokens=None,
     usd_per_device_hour=None,
     observed_step_s=None,
+    speeds=None,
     timeline=False,
 ):
     parts = _times(plan)

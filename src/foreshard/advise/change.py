@@ -1,18 +1,22 @@
 """One change to a Request, written `KEY=VALUE`, and what it does to the prediction.
 
-Keys are the flags of `predict` without dashes, and `device`, `nic`, `nodes`. Several joined by a comma
-happen together: `tp=4,pp=4`.
+Keys are the flags of `predict` without dashes, `device`, `nic`, `link`, `memory-bandwidth`, `nodes`, and
+`speed-PART` for a part of the step that many times as fast. Several joined by a comma happen together:
+`tp=4,pp=4`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
 from foreshard.errors import ForeshardError, SpecError, unknown
+from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
+from foreshard.spec.device import Device
 from foreshard.spec.plan import (
     ALGORITHMS,
     COMM_OPTIONS,
@@ -23,7 +27,7 @@ from foreshard.spec.plan import (
     check_recompute,
     checked_buckets,
 )
-from foreshard.spec.prediction import Prediction
+from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import count, number_of, parse
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
@@ -34,11 +38,14 @@ _CHOICES = {
     "offload": (*OFFLOADS, CPU),
     "collectives": ALGORITHMS,
 }
-_HARDWARE = ("device", "nic", "nodes")
+_RATES = {"link": "link_bytes_per_s", "memory_bandwidth": "memory_bytes_per_s"}
+"""Rates of a device that a change names: of its links to other devices, one direction, and of its memory."""
+_HARDWARE = ("device", "nic", "nodes", *_RATES)
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
+_SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not in ("bubble", "straggler"))
 _OTHERS = ("buckets", "zero", "recompute", "framework", "lora", "shares")
-KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_HARDWARE, *_FLAG_NAMES)
+KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
 _ON = {"on": True, "true": True, "off": False, "false": False}
 
@@ -96,6 +103,9 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         changed = replace(request, lora=None if value == "none" else value)
         assert changed.trained
         return changed
+    if key in _SPEEDS:
+        faster = {key.removeprefix("speed_"): _factor(key, value)}
+        return replace(request, speeds={**request.speeds, **faster})
     if key == "shares":
         return _with_shares(request, value)
     if key == "recompute":
@@ -158,6 +168,19 @@ def _whole(key: str, value: str, low: int, high: int) -> int:
     raise invalid(value, rule, key=f"--change {flag}", name=flag)
 
 
+def _factor(key: str, value: str) -> float:
+    """Return how many times as fast; inf makes it free."""
+    try:
+        factor = float(value)
+    except ValueError:
+        factor = 0.0
+    if factor > 0.0:
+        return factor
+    flag = flag_of(key).removeprefix("--")
+    rule = "Must be a factor above 0, or inf for free"
+    raise invalid(value, rule, key=f"--change {flag}", name=flag, fix=f"Write --change {flag}=2")
+
+
 def _one_of(key: str, value: str, known: Sequence[str]) -> str:
     flag = flag_of(key).removeprefix("--")
     return str(one_of(value, known, key=f"--change {flag}", name=flag))
@@ -178,14 +201,33 @@ def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
 
 
 def _change_node(group: NodeGroup, key: str, value: str) -> NodeGroup:
-    """Return the nodes with another device (its own board, NIC and price) or another NIC rate."""
+    """Return the nodes with another device (its own board, NIC and price) or another rate."""
     from foreshard.catalog.clusters import load_cluster
 
+    if key in _RATES:
+        return replace(group, device=_with_rate(group.device, key, value))
     size = f"{group.count}x{group.per_node}x"
     if key == "device":
         return replace(load_cluster(size + value).nodes[0], rack=group.rack)
     fresh = load_cluster(f"{size}{group.device.name}@{value}").nodes[0]
     return replace(group, nic_bytes_per_s=fresh.nic_bytes_per_s)
+
+
+def _with_rate(device: Device, key: str, value: str) -> Device:
+    """Return the device with other links or another memory."""
+    flag = flag_of(key).removeprefix("--")
+    if not getattr(device, _RATES[key]):
+        rule, fix = f"{flag}= changes a rate that the device has", "Change nic, or the device"
+        raise SpecError(
+            f"{device.name} has no {flag}", key=f"--change {flag}", value=value, rule=rule, fix=fix
+        )
+    try:
+        rate = parse(value, "bytes_per_s")
+    except SpecError as error:
+        error.key = f"--change {flag}"
+        raise
+    changed: dict[str, Any] = {_RATES[key]: rate}
+    return replace(device, **changed)
 
 
 def effect(request: Request, base: Prediction, change: str, *, engine: str | None = None) -> Effect:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from foreshard.spec.plan import ALGORITHMS, AUTO, COMM_OPTIONS, Plan, checked_bu
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
+
+if TYPE_CHECKING:
+    from foreshard.predict.batch import PlannedRun
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp")
 OPTIONS = (
@@ -51,6 +54,7 @@ ASKED = (
     "tokens",
     "usd_per_device_hour",
     "observed_step_s",
+    "speeds",
 )
 """What a request asks of the predictor, besides the run."""
 CPU = "cpu"
@@ -79,8 +83,9 @@ class Request:
 
     `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
     what is not in it takes the default. With `plan`, read from `plan_file`, `choices` is empty. `lora` is
-    RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen. `prices` hold for what
-    a change brings; the cluster has them already.
+    RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen. `speeds` makes parts of
+    the step so many times as fast, a question of what if. `prices` hold for what a change brings; the cluster
+    has them already.
     """
 
     model: Model
@@ -98,6 +103,7 @@ class Request:
     tokens: float | None = None
     usd_per_device_hour: float | None = None
     observed_step_s: float | None = None
+    speeds: Mapping[str, float] = field(default_factory=dict)
     prices: Prices | None = None
 
     def __post_init__(self) -> None:
@@ -132,6 +138,16 @@ class Request:
 
         stated = self.choices.get("framework") if self.plan is None else self.plan.framework
         return load_framework(stated or "megatron-core")
+
+    def planned_run(self) -> PlannedRun:
+        """Return the run that the engines price."""
+        from foreshard.catalog.frameworks import load_framework
+        from foreshard.predict.batch import PlannedRun
+
+        plan = self.to_plan()
+        return PlannedRun(
+            model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+        )
 
     def to_plan(self) -> Plan:
         """Return the plan the request means: the plan file's, or the one its degrees and options spell.
@@ -249,14 +265,10 @@ class Request:
 
     def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Return the parts of the peak memory of each stage of each group, bytes."""
-        from foreshard.catalog.frameworks import load_framework
-        from foreshard.predict.batch import PlannedRun
         from foreshard.predict.memory import plan_memory
 
-        plan = self.to_plan()
-        case = PlannedRun(
-            model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
-        )
+        case = self.planned_run()
+        plan = case.plan
         _, parts = plan_memory(case)
         columns = {name: np.broadcast_to(getattr(parts, name), parts.peak.shape) for name in MEMORY_PARTS}
         rows = iter(range(len(parts.peak)))

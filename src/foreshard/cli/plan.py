@@ -228,7 +228,7 @@ def command(
     if report and result.plans:
         from foreshard.report.pages.plan_page import plan_page
 
-        save_page(report, plan_page(result, planned_on, screen(), gains, others))
+        save_page(report, plan_page(result, planned_on, screen(), gains, others, runs))
     elif report:
         say(f"report: no plan to draw, {report} not written")
     more: dict[str, Any] = {"explain": [gain.to_dict() for gain in gains]} if explain else {}

@@ -14,24 +14,43 @@ from foreshard.report.screen import Screen, table
 
 if TYPE_CHECKING:
     from foreshard.advise.change import Effect
+    from foreshard.advise.diagnosis import Diagnosis
     from foreshard.spec.prediction import Prediction
 
 
 @verb_command("whatif", describing_a_run)
 @click.option(
-    "--change", "changes", multiple=True, required=True, metavar="KEY=VALUE", help="A change; repeat it."
+    "--change", "changes", multiple=True, metavar="KEY=VALUE", help="A change; repeat it (or --diagnose)."
 )
-def command(changes: tuple[str, ...], **values: Any) -> None:
+@click.option("--diagnose", is_flag=True, help="Show the critical path, and rank what would help.")
+@click.pass_context
+def command(ctx: click.Context, /, changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
     """Predict the effect of each --change, and rank them by tokens per second.
 
-    KEY is any flag of predict without dashes, or device, nic, nodes. Join changes that happen together with
-    commas: --change tp=4,pp=4. What the run does not state follows its default after the change.
-    """
+    KEY is any flag of predict without dashes, or device, nodes, nic, link, memory-bandwidth, or speed-PART
+    for a part of the step that many times as fast (speed-tensor-comm=2, speed-attention=inf). Join changes
+    that happen together with commas: --change tp=4,pp=4. What the run does not state follows its default
+    after the change.
+
+    \b
+    foreshard whatif llama3-8b 2x8xh100-sxm --tp 2 --change tp=4 --change "nic=800 Gb/s" --change speed-host=2
+    foreshard whatif llama3-8b 2x8xh100-sxm --tp 2 --diagnose
+    """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.advise.change import effects_of
 
-    base, effects = effects_of(to_request(values), changes)
+    if not changes and not diagnose:
+        change = next(param for param in ctx.command.params if param.name == "changes")
+        raise click.MissingParameter(ctx=ctx, param=change)
+    request = to_request(values)
+    base, effects = effects_of(request, changes)
     data = {"schema_version": 1, "base": base.to_dict(), "effects": list(map(effect_dict, effects))}
-    give(data, lambda: _screen(base, effects))
+    found: Diagnosis | None = None
+    if diagnose:
+        from foreshard.advise.diagnosis import diagnose as diagnosed
+
+        found = diagnosed(request, base)
+        data["diagnosis"] = found.to_dict()
+    give(data, lambda: _screen(base, effects, found))
 
 
 def effect_dict(effect: Effect) -> dict[str, Any]:
@@ -61,16 +80,21 @@ def _effect_row(effect: Effect) -> tuple[str, ...]:
     return _row(effect.change, quantity.gain(effect.gain), effect.prediction)
 
 
-def _screen(base: Prediction, effects: tuple[Effect, ...]) -> Screen:
+def _screen(base: Prediction, effects: tuple[Effect, ...], found: Diagnosis | None) -> Screen:
+    from foreshard.report.diagnosis_tables import diagnosis_tables
     from foreshard.report.plan_words import plan_line
 
     columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
     rows = [_row("(now)", "", base), *map(_effect_row, effects)]
     gains = [effect.gain or 0.0 for effect in effects if effect.prediction and effect.prediction.memory.fits]
-    notes = () if any(gain > 0 for gain in gains) else ("No change gives more tokens per second.",)
+    useless = bool(effects) and not any(gain > 0 for gain in gains)
+    notes = ("No change gives more tokens per second.",) if useless else ()
     return Screen(
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
-        tables=(table("", columns, rows, spare=(">per 1B tokens", ">peak GiB")),),
+        tables=(
+            table("", columns, rows, spare=(">per 1B tokens", ">peak GiB")),
+            *(() if found is None else diagnosis_tables(found)),
+        ),
         notes=(*notes, *_batches(base, effects)),
     )
 

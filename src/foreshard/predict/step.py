@@ -76,6 +76,7 @@ def predict_timeline(
     tokens: float | None = None,
     usd_per_device_hour: float | None = None,
     observed_step_s: float | None = None,
+    speeds: Mapping[str, float] | None = None,
     constants: TrainingConstants | None = None,
     timeline: bool = True,
     checked: bool = True,
@@ -104,6 +105,9 @@ def predict_timeline(
         Overrides catalog prices.
     observed_step_s : float, optional
         One measured step of this very run; the prediction is scaled to it (fidelity 'calibrated').
+    speeds : mapping of str to float, optional
+        What if these parts of a step, or classes of kernels, were so many times as fast (engine graph,
+        closed-form).
     constants : TrainingConstants, optional
         Instead of the shipped ones, as leave-out validation does.
     timeline : bool
@@ -119,6 +123,7 @@ def predict_timeline(
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
     network = checked_network(network, engine)
     _check_noise(noise, engine)
+    speeds = _checked_speeds(speeds, engine, network)
     if costs not in COSTS:
         raise SpecError(
             f"unknown cost source {costs!r}",
@@ -138,7 +143,7 @@ def predict_timeline(
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
     batch = build_batch([case], constants, fidelity=fidelity)
-    found = _times(case, batch, engine, network, timeline, noise)
+    found = _times(case, batch, engine, network, timeline, noise, speeds)
     prediction = _assemble(
         case,
         batch,
@@ -152,6 +157,11 @@ def predict_timeline(
         usd_per_device_hour=usd_per_device_hour,
         observed_step_s=observed_step_s,
     )
+    if speeds:
+        from foreshard.predict.graph.edits import words_of
+
+        said = ", ".join(f"{words_of(name)} {factor:g} times as fast" for name, factor in speeds.items())
+        prediction = replace(prediction, assumptions=(f"what if: {said}", *prediction.assumptions))
     return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
 
 
@@ -176,7 +186,13 @@ class _Times:
 
 
 def _times(
-    case: PlannedRun, batch: Batch, engine: str, network: str, timeline: bool, noise: Noise | None
+    case: PlannedRun,
+    batch: Batch,
+    engine: str,
+    network: str,
+    timeline: bool,
+    noise: Noise | None,
+    speeds: Mapping[str, float],
 ) -> _Times:
     """Return what one engine finds of a step."""
     if engine == "analytical":
@@ -197,8 +213,24 @@ def _times(
     if network == "flow":
         parts, events, collectives = shared_times(case, batch, timeline=timeline)
         return _Times(parts=parts, timeline=events, collectives=collectives)
-    parts, events = graph_times(case, batch, timeline=timeline)
+    parts, events = graph_times(case, batch, timeline=timeline, speeds=speeds)
     return _Times(parts=parts, timeline=events)
+
+
+def _checked_speeds(speeds: Mapping[str, float] | None, engine: str, network: str) -> Mapping[str, float]:
+    if not speeds:
+        return {}
+    if engine != "graph" or network != "closed-form":
+        raise SpecError(
+            f"speeds of tasks under the {network} {engine} engine",
+            key="--engine",
+            value=engine,
+            rule="What-if speeds are edits of the tasks of the engine graph, each transfer by itself",
+            fix="Use --engine graph and --network closed-form, or leave the speeds out",
+        )
+    from foreshard.predict.graph.edits import checked_speeds
+
+    return checked_speeds(speeds)
 
 
 def _check_noise(noise: Noise | None, engine: str) -> None:

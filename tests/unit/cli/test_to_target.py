@@ -70,6 +70,14 @@ def test_a_batch_that_no_plan_takes_is_kept_out_and_says_why(shell, task):
     assert found["best_global_batch"] in (16, 32, 64)
 
 
+def test_the_report_of_a_plan_has_the_runs(shell, task, tmp_path):
+    fixed = ("--tp", "1", "--pp", "1", "--micro-batch", "1", "--engine", "analytical", "--budget-s", "30")
+    page = tmp_path / "plan.html"
+    assert shell("plan", *RUN, *fixed, "--to-target", task, "--report", page).code == 0
+    text = page.read_text()
+    assert "To the target" in text and "own runs" in text
+
+
 def test_a_limit_that_no_batch_meets_exits_4(shell, task):
     fixed = ("--tp", "1", "--pp", "1", "--micro-batch", "1", "--engine", "analytical", "--budget-s", "30")
     answer = shell("plan", *RUN, *fixed, "--to-target", task, "--max-usd", "0.01", "--json")

@@ -6,12 +6,14 @@ for all ranks of a stage, one group for all equal groups.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import Batch, PlannedRun
+from foreshard.predict.graph.edits import of_kernels, sped_up
 from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph.prices import GroupPrices, group_prices
 from foreshard.predict.graph.transfers import SharedPorts, SharedStep, TransferTotals
@@ -25,19 +27,51 @@ MAX_TASKS = 20_000  # a few hundredths of a second in plain Python
 _ROUNDS = (12, 18, 24)
 
 
+@dataclass(frozen=True, slots=True)
+class PricedStep:
+    """A step whose tasks are priced, so that edits of them (`edits`) are executed without pricing again."""
+
+    batch: Batch
+    prices: list[GroupPrices]
+
+    @classmethod
+    def of(cls, case: PlannedRun, batch: Batch, speeds: Mapping[str, float] | None = None) -> PricedStep:
+        """Return the step of a plan; `speeds` of classes of kernels are priced, the others are edits."""
+        speeds = speeds or {}
+        return cls(batch, sped_up(group_prices(case, batch, of_kernels(speeds)), speeds))
+
+    def parts(self, prices: list[GroupPrices] | None = None) -> dict[str, float]:
+        """Return the exposed seconds by part, of the step or of an edit of its prices."""
+        run = _Run(slowdown_beside(self.batch), False)
+        parts, _ = run.parts(self.prices if prices is None else prices)
+        parts["straggler"] = ranks_wait_s(self.batch, sum(parts.values()))
+        return parts
+
+    def executed(self, prices: list[GroupPrices] | None = None) -> tuple[Step, TaskTimes]:
+        """Return the program of the step, or of an edit, and when its tasks run."""
+        step, times, _ = _Run(slowdown_beside(self.batch), False)(self.prices if prices is None else prices)
+        return step, times
+
+
 def graph_times(
-    case: PlannedRun, batch: Batch, *, timeline: bool, compiled: bool = False
+    case: PlannedRun,
+    batch: Batch,
+    *,
+    timeline: bool,
+    compiled: bool = False,
+    speeds: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, float], Timeline | None]:
     """Return the exposed seconds of a step by part on the critical rank, and when each task runs if asked.
 
-    The parts are all of `TIME_PARTS` and sum to the step. Numba (`compiled`) gives the same result.
+    The parts are all of `TIME_PARTS` and sum to the step. Numba (`compiled`) gives the same result. `speeds`
+    makes classes of tasks so many times as fast (`edits`).
 
     Source
     ------
     docs/derivations/step.md.
     """
     run = _Run(slowdown_beside(batch), compiled)
-    return _times(run, case, batch, timeline)[:2]
+    return _times(run, case, batch, timeline, speeds or {})[:2]
 
 
 def shared_times(
@@ -49,15 +83,15 @@ def shared_times(
     `comm.flow.simulation.simulate`.
     """
     run = _Run(slowdown_beside(batch), compiled, SharedPorts.of(case, batch))
-    parts, events, totals = _times(run, case, batch, timeline)
+    parts, events, totals = _times(run, case, batch, timeline, {})
     return parts, events, () if totals is None else totals.by_class(sum(parts.values()))
 
 
 def _times(
-    run: _Run, case: PlannedRun, batch: Batch, timeline: bool
+    run: _Run, case: PlannedRun, batch: Batch, timeline: bool, speeds: Mapping[str, float]
 ) -> tuple[dict[str, float], Timeline | None, TransferTotals | None]:
     """Return the parts of a step, when each task runs if asked, and what was measured of shared transfers."""
-    prices = group_prices(case, batch)
+    prices = sped_up(group_prices(case, batch, of_kernels(speeds)), speeds)
     parts, totals = run.parts(prices)
     makespan_s = sum(parts.values())
     parts["straggler"] = ranks_wait_s(batch, makespan_s)

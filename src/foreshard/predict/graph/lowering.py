@@ -152,7 +152,7 @@ class _GroupLowering:
             for c, units in enumerate(row):
                 key = id(units), id(machine), s == 0 and c == 0 and overlaps(machine)
                 if key not in known:
-                    known[key] = chunk_buckets(units, machine, first=key[2])
+                    known[key] = chunk_buckets(units, machine, first=key[2]).sped_up(prices.data_speed)
                 self.buckets[s].append(known[key])
         self.first_task = 0
         self.data_s = np.zeros(0)

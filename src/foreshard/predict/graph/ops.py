@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from foreshard.graph.schedules import Op
 from foreshard.spec.prediction import TIME_PARTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSeconds:
+    """What the seconds of ops are made of: the arguments of `with_host`."""
+
+    device: dict[str, np.ndarray]
+    host: np.ndarray
+    outside: np.ndarray
+    short: np.ndarray
+    sharpness: float
+
+    def parts(self) -> dict[str, np.ndarray]:
+        """Return the seconds of each op by part, shape (4, stages, chunks, 2)."""
+        return with_host(self.device, self.host, self.outside, self.short, self.sharpness)
+
+    def sped_up(self, speeds: Mapping[str, float]) -> OpSeconds:
+        """Return the ops with the tasks of some parts so many times as fast."""
+        device = {name: value / speeds.get(name, 1.0) for name, value in self.device.items()}
+        outside = self.outside / speeds.get("data_comm", 1.0)
+        return replace(self, device=device, host=self.host / speeds.get("host", 1.0), outside=outside)
 
 
 def op_parts(

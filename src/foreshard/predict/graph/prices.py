@@ -6,6 +6,7 @@ batch, and keeps each op's seconds by part.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from foreshard.graph.schedules import ZERO_BUBBLE
 from foreshard.predict.batch import Batch, PlannedRun, short_samples
-from foreshard.predict.graph.ops import op_parts, with_host
+from foreshard.predict.graph.ops import OpSeconds, op_parts
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import crosses_node, link_domains
 from foreshard.predict.tasks.collectives import (
@@ -39,11 +40,11 @@ _LAYER_FIELDS = tuple(f.name for f in fields(LayerTimes))
 class LayerUnits:
     """The units of one chunk in model order: what FSDP gathers at once and buckets are cut from.
 
-    Arrays have shape (units,). `forward` and `backward` are shares of the chunk's op and sum to 1.
+    Arrays have shape (units,). `forward_s` and `backward_s` are the seconds of each unit by part.
     """
 
-    forward: np.ndarray
-    backward: np.ndarray
+    forward_s: dict[str, np.ndarray]
+    backward_s: dict[str, np.ndarray]
     params: np.ndarray  # trained, dense
     expert_params: np.ndarray
     gather_s: np.ndarray
@@ -51,6 +52,16 @@ class LayerUnits:
     scatter_s: np.ndarray
     copy_weights_s: np.ndarray
     copy_gradients_s: np.ndarray
+
+    @property
+    def forward(self) -> np.ndarray:
+        """Share of each unit of the chunk's forward; they sum to 1."""
+        return _shares(sum(self.forward_s.values(), np.zeros(len(self.params))))
+
+    @property
+    def backward(self) -> np.ndarray:
+        """The same of its backward."""
+        return _shares(sum(self.backward_s.values(), np.zeros(len(self.params))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +73,7 @@ class GroupPrices:
     group: Group
     schedule: str
     num_chunks: int
+    ops: OpSeconds
     # seconds of each op by part; last axis: any micro-batch, the last (perhaps short) one; shape (4, stages,
     # chunks, 2)
     parts: dict[str, np.ndarray]
@@ -75,6 +87,7 @@ class GroupPrices:
     optimizer_s: np.ndarray
     across_s: np.ndarray  # per stage: summing sharded gradients over the groups, once a step
     tied_s: float
+    data_speed: float = 1.0  # of gradient and weight collectives, for what-if questions
 
     @property
     def num_stages(self) -> int:
@@ -114,9 +127,14 @@ class GroupPrices:
         return np.sum(list(self.parts.values()), axis=0)
 
 
-def group_prices(case: PlannedRun, batch: Batch) -> list[GroupPrices]:
-    """Return the prices of every distinct group of the plan; equal groups appear once."""
-    layers = [layer_times(kind, batch.machine, batch.recompute) for kind in batch.kinds]
+def group_prices(
+    case: PlannedRun, batch: Batch, speeds: Mapping[str, float] | None = None
+) -> list[GroupPrices]:
+    """Return the prices of every distinct group of the plan; equal groups appear once.
+
+    `speeds` makes classes of kernels so many times as fast (`tasks.kernels.KERNELS`).
+    """
+    layers = [layer_times(kind, batch.machine, batch.recompute, speeds=speeds) for kind in batch.kinds]
     kinds = {block: i for i, (block, _) in enumerate(case.model.block_kinds())}
     shape = batch.multiplicity.shape
     table = {
@@ -128,7 +146,7 @@ def group_prices(case: PlannedRun, batch: Batch) -> list[GroupPrices]:
     row_of = {
         g: np.repeat(np.arange(shape[0]), batch.multiplicity[:, g].astype(int)).tolist() for g in distinct
     }
-    return [_GroupPricer(case, batch, g, row_of[g], table, kinds).prices() for g in distinct]
+    return [_GroupPricer(case, batch, g, row_of[g], table, kinds, speeds).prices() for g in distinct]
 
 
 def first_of_equals(case: PlannedRun) -> list[int]:
@@ -193,8 +211,9 @@ class _GroupPricer:
         rows: list[int],
         table: dict[str, np.ndarray],
         kinds: dict[Any, int],
+        speeds: Mapping[str, float] | None,
     ):
-        self.case, self.g, self.kinds, self.rows = case, g, kinds, rows
+        self.case, self.g, self.kinds, self.rows, self.speeds = case, g, kinds, rows, speeds
         self.group, self.domains = case.plan.groups[g], link_domains(case.cluster)
         self.pipeline = {
             name: float(np.asarray(getattr(batch.pipeline, name))[0, g]) for name in batch.pipeline.__slots__
@@ -217,7 +236,7 @@ class _GroupPricer:
     def _ends(self, machine: Machine) -> dict[str, float]:
         p = self.pipeline
         sizes = (p["hidden"], p["vocab"], p["head_rows"])
-        times = end_times(*sizes, machine, frozen=p["head_frozen"], heads=p["heads"])
+        times = end_times(*sizes, machine, frozen=p["head_frozen"], heads=p["heads"], speeds=self.speeds)
         return {name: float(getattr(times, name)) for name in times.__slots__}
 
     def prices(self) -> GroupPrices:
@@ -236,12 +255,14 @@ class _GroupPricer:
         schedule = self.group.schedule
         if schedule in ("interleaved", *TURNING) and self.num_chunks == 1:
             schedule = "1f1b"
+        ops = self._ops(units)
         return GroupPrices(
             index=self.g,
             group=self.group,
             schedule=schedule,
             num_chunks=self.num_chunks,
-            parts=self._parts(units),
+            ops=ops,
+            parts=ops.parts(),
             units=units,
             spans=self.spans,
             machines=self.machines,
@@ -252,8 +273,8 @@ class _GroupPricer:
             tied_s=self._tied_s(),
         )
 
-    def _parts(self, priced: list[list[LayerUnits]]) -> dict[str, np.ndarray]:
-        """Seconds of each op by part, host time included."""
+    def _ops(self, priced: list[list[LayerUnits]]) -> OpSeconds:
+        """Seconds of each op by part, and of the host that launches it."""
         stages, chunks = len(self.units), self.num_chunks
         counts = np.zeros((stages, chunks, len(self.kinds)))
         first, last = np.zeros((stages, chunks)), np.zeros((stages, chunks))
@@ -267,7 +288,13 @@ class _GroupPricer:
         ends = {name: np.array([end[name] for end in self.ends])[:, None] for name in self.ends[0]}
         ends |= self._table_reduces()
         device, host = op_parts(sums, ends, first, last, self._host_between())
-        return with_host(device, host, self._outside(priced), self._short(), self.constants.host_sharpness)
+        return OpSeconds(
+            device=device,
+            host=host,
+            outside=outside_s(priced, self.machines),
+            short=self._short(),
+            sharpness=self.constants.host_sharpness,
+        )
 
     def _tables(self, s: int) -> tuple[float, float]:
         """Parameters of the embedding and of the head on a rank of a stage that holds them."""
@@ -287,21 +314,6 @@ class _GroupPricer:
         reduces = np.array(rows, dtype=float)
         return {f"{end}_reduce": reduces[:, i, None] for i, end in enumerate(_ENDS)}
 
-    def _outside(self, units: list[list[LayerUnits]]) -> np.ndarray:
-        """Seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
-        in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in self.machines]
-        return np.array(
-            [
-                [
-                    u.copy_weights_s @ (1.0 + (u.regather_s > 0))
-                    + u.copy_gradients_s.sum()
-                    + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
-                    for u in row
-                ]
-                for alone, row in zip(in_turn, units, strict=True)
-            ]
-        )
-
     def _host_between(self) -> np.ndarray:
         """Return host seconds of an op outside its layers, shape (stages, 1)."""
         launched = np.array([float(machine.traits.graphs) < 1.0 for machine in self.machines])
@@ -320,17 +332,7 @@ class _GroupPricer:
         units, machine, end, p = np.array(self.units[s][c]), self.machines[s], self.ends[s], self.pipeline
         table, head_table = self._tables(s)
         at = {name: value[s] for name, value in self.layers.items()}
-        forward = at["forward"] + at["tensor_forward"] + at["context_forward"] + at["expert_forward"]
-        backward = (
-            at["backward_input"]
-            + at["backward_weight"]
-            + at["recompute"]
-            + at["tensor_backward"]
-            + at["tensor_recompute"]
-            + at["context_backward"]
-            + at["expert_backward"]
-            + at["expert_recompute"]
-        )
+        half = [end[f"{name}_tensor"] / 2 for name in _ENDS]
         is_end = units < 0
 
         def column(blocks: np.ndarray, embedding: float, head: float) -> np.ndarray:
@@ -346,10 +348,21 @@ class _GroupPricer:
             for params in ((dense, expert), (trained, expert_trained))
         )
         return LayerUnits(
-            forward=_shares(column(forward, *(end[f"{e}_forward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))),
-            backward=_shares(
-                column(backward, *(end[f"{e}_backward"] + end[f"{e}_tensor"] / 2 for e in _ENDS))
-            ),
+            forward_s={
+                "compute": column(at["forward"], *(end[f"{name}_forward"] for name in _ENDS)),
+                "tensor_comm": column(at["tensor_forward"], *half),
+                "context_comm": column(at["context_forward"], 0.0, 0.0),
+                "expert_comm": column(at["expert_forward"], 0.0, 0.0),
+            },
+            backward_s={
+                "compute": column(
+                    at["backward_input"] + at["backward_weight"], *(end[f"{name}_backward"] for name in _ENDS)
+                ),
+                "recompute": column(at["recompute"], 0.0, 0.0),
+                "tensor_comm": column(at["tensor_backward"] + at["tensor_recompute"], *half),
+                "context_comm": column(at["context_backward"], 0.0, 0.0),
+                "expert_comm": column(at["expert_backward"] + at["expert_recompute"], 0.0, 0.0),
+            },
             params=trained,
             expert_params=expert_trained,
             gather_s=whole["gather"],
@@ -389,6 +402,22 @@ class _GroupPricer:
         ends = self.group.stages[0], self.group.stages[-1]
         crosses = crosses_node(*ends, self.domains)
         return max(float(tied_sync_s(p["hidden"], p["vocab"], crosses, self.machines[i])) for i in (0, -1))
+
+
+def outside_s(units: list[list[LayerUnits]], machines: list[Machine]) -> np.ndarray:
+    """Return seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
+    in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in machines]
+    return np.array(
+        [
+            [
+                u.copy_weights_s @ (1.0 + (u.regather_s > 0))
+                + u.copy_gradients_s.sum()
+                + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
+                for u in row
+            ]
+            for alone, row in zip(in_turn, units, strict=True)
+        ]
+    )
 
 
 def _shard_sums(

@@ -6,6 +6,7 @@ one collective. How tasks line up into a step is the engines' part.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +95,13 @@ def layer_times(
     *,
     region: RegionTimes | None = None,
     dense_sharing: Sharing | None = None,
+    speeds: Mapping[str, float] | None = None,
 ) -> LayerTimes:
     """Return the seconds of every task of one layer.
 
     `region` is :func:`region_times` of the layer's width and `dense_sharing` :func:`sharing_of` dense
-    weights, where the caller has them.
+    weights, where the caller has them. `speeds` makes classes of kernels (`KERNELS`) so many times as fast, a
+    question of what if.
 
     Source
     ------
@@ -110,7 +113,21 @@ def layer_times(
     stream, stream_back, norms, expert_act = elementwise_times(layer, machine)
     expert, expert_input, expert_weight = expert_times(layer, machine)
     adapter, adapter_back = adapter_times(layer, machine)
-    cast = cast_s(layer, machine)
+    memory_bound = 1.0
+    if speeds:
+        matmul, memory_bound = speeds.get("matmul", 1.0), speeds.get("memory_bound", 1.0)
+        linear = linear.sped_up(matmul)
+        adapter, adapter_back = (value / matmul for value in (adapter, adapter_back))
+        attention, attention_back = (
+            value / speeds.get("attention", 1.0) for value in (attention, attention_back)
+        )
+        stream, stream_back, norms, expert_act = (
+            value / memory_bound for value in (stream, stream_back, norms, expert_act)
+        )
+        expert, expert_input, expert_weight = (
+            value / speeds.get("experts", 1.0) for value in (expert, expert_input, expert_weight)
+        )
+    cast = cast_s(layer, machine) / memory_bound
     dense = layer.dense_params / rank.tp
     experts = layer.expert_params / np.maximum(1.0, rank.ep * rank.etp)
     # Fused into the product, accumulation reads and writes the main gradient; else it reads the new one too.
@@ -121,9 +138,9 @@ def layer_times(
     # Scattered gradients are added up in shards.
     accumulate = np.where(rank.zero >= 3, accumulate / rank.shard, accumulate)
     accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
-    accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float))
+    accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float)) / memory_bound
     forward = linear.forward + attention + stream + expert + adapter + cast
-    forward = forward + weight_cast_s(dense + experts, machine)
+    forward = forward + weight_cast_s(dense + experts, machine) / memory_bound
     # Experts have their own exchange; a dense or shared MLP is a second tensor-parallel region.
     regions = (np.asarray(layer.num_heads, dtype=float) > 0) * 1.0
     regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
@@ -194,10 +211,12 @@ def end_times(
     frozen: Any = 0.0,
     heads: Any = 1.0,
     region: RegionTimes | None = None,
+    speeds: Mapping[str, float] | None = None,
 ) -> EndTimes:
     """Return the seconds of the two ends of the model.
 
-    `heads` counts outputs (1 + next-token modules); `region` is :func:`region_times` where the caller has it.
+    `heads` counts outputs (1 + next-token modules); `region` is :func:`region_times` where the caller has it;
+    `speeds` as of :func:`layer_times`.
     """
     rank, c = machine.rank, machine.constants
     tokens, own = tokens_of(machine), own_tokens(machine)
@@ -207,6 +226,9 @@ def end_times(
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
+    if speeds:
+        product = product / speeds.get("matmul", 1.0)
+        loss, lookup = (value / speeds.get("memory_bound", 1.0) for value in (loss, lookup))
     region = region_times(hidden, machine) if region is None else region
     gather = np.where(rank.sp > 0, region.scatter_s, region.whole_s) * c.tensor_comm
     trained = 2.0 - np.asarray(frozen, dtype=float)

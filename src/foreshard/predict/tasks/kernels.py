@@ -27,6 +27,15 @@ _SPLIT_GATE = 5.0 / 3.0 - 1.0
 _ROPE = 4.0  # reads and writes 16 bit
 
 
+KERNELS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "experts": "matrix products of experts",
+    "memory_bound": "memory-bound kernels",
+}
+"""Classes of kernels that computation is made of, and their words."""
+
+
 def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, Any, str]]:
     """Return (rows, outputs, inputs, group) of every matrix product a layer's forward runs per token."""
     tokens, own = tokens_of(machine), own_tokens(machine)
@@ -105,6 +114,10 @@ class Linear:
     mlp: Any
     shared: Any
     latent: Any
+
+    def sped_up(self, speed: float) -> Linear:
+        """Return the products so many times as fast."""
+        return Linear(**{name: getattr(self, name) / speed for name in self.__slots__})
 
 
 def linear_times(layer: LayerShape, machine: Machine) -> Linear:

@@ -6,7 +6,7 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foreshard import quantity
 from foreshard.report.pages.markup import document, html_table, legend, section, static
@@ -14,6 +14,7 @@ from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_screen import drawn, front_table, gains_table, others_table, ranked_table
 from foreshard.report.plan_words import degrees
 from foreshard.report.screen import Screen
+from foreshard.report.target_table import target_table
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.prediction import TIME_LABELS, Prediction
 from foreshard.units import number_of
@@ -21,6 +22,7 @@ from foreshard.units import number_of
 if TYPE_CHECKING:
     from foreshard.advise.baseline_comparison import ComparedPlanner
     from foreshard.advise.sensitivity import Gain
+    from foreshard.advise.to_target import TargetRuns
     from foreshard.planner.result import PlanResult, Ranked
 
 
@@ -30,8 +32,12 @@ def plan_page(
     screen: Screen,
     gains: Sequence[Gain] = (),
     others: Sequence[ComparedPlanner] = (),
+    runs: TargetRuns[Any] | None = None,
 ) -> str:
-    """Return the report of a result with at least one plan; `screen` is what the command shows."""
+    """Return the report of a result with at least one plan; `screen` is what the command shows.
+
+    `runs` are those to a target at several batches, of which the result is the best.
+    """
     chosen = result.plans[0]
     sections = [
         _head(screen),
@@ -53,6 +59,8 @@ def plan_page(
         ),
         section("How good it is", _proof_words(result), _ladder(result)),
     ]
+    if runs is not None:
+        sections.insert(1, section("To the target", " ".join(runs.notes()), html_table(target_table(runs))))
     if len(result.front) > 1:
         sections.append(_front(result.front))
     if others:
