@@ -64,7 +64,7 @@ class BoundRaiser:
         state = self.state
         first = min(max(_STEP, _PART_OF_WAY * (state.aim_s / bound_s - 1.0)), _LONGEST_STEP)
         step = self.steps.pop(pipelines, first)
-        budget = state.budget if state.best is not None else TimeBudget.of(_LEAST_S)
+        budget = state.budget if state.best is not None else state.budget.at_least(_LEAST_S)
         seconds, best_s = min(bound_s * (1.0 + step), state.aim_s), state.best_s
         if _is_excluded(state, pipelines, seconds, self.memory, budget):
             hopeless = seconds >= longest_step_s(state.problem)
