@@ -97,9 +97,33 @@ def test_no_less_memory_is_asked_of_interleaved_pipelines():
     least = price_stages(request, (0, 1), chunks=4)
     real = price_stages(request, (0, 1), chunks=4, stages=4)
     rooms = plain.max_in_flight[[plain.names.index(name) for name in least.names]]
-    assert np.array_equal(rooms, least.max_in_flight)
+    alone = plain.types[0, -1]
+    enough = (plain.lengths >= 4) | (np.arange(len(plain.lengths)) == alone)
+    assert np.array_equal(np.where(enough, rooms, 0), least.max_in_flight)
     assert np.all(np.minimum(real.max_in_flight, 4) <= np.minimum(rooms, 4))
     assert np.any(np.minimum(real.max_in_flight, 4) < np.minimum(rooms, 4))
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_every_device_of_an_interleaved_pipeline_has_layers_for_all_its_chunks(chunks):
+    """What the problem allows can be laid out in chunks, and nothing else can."""
+    request, rng, tried = asked(), np.random.default_rng(chunks), 0
+    problem = price_stages(request, (0, 1), chunks=chunks, stages=4, by_domain=True)
+    plain = price_stages(request, (0, 1), by_domain=True)
+    while tried < 60:
+        template = _template(plain, rng, np.array(plain.counts))
+        if template is None or any(plain.names[part.option] not in problem.names for part in template):
+            continue
+        held = plan_of(request, plain, Arrangement(templates=(template,), shares=(request.global_batch,)))
+        sizes = [stage.num_layers for stage in held.groups[0].stages]
+        rounds = replace(held.groups[0], share=len(sizes) * held.groups[0].micro_batch)
+        laid = interleaved(replace(held, groups=(rounds,)), chunks)
+        options = [problem.names.index(plain.names[part.option]) for part in template]
+        types = [problem.types[part.start, part.stop] for part in template]
+        rooms = problem.max_in_flight[options, types]
+        assert (laid is not None) == (min(sizes) >= chunks)
+        assert min(sizes) >= chunks or not rooms.all()
+        tried += 1
 
 
 def _ends_s(problem: Problem, template: Template, batch: int) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,6 +147,26 @@ def test_nothing_fits_names_memory_and_a_change_that_does():
     bigger = "2x2xrtx-3090+2x1xa100-sxm-40gb@10Gb/s" if "2 times" in fix else cluster
     seq_len = int(fix.split()[-1]) if "--seq" in fix else 2048
     assert search("llama3-8b", bigger, seq_len=seq_len, **changed).plans
+
+
+@pytest.mark.parametrize("tick_s", [2e-3, 2e-2])
+@pytest.mark.parametrize(
+    ("model", "cluster", "budget_s"),
+    [
+        ("llama2-13b", "1x2xrtx-3090+1x1xl4@10Gb/s", 2.0),
+        ("llama3-8b", "1x1xl4+1x2xt4+1x1xrtx-3090@10Gb/s", 4.0),
+        ("llama3-70b", "1x2xrtx-3090", 3.0),
+    ],
+)
+def test_a_budget_is_kept_where_nothing_fits(model, cluster, budget_s, tick_s, monkeypatch):
+    """However slow the machine: the clock goes on by a tick each time it is asked."""
+    # What is compiled now does not ask the clock later.
+    search("gpt2-large", "1x1xl4+1x1xt4", precision="fp16", budget_s=1.0)
+    asked = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(asked) * tick_s)
+    found = search(model, cluster, batch=8, precision="fp16", budget_s=budget_s)
+    assert not found.plans and found.infeasible is not None
+    assert next(asked) * tick_s <= 1.1 * budget_s
 
 
 def test_sets_of_many_groups_stay_few():

@@ -223,9 +223,9 @@ def test_ctrl_c_after_a_plan_was_found_shows_it(monkeypatch):
 
 
 def test_a_search_that_ended_early_does_not_call_a_run_impossible(monkeypatch):
-    from foreshard.planner.grid import equal_nodes as homogeneous
+    from foreshard.planner.mixed import search as mixed
 
-    monkeypatch.setattr(homogeneous, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(mixed, "LEAST_S", 0.0)
     result = _plan("llama3-70b", "1x2xh100-sxm", global_batch=64, seq_len=8192, budget_s=1e-6)
     assert isinstance(result.infeasible, InfeasibleError)
     assert result.interrupted

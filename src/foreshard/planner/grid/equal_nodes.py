@@ -19,6 +19,7 @@ from foreshard.planner.grid.space import SPACE
 from foreshard.planner.ranking import SHOWN, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
+from foreshard.planner.solver.time_budget import LEAST_S
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import acting
@@ -31,8 +32,6 @@ _KEPT = 50
 """Plans kept for a last choice: other families are among them, and those that the closed form misjudges."""
 _SEARCHING = 0.9
 """Part of the budget for the search; the rest is for predicting the plans that it kept."""
-_PATIENCE_S = 30.0
-"""Seconds beyond the budget that a search goes on as long as there is no plan at all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class _Searched:
         return any(found.stopped for found in self.found)
 
 
-def search_homogeneous(request: PlanRequest, *, explain: bool = True) -> PlanResult:
+def search_homogeneous(request: PlanRequest, *, explain: bool = True, least_s: float = LEAST_S) -> PlanResult:
     """Return the best plans on equal nodes, proven best by the analytical engine unless time runs out.
 
     All nodes are searched first, then fewer of them: every size that computation alone does not exclude.
@@ -63,9 +62,12 @@ def search_homogeneous(request: PlanRequest, *, explain: bool = True) -> PlanRes
     request : PlanRequest
     explain : bool
         Whether to search for the nearest change when nothing fits.
+    least_s : float
+        Seconds that it has at least as long as there is no plan.
     """
     started = time.perf_counter()
-    searched = _search(request, started + _SEARCHING * request.budget_s)
+    search_s = _SEARCHING * request.budget_s
+    searched = _search(request, started + search_s, max(0.0, least_s - search_s))
     predictions = _predictions(request, searched, started + request.budget_s)
     error: InfeasibleError | LimitError | None
     plans, error = request.ranked(predictions)
@@ -119,7 +121,7 @@ def least_step_s(request: PlanRequest) -> float:
     return floor / min(request.max_devices or whole, whole)
 
 
-def _search(request: PlanRequest, deadline: float) -> _Searched:
+def _search(request: PlanRequest, deadline: float, patience_s: float) -> _Searched:
     """Search every size that may hold one of the best plans; Ctrl-C ends it once there is one."""
     searched = _Searched()
     paid = request.objectives[0] != "time" or request.limits.max_usd is not None
@@ -136,7 +138,7 @@ def _search(request: PlanRequest, deadline: float) -> _Searched:
             elif searched.interrupted or (searched.found and time.perf_counter() >= deadline):
                 searched.left[size] = least_s
             else:
-                _search_size(request, searched, size, deadline, beat)
+                _search_size(request, searched, size, (deadline, patience_s), beat)
         except KeyboardInterrupt:
             if not any(len(found.score) for found in searched.found):
                 raise
@@ -146,10 +148,14 @@ def _search(request: PlanRequest, deadline: float) -> _Searched:
     return searched
 
 
-def _search_size(request: PlanRequest, searched: _Searched, size: int, deadline: float, beat: float) -> None:
+def _search_size(
+    request: PlanRequest, searched: _Searched, size: int, until: tuple[float, float], beat: float
+) -> None:
     part = part_of(request.cluster, size)
     grid = request.grid_on(part)
-    patience_s = 0.0 if any(len(found.score) for found in searched.found) else _PATIENCE_S
+    deadline, patience_s = until
+    if any(len(found.score) for found in searched.found):
+        patience_s = 0.0
     options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
     found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
     nothing = not len(found.score) and not found.stopped

@@ -44,7 +44,7 @@ def infeasible(
 
     Changes are tried in the seconds that are left of the budget.
     """
-    most_s = min(_ALL_S, max(left_s, _TRIAL_S))
+    most_s = min(_ALL_S, left_s)
     part, found = min(searched, key=lambda pair: pair[1].least_peak_bytes)
     capacity = part.nodes[0].device.capacity_bytes / 2**30
     left = left_free_words(request)
@@ -96,10 +96,11 @@ def _words(table: PlanTable) -> str:
     return f"{text}, recompute {table.rules[int(table.recompute[0])]}"
 
 
-def _fits(request: PlanRequest) -> bool:
+def _fits(request: PlanRequest, budget: TimeBudget) -> bool:
     """Return whether a search finds any plan within a moment."""
+    patience_s = min(_TRIAL_S, budget.left_s)
     found = search_rows(
-        request.grid_on(request.cluster), keep=1, deadline=time.perf_counter(), patience_s=_TRIAL_S
+        request.grid_on(request.cluster), keep=1, deadline=time.perf_counter(), patience_s=patience_s
     )
     if found.stopped:
         raise KeyboardInterrupt
@@ -116,11 +117,17 @@ def _fix(request: PlanRequest, most_s: float) -> str | None:
         other_sequences,
         smaller_margins,
     )
+    budget = TimeBudget.of(most_s)
     try:
         found = fitting_changes(
-            (kind(request) for kind in kinds), _fits, most=len(kinds), budget=TimeBudget.of(most_s)
+            (kind(request) for kind in kinds),
+            lambda changed: _fits(changed, budget),
+            most=len(kinds),
+            budget=budget,
         )
     except KeyboardInterrupt:
         return None
+    if not found and budget.is_over:
+        return "Allow more seconds with --budget-s: not every change that may fit was tried"
     nothing = "Use devices with more memory: no change of devices, framework or sequence tried here fits"
     return fix_of(found) or nothing

@@ -66,7 +66,7 @@ class EvenPlans:
         """Search the grid, and keep the plans that fit on the whole cluster."""
         beat_s = min(found.best_s, self.request.beat_s)
         asked = replace(self.request, budget_s=max(budget.left_s, _LEAST_S), beat_s=beat_s)
-        self.result = search_homogeneous(asked, explain=False)
+        self.result = search_homogeneous(asked, explain=False, least_s=0.0)
         for one in (*self.result.plans, *self.result.front):
             found.take_even(_on_ranks(one.plan, self.ranks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -23,13 +24,16 @@ from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult
 from foreshard.planner.solver.problem import Problem
-from foreshard.planner.solver.solve import fewest_devices, solve
+from foreshard.planner.solver.solve import ProblemSearch, fewest_devices
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 _TRIAL_S = 1.0
 """Seconds in which a search finds a pipeline that fits the devices of each kind, where there is one."""
 
 
-def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> InfeasibleError:
+def nothing_fits(
+    request: PlanRequest, sets: Sequence[tuple[int, ...]], budget: TimeBudget = ENDLESS
+) -> InfeasibleError:
     """Return the error that names what binds, and a change that was tried and fits.
 
     Parameters
@@ -37,6 +41,8 @@ def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> Infea
     request : PlanRequest
     sets : sequence of tuple of int
         Node groups that may train together, the largest set first.
+    budget : TimeBudget
+        In which changes are tried.
     """
     groups = [request.cluster.nodes[g] for g in sets[0]]
     memory = sum(group.num_devices * group.device.capacity_bytes for group in groups) / 2**30
@@ -50,7 +56,8 @@ def nothing_fits(request: PlanRequest, sets: Sequence[tuple[int, ...]]) -> Infea
         *(half_precision, any_number_of_devices, smaller_margins, other_optimizers, other_sequences),
         more_nodes_of_each,
     )
-    found = fitting_changes((kind(request) for kind in kinds), _fits, most=1)
+    fits = partial(_fits, budget=budget)
+    found = fitting_changes((kind(request) for kind in kinds), fits, most=1, budget=budget)
     return InfeasibleError(
         f"no pipeline of {request.model.name} fits {where}{_left(request)}",
         key="memory",
@@ -80,15 +87,26 @@ def nothing_chosen(request: PlanRequest) -> PlanResult:
     )
 
 
-def _fits(request: PlanRequest) -> bool:
-    """Return whether a pipeline is found on the devices there are of each kind."""
+def _fits(request: PlanRequest, budget: TimeBudget) -> bool:
+    """Return whether a pipeline is found on the devices there are of each kind, as far as time allows."""
     for use in node_sets(request):
+        if budget.is_over:
+            return False
         problem = price_stages(request, use, every=True)
         if least_devices(problem) > sum(problem.counts):
             continue
-        if solve(problem, budget_s=_TRIAL_S, target_gap=np.inf).arrangement is not None:
+        search, trial = ProblemSearch(problem, target_gap=np.inf), _trial(budget)
+        while search.is_open and not (search.has_plan or trial.is_over):
+            search.advance(trial)
+        if search.has_plan:
             return True
     return False
+
+
+def _trial(budget: TimeBudget) -> TimeBudget:
+    """Return the time of one trial: a search without a plan ends with it too."""
+    seconds = min(_TRIAL_S, budget.left_s)
+    return TimeBudget.of(seconds, last_s=seconds)
 
 
 def least_devices(problem: Problem) -> float:

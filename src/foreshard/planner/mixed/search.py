@@ -38,7 +38,7 @@ from foreshard.planner.ranking import SHOWN, family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
 from foreshard.planner.solver.problem import Arrangement, Problem, faults, step_seconds
-from foreshard.planner.solver.time_budget import TimeBudget
+from foreshard.planner.solver.time_budget import LEAST_S, TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
 from foreshard.predict.placement import domain_block
 from foreshard.spec.plan import Plan
@@ -73,8 +73,6 @@ _GRID = 0.1
 """Part of the time that is left for each of several grids at first."""
 _SEARCHING = 0.85
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
-_PATIENCE_S = 30.0
-"""Seconds beyond the budget that a search goes on as long as there is no plan at all."""
 _SHOWING = 0.05
 """Part of the budget that is left for timing the chosen plans by the engine asked for."""
 _NEAREST = 4
@@ -126,7 +124,8 @@ def search_cluster(request: PlanRequest) -> PlanResult:
     search = MixedSearch(request)
     search.run(hastily=is_hasty(max(request.budget_s, request.overall_s)))
     if equal and not search.found.timed:
-        return search_homogeneous(request)
+        left = replace(request, budget_s=max(search.whole.left_s, _LEAST_S))
+        return search_homogeneous(left, least_s=0.0)
     return search.result()
 
 
@@ -143,7 +142,7 @@ class MixedSearch:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        self.whole = TimeBudget.of(request.budget_s)
+        self.whole = TimeBudget.of(request.budget_s, last_s=max(request.budget_s, LEAST_S))
         self.budget = self.whole.part(_SEARCHING)
         self.found = MixedFound(request=request)
         self.sets = node_sets(request)
@@ -193,8 +192,8 @@ class MixedSearch:
             self.stopped = True
 
     def _is_over(self, searching: TimeBudget) -> bool:
-        """Return whether time is over: with a plan that of the search, else some seconds after the budget."""
-        return searching.is_over if self.found.timed else self.whole.left_s < -_PATIENCE_S
+        """Return whether time is over: with a plan that of the search, else all there is."""
+        return searching.is_over if self.found.timed else self.whole.is_past
 
     def _start(self) -> None:
         """Search grids, the most promising first, a while each; a single one to its end."""
@@ -472,8 +471,9 @@ class MixedSearch:
 
     def _none(self) -> InfeasibleError:
         """Return why there is no plan: nothing fits, or nothing was found though something may fit."""
-        if not np.isfinite(self._plain_bound_s):
-            return nothing_fits(self.request, self.sets)
+        complete = all(one.result is not None and not one.result.interrupted for one in self.even)
+        if complete and not np.isfinite(self._plain_bound_s):
+            return nothing_fits(self.request, self.sets, self.whole)
         return InfeasibleError(
             "no plan was found; one may exist, or lie outside the space that is searched",
             key="--budget-s",

@@ -24,7 +24,7 @@ AIM = 0.003
 on top, and the answer promises 1 %."""
 _FIRST_S = 0.5
 """Seconds that count as spent on each subspace from the start: its first plan and bound take this long."""
-_FIRST_SLICE_S = 0.25
+_FIRST_SLICE_S = 0.5
 """Seconds of the first steps of a subspace: most of them raise its bound in less."""
 _ABOVE_WORK = 0.03
 """Part by which a bound exceeds that from work alone once pipelines were priced: the least tail is less."""

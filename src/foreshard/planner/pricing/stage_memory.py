@@ -29,7 +29,8 @@ def rooms_in(
 ) -> np.ndarray:
     """Return the micro-batches in flight that fit on every stage of every option, shape (types, options).
 
-    `interleaved` are the chunks of layers of a device, and how many stages to have memory for.
+    `interleaved` are the chunks of layers of a device, and how many stages to have memory for. None fits on a
+    stage that has nothing for some of its chunks.
     """
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
@@ -45,7 +46,7 @@ def rooms_in(
         if not more.any():
             break
         rooms += more
-    return rooms
+    return np.where(alone | (types.places >= chunks), rooms, 0)
 
 
 def fewest_devices(kinds: Sequence[StageKind], types: StageTypes, rooms: np.ndarray) -> float:

@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTypes:
-    """The distinct stages of a chain: layers of each kind of block, and which ends they hold."""
+    """The distinct stages of a chain: places, layers of each kind of block, and which ends they hold."""
 
     table: np.ndarray
+    places: np.ndarray
     counts: np.ndarray
     has_embedding: np.ndarray
     has_head: np.ndarray
@@ -44,8 +45,11 @@ def stage_types(request: PlanRequest) -> StageTypes:
     distinct, inverse = np.unique(key, axis=0, return_inverse=True)
     table = np.full((places + 1, places + 1), -1)
     table[start, stop] = np.ravel(inverse)
+    held = np.zeros((len(distinct), 1))
+    held[np.ravel(inverse), 0] = stop - start
     return StageTypes(
         table=table,
+        places=held,
         counts=distinct[:, :-2],
         has_embedding=distinct[:, -2:-1],
         has_head=distinct[:, -1:],

@@ -23,12 +23,10 @@ from foreshard.planner.solver.time_budget import TimeBudget
 _STEP, _SHORTEST_STEP = 0.003, 2e-4
 """Part of the bound by which an attempt raises it at least, at first and before a range is given up. Longer
 steps enumerate more pipelines, shorter ones prove less than a plan loses to whole samples."""
-_PART_OF_WAY = 0.1
+_PART_OF_WAY = 0.5
 """Part of the way from the bound to the target by which an attempt raises it, where that is longer."""
 _LONGEST_STEP = 1.0
 """Part of the bound by which an attempt raises it at most, as long as there is no plan and so no target."""
-_ATTEMPT = 0.5
-"""Part of the time left that an attempt may take."""
 _LEAST_S = 2.0
 """Seconds of an attempt as long as there is no plan at all."""
 _STALE = 0.004
@@ -66,7 +64,7 @@ class BoundRaiser:
         state = self.state
         first = min(max(_STEP, _PART_OF_WAY * (state.aim_s / bound_s - 1.0)), _LONGEST_STEP)
         step = self.steps.pop(pipelines, first)
-        budget = state.budget.part(_ATTEMPT) if state.best is not None else TimeBudget.of(_LEAST_S)
+        budget = state.budget if state.best is not None else state.budget.at_least(_LEAST_S)
         seconds, best_s = min(bound_s * (1.0 + step), state.aim_s), state.best_s
         if _is_excluded(state, pipelines, seconds, self.memory, budget):
             hopeless = seconds >= longest_step_s(state.problem)

@@ -29,7 +29,8 @@ from foreshard.planner.solver.problem import PipelineFamily, Problem, Template
 from foreshard.planner.solver.time_budget import TimeBudget
 
 _SLACK = 0.5
-"""Samples that the bound of a box may have of slack on its own pipeline when its pipelines are listed."""
+"""Samples, by chunk, that the bound of a box may have of slack on its own pipeline when its pipelines are
+listed."""
 _NARROW = 1.01
 """Ratio of a box's longest to shortest slowest stage from which on it is listed whatever its slack."""
 _LABELS = 400_000
@@ -185,7 +186,7 @@ class ColumnEnumeration:
         rate = box.family.micro_batch / least
         slack = self._reach(box) * (1.0 - least / own) + rate * (tail - box.tail_s[0])
         narrow = most < least * _NARROW and rate * (box.tail_s[1] - box.tail_s[0]) < 1.0
-        return narrow or slack < _SLACK
+        return narrow or slack < _SLACK * self.pricing.problem.chunks
 
     def _columns_of(self, box: PipelineBox) -> list[BoxColumns] | None:
         """Return the pipelines of a box that may be in a plan, by grain; None when there are too many."""

@@ -40,7 +40,7 @@ def offer_whole(
     # Small sets first: unlike a program with a limit, enumerating them ends the same on a busy machine.
     for small in (True, False):
         for stretch in _STRETCH[: _SMALL_STRETCHES if small else None]:
-            if np.isfinite(state.best_s):
+            if np.isfinite(state.best_s) or state.is_late:
                 break
             mixer.offer(low * (1.0 + stretch), small=small)
     for _ in range(_CLOSER if closely else 0):

@@ -114,6 +114,8 @@ def label_paths(
                 if t < used_types:
                     low = min(low, cheapest[depth + 1, t] + before[depth + 1, at])
             before[depth, start] = low
+    no_paths = np.full((0, deepest), -1)
+    limit = reach + cost_limit
     # A demand is a mixed-radix code, to tell demands apart, and fields of bits whose top bit says too many.
     class_code = np.zeros(num_classes, dtype=np.int64)
     class_field = np.zeros(num_classes, dtype=np.int64)
@@ -131,17 +133,27 @@ def label_paths(
             class_field[c] += class_takes[c, k] << shift
         shift += bits + 1
         radix *= counts[k] + 1
-    limit = reach + cost_limit
     first = np.zeros((deepest + 1, num_layers + 1), dtype=np.int64)
     last = np.zeros((deepest + 1, num_layers + 1), dtype=np.int64)
     count = 1
     last[0, num_layers] = 1
-    no_paths = np.full((0, deepest), -1)
+    # What a stage and those behind it cost at least: where no path has room for that, no option is tried.
+    behind = np.full((deepest + 1, num_layers + 1), np.inf)
+    behind[0, num_layers] = 0.0
     for depth in range(1, deepest + 1):
         any_left = False
         for start in range(num_layers - 1, -1, -1):
             begin = count
             room = limit - before[depth, start]
+            low = np.inf
+            for length in range(min(farthest, num_layers - start)):
+                t = bands[start, length]
+                if t < used_types:
+                    low = min(low, cheapest[depth, t] + behind[depth - 1, start + 1 + length])
+            behind[depth, start] = low
+            if low > room:
+                first[depth, start], last[depth, start] = begin, begin
+                continue
             for c in range(num_classes):
                 for length in range(min(longest[c], num_layers - start)):
                     t = bands[start, length]

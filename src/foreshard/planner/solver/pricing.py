@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,15 @@ def same_limits(one: PipelineBox, other: PipelineBox) -> bool:
     return one.bottleneck_s == other.bottleneck_s and one.tail_s == other.tail_s
 
 
+class _PathTimes(NamedTuple):
+    """Seconds of the slowest stage, of a micro-batch alone and of the longest tail; what devices cost."""
+
+    slowest_s: float
+    once_s: float
+    tail_s: float
+    cost: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Pricing:
     """Boxes of all pipelines of a problem at given duals; split as far as questions need it.
@@ -100,6 +109,7 @@ class Pricing:
     stages: dict[PipelineFamily, PricedStages] = field(default_factory=dict)
     tails: dict[PipelineFamily, np.ndarray] = field(init=False)
     option_cost: np.ndarray = field(init=False)
+    _times: dict[tuple[PipelineFamily, Path], _PathTimes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Look up the tails and what options cost."""
@@ -173,9 +183,9 @@ class Pricing:
 
     def _seconds(self, box: PipelineBox, net_samples: float) -> float:
         """Return when a box's own pipeline has processed that, fractions of a grain included."""
-        times, tails, cost = self._of(box.family, box.path)
-        passes = max((net_samples + cost) / box.family.micro_batch, 1.0)
-        return float(tails.max() + times.sum() + times.max() * (passes - 1.0))
+        own = self._of(box.family, box.path)
+        passes = max((net_samples + own.cost) / box.family.micro_batch, 1.0)
+        return own.tail_s + own.once_s + own.slowest_s * (passes - 1.0)
 
     def parts(self, box: PipelineBox, net_samples: float) -> list[PipelineBox]:
         """Return the parts of a box below and above its own pipeline, by what loosens the bound more.
@@ -185,8 +195,7 @@ class Pricing:
         """
         lower, upper = box.bottleneck_s
         least, most = box.tail_s
-        times, tails, cost = self._of(box.family, box.path)
-        own, own_tail = float(times.max()), float(tails.max())
+        own, _, own_tail, cost = self._of(box.family, box.path)
         size = box.family.micro_batch
         del self.boxes[id(box)]
         by_bottleneck = ((net_samples + cost) / size - 1.0) * (own - lower)
@@ -215,8 +224,8 @@ class Pricing:
 
     def extremes(self, family: PipelineFamily, path: Path) -> tuple[float, float]:
         """Return a pipeline's slowest stage, messages between kinds not counted, and its longest tail."""
-        times, tails, _ = self._of(family, path)
-        return float(times.max()), float(tails.max())
+        own = self._of(family, path)
+        return own.slowest_s, own.tail_s
 
     def apart(self, box: PipelineBox, path: Path, seconds: float) -> list[PipelineBox]:
         """Return two parts of a box, one of which says more of a pipeline; none where the box says all."""
@@ -231,12 +240,23 @@ class Pricing:
             return self._cut_tail(box, tail)
         return []
 
-    def _of(self, family: PipelineFamily, path: Path) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return times and tails of the stages of a pipeline, and the dual price of its devices."""
-        problem, options, stops = self.problem, np.array(path[0]), np.array(path[1])
-        types = problem.types[np.append(0, stops[:-1]), stops]
-        times = (problem.far_s if family.kind is None else problem.time_s)[options, types]
-        return times, self.tails[family][options, types], float(self.option_cost[options].sum())
+    def _of(self, family: PipelineFamily, path: Path) -> _PathTimes:
+        """Return how a pipeline goes; boxes often share theirs."""
+        found = self._times.get((family, path))
+        if found is None:
+            options, stops = path
+            types = [self.problem.types[pair] for pair in zip((0, *stops[:-1]), stops, strict=True)]
+            table = self.problem.far_s if family.kind is None else self.problem.time_s
+            stages = list(zip(options, types, strict=True))
+            times = [float(table[stage]) for stage in stages]
+            tails = self.tails[family]
+            found = self._times[family, path] = _PathTimes(
+                slowest_s=max(times),
+                once_s=sum(times),
+                tail_s=max(float(tails[stage]) for stage in stages),
+                cost=sum(float(self.option_cost[option]) for option in options),
+            )
+        return found
 
     def _add(
         self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]

@@ -86,8 +86,8 @@ class SearchState:
 
     @property
     def is_late(self) -> bool:
-        """Return whether the time is up and there is a plan; without one the search goes on."""
-        return self.best is not None and self.budget.is_over
+        """Return whether the time is up and there is a plan; without one the search goes on for a while."""
+        return self.budget.is_past or (self.best is not None and self.budget.is_over)
 
     def pricing(self, pipelines: tuple[int, int], duals: np.ndarray) -> Pricing:
         """Return the pipelines of a range at some duals of devices."""
