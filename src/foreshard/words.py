@@ -30,6 +30,14 @@ _SPELLINGS |= {
     **dict.fromkeys(("afab", "all-forward-all-backward", "schedulegpipe"), "gpipe"),
     **dict.fromkeys(("off", "no", "false"), "none"),
     "alpha-beta": "closed-form",
+    **dict.fromkeys(("flash-attention-2", "flash2", "fa-2", "flash-attn-2", "flashattention2"), "fa2"),
+    **dict.fromkeys(("flashattention-2", "flash-attn2", "flash-attention2"), "fa2"),
+    **dict.fromkeys(("flash-attention-3", "flash3", "fa-3", "flash-attn-3", "flashattention3"), "fa3"),
+    **dict.fromkeys(("flashattention-3", "flash-attn3", "flash-attention3"), "fa3"),
+    **dict.fromkeys(("flash-attention-1", "flash1", "fa-1", "flashattention-1"), "fa1"),
+    **dict.fromkeys(("eager", "math", "naive", "torch", "local"), "unfused"),
+    **dict.fromkeys(("mem-efficient", "memory-efficient", "xformers", "efficient-attention"), "efficient"),
+    **dict.fromkeys(("cudnn-attention", "fused-cudnn"), "cudnn"),
     **dict.fromkeys(("zbh1", "zb1", "zero-bubble-h1", "zero-bubble", "zerobubble"), "zb-h1"),
     **dict.fromkeys(("zbh2", "zb2", "zero-bubble-h2"), "zb-h2"),
     **dict.fromkeys(("zb-v", "zbvzerobubble", "zbv-zero-bubble", "zero-bubble-v"), "zbv"),
@@ -97,6 +105,21 @@ _BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     **dict.fromkeys(
         ("paged-adamw-8bit", "paged-adamw-32bit", "cpu-adam", "deepspeedcpuadam"),
         ((("adamw", "adamw-8bit"), "add --offload optimizer for states in host memory"),),
+    ),
+    **dict.fromkeys(
+        ("flash", "fa", "flash-attention", "flash-attn", "flashattn", "flashattention"),
+        ((("fa2", "fa3"), "FlashAttention has several releases"),),
+    ),
+    "sdpa": (
+        (("fa2", "cudnn", "efficient"), "torch's SDPA takes one of them; leave it out for the usual one"),
+    ),
+    **dict.fromkeys(
+        ("te", "fused", "transformer-engine"),
+        ((("cudnn", "fa2", "unfused"), "Transformer Engine takes one of them; leave it out for cudnn"),),
+    ),
+    **dict.fromkeys(
+        ("fa4", "flash4", "flex", "flex-attention", "ring", "splash", "sage", "linear"),
+        ((("fa2", "cudnn"), "that kernel is not modelled"),),
     ),
     "params": ((("all", "cpu"), "weights alone are not offloaded"),),
     "parameters": ((("all", "cpu"), "weights alone are not offloaded"),),

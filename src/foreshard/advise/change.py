@@ -15,6 +15,7 @@ from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.plan import (
     ALGORITHMS,
+    ATTENTIONS,
     COMM_OPTIONS,
     OFFLOADS,
     OPTIMIZERS,
@@ -33,6 +34,7 @@ _CHOICES = {
     "schedule": SCHEDULES,
     "offload": (*OFFLOADS, CPU),
     "collectives": ALGORITHMS,
+    "attention": ATTENTIONS,
 }
 _HARDWARE = ("device", "nic", "nodes")
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}

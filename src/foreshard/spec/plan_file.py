@@ -17,6 +17,7 @@ from foreshard.spec.plan import (
     MAX_BUCKET_BYTES,
     MAX_SEQ_LEN,
     Algorithm,
+    Attention,
     CommOption,
     Group,
     Offload,
@@ -100,6 +101,7 @@ class PlanFile:
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     framework: str = "megatron-core"
+    attention: Attention | None = None
     lora: Annotated[str, Size(1, 80)] | None = None
     defaults: GroupOptions = GroupOptions()
     groups: Annotated[tuple[GroupEntry, ...], Size(1)]
