@@ -22,6 +22,7 @@ from foreshard.spec.prediction import Prediction
 from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
+from foreshard.words import option_name
 
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
@@ -71,34 +72,23 @@ def _loaded(model: Model | str, cluster: Cluster | str) -> tuple[Model, Cluster]
     )
 
 
+def _by_our_names(choices: dict[str, Any]) -> dict[str, Any]:
+    """Return options by our names: those of flags (seq, dtype) and of other tools are taken too."""
+    found: dict[str, Any] = {}
+    for name, value in choices.items():
+        word = option_name(name).replace("-", "_")
+        ours = {"seq": "seq_len", "dtype": "precision"}.get(word, word)
+        if ours in found:
+            what, rule = f"{name} and another name of {ours}", "An option is stated once"
+            raise SpecError(what, key=ours, value=value, rule=rule, fix=f"Leave out {name}")
+        found[ours] = value
+    return found
+
+
 def _prices(prices: Prices | str) -> Prices:
     from foreshard.catalog.prices import load_prices
 
     return load_prices(prices) if isinstance(prices, str) else prices
-
-
-BY_FLAG = {"dtype": "precision", "seq": "seq_len"}
-"""Options that the command line names otherwise; Python takes both names."""
-
-
-def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by their names in Python.
-
-    Raises
-    ------
-    SpecError
-        If an option is stated by both of its names.
-    """
-    for flag, name in BY_FLAG.items():
-        if flag in choices and name in choices:
-            raise SpecError(
-                f"{flag} and {name} together",
-                key=flag,
-                value=choices[flag],
-                rule="They are two names of one option",
-                fix="Leave out one",
-            )
-    return {BY_FLAG.get(name, name): value for name, value in choices.items()}
 
 
 def request(
@@ -120,7 +110,7 @@ def request(
         plan in errors. The fields of `spec.variation.Noise` (jitter=0.03, slow={12: 1.5}, seeds=64) and of
         `spec.variation.Reliability` (mtbf_h, restart_s, checkpoint_bytes_per_s) by their names.
     """
-    stated = {name: value for name, value in _named(choices).items() if value is not None}
+    stated = _by_our_names({name: value for name, value in choices.items() if value is not None})
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
     for name, kind in (("noise", Noise), ("reliability", Reliability)):
         given = {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
@@ -259,11 +249,11 @@ def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
 
 
 def export(
-    plan: Plan,
+    plan: Plan | str,
     target: str,
     *,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
+    model: Model | str | None = None,
+    cluster: Cluster | str | None = None,
     tokens: float | None = None,
     plan_file: str | None = None,
 ) -> Exported:
@@ -271,12 +261,13 @@ def export(
 
     Parameters
     ----------
-    plan : Plan
+    plan : Plan or str
+        A text is the path of a plan file.
     target : str
         megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, nccl, msccl, slurm or skypilot.
-    model : Model, optional
+    model : Model or str, optional
         The plan is checked against it, and against the cluster when there is one.
-    cluster : Cluster, optional
+    cluster : Cluster or str, optional
         Needed by slurm, skypilot and nccl.
     tokens : float, optional
         Of the whole run; with model and cluster the run is predicted for time limit and price.
@@ -291,6 +282,10 @@ def export(
     from foreshard.interop import export
     from foreshard.spec.checks import check_cut, check_plan
 
+    if isinstance(plan, str):
+        plan_file, plan = plan_file or plan, load_plan(plan)
+    model = load_model(model) if isinstance(model, str) else model
+    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
     prediction = None
     if model is not None and cluster is None:
         check_cut(plan, model, file=plan_file)
@@ -350,7 +345,7 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     from foreshard.planner.search import plan
 
     source, target = _loaded(model, cluster)
-    asked = _named(asked)
+    asked = _by_our_names(asked)
     prices = asked.pop("prices", None)
     return plan(source, target if prices is None else _prices(prices).on(target), **asked)
 

@@ -19,6 +19,7 @@ from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.device import Device
 from foreshard.spec.plan import (
     ALGORITHMS,
+    ATTENTIONS,
     COMM_OPTIONS,
     OFFLOADS,
     OPTIMIZERS,
@@ -37,6 +38,7 @@ _CHOICES = {
     "schedule": SCHEDULES,
     "offload": (*OFFLOADS, CPU),
     "collectives": ALGORITHMS,
+    "attention": ATTENTIONS,
 }
 _RATES = {"link": "link_bytes_per_s", "memory_bandwidth": "memory_bytes_per_s"}
 """Rates of a device that a change names: of its links to other devices, one direction, and of its memory."""

@@ -18,7 +18,15 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import ALGORITHMS, AUTO, COMM_OPTIONS, Plan, checked_buckets, no_best_buckets
+from foreshard.spec.plan import (
+    ALGORITHMS,
+    ATTENTIONS,
+    AUTO,
+    COMM_OPTIONS,
+    Plan,
+    checked_buckets,
+    no_best_buckets,
+)
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
@@ -40,6 +48,7 @@ OPTIONS = (
     "precision",
     "optimizer",
     "framework",
+    "attention",
     *COMM_OPTIONS,
     "collectives",
     "buckets",
@@ -165,6 +174,9 @@ class Request:
         comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
         algorithm, buckets = choices.pop("collectives", "auto"), choices.pop("buckets", None)
         one_of(algorithm, ALGORITHMS, key="--collectives", name="collectives", exact=True)
+        attention = choices.pop("attention", None)
+        if attention is not None:
+            attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
         choices.setdefault("seq_len", self.model.max_seq_len)
         choices.setdefault("precision", self.cluster.default_precision())
         if "framework" in choices:
@@ -180,7 +192,7 @@ class Request:
             fix = "Add --pp, or leave out --vpp"
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
-        made = replace(made, comm=comm, lora=self.lora, collectives=algorithm)
+        made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, attention=attention)
         return self._with_buckets(made, buckets)
 
     def _with_buckets(self, plan: Plan, buckets: Any) -> Plan:
@@ -248,6 +260,7 @@ class Request:
         plan = self.to_plan()
         if self.plan_file is not None:
             from foreshard.catalog.frameworks import load_framework
+            from foreshard.catalog.stacks import check_attention
             from foreshard.spec.checks import check_plan
 
             try:
@@ -256,6 +269,8 @@ class Request:
                 error.file = self.plan_file
                 raise
             check_plan(plan, self.trained, self.cluster, file=self.plan_file)
+            if plan.attention is not None:
+                check_attention(plan.attention, self.cluster.devices, key="attention", file=self.plan_file)
         return plan
 
     def _with_assumptions(self, made: Prediction) -> Prediction:
@@ -326,7 +341,7 @@ def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
     if name in COMM_OPTIONS:
         return replace(plan, comm={**plan.comm, name: value})
-    if name in ("precision", "optimizer", "framework", "seq_len", "collectives", "buckets"):
+    if name in ("precision", "optimizer", "framework", "attention", "seq_len", "collectives", "buckets"):
         return replace(plan, **{name: value})
     if name == "micro_batch":  # as the flag: samples per data-parallel rank
         groups = tuple(replace(group, micro_batch=value * group.stages[0].inner_dp) for group in plan.groups)

@@ -10,9 +10,10 @@ from typing import Any
 from foreshard.catalog.shipped import inherited, shipped, shipped_text
 from foreshard.errors import SpecError, unknown
 from foreshard.spec.framework import Framework
+from foreshard.spec.plan import ATTENTIONS
 
 CHOICES = {
-    "attention": ("unfused", "fa1", "fa2", "fa3", "cudnn"),
+    "attention": ATTENTIONS,
     "elementwise": ("eager", "jit", "fused", "compiled"),
     "nccl": ("old", "2.1x", "2.2x"),
     "fsdp": ("none", "fsdp1", "fsdp2", "megatron-fsdp", "zero3"),

@@ -162,11 +162,25 @@ def _unknown(text: str) -> SpecError:
     fix = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'."
     if "/" in text and "://" not in text and not near:
         read_config(text)  # raises: a path without such a file
+    if _is_cluster(text):
+        return _wrong(
+            f"{text[:100]!r} is a cluster", text, "Name the model first: foreshard VERB MODEL CLUSTER"
+        )
     if "/" not in text:
         return _wrong(f"unknown model {text[:100]!r}", text, fix)
     more = "; weights are trained in the precision of the run" if _QUANTISED.search(name) else ""
     fix = f"{fix} Or fetch its config.json and give the path"
     return _wrong(f"no file {text[:100]!r}", text, fix, f"; nothing is downloaded{more}")
+
+
+def _is_cluster(text: str) -> bool:
+    """Return whether a text describes a cluster: the arguments were then given in the other order."""
+    from foreshard.catalog.shorthand import read_shorthand
+
+    try:
+        return bool(read_shorthand(text))
+    except SpecError:
+        return False
 
 
 def near_models(name: str) -> list[str]:
@@ -218,8 +232,8 @@ def _wrong(what: str, text: str, fix: str, more: str = "") -> SpecError:
 
 
 def _config_name(path: Path) -> str:
-    """Return the name of the folder of a ``config.json``, else that of the file."""
-    return path.resolve().parent.name if path.stem == "config" else path.stem
+    """Return the name of the folder that was given with a ``config.json``, else that of the file."""
+    return path.parent.name or path.name if path.stem == "config" else path.stem
 
 
 def _from_factory(path: Path, factory: str) -> Model:

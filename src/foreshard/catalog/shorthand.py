@@ -310,6 +310,9 @@ def _nearest(text: str) -> str | None:
     near = get_close_matches(tail, instances(), n=1, cutoff=0.7)
     if near:
         return near[0]
+    none = re.match(rf"^0+{_BY}(.+)", text)
+    if none and _readable(f"1x{none[1]}"):
+        return f"1x{none[1]}"
     sized = re.fullmatch(rf"((?:[0-9]{{1,7}}{_BY}){{1,2}})(.+)", text)
     known = get_close_matches(sized[2].lower(), devices(), n=1, cutoff=0.6) if sized else []
     return f"{re.sub(_BY, 'x', sized[1])}{known[0]}" if sized and known else None

@@ -20,11 +20,18 @@ from foreshard.cli.options.answer import (
 )
 from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.progress import watched
-from foreshard.cli.options.request import named_cluster
+from foreshard.cli.options.request import named_cluster, warn_of_stack
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, MAX_SEQ_LEN, OPTIMIZERS, PRECISIONS
+from foreshard.spec.plan import (
+    ALGORITHMS,
+    ATTENTIONS,
+    COMM_OPTIONS,
+    MAX_SEQ_LEN,
+    OPTIMIZERS,
+    PRECISIONS,
+)
 
 if TYPE_CHECKING:
     from foreshard.advise.baseline_comparison import ComparedPlanner
@@ -95,6 +102,11 @@ def _vendors() -> tuple[str, ...]:
     help="Least probability of fitting the memory (default 0.95); off lets plans fill it.",
 )
 @click.option("--framework", type=FrameworkLabel(), help="Default megatron-core.")
+@click.option(
+    "--attention",
+    type=Word(*ATTENTIONS),
+    help="Kernel of attention (default: the framework's, or the one that the devices have).",
+)
 @click.option(
     "--dtype",
     "precision",
@@ -199,6 +211,7 @@ def command(
 
         prices = asked.pop("prices", None)
         known = known if prices is None else load_prices(prices).on(known)
+        warn_of_stack(asked.get("framework") or "megatron-core", known)
         search = partial(_planned, source, known)
     runs: TargetRuns[tuple[PlanResult, Cluster]] | None = None
     with watched(asked.get("budget_s")) as pressed:

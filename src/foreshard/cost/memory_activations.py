@@ -262,7 +262,7 @@ def _layer(
 def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Activations:
     """Return saved activations and their temporaries on one rank."""
     n = _tokens(load)
-    unfused = framework.attention == "unfused"
+    unfused = framework.attention == "unfused" or framework.keeps_scores
     rule = load.recompute
     kept_input = n.element * n.norm * np.asarray(load.hidden) / rule.unit
     saved = one_layer = temporary = 0.0

@@ -182,6 +182,11 @@ def placement_note(plan: Plan) -> tuple[str, ...]:
 def wire_notes(plan: Plan) -> tuple[str, ...]:
     """Return how to set the algorithm and the bucket size of a plan, which no target's file states."""
     notes = []
+    if plan.attention is not None:
+        notes.append(
+            f"Attention is {plan.attention}: set --attention-backend of Megatron, attn_implementation of "
+            "transformers, or the tool's own option."
+        )
     if plan.collectives != "auto":
         value = ",".join(NCCL_ALGORITHMS[plan.collectives])
         notes.append(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.stacks import check_attention, running
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
 from foreshard.planner.choices import Choices, choices
@@ -23,6 +24,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
     ALGORITHMS,
+    ATTENTIONS,
     AUTO,
     MAX_SEQ_LEN,
     OPTIMIZERS,
@@ -61,6 +63,7 @@ class PlanRequest:
     precision: str = "bf16"
     comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
+    attention: str | None = None
     engine: str = "graph"
     network: str = "closed-form"
     best_buckets: bool = False
@@ -84,7 +87,8 @@ class PlanRequest:
     def stated(self, plan: Plan) -> Plan:
         """Return a plan with the algorithm and the bucket size asked for; the best size comes later."""
         own = None if self.best_buckets else self.framework.bucket_bytes or None
-        return replace(plan, collectives=self.framework.collectives, buckets=own)
+        sums = self.framework.collectives
+        return replace(plan, collectives=sums, buckets=own, attention=self.attention)
 
     @property
     def setup(self) -> RunSetup:
@@ -153,6 +157,7 @@ def checked_request(
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
     executor: str = "local",
+    attention: str | None = None,
     collectives: str = AUTO,
     buckets: int | str | None = None,
     memory_margin: float = MARGIN,
@@ -182,6 +187,11 @@ def checked_request(
     ):
         if value is not None and not 0 < value < 1e30:
             raise invalid(value, "Must be a finite number above 0", key=flag, name=flag.strip("-"))
+    declared = load_framework(framework)
+    if attention is not None:
+        attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
+        check_attention(attention, cluster.devices)
+        declared = replace(declared, attention=attention)
     return PlanRequest(
         model=model,
         cluster=in_fewest_groups(cluster),
@@ -193,8 +203,9 @@ def checked_request(
         max_devices=None
         if max_devices is None
         else whole(max_devices, key="--max-devices", name="max-devices"),
+        attention=attention,
         framework=replace(
-            load_framework(framework),
+            running(declared, cluster.devices),
             collectives=one_of(collectives, ALGORITHMS, key="--collectives", name="collectives"),
             bucket_bytes=_bucket_bytes(buckets, engine),
         ),

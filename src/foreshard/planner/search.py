@@ -57,6 +57,9 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     SpecError
         For bad input.
     """
+    if asked.get("global_batch") is None:
+        rule, fix = "Samples of a step over all devices", "State it, as global_batch=512"
+        raise SpecError("not given", key="--global-batch", rule=rule, fix=fix)
     adapters = asked.pop("lora", None)
     model = model if adapters is None else with_adapters(model, adapters)
     precisions = checked_precisions(asked.pop("precision", None) or cluster.default_precision(of_all=False))

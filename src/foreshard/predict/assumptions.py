@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from foreshard.catalog.stacks import attention_assumptions, stack_warnings
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.rates import watts_of
@@ -31,12 +32,15 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         name: "on" if plan.comm.get(name, framework.hides(name, zero)) else "off"
         for name in ("tp_overlap", "grad_overlap")
     }
+    devices = case.cluster.devices
     said = [
         *case.cluster.assumptions,
         *case.model.assumptions,
         f"framework {framework.label}: attention {framework.attention}, "
         f"{8 * framework.grad_bytes}-bit main gradients, "
         f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
+        *stack_warnings(framework, devices),
+        *attention_assumptions(case.declared, devices),
         _GOODPUT if goodput else _NO_GOODPUT,
     ]
     if case.cluster.network.kind != "flat":

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.stacks import running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, fabric_between, fabric_of
 from foreshard.cost.kernels import KernelModel
@@ -53,6 +54,7 @@ class PlannedRun:
     """One run to predict.
 
     `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
+    `framework` has the attention kernel that runs on the devices, `declared` the one it names.
     """
 
     model: Model
@@ -60,9 +62,14 @@ class PlannedRun:
     plan: Plan
     framework: Framework
     stated: Plan = field(init=False)
+    declared: Framework = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stated", self.plan)
+        chosen = self.plan.attention
+        declared = self.framework if chosen is None else replace(self.framework, attention=chosen)
+        object.__setattr__(self, "declared", declared)
+        object.__setattr__(self, "framework", running(declared, self.cluster.devices))
         groups = tuple(group.held for group in self.plan.groups)
         if groups != self.plan.groups:
             object.__setattr__(self, "plan", replace(self.plan, groups=groups))

@@ -39,6 +39,8 @@ FEATURES = (
 HOST_BOUND = 0.05  # share of host time from which an uncertain host floor moves the step
 MIN_CLASS = 19  # smallest class: its 90 % interval ends inside the residuals with room on both sides
 _NARROW = ("fp8", "mxfp8", "nvfp4")
+EVIDENCE = ("fitted", "architecture", "datasheet")
+"""What kernel times rest on, where runs of the framework on the architecture were in a fit."""
 TRAINED = frozenset(("volta", "ampere", "ada", "hopper", "blackwell", "cdna3"))
 """Architectures with training runs among the residuals; kernels alone are measured on more."""
 
@@ -136,7 +138,7 @@ def interval_evidence(evidence: str, architectures: Iterable[str]) -> str:
 
     Kernels of a device may be measured while none of the constants between kernels and a step was.
     """
-    return evidence if TRAINED.issuperset(architectures) else "datasheet"
+    return evidence if evidence in EVIDENCE and TRAINED.issuperset(architectures) else "datasheet"
 
 
 def class_of(
@@ -151,7 +153,8 @@ def class_of(
     """Return the classes of a prediction, the narrowest first.
 
     Separate attention kernels rest on other constants than flash attention, and a step whose host time shows
-    is a class of its own. `evidence` is what kernel times rest on: fitted, architecture or datasheet.
+    is a class of its own. `evidence` is what kernel times rest on: fitted, architecture or datasheet; other
+    words say what of the framework or the devices no fit has seen, which is worth a datasheet.
     """
     if any(block.lora_targets for block in model.blocks):
         kind = "lora"
@@ -165,7 +168,7 @@ def class_of(
         return (f"{fidelity}:{kind}", fidelity, "all")
     attention = "unfused" if framework.attention == "unfused" else "flash"
     width = "narrow" if plan.precision in _NARROW else "wide"
-    path = (kind, attention, width, evidence)
+    path = (kind, attention, width, evidence if evidence in EVIDENCE else "datasheet")
     return (*(":".join(path[:n]) for n in range(len(path), 0, -1)), "all")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from foreshard.catalog.devices import catalog_version
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import kernel_evidence
+from foreshard.catalog.stacks import check_attention, not_measured
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
@@ -138,6 +139,8 @@ def predict_timeline(
     _number("--observed-step-s", observed_step_s)
     if checked:
         check_plan(plan, model, cluster)
+    if plan.attention is not None:
+        check_attention(plan.attention, cluster.devices)
     framework = framework or load_framework(plan.framework)
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
@@ -311,7 +314,7 @@ def _learned(predicted_s: float, interval: tuple[float, float], observed_s: floa
     )
 
 
-def _evidence(case: PlannedRun) -> str:
+def _kernel_evidence(case: PlannedRun) -> str:
     """Return the weakest of what kernel times rest on; no kernel of a state-space scan was measured."""
     if any(block.scan_state for block, _ in case.model.block_kinds()):
         return "datasheet"
@@ -346,9 +349,12 @@ def _assemble(
     observed_step_s: float | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, evidence, parts = case.stated, _evidence(case), found.parts
+    plan, kernels, parts = case.stated, _kernel_evidence(case), found.parts
     step_s = sum(parts.values())
-    known = interval_evidence(evidence, {device.arch for device, _ in devices_of(case)})
+    devices = [device for device, _ in devices_of(case)]
+    unmeasured = not_measured(case.framework, devices)
+    evidence = unmeasured or kernels
+    known = interval_evidence(evidence, {device.arch for device in devices})
     interval = step_interval(case, step_s, parts, evidence=known, fidelity=fidelity)
     learned: tuple[str, ...] = ()
     if observed_step_s is not None:

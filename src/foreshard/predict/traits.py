@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreshard.catalog.kernels import keeps_rate
+from foreshard.catalog.stacks import attention_on
 from foreshard.catalog.training import HOST_CLASSES
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
@@ -113,7 +114,7 @@ def traits_of(
     wide = 4.0 if precision in ("fp32", "tf32") else 2.0
     optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
     return Traits(
-        flash=float(framework.attention != "unfused"),
+        flash=float(attention_on(framework, device) != "unfused"),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),

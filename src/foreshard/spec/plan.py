@@ -19,6 +19,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dua
 Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "sgd"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Algorithm = Literal["auto", "ring", "tree"]
+Attention = Literal["unfused", "efficient", "fa1", "fa2", "fa3", "cudnn"]
 CommOption = Literal[
     "tp_overlap",
     "grad_overlap",
@@ -36,6 +37,7 @@ TURNING = ("zbv", "dualpipev")
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
 AUTO = "auto"
 """Of `--collectives` and `--buckets`: what is fastest."""
 COMM_OPTIONS: tuple[str, ...] = get_args(CommOption)
@@ -131,6 +133,7 @@ class Plan:
     precision: str = "bf16"
     optimizer: str = "adamw"
     framework: str = "megatron-core"
+    attention: str | None = None  # kernel of attention; None is the framework's, as the devices have it
     comm: Mapping[str, Any] = field(default_factory=dict)
     lora: str | None = None  # adapters on frozen weights, RANK[:TARGET(+TARGET)*]
     # algorithm of all-reduces, and bytes of a bucket of gradients (None: the framework's buckets)
@@ -152,6 +155,8 @@ class Plan:
         """Return the plan as its file stores it; `plan_file.parse_plan` reads it back equal."""
         names = ("schema_version", "global_batch", "seq_len", "precision", "optimizer", "framework")
         out: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.attention is not None:
+            out["attention"] = self.attention
         if self.lora is not None:
             out["lora"] = self.lora
         out |= {

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
+from foreshard.errors import SpecError
 from foreshard.spec.codec import Grammar, Range, Size, decode, invalid, parse_json, read_text, whole
 from foreshard.spec.plan import (
     MAX_BATCH,
     MAX_BUCKET_BYTES,
     MAX_SEQ_LEN,
     Algorithm,
+    Attention,
     CommOption,
     Group,
     Offload,
@@ -99,6 +101,7 @@ class PlanFile:
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     framework: str = "megatron-core"
+    attention: Attention | None = None
     lora: Annotated[str, Size(1, 80)] | None = None
     defaults: GroupOptions = GroupOptions()
     groups: Annotated[tuple[GroupEntry, ...], Size(1)]
@@ -109,6 +112,10 @@ class PlanFile:
 
 def parse_plan(data: Any, *, file: str | None = None) -> Plan:
     """Return the Plan that parsed JSON describes."""
+    if isinstance(data, dict) and "groups" not in data and {"model_type", "architectures"} & set(data):
+        what, rule = "this is the configuration of a model", "A plan says how a model is split over ranks"
+        fix = "Make one: foreshard plan MODEL CLUSTER --global-batch N -o plan.json"
+        raise SpecError(what, file=file, key="groups", rule=rule, fix=fix)
     table = decode(PlanFile, data, file=file)
     stated = _stated(table)
     defaults = _stated(stated.pop("defaults"))

@@ -17,9 +17,9 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.errors import SpecError
-from foreshard.spec.codec import spelled
 from foreshard.validation.collective_cases import NOT_MODELLED, TimedCase, reason_of
 from foreshard.validation.tables import MeasuredTable, table_rules
+from foreshard.words import spelled
 
 Rows = list[Mapping[str, str]]
 Sizes = Mapping[str, NDArray[np.float64]]

@@ -4,53 +4,7 @@ from __future__ import annotations
 
 import re
 
-_SPELLINGS = {
-    "gbs": "global-batch",
-    "global-batch-size": "global-batch",
-    "mbs": "micro-batch",
-    "micro-batch-size": "micro-batch",
-    "seqlen": "seq",
-    "seq-len": "seq",
-    "seq-length": "seq",
-    "sequence-length": "seq",
-    "context-length": "seq",
-    "tensor-parallel": "tp",
-    "tensor-model-parallel-size": "tp",
-    "pipeline-parallel": "pp",
-    "pipeline-model-parallel-size": "pp",
-    "data-parallel": "dp",
-    "context-parallel": "cp",
-    "context-parallel-size": "cp",
-    "expert-parallel": "ep",
-    "expert-model-parallel-size": "ep",
-    "expert-tensor-parallel-size": "etp",
-    "sequence-parallel": "sp",
-    "no-sequence-parallel": "no-sp",
-    "precision": "dtype",
-    "max-seq-len": "seq",
-    "max-seq-length": "seq",
-    "max-sequence-length": "seq",
-    "block-size": "seq",
-    "per-device-train-batch-size": "micro-batch",
-    "micro-batch-size-per-gpu": "micro-batch",
-    "train-micro-batch-size-per-gpu": "micro-batch",
-    "vp": "vpp",
-    "optim": "optimizer",
-    "attn": "attention",
-    "attn-implementation": "attention",
-    "attention-backend": "attention",
-    **{
-        f"{name}-{word}": name
-        for name in ("dp", "tp", "pp", "cp", "ep", "etp")
-        for word in ("size", "degree")
-    },
-    **{
-        f"{word}-parallel-{end}": name
-        for word, name in (("tensor", "tp"), ("pipeline", "pp"), ("data", "dp"), ("expert", "ep"))
-        for end in ("size", "degree")
-    },
-}
-"""Our flag of each other spelling, without dashes."""
+from foreshard.words import option_name
 
 _MEANT = {
     "ga|gas|accum(ulation)?(-steps)?": "--global-batch: dp x micro-batch x these steps",
@@ -102,8 +56,7 @@ def canonical(name: str) -> str:
     >>> canonical("global_batch"), canonical("mbs"), canonical("tp")
     ('global-batch', 'micro-batch', 'tp')
     """
-    plain = name.lower().replace("_", "-") if len(name) > 1 else name
-    return _SPELLINGS.get(plain, plain)
+    return option_name(name) if len(name) > 1 else name
 
 
 def meant(flag: str) -> str | None:

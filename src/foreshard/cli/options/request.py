@@ -11,9 +11,11 @@ from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Level, Word
 from foreshard.cli.options.varying import VARYING, varying_options
+from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import (
     ALGORITHMS,
+    ATTENTIONS,
     COMM_OPTIONS,
     MAX_SEQ_LEN,
     OFFLOADS,
@@ -83,6 +85,7 @@ def _run_options() -> list[click.Option]:
             type=FrameworkLabel(),
             help="Default megatron-core; 'foreshard schema frameworks' lists them.",
         ),
+        attention_option(),
         *(_comm_option(name) for name in COMM_OPTIONS),
         *wire_options(),
         click.Option(
@@ -91,6 +94,25 @@ def _run_options() -> list[click.Option]:
             help="Train adapters only, as 16 or 16:q+v (default q+k+v+o).",
         ),
     ]
+
+
+def attention_option() -> click.Option:
+    """Return a fresh option of the kernel of attention."""
+    text = "Kernel of attention (default: the framework's, or the one that the devices have)."
+    return click.Option(["--attention"], type=Word(*ATTENTIONS), help=text)
+
+
+def warn_of_stack(label: str, cluster: Cluster) -> None:
+    """Say where a framework does not run on the devices of a cluster, and what does."""
+    from foreshard.catalog.frameworks import load_framework
+    from foreshard.catalog.stacks import stack_warnings
+
+    try:
+        framework = load_framework(label)
+    except SpecError:
+        return  # the verb refuses it, with the file that names it
+    for warning in stack_warnings(framework, cluster.devices):
+        say(f"foreshard: warning: {warning}")
 
 
 def wire_options() -> list[click.Option]:
@@ -165,10 +187,13 @@ def to_request(values: Mapping[str, Any]) -> Request:
     """Return the request a verb's parsed options make; catalog names and files are read here."""
     from foreshard import api
 
-    return api.request(
+    request = api.request(
         api.load_model(values["model"]),
         named_cluster(values["cluster"]),
         api.load_plan(values["plan"]) if values.get("plan") else None,
         plan_file=values.get("plan"),
         **{name: values.get(name) for name in (*DEGREES, *OPTIONS, *ASKED, *VARYING, "lora", "prices")},
     )
+    label = request.choices.get("framework") if request.plan is None else request.plan.framework
+    warn_of_stack(label or "megatron-core", request.cluster)
+    return request

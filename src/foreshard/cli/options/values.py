@@ -8,16 +8,15 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from decimal import Decimal
-from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from foreshard.cli.options.answer import say
 from foreshard.errors import SpecError
-from foreshard.spec.codec import spelled
 from foreshard.spec.plan import AUTO
 from foreshard.units import count, parse
+from foreshard.words import hint, spelled
 
 # Counts are 32 bits wide; amounts end far above every token count and price.
 MAX_COUNT = 2**31
@@ -45,7 +44,8 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         if number.is_finite() and self.low <= number <= self.high and number == number.to_integral_value():
             return int(number)
         what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
-        self.fail(what + _suffix_hint(digits), param, ctx)
+        example = f". Write it like {max(self.low, min(self.high, 8))}"
+        self.fail(what + (_suffix_hint(digits) or example), param, ctx)
 
 
 _GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+|[0-9]{1,3}( [0-9]{3})+")
@@ -135,94 +135,6 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg]
         if 1 <= number <= MAX_BYTES and number == int(number):
             return number
         self.fail(f"{str(value)[:40]!r} is not a number of bytes from 1. Write it like 64KiB", param, ctx)
-
-
-_MEANT = {
-    "fp64": "fp32",
-    "double": "fp32",
-    "e4m3": "fp8",
-    "e5m2": "fp8",
-    "fp4": "nvfp4",
-    "mxfp4": "nvfp4",
-    "momentum": "sgd",
-    "looped-bfs": "interleaved",
-    "vpp": "interleaved",
-    "pipedream": "1f1b",
-    "zb": "zb-h1",
-    "zbh1": "zb-h1",
-    "zbh2": "zb-h2",
-    "zero-bubble": "zb-h1",
-    "zbvzerobubble": "zbv",
-    "interleavedzerobubble": "zb-h1",
-    "opt": "optimizer",
-    "optimizer-states": "optimizer",
-    "states": "optimizer",
-    "act": "activations",
-    "checkpoints": "activations",
-}
-"""What is meant by words of other tools, by the word in lower case; only known words are suggested."""
-
-
-_MATRIX = (
-    "muon is not modelled; its states are sgd's for matrices and adamw's for other weights, "
-    "and the products that make its updates orthogonal come on top"
-)
-_BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
-    **dict.fromkeys(
-        ("mixed", "amp", "mixed-precision", "autocast"),
-        ((("bf16", "fp16"), "mixed precision is either, with fp32 master weights"),),
-    ),
-    "16": ((("bf16", "fp16"), "two formats have 16 bits"),),
-    "32": ((("fp32", "tf32"), "tf32 has the products of fp32 in 19 bits"),),
-    "8": ((("fp8", "mxfp8"), "two formats have 8 bits"),),
-    "hybrid": ((("fp8",), "e4m3 forward and e5m2 backward"),),
-    **dict.fromkeys(
-        ("bf16-true", "pure-bf16", "16-true"), ((("bf16",), "fp32 master weights are then counted too"),)
-    ),
-    **dict.fromkeys(
-        ("int8", "int4", "nf4", "4bit", "8bit"),
-        ((("bf16", "fp8"), "quantised weights of an inference or QLoRA format are not modelled"),),
-    ),
-    **dict.fromkeys(("muon", "moonlight", "dion"), ((("sgd", "adamw"), _MATRIX),)),
-    **dict.fromkeys(
-        ("lion", "signsgd", "rmsprop", "adagrad", "lars", "nesterov"),
-        ((("sgd",), "one state of each weight, as its momentum"),),
-    ),
-    **dict.fromkeys(("lamb", "nadam", "radam", "adan"), ((("adamw",), "two states of each weight"),)),
-    **dict.fromkeys(
-        ("shampoo", "soap", "galore", "adam-mini", "sophia"),
-        ((("adamw", "adafactor"), "factored or projected states are between theirs"),),
-    ),
-    **dict.fromkeys(
-        ("paged-adamw-8bit", "paged-adamw-32bit", "cpu-adam", "deepspeedcpuadam"),
-        ((("adamw", "adamw-8bit"), "add --offload optimizer for states in host memory"),),
-    ),
-    "params": ((("all", "cpu"), "weights alone are not offloaded"),),
-    "parameters": ((("all", "cpu"), "weights alone are not offloaded"),),
-    **dict.fromkeys(
-        ("nvme", "zero-infinity", "ssd", "disk"),
-        ((("optimizer", "cpu"), "offload to disks is not modelled, to host memory it is"),),
-    ),
-    **dict.fromkeys(("true", "on", "yes", "host"), ((("cpu", "optimizer"), "say what is offloaded"),)),
-    **dict.fromkeys(("simulator", "simulation", "des"), ((("event",), "it simulates shared resources"),)),
-    **dict.fromkeys(("fast", "closed-form", "formula"), ((("analytical",), "closed formulas"),)),
-    **dict.fromkeys(
-        ("flow", "packet"),
-        (
-            (("event",), "or add --network flow to another engine"),
-            (("flow", "closed-form"), "transfers share links and NICs, or take their time alone"),
-        ),
-    ),
-    **dict.fromkeys(
-        ("nccl", "rccl", "default", "library"), ((("auto",), "the library chooses, as when it is not given"),)
-    ),
-    **dict.fromkeys(
-        ("nvls", "double-tree", "double-binary-tree"), ((("tree",), "NCCL's Tree, NVLS and NVLSTree"),)
-    ),
-}
-"""What to write for words of no single meaning here, and why; an entry counts where its words are known."""
-_FOREIGN = frozenset(("none",))
-"""Words that resemble known ones by their letters alone."""
 
 
 class Level(Count):
@@ -330,19 +242,8 @@ class Word(click.ParamType):  # type: ignore[type-arg]
         text = str(spelled(value, self.known))
         if text in self.known:
             return text
-        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{self._hint(text)}", param, ctx)
-
-    def _hint(self, text: str) -> str:
-        """Return what was likely meant: words of other tools, what an unknown one lies between, or a slip."""
-        plain = re.sub(r"[\s_]+", "-", text.strip().lower())
-        for words, why in _BETWEEN.get(plain, ()):
-            if set(words) <= set(self.known):
-                return f" Write {' or '.join(words)}: {why}"
-        meant = _MEANT.get(plain)
-        if plain in _BETWEEN or plain in _FOREIGN:
-            return ""
-        near = [meant] if meant in self.known else get_close_matches(text[:40].lower(), self.known, n=1)
-        return f" Did you mean {near[0]!r}?" if near else ""
+        fix = hint(text[:40], self.known) or ""
+        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{fix and f' {fix}'}", param, ctx)
 
 
 class Words(click.ParamType):  # type: ignore[type-arg]

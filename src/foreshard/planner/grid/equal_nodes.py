@@ -26,6 +26,8 @@ from foreshard.spec.plan import acting
 from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 
+_OF_REQUEST = ("collectives", "bucket_bytes", "attention", "keeps_scores")
+"""What a request sets of its framework, apart from what is hidden."""
 _ROUNDING = 1e-12
 """Share by which sums of the same terms in another order may differ."""
 _KEPT = 50
@@ -193,7 +195,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
     # A plan states what it hides otherwise than the framework does: as its file will be read.
     framework = request.framework
     if request.comm:
-        own = {name: getattr(framework, name) for name in ("collectives", "bucket_bytes")}
+        own = {name: getattr(framework, name) for name in _OF_REQUEST}
         framework = replace(load_framework(framework.label), **own)
     for part, found in zip(searched.parts, searched.found, strict=True):
         for i, table in enumerate(found.tables):

@@ -135,6 +135,9 @@ def _check_supported(plan: Plan) -> None:
     """Raise for features that the runtime does not run: none is approximated in silence."""
     if plan.precision not in RUN_PRECISIONS:
         raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
+    if plan.attention is not None:
+        rule = "the layers of the job call their own attention"
+        raise _unsupported("attention", plan.attention, rule)
     _check_overlap(plan)
     for g, group in enumerate(plan.groups):
         where = f"groups[{g}]"

@@ -1,0 +1,70 @@
+"""Where a stranger with the README alone stumbled: what is taken now, and what the refusal says to write."""
+
+import json
+
+import pytest
+
+import foreshard
+from foreshard.errors import SpecError
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 4,
+    "vocab_size": 64000,
+}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(CONFIG))
+    return "config.json"
+
+
+def test_a_configuration_here_is_not_named_after_the_folder_of_work(shell, config):
+    assert shell("predict", config, "8xl40s").out.startswith("config.json on 8xl40s")
+    assert shell("predict", "mine", "8xl40s").out.startswith("mine on 8xl40s")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("predict", "8xh100", "llama3-8b"), "'8xh100' is a cluster. "),
+        (("predict", "llama3-8b", "0xh100"), "Did you mean '1xh100'?"),
+        (("predict", "llama3-8b", "8xh100", "--tp", "eight"), "Write it like 8"),
+        (("predict", "llama3-8b", "8xh100", "--tp", "-1"), "Write it like 8"),
+        (("export", "config.json", "--to", "megatron"), "foreshard plan MODEL CLUSTER --global-batch N"),
+    ],
+)
+def test_a_slip_says_what_to_write(shell, config, words, said):
+    answer = shell(*words)
+    assert answer.code == 2 and said in answer.err
+
+
+def test_python_takes_the_names_of_flags():
+    asked = {"tp": 2, "micro_batch": 2, "seq_len": 4096, "precision": "bf16"}
+    flags = {"tensor_parallel": 2, "mbs": 2, "seq": 4096, "dtype": "bf16"}
+    one, other = (foreshard.predict("llama3.2-1b", "8xh100", **names) for names in (asked, flags))
+    assert one.plan == other.plan and one.step_time_s == other.step_time_s
+    with pytest.raises(SpecError, match="stated once"):
+        foreshard.predict("llama3.2-1b", "8xh100", seq=1024, seq_len=2048)
+    with pytest.raises(SpecError, match="Write sgd or adamw"):
+        foreshard.predict("llama3.2-1b", "8xh100", optimizer="muon")
+
+
+def test_python_says_that_the_batch_is_missing():
+    with pytest.raises(SpecError, match="global_batch=512"):
+        foreshard.plan("llama3-8b", "8xh100")
+
+
+def test_python_exports_by_names(tmp_path):
+    plan = foreshard.make_plan("llama3-8b", "8xh100", tp=2, global_batch=64)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.to_dict()))
+    made = foreshard.export(str(path), "nccl", model="llama3-8b", cluster="8xh100")
+    assert made.files == foreshard.export(plan, "nccl", cluster=foreshard.load_cluster("8xh100")).files

@@ -1,0 +1,136 @@
+"""Which attention kernel and which framework run on a device; a chosen kernel that cannot run is refused."""
+
+import json
+
+import pytest
+
+from foreshard.api import load_cluster, load_model, make_plan, plan, predict
+from foreshard.catalog.devices import devices, resolve_device
+from foreshard.catalog.frameworks import frameworks, load_framework
+from foreshard.catalog.stacks import attention_on, kernels_on, stack_warnings
+from foreshard.errors import SpecError
+
+MODEL = load_model("llama3.2-1b")
+FLASH = {"fa1", "fa2", "fa3", "cudnn"}
+
+
+@pytest.mark.parametrize("name", ["v100-sxm-16gb", "t4", "p100-pcie", "rtx-2080"])
+def test_no_device_before_ampere_runs_a_kernel_of_later_ones(name):
+    device = resolve_device(name)
+    assert not {"fa2", "fa3", "cudnn"} & set(kernels_on(device))
+    for framework in frameworks():
+        assert attention_on(framework, device) not in {"fa2", "fa3", "cudnn"}
+
+
+def test_fa3_is_for_hopper_alone():
+    assert {device.arch for device in devices().values() if "fa3" in kernels_on(device)} == {"hopper"}
+
+
+def test_every_framework_has_a_kernel_on_every_device():
+    """What runs may also be chosen, or is the vendor's own; on NVIDIA it is one that the device has."""
+    for framework in frameworks():
+        for device in devices().values():
+            if device.vendor == "nvidia":
+                assert attention_on(framework, device) in kernels_on(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "framework", "kernel"),
+    [
+        ("v100-sxm-16gb", "megatron-core", "unfused"),
+        ("t4", "torchtitan", "efficient"),
+        ("a100-sxm-80gb", "deepspeed", "fa2"),
+        ("h100-sxm", "deepspeed", "fa3"),
+        ("b200-sxm", "deepspeed", "cudnn"),
+        ("a100-sxm-80gb", "megatron-core", "cudnn"),
+        ("v100-sxm-16gb", "megatron-lm@2022", "unfused"),
+    ],
+)
+def test_what_runs(device, framework, kernel):
+    assert attention_on(load_framework(framework), resolve_device(device)) == kernel
+
+
+def test_scores_take_memory_where_attention_is_not_fused():
+    whole = predict(MODEL, "1x8xv100-sxm-32gb", seq=2048, dtype="fp16")
+    flash = predict(MODEL, "1x8xv100-sxm-32gb", seq=2048, dtype="fp16", framework="torchtitan")
+    chosen = predict(MODEL, "1x8xv100-sxm-32gb", seq=2048, dtype="fp16", attention="efficient")
+    scores = 2 * 32 * 2048**2 * MODEL.num_layers  # softmax output, 16 bit, of every head and layer
+    peaks = [one.memory.breakdown_bytes["activations"] for one in (whole, chosen, flash)]
+    sums = 4 * 32 * 2048 * MODEL.num_layers  # that a fused kernel keeps, fp32, of every row
+    assert peaks[0] - peaks[1] == scores - sums
+    assert any("unfused, as it has no cudnn" in said for said in whole.assumptions)
+    assert any("memory-efficient kernel" in said for said in flash.assumptions)
+
+
+def test_a_mixed_cluster_prices_each_device_with_its_kernel():
+    cluster = load_cluster("1x8xv100-sxm-32gb+1x8xa100-sxm-80gb@100Gb/s")
+    said = predict(MODEL, cluster, seq=1024, dtype="fp16").assumptions
+    assert any("attention on v100-sxm-32gb: unfused" in one for one in said)
+    assert not any("attention on a100" in one for one in said)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cluster", "there"),
+    [
+        ("fa3", "8xa100", "unfused, efficient, fa1, fa2, cudnn"),
+        ("cudnn", "8xv100", "unfused, efficient"),
+        ("fa2", "1x4xtpu-v5p", "splash attention"),
+        ("cudnn", "8xmi300x", "AOTriton"),
+    ],
+)
+def test_a_kernel_that_was_chosen_and_cannot_run_is_refused(kernel, cluster, there):
+    asked = {"dtype": "fp16"} if "v100" in cluster else {}
+    with pytest.raises(SpecError, match=there) as caught:
+        predict(MODEL, cluster, attention=kernel, **asked)
+    assert caught.value.key == "--attention" and caught.value.value == kernel and caught.value.fix
+    with pytest.raises(SpecError, match=there):
+        plan(MODEL, cluster, global_batch=8, attention=kernel, **asked)
+
+
+def test_a_chosen_kernel_is_stated_and_predicts_the_same_from_the_plan_file(shell, tmp_path):
+    words = ("predict", "llama3.2-1b", "8xh100", "--attention", "flash_attention_2", "--json")
+    by_flag = shell(*words).json
+    assert by_flag["plan"]["attention"] == "fa2"
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(by_flag["plan"]))
+    assert (
+        shell("predict", "llama3.2-1b", "8xh100", "--plan", file, "--json").json["step_time_s"]
+        == (by_flag["step_time_s"])
+    )
+    assert by_flag["step_time_s"] > predict(MODEL, "8xh100").step_time_s, "Hopper's kernel is faster"
+    refused = shell("predict", "llama3.2-1b", "8xv100", "--plan", file)
+    assert refused.code == 2 and "plan.json" in refused.err
+
+
+def test_a_search_takes_the_kernel_that_was_chosen():
+    found = plan(MODEL, "8xh100", global_batch=8, seq=2048, attention="fa2", budget_s=2, pp=1)
+    best = found.plans[0]
+    assert best.plan.attention == "fa2"
+    assert predict(MODEL, "8xh100", best.plan).step_time_s == pytest.approx(best.prediction.step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("framework", "cluster", "stack"),
+    [
+        ("megatron-core", "1x4xtpu-v5p", "MaxText"),
+        ("torchtitan", "1x16xtrainium-2", "NeuronX Distributed"),
+        ("megatron-core", "8xgaudi-2", "Intel's fork of DeepSpeed"),
+        ("nemo", "8xmi300x", "AMD's fork of Megatron-LM"),
+    ],
+)
+def test_a_pair_that_does_not_exist_is_warned_of_with_what_runs(shell, framework, cluster, stack):
+    answer = shell("predict", "llama3.2-1b", cluster, "--framework", framework, "--json")
+    assert answer.code == 0 and f"warning: {load_framework(framework).label} does not run on" in answer.err
+    assert stack in answer.err
+    assert any(stack in said for said in answer.json["assumptions"])
+
+
+def test_pairs_that_exist_are_not_warned_of():
+    for framework, device in (
+        ("megatron-core", "h100-sxm"),
+        ("megatron-core", "mi300x"),
+        ("maxtext", "tpu-v5p"),
+        ("deepspeed", "gaudi-2"),
+    ):
+        assert not stack_warnings(load_framework(framework), [resolve_device(device)])
+    assert make_plan(MODEL, "8xh100").attention is None
