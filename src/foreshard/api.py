@@ -77,6 +77,30 @@ def _prices(prices: Prices | str) -> Prices:
     return load_prices(prices) if isinstance(prices, str) else prices
 
 
+BY_FLAG = {"dtype": "precision", "seq": "seq_len"}
+"""Options that the command line names otherwise; Python takes both names."""
+
+
+def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their names in Python.
+
+    Raises
+    ------
+    SpecError
+        If an option is stated by both of its names.
+    """
+    for flag, name in BY_FLAG.items():
+        if flag in choices and name in choices:
+            raise SpecError(
+                f"{flag} and {name} together",
+                key=flag,
+                value=choices[flag],
+                rule="They are two names of one option",
+                fix="Leave out one",
+            )
+    return {BY_FLAG.get(name, name): value for name, value in choices.items()}
+
+
 def request(
     model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> Request:
@@ -91,12 +115,12 @@ def request(
     plan : Plan or str, optional
         Excludes degrees and options; a text is the path of a plan file.
     **choices
-        Degrees and options (tp, pp, zero, micro_batch, tp_overlap, ...), lora, engine, costs, fidelity,
-        tokens, usd_per_device_hour, observed_step_s, prices (a file of them); plan_file names the
+        Degrees and options (tp, pp, zero, micro_batch, dtype, seq, tp_overlap, ...), lora, engine, costs,
+        fidelity, tokens, usd_per_device_hour, observed_step_s, prices (a file of them); plan_file names the
         plan in errors. The fields of `spec.variation.Noise` (jitter=0.03, slow={12: 1.5}, seeds=64) and of
         `spec.variation.Reliability` (mtbf_h, restart_s, checkpoint_bytes_per_s) by their names.
     """
-    stated = {name: value for name, value in choices.items() if value is not None}
+    stated = {name: value for name, value in _named(choices).items() if value is not None}
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
     for name, kind in (("noise", Noise), ("reliability", Reliability)):
         given = {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
@@ -249,11 +273,11 @@ def export(
     ----------
     plan : Plan
     target : str
-        megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, slurm or skypilot.
+        megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, nccl, msccl, slurm or skypilot.
     model : Model, optional
         The plan is checked against it, and against the cluster when there is one.
     cluster : Cluster, optional
-        Needed by slurm and skypilot.
+        Needed by slurm, skypilot and nccl.
     tokens : float, optional
         Of the whole run; with model and cluster the run is predicted for time limit and price.
     plan_file : str, optional
@@ -326,6 +350,7 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     from foreshard.planner.search import plan
 
     source, target = _loaded(model, cluster)
+    asked = _named(asked)
     prices = asked.pop("prices", None)
     return plan(source, target if prices is None else _prices(prices).on(target), **asked)
 

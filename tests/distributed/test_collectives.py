@@ -18,7 +18,7 @@ from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule_file import save_schedule
 from foreshard.comm.schedules.selection import all_reduce_selection
 from foreshard.errors import SpecError
-from foreshard.runtime.launch import check_sums
+from foreshard.runtime.gradient_sums import GradientSums, check_sums
 from foreshard.runtime.trainer import Options
 from foreshard.spec.plan import Plan
 
@@ -99,7 +99,7 @@ def test_replicas_stay_equal_to_the_last_bit() -> None:
 
 def refused(plan: Plan, collectives: Any, *, virtual: bool = False) -> str:
     with pytest.raises(SpecError) as caught:
-        check_sums(plan, collectives, virtual=virtual)
+        check_sums(plan, GradientSums(collectives=collectives), virtual=virtual)
     return str(caught.value)
 
 

@@ -18,8 +18,8 @@ from rehearsal import plan_of, rehearse, values
 from small_plans import PLANS
 
 from foreshard.errors import SpecError
+from foreshard.runtime.gradient_sums import GradientSums, check_sums
 from foreshard.runtime.job.job import Job, load_job
-from foreshard.runtime.launch import check_sums
 from foreshard.runtime.trainer import Options
 from foreshard.spec.plan import Plan
 from foreshard.transport.compression.registry import ddp_hook
@@ -148,9 +148,9 @@ def test_hooks_of_distributed_data_parallel(job: Job) -> None:
         assert abs(hooked(job, method) / whole - 1.0) <= WITHIN, method
 
 
-def refused(plan: Plan, compress: str, **more: Any) -> str:
+def refused(plan: Plan, compress: str, collectives: str | None = None, **more: Any) -> str:
     with pytest.raises(SpecError) as caught:
-        check_sums(plan, compress=compress, **more)
+        check_sums(plan, GradientSums(compress=compress, collectives=collectives), **more)
     return str(caught.value)
 
 
@@ -161,7 +161,7 @@ def test_what_is_not_compressed_is_refused_by_name() -> None:
     assert "part of the entries" in refused(plan, "topk:2")
     assert "'int8:4'" in refused(plan, "int8:4")
     assert "fp16" in refused(replace(plan, precision="fp16"), "int8")
-    assert "resume" in refused(plan, "onebit", resume=True)
+    assert "resume" in refused(plan, "onebit", resumes=True)
     assert "virtual time" in refused(plan, "onebit", virtual=True)
     assert "gathers" in refused(plan, "topk:0.1", collectives="ring")
     assert "zero 2 or 3" in refused(PLANS["uneven data in both stages, zero 2"], "int8")

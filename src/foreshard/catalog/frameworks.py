@@ -56,6 +56,18 @@ def frameworks() -> tuple[Framework, ...]:
     return parse_frameworks(shipped_text("frameworks.toml"))
 
 
+def alias_of(name: str) -> str:
+    """Return the catalog's name of a framework that another name means alone, other names as they are.
+
+    Examples
+    --------
+    >>> alias_of("megatron"), alias_of("fsdp2")
+    ('megatron-core', 'fsdp2')
+    """
+    found: str = shipped("framework_hints.toml")["alias"].get(name.lower().replace("_", "-"), name)
+    return found
+
+
 @cache
 def load_framework(label: str) -> Framework:
     """Return the framework that `name` or `name@release` stands for; a blank release is the newest.
@@ -71,10 +83,11 @@ def load_framework(label: str) -> Framework:
     True
     """
     name, _, release = label.partition("@")
+    name = alias_of(name)
     releases = {entry.release: entry for entry in frameworks() if entry.name == name}
     if not releases:
         names = list(dict.fromkeys(entry.name for entry in frameworks()))
-        meant = shipped("framework_hints.toml").get(name.lower().replace("_", "-"))
+        meant = shipped("framework_hints.toml")["hint"].get(name.lower().replace("_", "-"))
         error = unknown("framework", name, names, key="framework", rule="Known frameworks:", otherwise=_SEE)
         error.fix = f"Did you mean {meant}?" if meant else error.fix
         raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -56,6 +57,56 @@ _OTHER = "aws-g5.48xlarge"
 def instances() -> Mapping[str, Instance]:
     """Return every known instance by name."""
     return MappingProxyType({row["name"]: Instance(**row) for row in shipped("instances.json")})
+
+
+_STANDARD = re.compile(r"^standard[-_ ]", re.IGNORECASE)
+_AZURE_SIZE = re.compile(r"^(n[cdv])(m?)-(.+)$")  # a family without its number of processors: nd-h100-v5
+
+
+def instances_named(name: str) -> tuple[str, ...]:
+    """Return the instances that a name means: as sold, without its vendor, or by a family with one size.
+
+    Examples
+    --------
+    >>> instances_named("Standard_ND96isr_H100_v5"), instances_named("p4d"), instances_named("a3-mega")
+    (('azure-nd96isr-h100-v5',), ('aws-p4d.24xlarge',), ('gcp-a3-megagpu-8g',))
+    >>> instances_named("nd-h100-v5"), instances_named("g5")[0]
+    (('azure-nd96isr-h100-v5',), 'aws-g5.12xlarge')
+    """
+    low = re.sub(r"[\s_:/]+", "-", _STANDARD.sub("", name.strip()).lower())
+    known = instances()
+    if low in known:
+        return (low,)
+    vendors = {whole.partition("-")[0] for whole in known}
+    vendor, _, rest = low.partition("-")
+    plain = rest if vendor in vendors and rest else low
+    sold = {
+        whole: whole.partition("-")[2] for whole in known if plain is low or whole.startswith(f"{vendor}-")
+    }
+    exact = tuple(whole for whole, kind in sold.items() if kind == plain)
+    if exact or len(plain) < 2:
+        return exact
+    family = tuple(whole for whole, kind in sold.items() if kind.startswith(f"{plain}."))
+    return family or tuple(whole for whole, kind in sold.items() if _is_family(plain, kind))
+
+
+def _is_family(name: str, kind: str) -> bool:
+    """Return whether a name is that of an Azure or Google instance with parts of it left out."""
+    if re.fullmatch(r"a[234]x?(-[a-z]+)?", name):  # a3-mega for a3-megagpu-8g
+        return kind.startswith(name if "-" in name else f"{name}-")
+    old = re.fullmatch(r"nd(m?)v([0-9])", name)  # NDv4, from before devices were part of the name
+    if old:
+        return re.fullmatch(rf"nd[0-9]+a?{old[1]}s?r?s?-(?:a100-)?v{old[2]}", kind) is not None
+    short = _AZURE_SIZE.match(name)
+    if not short:
+        return False
+    series, more, rest = short.groups()
+    sized = re.fullmatch(rf"{series}[0-9]+([a-z]*)-(.+)", kind)
+    if sized is None:
+        return False
+    # A100 of 40 GB is sold as nd96asr-v4, without the device's name
+    tail = "v4" if (series, more, rest) == ("nd", "", "a100-v4") else rest
+    return sized[2] == tail and ("m" in sized[1]) == bool(more)
 
 
 @cache

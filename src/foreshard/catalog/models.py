@@ -177,11 +177,13 @@ def near_models(name: str) -> list[str]:
     >>> near_models("llama-405b")[0], near_models("qwen3-8")[0]
     ('llama3.1-405b', 'qwen3-8b')
     """
-    low = name.lower()
+    low = re.sub(r"(?<=[0-9])_(?=[0-9])", ".", name.lower())
     words = _words(low)
 
     def nearness(known: str) -> tuple[float, float]:
-        shared = sum(2.0 if word[-1] in "bm" and word[0].isdigit() else 1.0 for word in words & _words(known))
+        shared = sum(
+            3.0 if word.isalpha() else 2.0 if word[-1] in "bm" else 1.0 for word in words & _words(known)
+        )
         return shared, difflib.SequenceMatcher(None, low, known).ratio()
 
     scored = sorted(((nearness(known), known) for known in models()), key=lambda pair: pair[0], reverse=True)

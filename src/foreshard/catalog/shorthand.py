@@ -9,7 +9,14 @@ from difflib import get_close_matches
 from foreshard import units
 from foreshard.catalog.cluster_file import MAX_DEVICES
 from foreshard.catalog.devices import devices, resolve_device
-from foreshard.catalog.instances import Instance, instances, interconnects, largest_node
+from foreshard.catalog.instances import (
+    Instance,
+    instances,
+    instances_named,
+    interconnects,
+    largest_node,
+    usual_node_size,
+)
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 
@@ -25,6 +32,22 @@ _OPEN_RATE = re.compile(
     re.IGNORECASE,
 )
 _OF_DEVICE = ("gpu", "device", "chip", "accelerator")
+_PORT = re.compile(
+    r"(?:infiniband|ib)?[- ]*(?:(?:[0-9]{1,4}\s*(?:g|gb|gb/s|gbps|gbit)?)[- ]+)?"
+    r"(edr|hdr|ndr|xdr)[- ]*(?:100|200|400|800)?\s*(?:g|gb|gb/s|gbps)?(?:[- ]*(?:infiniband|ib))?",
+    re.IGNORECASE,
+)  # one port of InfiniBand by its generation: NDR, IB NDR, InfiniBand NDR400, 400Gb NDR
+_NODES_OF = re.compile(
+    rf"^{_COUNT}\s*(?:nodes?|servers?|machines?|hosts?)\s*(?:of|x|with|[*×])?\s*", re.IGNORECASE
+)
+_WHOLE_NODES = (
+    rf"(?:(?P<count>[0-9]{{1,7}}){_BY})?(?P<name>.+)",
+    rf"(?P<name>.+?){_BY}(?P<count>[0-9]{{1,7}})",
+)
+_SLICE = re.compile(r"(?:cloud[- ]*)?(?:tpu[- ]*)?v(2|3|4|5p|5e|5litepod|6e)-([0-9]{1,6})", re.IGNORECASE)
+_BY_CORES = ("2", "3", "4", "5p")  # generations whose slices are named by cores, two of a chip
+_SOLD_AS = {"dgx-2": (16, "v100-sxm3-32gb"), "dgx2": (16, "v100-sxm3-32gb")}
+"""Systems whose names say nothing of their devices: devices of one, and which."""
 _JOINED = re.compile(r"\s*(?:,|;|&|\band\b|\bplus\b)\s*", re.IGNORECASE)
 
 
@@ -84,8 +107,9 @@ def _rate(text: str, rate: str, per_node: int) -> float:
     times = int(ports[1]) if ports else 1
     if each and each[1].lower() in _OF_DEVICE:
         times *= per_node
+    port = _port(ports[2] if ports else plain) if ports or each else None
     try:
-        nic = times * units.parse(ports[2] if ports else plain, "bytes_per_s")
+        nic = times * (port or units.parse(ports[2] if ports else plain, "bytes_per_s"))
     except SpecError as error:
         error.key, error.fix = "cluster", _rate_fix(ports[2] if ports else plain) or error.fix
         raise
@@ -100,19 +124,29 @@ def _rate_fix(rate: str) -> str | None:
     if short:
         amount = f"{short[1]}{short[2].upper()}"
         return f"Write '{amount}b/s' for bits, '{amount}B/s' for bytes"
-    word = re.search(r"([a-z]+)\s*$", rate.lower())
-    port = interconnects().get(f"InfiniBand {word[1].upper()} 4x") if word else None
+    port = _port(rate)
     if port is not None:
         return (
             f"One such port is '{port * 8 / 1e9:g}Gb/s'; write '8x{port * 8 / 1e9:g}Gb/s' for eight of a node"
         )
+    if re.search(
+        r"\b(efa|roce|tcpx|tcpxo|ethernet|infiniband|ib|slingshot|elastic fabric)\b", rate, re.IGNORECASE
+    ):
+        return "State its rate: '3200Gb/s' of a node, '400Gb/s/gpu' of each device, or '8x400Gb/s' of ports"
     if rate.strip().replace(".", "", 1).isdigit():
         return f"Write '{rate.strip()}Gb/s' for bits, '{rate.strip()}GB/s' for bytes"
     return None
 
 
+def _port(rate: str) -> float | None:
+    """Return the rate of a port that is named by its generation of InfiniBand."""
+    named = _PORT.fullmatch(rate.strip())
+    return interconnects().get(f"InfiniBand {named[1].upper()} 4x") if named else None
+
+
 def _term(text: str, term: str) -> Term:
-    """Build the nodes of one term: [NODESx]PER_NODExDEVICE, or [NODESx] an instance or a DGX."""
+    """Build the nodes of one term: [NODESx]PER_NODExDEVICE, or [NODESx] an instance, a DGX or a TPU slice."""
+    term = _NODES_OF.sub(lambda match: f"{match[1]}x", term)
     sized = re.fullmatch(rf"{_COUNT}{_BY}{_COUNT}{_BY}(.+)", term)
     if sized:
         if int(sized[1]) < 1 or int(sized[2]) < 1:
@@ -120,10 +154,14 @@ def _term(text: str, term: str) -> Term:
         return Term(
             count=int(sized[1]), per_node=int(sized[2]), device=resolve_device(sized[3]), named=sized[3]
         )
-    counted = re.fullmatch(rf"(?:{_COUNT}{_BY})?(.+)", term)
-    whole = _whole_nodes(int(counted[1] or 1), counted[2].strip()) if counted else None
-    if whole is not None:
-        return whole
+    for form in (
+        rf"(?:(?P<count>[0-9]{{1,7}}){_BY})?(?P<name>.+)",
+        rf"(?P<name>.+?){_BY}(?P<count>[0-9]{{1,7}})",
+    ):
+        counted = re.fullmatch(form, term)
+        whole = _whole_nodes(int(counted["count"] or 1), counted["name"].strip()) if counted else None
+        if whole is not None:
+            return whole
     if re.fullmatch(rf"[0-9]+{_BY}[0-9]+{_BY}.+", term):
         raise _unreadable(text, f"'{term[:80]}' has more than {MAX_DEVICES} devices")
     if re.fullmatch(rf"0+(?:{_BY}|\s).*", term):
@@ -141,17 +179,33 @@ def _term(text: str, term: str) -> Term:
 
 def _whole_nodes(count: int, name: str) -> Term | None:
     """Return nodes of an instance type, which may leave out a vendor that no other has, or DGX systems."""
-    known, low = instances(), name.lower().replace("_", "-")
-    ours = [low] if low in known else [whole for whole in known if whole.partition("-")[2] == low]
     if count < 1:
         return None
+    ours = instances_named(name)
     if len(ours) == 1:
-        found = known[ours[0]]
+        found = instances()[ours[0]]
         sold = resolve_device(found.device)
         return Term(count=count, per_node=found.per_node, device=sold, named=found.device, instance=found)
+    if name.lower().replace(" ", "-") in _SOLD_AS:
+        per_node, sold_as = _SOLD_AS[name.lower().replace(" ", "-")]
+        return Term(count=count, per_node=per_node, device=resolve_device(sold_as), named=sold_as)
+    part = _SLICE.fullmatch(name)
+    if part and count == 1:
+        return _slice(part[1].lower(), int(part[2]))
     system = _SYSTEM.fullmatch(name)
     device = _device(system[1]) if system else None
     return Term(count=count, per_node=_SYSTEM_DEVICES, device=device, named=name) if device else None
+
+
+def _slice(generation: str, number: int) -> Term | None:
+    """Return a slice of TPUs as Google names it: by cores, or by chips; its hosts have four chips."""
+    chips, rest = divmod(number, 2 if generation in _BY_CORES else 1)
+    name = f"tpu-v{generation.replace('litepod', 'e')}"
+    device = _device(name)
+    if device is None or rest or chips < 1:
+        return None
+    per_node = usual_node_size(device) if chips % usual_node_size(device) == 0 else chips
+    return Term(count=chips // per_node, per_node=per_node, device=device, named=name)
 
 
 def _readings(term: str) -> list[tuple[str | None, str, str]]:
@@ -202,24 +256,49 @@ def _unreadable(text: str, what: str) -> SpecError:
         "A cluster is [NODESx]PER_NODExDEVICE terms joined by '+' with an optional '@RATE', "
         "an instance name, or the path of a TOML file"
     )
-    near = _nearest(text.strip())
-    fix = (
-        f"Did you mean '{near}'?"
-        if near
-        else "Write it like '8x8xh100-sxm@3200Gb/s'. See 'foreshard clusters'"
-    )
+    fix = _fix(text.strip())
     return SpecError(
         what, key="cluster", value=text if len(text) <= 80 else text[:77] + "...", rule=rule, fix=fix
     )
+
+
+def _fix(text: str) -> str:
+    """Return what to write for a shorthand that cannot be read: its readings, the nearest, or an example."""
+    alone = _device(_VENDOR.sub("", text)) if len(text) <= _MAX_CHARS // 16 else None
+    if alone is not None and alone.name.endswith("-nvl72"):
+        return f"Write '18x4x{alone.name}' for a rack of 72, '1x{alone.name}' for one device"
+    if alone is not None and (alone.form in ("sxm", "oam") or usual_node_size(alone) != 8):
+        return f"Write '1x{alone.name}' for one, '{usual_node_size(alone)}x{alone.name}' for a node of them"
+    if alone is not None:
+        return f"Did you mean '1x{alone.name}'?"
+    families = instances_named(re.sub(rf"^[0-9]{{1,7}}{_BY}", "", text)) if len(text) <= 80 else ()
+    if len(families) > 1:
+        listed = ", ".join(f"'{name}'" for name in families[:3])
+        return f"Write one of {listed}"
+    if re.fullmatch(r"(?:nvidia[- ])?nvl[- ]?72", text.lower()):
+        return "Write '18x4xgb200-nvl72' or '18x4xgb300-nvl72' for a rack of 72"
+    turned = re.fullmatch(rf"([a-zA-Z][^×*]{{0,40}}?){_BY}([0-9]{{1,4}}){_BY}([0-9]{{1,4}})", text)
+    if turned and _device(turned[1]):
+        name, a, b = turned.groups()
+        return f"Write '{b}x{a}x{name}' for {b} nodes of {a}, or '{a}x{b}x{name}' for {a} nodes of {b}"
+    near = _nearest(text)
+    return f"Did you mean '{near}'?" if near else _EXAMPLE
+
+
+_EXAMPLE = "Write it like '8x8xh100-sxm@3200Gb/s'. See 'foreshard clusters'"
+_VENDOR = re.compile(
+    r"^(?:aws|azure|gcp|lambda|coreweave|runpod|vast|nebius|crusoe|oci|together)\b[-: /]*", re.IGNORECASE
+)
+"""A cloud before a device or a number of them."""
 
 
 def _nearest(text: str) -> str | None:
     """Return the readable shorthand that comes nearest, None where none does."""
     if len(text) > 200:
         return None
-    alone = _device(text)
-    if alone is not None:
-        return f"{'8' if alone.form == 'sxm' else '1'}x{alone.name}"
+    without = _VENDOR.sub("", text)
+    if without != text and _readable(without):
+        return without
     words = re.sub(
         r"\b(?:nodes?|of|with|each|gpus?|devices?|servers?|machines?)\b|[()]", " ", text, flags=re.IGNORECASE
     )

@@ -44,7 +44,9 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     """Write the plan file PLAN for another tool, or what a run has trained (PLAN is its folder then).
 
     What the tool cannot express is said, and is exit 2 where the run would not be the plan. MODEL adds the
-    flags of its sizes (megatron) or is needed (torchtitan); slurm and skypilot need CLUSTER.
+    flags of its sizes (megatron) or is needed (torchtitan); slurm, skypilot and nccl need CLUSTER.
+
+    nccl writes the CSV of NCCL's tuner for the plan's communicators, msccl an XML for each collective.
 
     With --to safetensors or dcp the newest checkpoint of a run is written: for transformers and others, or
     for torch.distributed.checkpoint.
@@ -53,6 +55,7 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     foreshard export run --to safetensors -o model
     foreshard export plan.json llama3-8b --to megatron
     foreshard export plan.json llama3-8b 2x8xh100-sxm --to slurm --tokens 1e12 -o launch
+    foreshard export plan.json llama3-8b 2x8xh100-sxm --to nccl -o launch
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     if os.path.isdir(plan) or target in FORMATS:
         _export_run(plan, target, options["output"], options["step"])
@@ -67,11 +70,11 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
         tokens=options["tokens"],
         plan_file=plan,
     )
-    path = _write(made, options["output"]) if options["output"] else ""
+    paths = _write(made, options["output"]) if options["output"] else []
     if options["as_json"]:
         click.echo(dump(made.to_dict()))
     else:
-        click.echo(path or made.text, nl=bool(path))
+        click.echo("\n".join(paths) or made.text, nl=bool(paths))
     for note in made.notes:
         say(f"{target}: {note}")
 
@@ -95,15 +98,16 @@ def _export_run(run: str, target: str, output: str | None, step: int | None) -> 
     say(f"the checkpoint of step {found} is written to {output}/")
 
 
-def _write(made: Exported, folder: str) -> str:
-    """Write the file and return its path."""
+def _write(made: Exported, folder: str) -> list[str]:
+    """Write the files and return their paths."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from None
-    path = os.path.join(folder, made.name)
-    write_text(path, made.text)
-    return path
+    paths = [os.path.join(folder, name) for name, _ in made.files]
+    for path, (_, text) in zip(paths, made.files, strict=True):
+        write_text(path, text)
+    return paths
 
 
 command = configurable(command)

@@ -81,7 +81,7 @@ def _usage_error(error: click.ClickException) -> SpecError:
     near = getattr(error, "possibilities", None) or ()
     ours = meant(key) if key and isinstance(error, click.NoSuchOption) else None
     message = error.message or error.format_message()
-    said = re.search(r"\. (Did you mean .*|Write it like .*)$", message)
+    said = re.search(r"\. ((?:Did you mean|Write) .*)$", message)
     fix = f"Did you mean {near[0]!r}?" if near else said[1] if said else f"See {command} --help"
     fix = f"Write {ours}" if ours else fix
     quoted = re.match(r"'([^']*)'", message)

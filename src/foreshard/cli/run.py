@@ -121,7 +121,7 @@ SEED = Count(-(2**63), 2**63 - 1)
     "--collectives",
     metavar="NAME|FILE",
     help="How gradients are summed: an algorithm as hierarchical:per_node=4, or a schedule's JSON file; "
-    "by the backend if not given.",
+    "if not given by the plan's collectives, else by the backend.",
 )
 @click.option(
     "--compress",
@@ -133,7 +133,7 @@ SEED = Count(-(2**63), 2**63 - 1)
     "bucket_bytes",
     type=ByteCount(),
     metavar="SIZE",
-    help="From which on a bucket of gradients is full and is summed (default: 25 MiB).",
+    help="From which on a bucket of gradients is full and summed (default: the plan's buckets, else 25 MiB).",
 )
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """One file of one tool; `frameworks` are the beginnings of those whose plans it runs as predicted."""
+    """One tool; `frameworks` are the beginnings of those whose plans it runs as predicted.
+
+    Its function returns the text of the one `file`, or names and texts of several, and notes.
+    """
 
     module: str
     tool: str
     version: str
-    file: str
+    file: str = ""
     function: str = "export"
     frameworks: tuple[str, ...] = ("",)
 
@@ -47,11 +50,15 @@ TARGETS = {
         "deepspeed", "DeepSpeed", "DeepSpeed 0.19.8", "ds_config.json", frameworks=("deepspeed",)
     ),
     "fsdp": Target("fsdp", "accelerate", "accelerate 1.15.0.dev0", "accelerate.json"),
+    "nccl": Target("nccl", "NCCL", "NCCL ext-tuner/example 3ea7eed"),
+    "msccl": Target("msccl", "MSCCL", "msccl-tools 030a750"),
     "slurm": Target("slurm", "Slurm", "Slurm 25.05", "train.sbatch"),
     "skypilot": Target("skypilot", "SkyPilot", "SkyPilot 0.14", "task.yaml"),
 }
 
 
+_BESIDE = ("nccl", "msccl", "slurm", "skypilot")
+"""Targets that start a plan or carry its collectives, and say nothing of the model."""
 _NEWEST = {"torchtitan": "torchtitan@0.3"}
 """Target of a tool's name without a release: the newest that is known."""
 
@@ -77,7 +84,7 @@ def export(
     from foreshard.interop.uniform import other_framework_note, placement_note, wire_notes
 
     tool = TARGETS[target]
-    if plan.lora is not None and target not in ("slurm", "skypilot"):
+    if plan.lora is not None and target not in _BESIDE:
         what = f"{target} cannot express the plan: adapters (lora {plan.lora})"
         fix = "Set the adapters up in the tool, and leave lora out of the exported plan"
         rule = "An export trains exactly as the plan does"
@@ -85,16 +92,16 @@ def export(
     request = ExportRequest(
         plan=plan, target=target, version=tool.version, model=model, cluster=cluster, prediction=prediction
     )
-    text, notes = getattr(import_module(f"foreshard.interop.{tool.module}"), tool.function)(request)
+    made, notes = getattr(import_module(f"foreshard.interop.{tool.module}"), tool.function)(request)
+    carries_sums = target in ("nccl", "msccl")
     return Exported(
         target=target,
         version=tool.version,
-        name=tool.file,
-        text=text,
+        files=((tool.file, made),) if isinstance(made, str) else made,
         notes=(
             *placement_note(plan),
             *notes,
-            *wire_notes(plan),
+            *(() if carries_sums else wire_notes(plan)),
             *other_framework_note(plan, tool.frameworks, tool.tool),
         ),
     )

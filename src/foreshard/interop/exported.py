@@ -29,13 +29,24 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The file of one target by its name and text, and notes: what it does not state, in sentences."""
+    """The files of one target by name and text, and notes: what they do not state, in sentences."""
 
     target: str
     version: str
-    name: str
-    text: str
+    files: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the name of the first file."""
+        return self.files[0][0]
+
+    @property
+    def text(self) -> str:
+        """Return the text of the only file, or of all, each under its name."""
+        if len(self.files) == 1:
+            return self.files[0][1]
+        return "\n".join(f"==> {name} <==\n{text}" for name, text in self.files)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of ``export --json``."""
@@ -43,7 +54,7 @@ class Exported:
             "schema_version": 1,
             "target": self.target,
             "checked_against": self.version,
-            "files": [{"name": self.name, "text": self.text}],
+            "files": [{"name": name, "text": text} for name, text in self.files],
             "notes": list(self.notes),
         }
 

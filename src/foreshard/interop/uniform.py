@@ -16,6 +16,8 @@ from foreshard.interop.exported import ExportRequest, reject_if
 from foreshard.spec.plan import Group, Plan
 
 Span = tuple[int, int]
+NCCL_ALGORITHMS = {"ring": ("Ring",), "tree": ("Tree", "NVLS", "NVLSTree")}
+"""NCCL's algorithms of all-reduces, as NCCL_ALGO takes them, for the `collectives` of a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +183,7 @@ def wire_notes(plan: Plan) -> tuple[str, ...]:
     """Return how to set the algorithm and the bucket size of a plan, which no target's file states."""
     notes = []
     if plan.collectives != "auto":
-        value = {"ring": "Ring", "tree": "Tree,NVLS,NVLSTree"}[plan.collectives]
+        value = ",".join(NCCL_ALGORITHMS[plan.collectives])
         notes.append(
             f"All-reduces run as a {plan.collectives}: set NCCL_ALGO=allreduce:{value} for every rank."
         )

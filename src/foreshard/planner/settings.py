@@ -18,7 +18,7 @@ from foreshard.planner.pricing.stage_options import splits_sequences
 from foreshard.planner.request import PlanRequest
 from foreshard.spec.codec import one_of
 from foreshard.spec.framework import Framework
-from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS, Plan
+from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS
 
 AS_SHIPPED, ALL = "framework", "all"
 _ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap")
@@ -126,18 +126,3 @@ def left_out(request: PlanRequest, precisions: Sequence[str]) -> dict[str, str]:
         elif len(precisions) > 1 and name in _EIGHT_BIT and not offers_of(request.framework).low_precision:
             found[name] = f"{request.framework.label} does not ship it"
     return found
-
-
-def acting(plan: Plan, comm: Mapping[str, bool]) -> dict[str, bool]:
-    """Return the switches that make a difference to a plan; the others are not stated in it."""
-    stages = [(group, stage) for group in plan.groups for stage in group.stages]
-    replicas = len(plan.groups) > 1 or any(len(stage.ranks) > 1 for _, stage in stages)  # of experts too
-    acts = {
-        "tp_overlap": any(stage.tp > 1 and group.sp for group, stage in stages),
-        "grad_overlap": replicas,
-        "param_gather_overlap": replicas and any(stage.zero > 0 for _, stage in stages),
-        "p2p_overlap": any(len(group.stages) > 1 and group.num_chunks > 1 for group in plan.groups),
-        "expert_overlap": any(stage.ep > 1 for _, stage in stages),
-        "context_gather": any(stage.cp > 1 for _, stage in stages),
-    }
-    return {name: value for name, value in comm.items() if acts[name]}

@@ -11,8 +11,8 @@ from foreshard.planner.grid.ray_sweep import each_in_tasks, num_at_once
 from foreshard.planner.ranking import front_of, score
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
-from foreshard.planner.settings import Setting, acting
-from foreshard.spec.plan import Plan
+from foreshard.planner.settings import Setting
+from foreshard.spec.plan import Plan, acting
 from foreshard.spec.prediction import Prediction
 
 _ANY = 1e30

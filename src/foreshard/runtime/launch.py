@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foreshard.comm.compression.methods import compression_method
-from foreshard.comm.schedules.selection import all_reduce_selection
 from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
+from foreshard.runtime.gradient_sums import check_sums, gradient_sums
 from foreshard.runtime.hardware import Emulation
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
@@ -26,7 +25,6 @@ from foreshard.runtime.records.outcome import RunOutcome, is_finished, outcome_o
 from foreshard.runtime.records.trace_recorder import merge
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.runtime.state.layout import check_runnable
-from foreshard.runtime.state.optimizer_sharding import shares_updates
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
@@ -97,10 +95,9 @@ def launch(
         config.check()
     # a torchrun that restarts all agents means the run to continue
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    virtual = test_bed.is_virtual
-    check_sums(
-        plan, collectives, compress, virtual=virtual, resume=resume and bool(steps_in(folder / "ckpt"))
-    )
+    sums = gradient_sums(plan, collectives, compress, bucket_bytes, file=plan_file)
+    resumes = resume and bool(steps_in(folder / "ckpt"))
+    check_sums(plan, sums, virtual=test_bed.is_virtual, resumes=resumes)
     if resume:
         if is_finished(folder, steps):
             return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=0)
@@ -119,9 +116,9 @@ def launch(
         trackers=tuple(name for name, on in (("tensorboard", tensorboard), ("wandb", wandb)) if on),
         trace=trace is not None,
         double=dtype == "fp64",
-        collectives=_of_ranks(collectives),
-        compress=compress,
-        bucket_bytes=None if bucket_bytes is None else int(bucket_bytes),
+        collectives=_of_ranks(sums.collectives),
+        compress=sums.compress,
+        bucket_bytes=sums.bucket_bytes,
         **settings,
         policy=options,
     )
@@ -147,56 +144,6 @@ def launch(
         steps = steps_done(folder)
     found = outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
     return replace(found, stopped=agent.is_stopping)
-
-
-def check_sums(
-    plan: Plan,
-    collectives: str | None = None,
-    compress: str | None = None,
-    *,
-    virtual: bool = False,
-    resume: bool = False,
-) -> None:
-    """Refuse names that do not exist, and plans, clocks and starts with which gradients are not summed so.
-
-    Raises
-    ------
-    SpecError
-    """
-    if collectives is not None and all_reduce_selection(collectives) is None:
-        collectives = None
-    method = None if compress is None else compression_method(compress)
-    if collectives is None and method is None:
-        return
-    kept = [
-        (g, s)
-        for g, group in enumerate(plan.groups)
-        for s, stage in enumerate(group.stages)
-        if stage.zero >= 2 and shares_updates(stage)
-    ]
-    key, value = ("--collectives", collectives) if method is None else ("--compress", compress)
-    if virtual:
-        what, rule = "a lab in virtual time", "Its clock reckons with a ring of modelled links"
-        fix = 'Leave it out, or use foreshard lab with clock = "wall"'
-    elif kept:
-        what = f"groups[{kept[0][0]}].stages[{kept[0][1]}] shards gradients (zero 2 or 3)"
-        rule = "Sharded gradients are reduced to their keepers by the backend"
-        fix = "Use zero 0 or 1, or leave it out"
-    elif method is not None and plan.precision == "fp16":
-        what, rule = "compression in fp16", "What a step leaves out has the loss scale of that step"
-        fix = "Use --dtype bf16 or fp32"
-    elif method is not None and resume:
-        what, rule = "compression of a resumed run", "Checkpoints do not hold what compression has left out"
-        fix = "Start anew, or resume without --compress"
-    elif method is not None and collectives is not None and method.name != "powersgd":
-        what, rule = (
-            f"{method.name} with --collectives",
-            f"{method.name} gathers, by the backend; it sums nothing",
-        )
-        fix = "Leave one of them out, or use powersgd:RANK"
-    else:
-        return
-    raise SpecError(what, key=key, value=value, rule=rule, fix=fix)
 
 
 def _check_resumed(folder: Path, plan: Plan, seed: int) -> None:

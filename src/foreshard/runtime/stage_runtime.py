@@ -44,7 +44,13 @@ class StageRuntime:
         feed: Feed | None = None,
     ):
         self.context, self.layout, self._state = context, layout, state
-        self._sync = GradientSync(state.buckets, context.membership.group, context.clock, sums.connect)
+        self._sync = GradientSync(
+            state.buckets,
+            context.membership.group,
+            context.clock,
+            sums.connect,
+            overlap=layout.plan.comm.get("grad_overlap", True),
+        )
         self._zero = self._make_zero(world.rank, sharding)
         self._connect_tensor_ranks(world.rank)
         self.feed = self._make_feed(layout.plan, feed)

@@ -33,11 +33,12 @@ from foreshard.runtime.stage_runtime import StageRuntime
 from foreshard.runtime.state.layout import RankLayout, layout_of
 from foreshard.runtime.state.migration import Moved, migrate, moves_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
-from foreshard.runtime.state.parameters import parameters_of
+from foreshard.runtime.state.parameters import Parameters, parameters_of
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.shard_keys import Shards
 from foreshard.runtime.tensor.checks import check_split
 from foreshard.runtime.trainer_context import TrainerContext
+from foreshard.spec.adapters import adapters_of
 from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan
 
@@ -334,6 +335,7 @@ class Trainer:
                 fix=f"Cut 0..{self.context.job.num_layers} in every group",
             )
         check_split(layout, self.parameters)
+        check_adapters(plan, self.context.job, self.parameters)
 
     def _roll_forward(self, recovery: Recovery) -> dict[int, Shards]:
         """Finish a step that others have committed, and return what every rank then holds."""
@@ -416,6 +418,33 @@ class Trainer:
 
     def _sharding(self, layout: RankLayout) -> OptimizerSharding:
         return OptimizerSharding(layout, self.parameters, self._memory_bytes)
+
+
+def check_adapters(plan: Plan, job: Job, parameters: Parameters) -> None:
+    """Raise for a plan with adapters where the job trains all weights, or says that it has other adapters.
+
+    Raises
+    ------
+    SpecError
+    """
+    if plan.lora is None:
+        return
+    wanted = adapters_of(plan.lora, key="lora")
+    said = None if job.lora is None else adapters_of(job.lora, key="lora", file=job.path)
+    if said is not None and (said[0], set(said[1])) != (wanted[0], set(wanted[1])):
+        what, fix = f"the job has adapters {job.lora}", "Plan for the adapters of the job"
+    elif said is None:
+        what, fix = (
+            "the job states no adapters",
+            f'Add them to its model(), with lora = "{plan.lora}" beside it',
+        )
+    elif not parameters.has_frozen:
+        what, fix = "the job trains all weights of its model", "Freeze those beside the adapters"
+    else:
+        return
+    rule = "The job makes the adapters of a plan, on frozen weights; a run adds none"
+    fix += ", or leave lora out of the plan"
+    raise SpecError(what, file=job.path, key="lora", value=plan.lora, rule=rule, fix=fix)
 
 
 def _single_rank(plan: Plan | None) -> FixedMembership:

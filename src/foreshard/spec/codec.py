@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,21 @@ _SEE_SCHEMA = "See 'foreshard schema'"
 _SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float8": "fp8"}
 _SPELLINGS |= {"float64": "fp64", "double": "fp64", "gpu": "cuda"}
 _SPELLINGS |= {
+    **dict.fromkeys(("bfloat", "bf16-mixed", "mixed-bf16"), "bf16"),
+    **dict.fromkeys(("fp16-mixed", "mixed-fp16", "16-mixed"), "fp16"),
+    **dict.fromkeys(("fp8-mixed", "mixed-fp8", "te-fp8", "fp8-hybrid", "fp8-e4m3"), "fp8"),
+    **dict.fromkeys(("float", "single", "fp32-true", "32-true"), "fp32"),
+    **dict.fromkeys(
+        ("adam", "adam-w", "adamw-torch", "adamw-torch-fused", "fused-adam", "fused-adamw"), "adamw"
+    ),
+    **dict.fromkeys(("distributed-adam", "adamw-apex-fused", "apex-adam", "fusedadam"), "adamw"),
+    **dict.fromkeys(("adam8bit", "adam-8bit", "adamw8bit", "8bit-adam", "8bit-adamw"), "adamw-8bit"),
+    **dict.fromkeys(("adamw-bnb-8bit", "bnb-adamw-8bit"), "adamw-8bit"),
+    **dict.fromkeys(("interleaved-1f1b", "interleaved1f1b", "1f1b-interleaved"), "interleaved"),
+    **dict.fromkeys(("1f1b-flush", "pipedream-flush", "one-f-one-b", "schedule1f1b"), "1f1b"),
+    **dict.fromkeys(("afab", "all-forward-all-backward", "schedulegpipe"), "gpipe"),
+    **dict.fromkeys(("off", "no", "false"), "none"),
+    "alpha-beta": "closed-form",
     **dict.fromkeys(("zbh1", "zb1", "zero-bubble-h1", "zero-bubble", "zerobubble"), "zb-h1"),
     **dict.fromkeys(("zbh2", "zb2", "zero-bubble-h2"), "zb-h2"),
     **dict.fromkeys(("zb-v", "zbvzerobubble", "zbv-zero-bubble", "zero-bubble-v"), "zbv"),
@@ -123,12 +139,12 @@ def spelled(value: Any, known: Sequence[Any]) -> Any:
 
     Examples
     --------
-    >>> spelled("BFloat16", ("fp32", "bf16")), spelled("double", ("fp32", "bf16"))
-    ('bf16', 'double')
+    >>> spelled("BFloat16", ("fp32", "bf16")), spelled("mixed bf16", ("fp32", "bf16"))
+    ('bf16', 'bf16')
     """
     if not isinstance(value, str) or value in known:
         return value
-    plain = value.lower().replace("_", "-")
+    plain = re.sub(r"[\s_]+", "-", value.strip().lower()).removeprefix("torch.")
     return next((word for word in (plain, _SPELLINGS.get(plain)) if word in known), value)
 
 

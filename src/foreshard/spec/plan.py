@@ -6,6 +6,7 @@ Every default is pushed down to groups and stages, so a reader never looks it up
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -165,6 +166,21 @@ class Plan:
         return out
 
 
+def acting(plan: Plan, comm: Mapping[str, bool]) -> dict[str, bool]:
+    """Return the switches of communication that make a difference to a plan."""
+    stages = [(group, stage) for group in plan.groups for stage in group.stages]
+    replicas = len(plan.groups) > 1 or any(len(stage.ranks) > 1 for _, stage in stages)  # of experts too
+    acts = {
+        "tp_overlap": any(stage.tp > 1 and group.sp for group, stage in stages),
+        "grad_overlap": replicas,
+        "param_gather_overlap": replicas and any(stage.zero > 0 for _, stage in stages),
+        "p2p_overlap": any(len(group.stages) > 1 and group.num_chunks > 1 for group in plan.groups),
+        "expert_overlap": any(stage.ep > 1 for _, stage in stages),
+        "context_gather": any(stage.cp > 1 for _, stage in stages),
+    }
+    return {name: value for name, value in comm.items() if acts[name]}
+
+
 def _group_dict(group: Group) -> dict[str, Any]:
     names = ("share", "micro_batch", "schedule", "sp")
     stated = {name: getattr(group, name) for name in names}
@@ -205,7 +221,7 @@ def check_recompute(value: Any, *, key: str = "recompute", file: str | None = No
     rule = "Must be none, selective[:MODULE(+MODULE)*], full[:uniform:N|:block:N] or every-N"
     if not isinstance(value, str):
         raise invalid(value, rule, key=key, file=file)
-    stated, value = value, value.strip().lower()
+    stated, value = value, _recompute_word(value)
     head, _, rest = value.partition(":")
     if value in ("none", "full"):
         return value
@@ -219,8 +235,46 @@ def check_recompute(value: Any, *, key: str = "recompute", file: str | None = No
             return "selective:" + "+".join(modules)
     if value.startswith("every-") and _is_count(value[6:]):
         return value
-    fix = f"Known modules: {', '.join(RECOMPUTE_MODULES)}"
+    fix = _RECOMPUTE_FIXES.get(value, f"Known modules: {', '.join(RECOMPUTE_MODULES)}")
     raise invalid(stated, rule, key=key, fix=fix, file=file)
+
+
+_CHECKPOINTING = re.compile(
+    r"-?(?:activation|gradient)?-?(?:checkpointing|checkpoint|recompute|recomputation|ac)$|-remat$"
+)
+_RECOMPUTE_FIXES = {
+    **dict.fromkeys(
+        ("", "true", "on", "yes", "1"),
+        "Write full for all of each layer, or selective for what the framework recomputes under that name",
+    ),
+    **dict.fromkeys(("full:block", "block"), "Write full:block:N for the first N layers of a stage"),
+    **dict.fromkeys(("full:uniform", "uniform"), "Write full:uniform:N for chunks of N layers"),
+    "half": "Write every-2 for every second layer, or full:block:N for the first N of a stage",
+    "sdpa": "Write selective:core_attn to recompute attention",
+    "attention": "Write selective:core_attn to recompute attention",
+}
+"""What to write for words that leave something open."""
+
+
+def _recompute_word(text: str) -> str:
+    """Return a rule in the words of the grammar, as other tools' names of it are meant.
+
+    Examples
+    --------
+    >>> _recompute_word("Full activation checkpointing"), _recompute_word("gradient-checkpointing")
+    ('full', 'full')
+    >>> _recompute_word("SelectiveAC"), _recompute_word("every 2"), _recompute_word("core_attn")
+    ('selective', 'every-2', 'selective:core_attn')
+    """
+    value = re.sub(r"[\s]+", "-", text.strip().lower())
+    if value in ("gradient-checkpointing", "gradient_checkpointing", "activation-checkpointing"):
+        return "full"  # of each block, as transformers, DeepSpeed and PyTorch mean it
+    if value in ("off", "no", "false", "0"):
+        return "none"
+    if value.replace("-", "_") in RECOMPUTE_MODULES:
+        return f"selective:{value.replace('-', '_')}"
+    value = re.sub(r"^(full|every)[-_:]?(block|uniform)[-_:]?", r"\1:\2:", value).rstrip(":")
+    return _CHECKPOINTING.sub("", value)
 
 
 def _is_count(text: str) -> bool:

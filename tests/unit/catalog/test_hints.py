@@ -10,7 +10,7 @@ from foreshard.errors import SpecError
 
 @pytest.mark.parametrize(
     ("label", "meant"),
-    [("fsdp2", "torchtitan (FSDP2)"), ("mcore", "megatron-core"), ("torchtitn", "'torchtitan'")],
+    [("fsdp2", "torchtitan (FSDP2) or hf"), ("neox", "megatron-deepspeed"), ("torchtitn", "'torchtitan'")],
 )
 def test_framework_names_of_other_places(label, meant):
     with pytest.raises(SpecError) as caught:
@@ -48,3 +48,50 @@ def test_a_doubt_about_a_price_reaches_the_assumptions():
         return any("not reflected" in text for text in load_cluster(name).assumptions)
 
     assert doubted("1x8xh100-sxm") and not doubted("1x8xv100-sxm-16gb")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("p5.48xlarge*4", "4xaws-p5.48xlarge"),
+        ("4*p5.48xlarge", "4xaws-p5.48xlarge"),
+        ("aws:p5.48xlarge", "aws-p5.48xlarge"),
+        ("4xp4d", "4xaws-p4d.24xlarge"),
+        ("2xnd-h100-v5", "2xazure-nd96isr-h100-v5"),
+        ("ND96isr_H100_v5", "azure-nd96isr-h100-v5"),
+        ("Standard_ND96amsr_A100_v4", "azure-nd96amsr-a100-v4"),
+        ("NDv4", "azure-nd96asr-v4"),
+        ("ndm-a100-v4", "azure-nd96amsr-a100-v4"),
+        ("a3-highgpu-8g", "gcp-a3-highgpu-8g"),
+        ("a3 mega * 2", "2xgcp-a3-megagpu-8g"),
+        ("4 nodes of 8 H100", "4x8xh100-sxm"),
+        ("4 nodes x 8 H100", "4x8xh100-sxm"),
+        ("2x8xh100@8xNDR", "2x8xh100-sxm@3200Gb/s"),
+        ("2x8xh100@HDR/gpu", "2x8xh100-sxm@1600Gb/s"),
+        ("v5p-128", "16x4xtpu-v5p"),
+        ("tpu v5e-256", "64x4xtpu-v5e"),
+        ("DGX-2", "1x16xv100-sxm3-32gb"),
+    ],
+)
+def test_what_practitioners_type_is_the_cluster_they_mean(text, meant):
+    one, other = load_cluster(text), load_cluster(meant)
+    assert one.nodes == other.nodes
+
+
+@pytest.mark.parametrize(
+    ("text", "readings"),
+    [
+        ("H100", ("'1xh100-sxm'", "'8xh100-sxm'")),
+        ("GB200 NVL72", ("'18x4xgb200-nvl72'", "'1xgb200-nvl72'")),
+        ("h100x8x4", ("'4x8xh100'", "'8x4xh100'")),
+        ("2xnc-a100-v4", ("'azure-nc24ads-a100-v4'", "'azure-nc96ads-a100-v4'")),
+        ("2x8xh100@NDR400", ("'400Gb/s'", "'8x400Gb/s'")),
+        ("2x8xh100@1.6T", ("'1.6Tb/s'", "'1.6TB/s'")),
+        ("2x8xh100@EFA", ("of a node", "of each device")),
+        ("coreweave 8xh100", ("8xh100",)),
+    ],
+)
+def test_what_is_ambiguous_is_refused_with_its_readings(text, readings):
+    with pytest.raises(SpecError) as caught:
+        load_cluster(text)
+    assert all(reading in caught.value.fix for reading in readings)

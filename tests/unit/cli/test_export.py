@@ -54,7 +54,7 @@ def test_a_cluster_is_asked_for_where_it_is_needed(monkeypatch, plan_file, capsy
 
 
 def test_unknown_targets_and_files_are_named(monkeypatch, plan_file, capsys):
-    assert run(monkeypatch, "export", plan_file, "--to", "nccl") == 2
+    assert run(monkeypatch, "export", plan_file, "--to", "nemo") == 2
     assert "megatron" in capsys.readouterr().err
     assert run(monkeypatch, "export", "absent.json", "--to", "megatron") == 2
     assert "absent.json" in capsys.readouterr().err

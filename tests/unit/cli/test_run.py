@@ -36,6 +36,10 @@ def changed(*path, to):
     return plan
 
 
+def sharded(zero):
+    return {"share": 4, "micro_batch": 4, "stages": [{"ranks": [0, 1], "layers": [[0, 8]], "zero": zero}]}
+
+
 FIRST = ("groups", 0)
 CASES = {
     "schedule": (changed(*FIRST, "schedule", to="dualpipe"), "'dualpipe' is not supported"),
@@ -51,6 +55,22 @@ CASES = {
     "samples missing": (changed(*FIRST, "share", to=2), "shares sum to 3"),
     "rank shares": (changed(*FIRST, "stages", 0, "rank_shares", to=[2]), "does not split micro_batch 1"),
     "precision": (changed("precision", to="fp8"), "'fp8' is not supported"),
+    "weights gathered early": (
+        changed("comm", to={"param_gather_overlap": True}) | {"groups": [sharded(zero=1)]},
+        "comm.param_gather_overlap: param_gather_overlap true is not run",
+    ),
+    "weights gathered late": (
+        changed("comm", to={"param_gather_overlap": False}) | {"groups": [sharded(zero=3)]},
+        "param_gather_overlap false is not run",
+    ),
+    "sums of sharded gradients": (
+        changed("comm", to={"grad_overlap": True}) | {"groups": [sharded(zero=2)]},
+        "grad_overlap true is not run",
+    ),
+    "collectives of sharded gradients": (
+        changed("collectives", to="tree") | {"groups": [sharded(zero=3)]},
+        "collectives: groups[0].stages[0] shards gradients",
+    ),
     "offload": (changed(*FIRST, "stages", 0, "offload", to="optimizer"), "'optimizer' is not supported"),
 }
 

@@ -3,9 +3,10 @@
 import click
 import pytest
 
-from foreshard.cli.options.values import Amount, Count, FrameworkLabel
+from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Level, Word
 from foreshard.errors import SpecError
-from foreshard.spec.plan import check_recompute
+from foreshard.spec.adapters import adapters_of
+from foreshard.spec.plan import OFFLOADS, OPTIMIZERS, PRECISIONS, SCHEDULES, check_recompute
 from foreshard.spec.scenario import ranks_of
 
 HOURS = Amount(dimension="s", unit="h")
@@ -98,3 +99,117 @@ def test_mistakes_have_a_fix(shell, tmp_path):
     with pytest.raises(SpecError) as error:
         ranks_of("0-9", 8)
     assert error.value.fix
+
+
+DTYPE, OPTIMIZER, SCHEDULE = Word(*PRECISIONS), Word(*OPTIMIZERS), Word(*SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "value"),
+    [
+        (DTYPE, ("torch.bfloat16", "bf16-mixed", "mixed bf16", "BFloat"), "bf16"),
+        (DTYPE, ("16-mixed", "mixed_fp16"), "fp16"),
+        (DTYPE, ("mixed fp8", "te-fp8", "FP8-hybrid"), "fp8"),
+        (OPTIMIZER, ("Adam", "adamw_torch_fused", "fused_adam", "distributed_adam"), "adamw"),
+        (OPTIMIZER, ("adam8bit", "adamw_bnb_8bit"), "adamw-8bit"),
+        (SCHEDULE, ("Interleaved1F1B", "1f1b-interleaved"), "interleaved"),
+        (SCHEDULE, ("one_f_one_b", "pipedream-flush"), "1f1b"),
+        (Word(*OFFLOADS), ("off", "no"), "none"),
+        (Level(), ("3", "zero3", "ZeRO-3", "stage 3", "stage_3"), 3),
+        (Level(), ("off", "none", "zero0"), 0),
+        (FrameworkLabel(), ("megatron", "Megatron", "mcore"), "megatron-core"),
+        (FrameworkLabel(), ("llm-foundry", "MosaicML"), "composer"),
+    ],
+)
+def test_words_of_other_tools_that_mean_one_thing_are_read(kind, texts, value):
+    assert {kind.convert(text, None, None) for text in texts} == {value}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "fix"),
+    [
+        (DTYPE, "amp", "Write bf16 or fp16"),
+        (DTYPE, "16", "Write bf16 or fp16"),
+        (DTYPE, "nf4", "not modelled"),
+        (OPTIMIZER, "muon", "Write sgd or adamw: muon is not modelled"),
+        (OPTIMIZER, "lion", "Write sgd"),
+        (OPTIMIZER, "lamb", "Write adamw"),
+        (SCHEDULE, "vpp", "Did you mean 'interleaved'"),
+        (Word(*OFFLOADS, "cpu"), "nvme", "not modelled"),
+        (Level(), "fsdp", "FULL_SHARD"),
+        (BucketSize(), "25M", "Write 25MiB or 25MB"),
+        (Amount(dimension="usd_per_h", unit="USD/h"), "2.5 €", "in USD"),
+    ],
+)
+def test_words_without_one_meaning_are_refused_with_what_to_write(kind, text, fix):
+    with pytest.raises(click.BadParameter, match=fix):
+        kind.convert(text, None, None)
+
+
+def test_a_framework_by_another_name_is_said(shell):
+    answer = shell("predict", "llama3.2-1b", "1x8xh100-sxm", "--framework", "megatron", "--json")
+    assert answer.code == 0 and answer.json["plan"]["framework"] == "megatron-core"
+    assert "framework megatron: taken as megatron-core" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("texts", "rule"),
+    [
+        (("full activation checkpointing", "gradient_checkpointing", "full AC", "Full recompute"), "full"),
+        (("off", "no", "false"), "none"),
+        (("SelectiveAC", "selective activation checkpointing"), "selective:core_attn"),
+        (("core_attn", "selective:core_attn"), "selective:core_attn"),
+        (("every 2", "every-2"), "every-2"),
+        (("full block 4", "full-block-4", "full:block:4"), "full:block:4"),
+    ],
+)
+def test_recompute_is_read_as_other_tools_call_it(texts, rule):
+    assert {check_recompute(text) for text in texts} == {rule}
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"), [("on", "full for all.*selective"), ("half", "every-2"), ("block", "full:block:N")]
+)
+def test_recompute_that_leaves_something_open_is_refused(text, fix):
+    with pytest.raises(SpecError, match=fix):
+        check_recompute(text)
+
+
+def test_targets_of_adapters_are_read_as_peft_calls_them():
+    assert adapters_of("r16") == adapters_of("16:attn") == (16, ("q", "k", "v", "o"))
+    assert adapters_of("8:q_proj,v_proj") == (8, ("q", "v"))
+    assert adapters_of("8:all-linear") == (8, ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--zero3",), "--zero N"),
+        (("--epochs", "1"), "--tokens"),
+        (("--verbose",), "--explain"),
+        (("--ulysses", "2"), "--cp"),
+        (("--qlora",), "--lora RANK"),
+    ],
+)
+def test_flags_of_other_tools_lead_to_ours(shell, words, said):
+    answer = shell("predict", "llama3-8b", "1x8xh100-sxm", *words)
+    assert answer.code == 2 and f"Write {said}" in answer.err
+
+
+def test_flags_of_other_tools_with_our_meaning_are_taken(shell):
+    run = ("predict", "llama3.2-1b", "2x8xh100-sxm", "--json")
+    theirs = (
+        "--tensor-parallel-size",
+        "2",
+        "--pp-size",
+        "2",
+        "--vp",
+        "2",
+        "--per-device-train-batch-size",
+        "2",
+    )
+    ours = ("--tp", "2", "--pp", "2", "--vpp", "2", "--micro-batch", "2")
+    assert (
+        shell(*run, *theirs, "--max-seq-len", "2k").json["plan"]
+        == shell(*run, *ours, "--seq", "2k").json["plan"]
+    )

@@ -256,7 +256,7 @@ def test_megatron_names_norms_that_it_has_not(model_type, reason):
 
 def test_unknown_targets_list_the_known_ones():
     with pytest.raises(SpecError, match="unknown target") as caught:
-        export(plan(), "nccl")
+        export(plan(), "nemo")
     assert all(target in caught.value.rule for target in TARGETS)
 
 

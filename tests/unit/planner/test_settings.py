@@ -19,12 +19,12 @@ from foreshard.planner.grid.space import experts_overlap
 from foreshard.planner.mixed.subspaces import AIM
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
-from foreshard.planner.settings import Setting, acting, left_out, settings, switches
+from foreshard.planner.settings import Setting, left_out, settings, switches
 from foreshard.planner.settings_search import search_settings
 from foreshard.predict.analytical.table import evaluate
 from foreshard.predict.space import draw_plans
 from foreshard.predict.step import predict
-from foreshard.spec.plan import COMM_OPTIONS
+from foreshard.spec.plan import COMM_OPTIONS, acting
 
 SPACES = (
     ("llama3-8b", "1x4xh100-sxm", "megatron-core", 4, 2048, ("bf16", "fp8")),

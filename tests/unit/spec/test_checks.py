@@ -338,7 +338,7 @@ BAD_REQUESTS = [
     ({"engine": "quantum"}, "--engine"),
     ({"costs": "table"}, "--costs"),
     ({"fidelity": "calibrated"}, "--fidelity"),
-    ({"framework": "megatron"}, "framework"),
+    ({"framework": "megatrn"}, "framework"),
     ({"framework": "megatron-bridge@1"}, "framework"),
     ({"pp": 2, "global_batch": 2**31 - 16}, "--engine"),
     ({"cp": 8, "seq_len": 8191}, "--seq"),

@@ -99,7 +99,7 @@ def test_an_unstated_batch_is_dp_x_pp_in_whole_micro_batches(degrees, global_bat
         ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, "--schedule", "Use --schedule interleaved"),
         ({"schedule": "1f2b"}, "--schedule", "Did you mean '1f1b'?"),
         ({"precision": "bf"}, "--dtype", "Did you mean 'bf16'?"),
-        ({"optimizer": "adam"}, "--optimizer", "Did you mean 'adamw'?"),
+        ({"optimizer": "adamx"}, "--optimizer", "Did you mean 'adamw'?"),
         ({"offload": "cpu"}, "--offload", "Must be one of none"),
         ({"zero": 4}, "--zero", "from 0 to 3"),
         ({"zero": -1}, "--zero", "from 0 to 3"),

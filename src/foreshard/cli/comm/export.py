@@ -104,49 +104,10 @@ def _write_chakra(what: str, size: float | None, output: str | None) -> None:
 
 
 def _tuner_file(cluster: str) -> str:
-    """Return the picks of NCCL's model for powers of two, ranges of one pick joined."""
+    """Return the picks of NCCL's model for a communicator of all devices of a cluster."""
     from foreshard import api
-    from foreshard.comm.nccl.choice import nccl_choice
-    from foreshard.comm.nccl.communicator import communicator_of, has_nccl
-    from foreshard.interop.schedules.nccl_tuner import MAX_BYTES, TunerChoice, nccl_tuner_csv
+    from foreshard.comm.nccl.communicator import communicator_of
+    from foreshard.interop.schedules.nccl_tuner import nccl_tuner_csv, picked_choices
 
     loaded = api.load_cluster(cluster)
-    if not has_nccl(loaded, loaded.num_devices):
-        raise SpecError(
-            f"{cluster} has no NCCL",
-            key="CLUSTER",
-            value=cluster,
-            rule="NCCL runs on devices of NVIDIA from Pascal on",
-        )
-    comm = communicator_of(loaded, loaded.num_devices)
-    sizes = [2**power for power in range(8, MAX_BYTES.bit_length())]
-    rows: list[TunerChoice] = []
-    for name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast"):
-        picks = [nccl_choice(name, size, comm) for size in sizes]
-        words = [(_NCCL[one.algorithm], one.protocol.lower()) for one in picks]
-        first = 0
-        for at in range(1, len(sizes) + 1):
-            if at == len(sizes) or words[at] != words[first]:
-                rows.append(
-                    TunerChoice(
-                        collective=name.replace("-", ""),
-                        min_bytes=0 if first == 0 else sizes[first],
-                        max_bytes=MAX_BYTES if at == len(sizes) else sizes[at] - 1,
-                        algorithm=words[first][0],
-                        protocol=words[first][1],
-                    )
-                )
-                first = at
-    return nccl_tuner_csv(rows)
-
-
-_NCCL = {
-    "Ring": "ring",
-    "Tree": "tree",
-    "NVLS": "nvls",
-    "NVLSTree": "nvls_tree",
-    "CollNetDirect": "collnet_direct",
-    "CollNetChain": "collnet_chain",
-    "PAT": "pat",
-}
-"""The tuner's names of NCCL's algorithms."""
+    return nccl_tuner_csv(picked_choices(communicator_of(loaded, loaded.num_devices)))

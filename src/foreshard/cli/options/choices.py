@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from foreshard.cli.options.values import Count, Counts, Words
+from foreshard.cli.options.values import Count, Counts, Level, Words
 from foreshard.planner.choices import COUNTS, NAMES
 from foreshard.spec.plan import MAX_BATCH, OFFLOADS, SCHEDULES
 
@@ -28,7 +28,7 @@ def choosing(command: click.Command) -> None:
         click.Option([_flag(name)], type=Counts(MAX_BATCH), help=f"{_MEANING[name]}.") for name in COUNTS
     ]
     options += [
-        click.Option(["--zero"], type=Counts(3, low=0), help="ZeRO levels."),
+        click.Option(["--zero"], type=Counts(3, each=Level()), help="ZeRO levels."),
         click.Option(["--shard-size"], type=Counts(MAX_BATCH), help="Ranks that share one copy."),
         click.Option(["--sp/--no-sp"], default=None, help="Sequence parallelism."),
         click.Option(["--recompute"], type=Words(), metavar="RULE,RULE", help="Recompute rules."),

@@ -27,18 +27,53 @@ _SPELLINGS = {
     "sequence-parallel": "sp",
     "no-sequence-parallel": "no-sp",
     "precision": "dtype",
+    "max-seq-len": "seq",
+    "max-seq-length": "seq",
+    "max-sequence-length": "seq",
+    "block-size": "seq",
+    "per-device-train-batch-size": "micro-batch",
+    "micro-batch-size-per-gpu": "micro-batch",
+    "train-micro-batch-size-per-gpu": "micro-batch",
+    "vp": "vpp",
+    "optim": "optimizer",
+    "attn": "attention",
+    "attn-implementation": "attention",
+    "attention-backend": "attention",
+    **{
+        f"{name}-{word}": name
+        for name in ("dp", "tp", "pp", "cp", "ep", "etp")
+        for word in ("size", "degree")
+    },
+    **{
+        f"{word}-parallel-{end}": name
+        for word, name in (("tensor", "tp"), ("pipeline", "pp"), ("data", "dp"), ("expert", "ep"))
+        for end in ("size", "degree")
+    },
 }
 """Our flag of each other spelling, without dashes."""
 
 _MEANT = {
-    "batch": "--global-batch (samples of a step) or --micro-batch (samples of a rank and pass)",
+    "ga|gas|accum(ulation)?(-steps)?": "--global-batch: dp x micro-batch x these steps",
+    "bs|batch": "--global-batch (samples of a step) or --micro-batch (samples of a rank and pass)",
     "batch-size": "--global-batch (samples of a step) or --micro-batch (samples of a rank and pass)",
     "gradient-accumulation(-steps)?|grad-accum(-steps)?": "--global-batch: dp x micro-batch x these steps",
     "(gradient|activation)-checkpointing|activation-recompute|remat": "--recompute full",
+    "ac|activation-checkpoint.*|(no-)?checkpoint-activations": "--recompute full or selective",
     "recompute-granularity": "--recompute full or selective",
     "fsdp2?": "--framework torchtitan --zero 3",
     "ddp": "--framework ddp --zero 0",
     "zero-stage|stage": "--zero",
+    "zero-?[0-3]|deepspeed-stage.*": "--zero N",
+    "(use-)?distributed-optimizer": "--zero 1, Megatron's default here",
+    "ulysses.*|ring-attention.*": "--cp",
+    "(num-)?layers-per-virtual-(pipeline-)?stage.*": "--vpp: virtual stages of a rank",
+    "ctx|context|context-window|max-length|max-len": "--seq",
+    "(num-)?(train-)?epochs|max-steps|train-iters|steps": "--tokens of the whole run",
+    "hours|days|time": "--max-hours (of plan)",
+    "qlora|load-in-4bit|quantization.*": "--lora RANK; weights of 4 bits are not modelled",
+    "format|output-format": "--json",
+    "v|vv|verbose|debug": "--explain",
+    "compile|torch-compile": "--framework: what it compiles is in its table",
     "(no-)?cpu-offload(ing)?|offload-optimizer": "--offload cpu",
     "bf16|fp16|fp32|fp8|tf32": "--dtype",
     "mixed-precision": "--dtype bf16",
@@ -52,7 +87,7 @@ _MEANT = {
     "timeout|time-limit": "--budget-s",
     "lora-(r|rank)|peft": "--lora RANK",
     "(virtual-pipeline.*|interleave)": "--vpp",
-    "flash-attn|flash-attention|attn-implementation": "--framework: its kernels are those of a run",
+    "(use-)?(flash|fa)-?(attn|attention)?-?[1-3]?": "--attention fa2, or fa3",
     "clouds?|vendors?|providers?": "--rent VENDORS",
     "output-file|out": "-o",
 }

@@ -9,7 +9,7 @@ import click
 
 from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
-from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Word
+from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Level, Word
 from foreshard.cli.options.varying import VARYING, varying_options
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import (
@@ -48,7 +48,7 @@ def _run_options() -> list[click.Option]:
         click.Option(["--plan"], metavar="FILE", help="Plan file instead of degrees and options."),
         *degrees,
         click.Option(["--sp/--no-sp"], default=None, help="Sequence parallelism (default: on when tp > 1)."),
-        click.Option(["--zero"], type=Count(0, 3), help="ZeRO level 0-3 (default: the framework's, 1)."),
+        click.Option(["--zero"], type=Level(), help="ZeRO level 0-3 (default: the framework's, 1)."),
         click.Option(["--shard-size"], type=Count(), help="Ranks that share one copy (hybrid sharding)."),
         click.Option(
             ["--micro-batch"], type=Count(), help="Samples per data-parallel rank and pass (default 1)."

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from foreshard.cli.options.answer import say
 from foreshard.errors import SpecError
 from foreshard.spec.codec import spelled
 from foreshard.spec.plan import AUTO
@@ -109,6 +110,8 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
             return number
         hint = _suffix_hint(text) if self.dimension is None else f". Write it like {self._example}"
         limits = f"from {self.low:g} to {self.high:g}" if self.low else "above zero"
+        if self.dimension in ("usd", "usd_per_h") and re.search(r"eur|€|gbp|£|cny|¥|jpy", str(value).lower()):
+            hint = ". Write it in USD: rates of exchange are not known here"
         self.fail(f"{str(value)[:40]!r} is not a number {limits}{hint}", param, ctx)
 
     @property
@@ -135,30 +138,15 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg]
 
 
 _MEANT = {
-    "float": "fp32",
-    "single": "fp32",
-    "double": "fp32",
     "fp64": "fp32",
-    "mixed": "bf16",
-    "amp": "fp16",
-    "bf16-mixed": "bf16",
-    "16-mixed": "fp16",
-    "int8": "fp8",
+    "double": "fp32",
     "e4m3": "fp8",
     "e5m2": "fp8",
     "fp4": "nvfp4",
     "mxfp4": "nvfp4",
-    "adam": "adamw",
-    "fused-adamw": "adamw",
-    "distributed-adam": "adamw",
-    "adam8bit": "adamw-8bit",
-    "8bit-adam": "adamw-8bit",
-    "adamw8bit": "adamw-8bit",
     "momentum": "sgd",
-    "interleaved-1f1b": "interleaved",
-    "interleaved1f1b": "interleaved",
     "looped-bfs": "interleaved",
-    "afab": "gpipe",
+    "vpp": "interleaved",
     "pipedream": "1f1b",
     "zb": "zb-h1",
     "zbh1": "zb-h1",
@@ -169,12 +157,91 @@ _MEANT = {
     "opt": "optimizer",
     "optimizer-states": "optimizer",
     "states": "optimizer",
-    "nvme": "optimizer",
-    "host": "optimizer",
     "act": "activations",
     "checkpoints": "activations",
 }
 """What is meant by words of other tools, by the word in lower case; only known words are suggested."""
+
+
+_MATRIX = (
+    "muon is not modelled; its states are sgd's for matrices and adamw's for other weights, "
+    "and the products that make its updates orthogonal come on top"
+)
+_BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
+    **dict.fromkeys(
+        ("mixed", "amp", "mixed-precision", "autocast"),
+        ((("bf16", "fp16"), "mixed precision is either, with fp32 master weights"),),
+    ),
+    "16": ((("bf16", "fp16"), "two formats have 16 bits"),),
+    "32": ((("fp32", "tf32"), "tf32 has the products of fp32 in 19 bits"),),
+    "8": ((("fp8", "mxfp8"), "two formats have 8 bits"),),
+    "hybrid": ((("fp8",), "e4m3 forward and e5m2 backward"),),
+    **dict.fromkeys(
+        ("bf16-true", "pure-bf16", "16-true"), ((("bf16",), "fp32 master weights are then counted too"),)
+    ),
+    **dict.fromkeys(
+        ("int8", "int4", "nf4", "4bit", "8bit"),
+        ((("bf16", "fp8"), "quantised weights of an inference or QLoRA format are not modelled"),),
+    ),
+    **dict.fromkeys(("muon", "moonlight", "dion"), ((("sgd", "adamw"), _MATRIX),)),
+    **dict.fromkeys(
+        ("lion", "signsgd", "rmsprop", "adagrad", "lars", "nesterov"),
+        ((("sgd",), "one state of each weight, as its momentum"),),
+    ),
+    **dict.fromkeys(("lamb", "nadam", "radam", "adan"), ((("adamw",), "two states of each weight"),)),
+    **dict.fromkeys(
+        ("shampoo", "soap", "galore", "adam-mini", "sophia"),
+        ((("adamw", "adafactor"), "factored or projected states are between theirs"),),
+    ),
+    **dict.fromkeys(
+        ("paged-adamw-8bit", "paged-adamw-32bit", "cpu-adam", "deepspeedcpuadam"),
+        ((("adamw", "adamw-8bit"), "add --offload optimizer for states in host memory"),),
+    ),
+    "params": ((("all", "cpu"), "weights alone are not offloaded"),),
+    "parameters": ((("all", "cpu"), "weights alone are not offloaded"),),
+    **dict.fromkeys(
+        ("nvme", "zero-infinity", "ssd", "disk"),
+        ((("optimizer", "cpu"), "offload to disks is not modelled, to host memory it is"),),
+    ),
+    **dict.fromkeys(("true", "on", "yes", "host"), ((("cpu", "optimizer"), "say what is offloaded"),)),
+    **dict.fromkeys(("simulator", "simulation", "des"), ((("event",), "it simulates shared resources"),)),
+    **dict.fromkeys(("fast", "closed-form", "formula"), ((("analytical",), "closed formulas"),)),
+    **dict.fromkeys(
+        ("flow", "packet"),
+        (
+            (("event",), "or add --network flow to another engine"),
+            (("flow", "closed-form"), "transfers share links and NICs, or take their time alone"),
+        ),
+    ),
+    **dict.fromkeys(
+        ("nccl", "rccl", "default", "library"), ((("auto",), "the library chooses, as when it is not given"),)
+    ),
+    **dict.fromkeys(
+        ("nvls", "double-tree", "double-binary-tree"), ((("tree",), "NCCL's Tree, NVLS and NVLSTree"),)
+    ),
+}
+"""What to write for words of no single meaning here, and why; an entry counts where its words are known."""
+_FOREIGN = frozenset(("none",))
+"""Words that resemble known ones by their letters alone."""
+
+
+class Level(Count):
+    """A ZeRO level, also as zero3, stage 3 or off."""
+
+    name = "0-3"
+
+    def __init__(self) -> None:
+        super().__init__(0, 3)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the level, or fail naming the levels."""
+        text = re.sub(r"[\s_-]+", "", str(value).strip().lower())
+        named = re.fullmatch(r"(?:zero|stage|zerostage|level)?\+?([0-3])", text)
+        if named or text in ("off", "none", "no"):
+            return int(named[1]) if named else 0
+        what = f"{str(value)[:40]!r} is not a ZeRO level from 0 to 3"
+        hint = ". Write 3 (FULL_SHARD) or 2 (SHARD_GRAD_OP)" if "fsdp" in text else ""
+        self.fail(what + hint, param, ctx)
 
 
 class BucketSize(ByteCount):
@@ -184,8 +251,13 @@ class BucketSize(ByteCount):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the bytes or the word, or fail."""
-        if str(value).strip().lower() == AUTO:
+        text = str(value).strip()
+        if text.lower() == AUTO:
             return AUTO
+        bare = re.fullmatch(r"([0-9.]+)\s*([kmg])", text, re.IGNORECASE)
+        if bare:
+            size = f"{bare[1]}{bare[2].upper()}"
+            self.fail(f"{text[:40]!r} has no unit. Write {size}iB or {size}B", param, ctx)
         return int(super().convert(value, param, ctx))
 
 
@@ -204,14 +276,23 @@ class Text(click.ParamType):  # type: ignore[type-arg]
 
 
 class FrameworkLabel(click.ParamType):  # type: ignore[type-arg]
-    """A framework, with @ and a release or without: the catalog's spelling of a name written in any case."""
+    """A framework, with @ and a release or without: the catalog's spelling of a name written in any case.
+
+    Another name that means one framework is replaced by it, and said.
+    """
 
     name = "NAME[@RELEASE]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the label; whether there is such a framework is for the catalog to say."""
         name, at, release = str(value).strip().partition("@")
-        return re.sub(r"[\s_]+", "-", name.strip().lower()) + at + release.strip()
+        from foreshard.catalog.frameworks import alias_of
+
+        plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+        ours = alias_of(plain)
+        if ours != plain:
+            say(f"framework {plain}: taken as {ours}")
+        return ours + at + release.strip()
 
 
 class Margin(click.ParamType):  # type: ignore[type-arg]
@@ -249,10 +330,19 @@ class Word(click.ParamType):  # type: ignore[type-arg]
         text = str(spelled(value, self.known))
         if text in self.known:
             return text
-        meant = _MEANT.get(text.lower().replace("_", "-"))
+        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{self._hint(text)}", param, ctx)
+
+    def _hint(self, text: str) -> str:
+        """Return what was likely meant: words of other tools, what an unknown one lies between, or a slip."""
+        plain = re.sub(r"[\s_]+", "-", text.strip().lower())
+        for words, why in _BETWEEN.get(plain, ()):
+            if set(words) <= set(self.known):
+                return f" Write {' or '.join(words)}: {why}"
+        meant = _MEANT.get(plain)
+        if plain in _BETWEEN or plain in _FOREIGN:
+            return ""
         near = [meant] if meant in self.known else get_close_matches(text[:40].lower(), self.known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        self.fail(f"{text[:40]!r} is not one of {', '.join(self.known)}.{hint}", param, ctx)
+        return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class Words(click.ParamType):  # type: ignore[type-arg]
@@ -299,8 +389,8 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 
     name = "N,N,..."
 
-    def __init__(self, high: int, *, low: int = 1):
-        self.low, self.high = low, high
+    def __init__(self, high: int, *, low: int = 1, each: click.ParamType | None = None):  # type: ignore[type-arg]
+        self.each = each or Count(low, high)
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -308,5 +398,4 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         """Return the numbers, or fail naming the range."""
         if isinstance(value, tuple):
             return value
-        count = Count(self.low, self.high)
-        return tuple(sorted({count.convert(word.strip(), param, ctx) for word in str(value).split(",")}))
+        return tuple(sorted({self.each.convert(word.strip(), param, ctx) for word in str(value).split(",")}))

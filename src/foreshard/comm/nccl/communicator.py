@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
@@ -117,6 +119,30 @@ def communicator_of(
         plugin_latency_s=latency_s if nodes > 1 and latency_s >= _REPORTED_FROM_S else 0.0,
         release=release,
     )
+
+
+def communicator_between(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
+    """Return the communicator of any ranks of a cluster, each of which has its share of its node's cards.
+
+    Examples
+    --------
+    >>> from foreshard.catalog.clusters import load_cluster
+    >>> found = communicator_between(load_cluster("4x8xh100-sxm"), range(0, 32, 8))
+    >>> found.num_ranks, found.num_nodes
+    (4, 4)
+    """
+    parts, first = [], 0
+    for group in cluster.nodes:
+        inside = [rank - first for rank in ranks if first <= rank < first + group.num_devices]
+        first += group.num_devices
+        linked = max(Counter(rank // group.nvlink_domain for rank in inside).values(), default=1)
+        per_node = Counter(rank // group.per_node for rank in inside)
+        for width, count in sorted(Counter(per_node.values()).items()):
+            share = group.nic_bytes_per_s * width / group.per_node
+            parts.append(
+                replace(group, count=count, per_node=width, nic_bytes_per_s=share, nvlink_domain=linked)
+            )
+    return communicator_of(replace(cluster, nodes=tuple(parts)), len(ranks))
 
 
 def has_nccl(cluster: Cluster, num_ranks: int) -> bool:

@@ -19,9 +19,9 @@ from foreshard.planner.grid.space import SPACE
 from foreshard.planner.ranking import SHOWN, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
-from foreshard.planner.settings import acting
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import acting
 from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from foreshard.comm.compression.methods import compression_method
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.comm.schedules.selection import AllReduceSelection, all_reduce_selection
+from foreshard.comm.schedules.selection import BACKEND, AllReduceSelection, all_reduce_selection
 from foreshard.errors import SpecError
 from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.records.durable_jsonl import OnEvent
@@ -136,9 +136,9 @@ def _check_on_host(group: PeerGroup) -> None:
     if group.uses_nccl:
         raise SpecError(
             "gradients on accelerators",
-            key="--collectives, --compress",
+            key="collectives, --compress",
             rule="Schedules and compressed sums are executed in host memory, over gloo",
-            fix="Leave them out, or add --device cpu",
+            fix=f"Take --collectives {BACKEND} without --compress, or add --device cpu",
         )
 
 

@@ -28,7 +28,7 @@ class GradientSync:
 
     All ranks ask `group_of` for process groups in one order, or they would wait for each other. For the same
     reason the buckets of a group start in their order, also where a later one is complete first. `sum_of`
-    connects the ranks of a group.
+    connects the ranks of a group. Without `overlap` sums start after the whole backward.
     """
 
     def __init__(
@@ -37,8 +37,10 @@ class GradientSync:
         group_of: GroupOf,
         clock: Clock,
         sum_of: Callable[[Any], BucketSum] = BackendSum,
+        *,
+        overlap: bool = True,
     ):
-        self._buckets, self._clock = list(buckets), clock
+        self._buckets, self._clock, self._overlap = list(buckets), clock, overlap
         owners = sorted({b.owners for b in buckets if len(b.owners) > 1})
         self._sums = {ranks: sum_of(group_of(ranks, "sync")) for ranks in owners}
         self._clock_groups = {ranks: group_of(ranks, "clock") for ranks in owners if clock.virtual}
@@ -64,7 +66,7 @@ class GradientSync:
         Where the backward makes no gradient of a parameter, `layers_done` starts its bucket.
         """
         handles: list[Any] = []
-        for number, missing in enumerate(self._missing):
+        for number, missing in enumerate(self._missing if self._overlap else ()):
             if missing and missing <= layers:
                 handles += self._watched(number)
         try:
@@ -86,7 +88,7 @@ class GradientSync:
 
     def layers_done(self, layers: frozenset[int]) -> None:
         """Note layers whose gradients are complete, and start the buckets that they complete."""
-        for number, missing in enumerate(self._missing):
+        for number, missing in enumerate(self._missing if self._overlap else ()):
             if missing:
                 missing -= layers
                 if not missing:

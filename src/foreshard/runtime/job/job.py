@@ -32,7 +32,7 @@ from foreshard.runtime.job.layer_builders import SEEDING, Builder, Key, Tied, bu
 from foreshard.runtime.job.user_code import in_file, user_code
 
 REQUIRED = ("model", "dataset", "loss", "optimizer")
-OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan", "on_step", "evaluate")
+OPTIONAL = ("inputs", "collate", "lr", "fixed_shapes", "tied", "tensor_plan", "on_step", "evaluate", "lora")
 _MEANT = {
     "collate_fn": "collate",
     "lr_schedule": "lr",
@@ -86,6 +86,8 @@ class Job:
         Names of parameters and buffers in the whole model, where it is one of transformers.
     config : mapping, optional
         Its configuration.
+    lora : str, optional
+        The low-rank adapters of its model, in the words of a plan: RANK[:TARGET(+TARGET)*].
     """
 
     builders: list[Builder]
@@ -103,6 +105,7 @@ class Job:
     evaluate: Callable[[Any, int], Mapping[str, float]] | None = None
     names: Mapping[Key, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
+    lora: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -266,6 +269,7 @@ def _check_parts(parts: Mapping[str, Any]) -> None:
     kinds = {name: (callable, "a function") for name in functions}
     kinds["fixed_shapes"] = (lambda value: isinstance(value, bool), "True or False")
     kinds["tensor_plan"] = (_is_roles, "roles by name of a module")
+    kinds["lora"] = (lambda value: isinstance(value, str), "a text as 16 or 16:q+v")
     for name, (is_right, what) in kinds.items():
         value = parts.get(name)
         if value is not None and not is_right(value):

@@ -30,6 +30,9 @@ def request_plan(run: Path, plan_file: str) -> int:
         ("global batch", before.global_batch, plan.global_batch),
         ("layers", before.groups[0].num_layers, plan.groups[0].num_layers),
         ("precision", before.precision, plan.precision),
+        ("collectives", before.collectives, plan.collectives),
+        ("buckets", before.buckets, plan.buckets),
+        ("lora", before.lora, plan.lora),
     ]
     for name, old, new in facts:
         if old != new:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from foreshard.errors import SpecError
 from foreshard.graph.schedules import stage_order
 from foreshard.spec.checks import check_structure
-from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.plan import Group, Plan, Stage, acting
 
 RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 RUN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -135,6 +135,7 @@ def _check_supported(plan: Plan) -> None:
     """Raise for features that the runtime does not run: none is approximated in silence."""
     if plan.precision not in RUN_PRECISIONS:
         raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
+    _check_overlap(plan)
     for g, group in enumerate(plan.groups):
         where = f"groups[{g}]"
         if group.schedule not in RUN_SCHEDULES:
@@ -149,6 +150,30 @@ def _check_supported(plan: Plan) -> None:
                 raise
         for s, stage in enumerate(group.stages):
             _check_stage(stage, f"{where}.stages[{s}]")
+
+
+def _check_overlap(plan: Plan) -> None:
+    """Raise for a switch of overlap whose value the runtime does not do."""
+    levels = {stage.zero for group in plan.groups for stage in group.stages if stage.inner_dp > 1}
+    sharded, gathered_late = bool(levels & {2, 3}), bool(levels & {1, 2})
+    done = {
+        ("tp_overlap", True): "sums of tensor-parallel ranks end before the next product begins",
+        ("p2p_overlap", False): "stages send beside computation",
+        ("grad_overlap", True): sharded and "zero 2 and 3 reduce gradients between backward passes",
+        ("param_gather_overlap", True): gathered_late
+        and "zero 1 and 2 gather weights before the next forward",
+        ("param_gather_overlap", False): 3 in levels and "zero 3 gathers a layer while one computes",
+    }
+    for name, value in acting(plan, plan.comm).items():
+        if rule := done.get((name, value)):
+            fix = f"State {str(not value).lower()}, or leave it out; flags of foreshard plan do too"
+            raise SpecError(
+                f"{name} {str(value).lower()} is not run",
+                key=f"comm.{name}",
+                value=value,
+                rule=f"In the runtime {rule}",
+                fix=fix,
+            )
 
 
 def _check_stage(stage: Stage, where: str) -> None:

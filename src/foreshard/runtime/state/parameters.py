@@ -21,6 +21,7 @@ class Parameters:
 
     Tensor-parallel ranks can cut the layers of `splits`. `shared` parameters are whole on each of these
     ranks, which computes a part of the gradient; `sequential` layers can run on a part of the sequence.
+    `has_frozen` says whether the model also has parameters that are not trained.
     """
 
     sizes: dict[ParameterKey, int]
@@ -29,6 +30,7 @@ class Parameters:
     cuts: dict[ParameterKey, SliceCut] = field(default_factory=dict)
     shared: frozenset[ParameterKey] = frozenset()
     sequential: frozenset[int] = frozenset()
+    has_frozen: bool = False
 
     def degree(self, key: ParameterKey, degree: int) -> int:
         """Return into how many parts ranks of a tensor-parallel degree cut a parameter: `degree` or 1."""
@@ -51,7 +53,7 @@ def parameters_of(job: Job) -> Parameters:
     sizes: dict[ParameterKey, int] = {}
     users: dict[ParameterKey, list[int]] = {}
     splits: dict[int, LayerSplit] = {}
-    sequential, names = [], set[str]()
+    sequential, names, has_frozen = [], set[str](), False
     for layer in range(job.num_layers):
         with torch.device("meta"):
             module = job.layer(layer)
@@ -67,6 +69,7 @@ def parameters_of(job: Job) -> Parameters:
                 key = first.get((layer, name), (layer, name))
                 sizes[key] = parameter.numel()
                 users.setdefault(key, []).append(layer)
+            has_frozen |= not parameter.requires_grad
     with in_file(job.path):
         check_declared(job.tensor_plan, names)
     return Parameters(
@@ -76,4 +79,5 @@ def parameters_of(job: Job) -> Parameters:
         cuts={(layer, name): cut for layer, split in splits.items() for name, cut in split.cuts.items()},
         shared=frozenset((layer, name) for layer, split in splits.items() for name in split.shared),
         sequential=frozenset(sequential),
+        has_frozen=has_frozen,
     )

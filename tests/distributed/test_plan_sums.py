@@ -1,0 +1,121 @@
+"""A run does what its plan states of sums, buckets, overlap and adapters, or refuses it by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from command import HEAD, JOB, replicas, run
+from rehearsal import gradients, rehearse, worst_error
+from small_jobs import JOBS
+from small_plans import ALONE, PLANS
+
+from foreshard.errors import SpecError
+from foreshard.runtime.engine.gradient_sync import GradientSync
+from foreshard.runtime.job.job import Job, load_job
+from foreshard.runtime.trainer import Trainer
+from foreshard.spec.plan import Plan
+
+COUNTS = {
+    "model": "from foreshard.runtime.engine import bucket_sums, gradient_sync\n"
+    "def noted(text):\n"
+    "    with open('noted.txt', 'a') as file: file.write(text + '\\n')\n"
+    "make = bucket_sums.ScheduledAllReduce\n"
+    "def made(schedule, *more):\n"
+    "    noted(schedule.algorithm)\n"
+    "    return make(schedule, *more)\n"
+    "bucket_sums.ScheduledAllReduce = made\n"
+    "start = gradient_sync.GradientSync._start\n"
+    "def started(self, number):\n"
+    "    noted(f'bucket {number} of {len(self._buckets)}')\n"
+    "    start(self, number)\n"
+    "gradient_sync.GradientSync._start = started\n"
+    "def model(): return [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)]"
+}
+"""Writes down the schedules that ranks execute and the buckets whose sums they start."""
+FROZEN = {
+    "model": "lora = '2:q+v'\n"
+    "def model():\n"
+    "    base = nn.Linear(4, 4).requires_grad_(False)\n"
+    "    return [base, nn.Linear(4, 2), nn.Linear(2, 4), nn.Linear(4, 1)]"
+}
+
+
+def loaded(folder: Path, parts: Mapping[str, str]) -> Job:
+    path = folder / "job.py"
+    path.write_text(HEAD + "\n".join({**JOB, **parts}.values()) + "\n")
+    return load_job(str(path))
+
+
+def noted(folder: Path) -> list[str]:
+    return (folder / "noted.txt").read_text().splitlines()
+
+
+def trained(folder: Path, plan: Plan, *flags: str) -> dict[int, float]:
+    """Losses of a run of the command, each step's after the updates before it."""
+    folder.mkdir()
+    found = run(folder, COUNTS, plan, "--steps", "2", "--dtype", "fp64", *flags)
+    assert found.code == 0, found.stderr
+    return found.losses
+
+
+def test_the_command_sums_as_the_plan_states_unless_flags_say_otherwise(tmp_path: Path) -> None:
+    stated = replace(replicas(2), collectives="tree", buckets=64)
+    by_plan = trained(tmp_path / "plan", stated)
+    by_flags = trained(tmp_path / "flags", stated, "--collectives", "ring", "--buckets", "1MiB")
+    job = loaded(tmp_path, {}).in_double()
+    alone = rehearse(job, replicas(1), steps=2)[0][0]
+    for step, loss in enumerate(alone):
+        assert by_plan[step] == pytest.approx(loss, rel=1e-12)
+        assert by_flags[step] == pytest.approx(loss, rel=1e-12)
+    assert "double-tree" in noted(tmp_path / "plan") and "ring" not in noted(tmp_path / "plan")
+    assert "bucket 2 of 3" in noted(tmp_path / "plan"), "160, 160 and 40 bytes each fill a bucket of 64"
+    assert "ring" in noted(tmp_path / "flags") and "bucket 0 of 1" in noted(tmp_path / "flags")
+
+
+@pytest.mark.parametrize("plan", ["uneven replicas", "three stages, zb-h1", "two uneven pipelines"])
+def test_without_overlap_no_sum_starts_in_the_backward(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are those of one process, and every sum starts when all backwards are done."""
+    early: list[int] = []
+    finish, start = GradientSync.finish, GradientSync._start
+    finishing: set[int] = set()
+
+    def finished(sync: GradientSync) -> None:
+        finishing.add(id(sync))
+        finish(sync)
+
+    def started(sync: GradientSync, number: int) -> None:
+        if id(sync) not in finishing:
+            early.append(number)
+        start(sync, number)
+
+    monkeypatch.setattr(GradientSync, "finish", finished)
+    monkeypatch.setattr(GradientSync, "_start", started)
+    reference = rehearse(JOBS["gpt"](torch.float64), ALONE, steps=1, after=gradients)[0][1]
+    for comm in ({"grad_overlap": False}, {}):
+        early.clear()
+        finishing.clear()
+        stated = replace(PLANS[plan], comm=comm)
+        found = rehearse(JOBS["gpt"](torch.float64), stated, steps=1, after=gradients, ranks=range(4))
+        assert worst_error(found, reference) <= 1e-14
+        assert bool(early) == (not comm)
+
+
+def test_adapters_of_a_plan_are_the_job_s(tmp_path: Path) -> None:
+    """A run adds none: a job without them, with others, or that freezes nothing, is refused by name."""
+    plan = replace(replicas(1), lora="2:q+v")
+    for parts, lora, said in (
+        ({}, "2:q+v", "no adapters"),
+        (FROZEN, "4", "adapters 2:q+v"),
+        ({"lora": "lora = '2:q+v'"}, "2:q+v", "all weights"),
+    ):
+        with pytest.raises(SpecError, match=re.escape(said)) as caught:
+            Trainer(loaded(tmp_path, parts), replace(plan, lora=lora)).train_step()
+        assert caught.value.key == "lora" and caught.value.value == lora and caught.value.fix
+    assert Trainer(loaded(tmp_path, FROZEN), plan).train_step().loss > 0
