@@ -7,7 +7,7 @@ batch, and keeps each op's seconds by part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,7 +40,8 @@ _LAYER_FIELDS = tuple(f.name for f in fields(LayerTimes))
 class LayerUnits:
     """The units of one chunk in model order: what FSDP gathers at once and buckets are cut from.
 
-    Arrays have shape (units,). `forward_s` and `backward_s` are the seconds of each unit by part.
+    Arrays have shape (units,). `forward_s` and `backward_s` are the seconds of each unit by part, `forward`
+    and `backward` its shares of the chunk's op, which sum to 1.
     """
 
     forward_s: dict[str, np.ndarray]
@@ -53,15 +54,12 @@ class LayerUnits:
     copy_weights_s: np.ndarray
     copy_gradients_s: np.ndarray
 
-    @property
-    def forward(self) -> np.ndarray:
-        """Share of each unit of the chunk's forward; they sum to 1."""
-        return _shares(sum(self.forward_s.values(), np.zeros(len(self.params))))
+    forward: np.ndarray = field(init=False)
+    backward: np.ndarray = field(init=False)
 
-    @property
-    def backward(self) -> np.ndarray:
-        """The same of its backward."""
-        return _shares(sum(self.backward_s.values(), np.zeros(len(self.params))))
+    def __post_init__(self) -> None:
+        for name, seconds in (("forward", self.forward_s), ("backward", self.backward_s)):
+            object.__setattr__(self, name, _shares(sum(seconds.values(), np.zeros(len(self.params)))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
