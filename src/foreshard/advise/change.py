@@ -7,6 +7,7 @@ Keys are the flags of `predict` without dashes, `device`, `nic`, `link`, `memory
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from foreshard.spec.plan import (
 )
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import count, number_of, parse
+from foreshard.words import option_name
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
@@ -49,7 +51,7 @@ _SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not 
 _OTHERS = ("buckets", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
-_ON = {"on": True, "true": True, "off": False, "false": False}
+_ON = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ def apply(request: Request, change: str) -> Request:
     """
     for part in change.split(","):
         key, equals, value = part.partition("=")
-        key = key.strip().removeprefix("--").replace("-", "_")
+        key = option_name(key.strip().removeprefix("--")).replace("-", "_")
         if not equals and key in KEYS:
             what = f"{part.strip()!r} has no value"
             fix = f"Write --change {part.strip()}=VALUE"
@@ -96,7 +98,9 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
     if key in _COUNTS:
         return request.with_choice(key, _whole(key, value, 1, 2**31))
     if key == "zero":
-        return request.with_choice(key, _whole(key, value, 0, 3))
+        return request.with_choice(
+            key, _whole(key, re.sub(r"^(?:zero|stage)[-_ ]?", "", value.lower()), 0, 3)
+        )
     if key in _SWITCHES:
         return request.with_choice(key, _ON[_one_of(key, value, tuple(_ON))])
     if key == "buckets":

@@ -172,6 +172,9 @@ def _forbidden(written: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         if name not in NAMES or not equals:
             rule = "What is forbidden is NAME=VALUE with NAME one of"
             fix = "Write it like --forbid recompute=full"
+            if name in NAMES:
+                what = f"{part.strip()!r} has no value"
+                raise SpecError(what, key="--forbid", value=part, rule="It is NAME=VALUE", fix=fix)
             raise unknown("choice", part, NAMES, key="--forbid", rule=rule, otherwise=fix)
         word = value.strip().lower()
         kind = name == "recompute" and word in _KINDS

@@ -254,6 +254,7 @@ _RECOMPUTE_FIXES = {
     ),
     **dict.fromkeys(("full:block", "block"), "Write full:block:N for the first N layers of a stage"),
     **dict.fromkeys(("full:uniform", "uniform"), "Write full:uniform:N for chunks of N layers"),
+    **dict.fromkeys(("any", "auto", "best"), "Leave it out: foreshard plan then chooses"),
     "half": "Write every-2 for every second layer, or full:block:N for the first N of a stage",
     "sdpa": "Write selective:core_attn to recompute attention",
     "attention": "Write selective:core_attn to recompute attention",

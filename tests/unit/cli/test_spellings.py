@@ -213,3 +213,42 @@ def test_flags_of_other_tools_with_our_meaning_are_taken(shell):
         shell(*run, *theirs, "--max-seq-len", "2k").json["plan"]
         == shell(*run, *ours, "--seq", "2k").json["plan"]
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (("comm", "predict", "AllReduce", "1GiB"), ("comm", "predict", "all-reduce", "1GiB")),
+        (("comm", "predict", "a2a", "1MiB"), ("comm", "predict", "all-to-all", "1MiB")),
+    ],
+)
+def test_collectives_are_read_as_nccl_calls_them(shell, words, same):
+    one, other = (shell(*asked, "1x8xh100", "--json").json for asked in (words, same))
+    assert one["time_s"] == other["time_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("comm", "predict", "all-reduce", "1G", "8xh100"), "Write 1GiB or 1GB"),
+        (
+            ("plan", "llama3-8b", "8xh100", "--global-batch", "8", "--tp", "1-4"),
+            "Write --min-tp 1 --max-tp 4",
+        ),
+        (("plan", "llama3-8b", "8xh100", "--global-batch", "8", "--forbid", "recompute"), "recompute=full"),
+        (("plan", "llama3-8b", "8xh100", "--global-batch", "8", "--max-gpus", "4"), "Write --max-devices"),
+        (("plan", "llama3-8b", "8xh100", "--global-batch", "8", "--recompute", "any"), "Leave it out"),
+    ],
+)
+def test_slips_of_other_verbs_say_what_to_write(shell, words, fix):
+    answer = shell(*words)
+    assert answer.code == 2 and fix in answer.err
+
+
+def test_changes_and_objectives_are_read_in_other_words(shell):
+    run = ("whatif", "llama3.2-1b", "1x8xh100", "--seq", "2048", "--tp", "2", "--json")
+    theirs = shell(*run, "--change", "gbs=64", "--change", "zero=stage3", "--change", "tensor_parallel=4")
+    ours = shell(*run, "--change", "global-batch=64", "--change", "zero=3", "--change", "tp=4")
+    gains = [[change["gain"] for change in answer.json["effects"]] for answer in (theirs, ours)]
+    assert len(gains[0]) == 3 and gains[0] == gains[1]
+    assert Word("time", "cost", "energy").convert("cheapest", None, None) == "cost"

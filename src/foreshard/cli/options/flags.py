@@ -32,6 +32,7 @@ _MEANT = {
     "bf16|fp16|fp32|fp8|tf32": "--dtype",
     "mixed-precision": "--dtype bf16",
     "(num-)?(gpus?|devices?|nodes?)|nnodes|nproc-per-node|world-size|ngpus": "CLUSTER, as 2x8xh100",
+    "max-(gpus?|nodes?)|(num-)?max-gpus": "--max-devices",
     "gpu-type|device-type|accelerators?": "CLUSTER, as 8xh100",
     "(nic|bandwidth|network-bandwidth|interconnect)": "CLUSTER, as 2x8xh100@400Gb/s/gpu",
     "price|usd-per-hour|cost-per-hour|gpu-price": "--usd-per-device-hour",

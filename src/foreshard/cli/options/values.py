@@ -134,6 +134,10 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg]
                 number = parse(text, "bytes")
         if 1 <= number <= MAX_BYTES and number == int(number):
             return number
+        bare = re.fullmatch(r"([0-9.]+)\s*([kmgt])", text, re.IGNORECASE)
+        if bare:
+            size = f"{bare[1]}{bare[2].upper()}"
+            self.fail(f"{text[:40]!r} has no unit. Write {size}iB or {size}B", param, ctx)
         self.fail(f"{str(value)[:40]!r} is not a number of bytes from 1. Write it like 64KiB", param, ctx)
 
 
@@ -166,10 +170,6 @@ class BucketSize(ByteCount):
         text = str(value).strip()
         if text.lower() == AUTO:
             return AUTO
-        bare = re.fullmatch(r"([0-9.]+)\s*([kmg])", text, re.IGNORECASE)
-        if bare:
-            size = f"{bare[1]}{bare[2].upper()}"
-            self.fail(f"{text[:40]!r} has no unit. Write {size}iB or {size}B", param, ctx)
         return int(super().convert(value, param, ctx))
 
 
@@ -299,4 +299,9 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         """Return the numbers, or fail naming the range."""
         if isinstance(value, tuple):
             return value
+        span = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-|\.\.|:)\s*([0-9]{1,9})\s*", str(value))
+        if span and param is not None:
+            flag = max(param.opts, key=len).lstrip("-")
+            fix = f"Write --min-{flag} {span[1]} --max-{flag} {span[2]}, or the values with commas"
+            self.fail(f"{str(value)[:40]!r} is a range. {fix}", param, ctx)
         return tuple(sorted({self.each.convert(word.strip(), param, ctx) for word in str(value).split(",")}))

@@ -11,6 +11,7 @@ from typing import Any
 from foreshard.comm.schedules import bruck, chains, exchange, halving, hierarchical, in_network, ring, trees
 from foreshard.comm.schedules.schedule import COLLECTIVES, Schedule
 from foreshard.errors import SpecError, unknown
+from foreshard.words import spelled
 
 _REDUCING = ("all-reduce", "all-gather", "reduce-scatter")
 Weights = Sequence[float] | Sequence[Sequence[float]]
@@ -167,6 +168,7 @@ def schedule_of(
     12
     """
     names = algorithms_of(collective)
+    algorithm = spelled(algorithm, tuple(ALGORITHMS))
     if algorithm not in ALGORITHMS:
         raise unknown("algorithm", algorithm, names, key="algorithm", rule=f"Of {collective} there are")
     made = ALGORITHMS[algorithm]

@@ -11,6 +11,7 @@ from foreshard.comm.schedules.registry import algorithms_of, schedule_of
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.schedule_file import load_schedule
 from foreshard.errors import SpecError, unknown
+from foreshard.words import spelled
 
 BACKEND = "backend"
 """The name of what the communication library does by itself."""
@@ -80,6 +81,7 @@ def all_reduce_selection(text: str) -> AllReduceSelection | None:
         return _selection_of_file(text)
     name, colon, rest = text.partition(":")
     names = algorithms_of("all-reduce")
+    name = spelled(name, names)
     if name not in names:
         raise unknown("algorithm", name, (BACKEND, *names), key=_KEY, rule="All-reduces are")
     options = {}

@@ -136,8 +136,7 @@ def _check_supported(plan: Plan) -> None:
     if plan.precision not in RUN_PRECISIONS:
         raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
     if plan.attention is not None:
-        rule = "the layers of the job call their own attention"
-        raise _unsupported("attention", plan.attention, rule)
+        raise _unsupported("attention", plan.attention, "the layers of the job call their own attention")
     _check_overlap(plan)
     for g, group in enumerate(plan.groups):
         where = f"groups[{g}]"
