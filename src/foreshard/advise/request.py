@@ -54,7 +54,7 @@ ASKED = (
 )
 """What a request asks of the predictor, besides the run."""
 ENGINES = ("analytical", "graph")
-COSTS = ("formula",)
+COSTS = ("formula", "learned")
 CPU = "cpu"
 """Value of offload that means what the framework offloads under that name."""
 SPLIT_EVENLY = (
@@ -93,7 +93,7 @@ class Request:
     lora: str | None = None
     engine: str = "graph"
     network: str | None = None
-    costs: str = "formula"
+    costs: str = "auto"
     fidelity: str = "zero-shot"
     noise: Noise | None = None
     reliability: Reliability | None = None
@@ -187,7 +187,11 @@ class Request:
         ideal = self.fidelity == "datasheet"
         return with_best_buckets(
             PlannedRun(
-                model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+                model=self.trained,
+                cluster=self.cluster,
+                plan=plan,
+                framework=load_framework(plan.framework),
+                costs=self.costs,
             ),
             TrainingConstants.ideal() if ideal else training_constants(),
             fidelity=self.fidelity,

@@ -53,12 +53,14 @@ class PlannedRun:
     """One run to predict.
 
     `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
+    `costs` is the source of kernel times, as `catalog.kernels.kernel_model` takes it.
     """
 
     model: Model
     cluster: Cluster
     plan: Plan
     framework: Framework
+    costs: str = "auto"
     stated: Plan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class PlannedRun:
             optimizer=plan.optimizer,
             comm=plan.comm,
             fidelity=fidelity,
+            costs=self.costs,
         )
 
 

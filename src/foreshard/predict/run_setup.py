@@ -62,6 +62,7 @@ class RunSetup:
     # what is hidden otherwise than the framework does by default
     comm: Mapping[str, bool] = field(default_factory=dict)
     fidelity: str = "zero-shot"
+    costs: str = "auto"
 
     @property
     def nccl(self) -> str:
@@ -76,7 +77,7 @@ class RunSetup:
     def kernels(self, device: Device) -> KernelModel:
         """Return the kernel constants of a device; attention outside flash kernels has its own formula."""
         attention = self.framework.attention if self.framework.attention != "unfused" else "fa2"
-        return _kernel_model(device, self.precision, attention, self.fidelity)
+        return _kernel_model(device, self.precision, attention, self.fidelity, self.costs)
 
     def traits(self, device: Device, zero: Any) -> Traits:
         """Return what the framework does on a device at a ZeRO level, or at each of several."""
@@ -197,8 +198,8 @@ class RunSetup:
 
 
 @lru_cache(maxsize=256)
-def _kernel_model(device: Device, precision: str, attention: str, fidelity: str) -> KernelModel:
-    return kernel_model(device, precision, attention=attention, fidelity=fidelity)
+def _kernel_model(device: Device, precision: str, attention: str, fidelity: str, costs: str) -> KernelModel:
+    return kernel_model(device, precision, attention=attention, fidelity=fidelity, costs=costs)
 
 
 def nccl_channels(device: Device) -> int:
