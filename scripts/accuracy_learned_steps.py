@@ -2,7 +2,9 @@
 
 For each of three fitted devices, its kernels in 16 bit are priced as if it had never been timed: by formulas
 with the constants of other devices, and by learned costs trained without it; beside its own constants.
-Constants between kernels and a step stay as they are. Prints a table in markdown, in about two minutes.
+Constants between kernels and a step stay as they are. Intervals of formulas are of the class
+`architecture` where another device of the architecture was timed, else `datasheet`, as are those of learned
+costs. Prints a table in markdown, in about two minutes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from foreshard.catalog.kernels import KernelModel, kernel_constants, kernel_mode
 from foreshard.catalog.learned import NATIVE_ATTENTION, datasheet_features, share_of
 from foreshard.catalog.training import training_constants
 from foreshard.predict import predict
+from foreshard.predict.batch import PlannedRun
+from foreshard.predict.interval import interval_evidence, step_interval
 from foreshard.validation.rows import TrainingRow
 from foreshard.validation.validate import validate
 
@@ -106,9 +110,11 @@ def _with(kernels: KernelModel, gemm: dict[str, float], flash: dict[str, float])
     return replace(kernels, **values)
 
 
-def errors(device: str, change: Change | None, forest: dict[str, Any]) -> np.ndarray:
-    """Return log predicted over measured of the runs in 16 bit on a device alone."""
-    mine: set[str] = set()
+def errors(
+    device: str, change: Change | None, forest: dict[str, Any], evidence: str
+) -> tuple[np.ndarray, float]:
+    """Return log predicted over measured of 16-bit runs on a device alone, and the share inside intervals."""
+    mine: dict[str, tuple[float, float]] = {}
 
     def kernels_of(asked: Any, precision: str, attention: str, fidelity: str, _: str) -> KernelModel:
         kernels = kernel_model(asked, precision, attention=attention, fidelity=fidelity)
@@ -118,9 +124,7 @@ def errors(device: str, change: Change | None, forest: dict[str, Any]) -> np.nda
         return change(kernels, native)
 
     def predicted(row: TrainingRow) -> Any:
-        if {nodes.device.name for nodes in row.cluster.nodes} == {device}:
-            mine.add(row.id if row.plan.precision in ("bf16", "fp16") else "")
-        return predict(
+        found = predict(
             row.model,
             row.cluster,
             row.plan,
@@ -130,6 +134,11 @@ def errors(device: str, change: Change | None, forest: dict[str, Any]) -> np.nda
             timeline=False,
             checked=False,
         )
+        alone = {nodes.device.name for nodes in row.cluster.nodes} == {device}
+        if alone and row.plan.precision in ("bf16", "fp16"):
+            case = PlannedRun(model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework)
+            mine[row.id] = step_interval(case, found.step_time_s, found.time_breakdown_s, evidence=evidence)
+        return found
 
     with (
         patch("foreshard.predict.run_setup._kernel_model", kernels_of),
@@ -137,7 +146,8 @@ def errors(device: str, change: Change | None, forest: dict[str, Any]) -> np.nda
     ):
         found = validate([str(DATA / name) for name in TABLES], exclude_calibration=None, predictor=predicted)
     rows = [row for row in found["rows"] if row["id"] in mine and row["status"] == "ok" and row["measured_s"]]
-    return np.log([row["predicted_s"] / row["measured_s"] for row in rows])
+    inside = [mine[row["id"]][0] <= row["measured_s"] <= mine[row["id"]][1] for row in rows]
+    return np.log([row["predicted_s"] / row["measured_s"] for row in rows]), float(np.mean(inside))
 
 
 def main() -> None:
@@ -145,12 +155,18 @@ def main() -> None:
     fits, lines = Fits(), []
     for device in DEVICES:
         learned, forest = fits.learned(device)
-        found = [errors(device, None, {}), errors(device, fits.formula(device), {})]
-        found.append(errors(device, learned, forest))
-        scores = [figures(log_ratio) for log_ratio in found]
-        cells = (f"{100 * s['median']:.1f} / {100 * s['p90']:.1f} ({100 * s['bias']:+.1f})" for s in scores)
-        lines.append((device, len(found[0]), *cells))
-    header = ("device", "runs", "own constants", "formula of others", "learned without it")
+        arch = resolve_device(device).arch
+        relatives = [k for k in fits.sixteen if k.device != device and k.arch == arch]
+        evidence = "architecture" if relatives else "datasheet"
+        found = [errors(device, None, {}, "fitted"), errors(device, fits.formula(device), {}, evidence)]
+        found.append(errors(device, learned, forest, interval_evidence("learned", (arch,))))
+        cells = []
+        for log_ratio, covered in found:
+            s = figures(log_ratio)
+            text = f"{100 * s['median']:.1f} / {100 * s['p90']:.1f} ({100 * s['bias']:+.1f})"
+            cells.append(f"{text}, {100 * covered:.0f}")
+        lines.append((device, len(found[0][0]), evidence, *cells))
+    header = ("device", "runs", "evidence", "own constants", "formula of others", "learned without it")
     print("\n".join(markdown(header, lines)))
 
 

@@ -328,8 +328,9 @@ def _assemble(
     observed_step_s: float | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, evidence, parts = case.stated, _evidence(case), found.parts
+    plan, parts = case.stated, found.parts
     shares = source_shares(batch, parts)
+    evidence = "learned" if "learned" in shares else _evidence(case)
     step_s = sum(parts.values())
     known = interval_evidence(evidence, {device.arch for device, _ in devices_of(case)})
     interval = step_interval(case, step_s, parts, evidence=known, fidelity=fidelity)
@@ -376,7 +377,7 @@ def _assemble(
         costs=" and ".join(shares),
         cost_sources=shares,
         fidelity=fidelity,
-        evidence=f"learned over {evidence}" if "learned" in shares else evidence,
+        evidence=evidence,
         assumptions=(*learned, *assumptions(case, goodput=run is not None)),
         explain=explanations(case, batch, parts, engine=engine, measured=bool(learned))
         | texts

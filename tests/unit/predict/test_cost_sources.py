@@ -28,7 +28,7 @@ def test_shares_of_a_device_never_fitted(engine):
     # Collectives, optimizer and elementwise kernels have formulas only.
     computed = found.time_breakdown_s["compute"] / found.step_time_s
     assert 0.2 < found.cost_sources["learned"] < computed
-    assert found.evidence == "learned over architecture"
+    assert found.evidence == "learned"
     assert f"learned {found.cost_sources['learned']:.1%}" in found.explain["cost_sources"]
     assert found.to_dict()["cost_sources"] == found.cost_sources
 
@@ -46,13 +46,13 @@ def test_narrow_products_and_unknown_devices_fall_back_to_formulas():
         assert predicted(cluster, costs="learned").cost_sources == {"formula": 1.0}
 
 
-def test_intervals_of_learned_costs_are_those_of_the_formulas_evidence():
+def test_intervals_of_learned_costs_are_those_of_a_datasheet():
+    # Catches an interval as narrow as if kernels of the architecture had been used: it missed a quarter of
+    # the runs on a device left out (docs/cost_sources.md).
     learned, formula = (predicted("1x8xh20-sxm", costs=costs) for costs in ("learned", "formula"))
-    for one in (learned, formula):
-        low, high = one.step_time_interval_s
-        assert low < one.step_time_s < high
-    widths = [one.step_time_interval_s[1] / one.step_time_s for one in (learned, formula)]
-    assert widths[0] == pytest.approx(widths[1], rel=1e-9)
+    widths = [one.step_time_interval_s[1] / one.step_time_interval_s[0] for one in (learned, formula)]
+    assert formula.evidence == "architecture"
+    assert widths[0] > widths[1] > 1.0
 
 
 @pytest.mark.parametrize("costs", ["formula", "learned"])
