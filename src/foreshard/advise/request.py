@@ -66,6 +66,8 @@ ASKED = (
     "speeds",
 )
 """What a request asks of the predictor, besides the run."""
+COSTS = ("formula", "learned")
+"""Sources of kernel times that are compared; auto takes one of them."""
 CPU = "cpu"
 """Value of offload that means what the framework offloads under that name."""
 SPLIT_EVENLY = (
@@ -105,7 +107,7 @@ class Request:
     lora: str | None = None
     engine: str = "graph"
     network: str | None = None
-    costs: str = "formula"
+    costs: str = "auto"
     fidelity: str = "zero-shot"
     noise: Noise | None = None
     reliability: Reliability | None = None
@@ -213,7 +215,11 @@ class Request:
         ideal = self.fidelity == "datasheet"
         return with_best_buckets(
             PlannedRun(
-                model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+                model=self.trained,
+                cluster=self.cluster,
+                plan=plan,
+                framework=load_framework(plan.framework),
+                costs=self.costs,
             ),
             TrainingConstants.ideal() if ideal else training_constants(),
             fidelity=self.fidelity,
@@ -239,7 +245,7 @@ class Request:
 
     def compare(self) -> tuple[Prediction, ...]:
         """Return the predictions under every engine and cost source."""
-        from foreshard.predict.step import COSTS, ENGINES
+        from foreshard.predict.step import ENGINES
 
         return tuple(
             replace(self, engine=engine, costs=costs, noise=None).predict()

@@ -70,6 +70,12 @@ def _labels() -> Mapping[str, _Label]:
     }
 
 
+def memory_type(device: Device) -> str:
+    """Return the memory of a catalog device in lower case, as hbm2e or gddr6; empty where it is not known."""
+    label = _labels().get(device.name)
+    return "" if label is None else label.memory_type
+
+
 @cache
 def catalog_version() -> str:
     """Return a short digest of the shipped devices, links and instances; predictions echo it."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from foreshard.catalog.learned import fitted_devices, learned_constants, learned_kernels
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import unknown
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 ATTENTION_KERNELS = ("fa1", "fa2", "fa3", "cudnn", "te", "trtllm")
 FIDELITIES = ("datasheet", "zero-shot")
+COSTS = ("auto", "formula", "learned")
 
 # Curve of the matrix products of a training precision; block-scaled formats share that of their width.
 _CURVE = {
@@ -79,6 +81,12 @@ class KernelModel:
     stream_launch_s: Any
     grouped_eff: Any
     """Speed of a grouped matrix product over one batched product of equal shape."""
+    gemm_learned: Any = 0.0
+    """1 where trees correct matrix products (`cost.learned`), 0 where nothing does; the same below."""
+    gemm16_learned: Any = 0.0
+    attn_learned: Any = 0.0
+    """0 none, 1 kernels of training libraries, 2 those of TensorRT-LLM."""
+    grouped_learned: Any = 0.0
 
 
 def kernel_constants() -> dict[str, Any]:
@@ -134,6 +142,7 @@ def kernel_model(
     attention: str = "fa2",
     fidelity: str = "zero-shot",
     sustained: bool = True,
+    costs: str = "formula",
 ) -> KernelModel:
     """Return the kernel constants of a device for matrix products in `precision`.
 
@@ -149,6 +158,10 @@ def kernel_model(
     sustained : bool
         True: the device is busy all the time, as in training, and every product runs at the clock the
         power limit allows. False: a kernel timed alone, which slows down only when it is long.
+    costs : str
+        formula; learned: the kinds of kernels in which learned costs are better on devices left out, formula
+        for the others; auto: the same, but the formula alone on a device that any of its constants was
+        fitted on.
 
     Raises
     ------
@@ -162,6 +175,7 @@ def kernel_model(
     _check("precision", precision, tuple(_CURVE))
     _check("attention", attention, ATTENTION_KERNELS)
     _check("fidelity", fidelity, FIDELITIES)
+    _check("costs", costs, COSTS)
     rates = {
         "peak_flops_per_s": float(device.peak(precision)),
         "bf16_peak_flops_per_s": float(device.peak(_wide(device, precision))),
@@ -170,25 +184,36 @@ def kernel_model(
     }
     if fidelity == "datasheet":
         return KernelModel(**rates, **_IDEAL)
-    return KernelModel(**rates, **_fitted(device, precision, attention, sustained))
+    values = _fitted(device, precision, attention)
+    if costs != "formula":
+        values |= learned_constants(device, precision, attention, learned_kinds(device, costs))
+    if keeps_rate(device, precision):
+        values["gemm_sag"] = 0.0
+    elif sustained:
+        values["gemm_eff"] /= 1.0 + values["gemm_sag"]
+        values["gemm16_eff"] /= 1.0 + values["gemm16_sag"]
+        values["gemm_sag"] = 0.0
+    del values["gemm16_sag"]
+    return KernelModel(**rates, **values)
 
 
-def _fitted(device: Device, precision: str, attention: str, sustained: bool) -> dict[str, float]:
+def learned_kinds(device: Device, costs: str) -> frozenset[str]:
+    """Return the kinds of kernels that a cost source takes from learned curves, where a device has them."""
+    if costs == "formula" or (costs == "auto" and device.name in fitted_devices()):
+        return frozenset()
+    return frozenset(learned_kernels()["preferred"])
+
+
+def _fitted(device: Device, precision: str, attention: str) -> dict[str, float]:
     """Return every fitted field of the device."""
     constants = kernel_constants()
     gemm = _find(constants["gemm"][_CURVE[precision]], device)[0]
     gemm16 = _find(constants["gemm"][_CURVE[_wide(device, precision)]], device)[0]
     values = {f"gemm_{name}": value for name, value in gemm.items()}
-    values |= {f"gemm16_{name}": gemm16[name] for name in ("eff", "k0", "split_k")}
+    values |= {f"gemm16_{name}": gemm16[name] for name in ("eff", "k0", "split_k", "sag")}
     values |= {f"attn_{name}": v for name, v in _find(constants["attention"][attention], device)[0].items()}
     values |= {f"stream_{name}": v for name, v in _find(constants["stream"], device)[0].items()}
     values |= {f"grouped_{name}": v for name, v in _find(constants["grouped"], device)[0].items()}
-    if keeps_rate(device, precision):
-        values["gemm_sag"] = 0.0
-    elif sustained:
-        values["gemm_eff"] /= 1.0 + gemm["sag"]
-        values["gemm16_eff"] /= 1.0 + gemm16["sag"]
-        values["gemm_sag"] = 0.0
     return values
 
 

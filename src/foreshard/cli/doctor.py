@@ -22,12 +22,16 @@ _EXTRAS = {
     "scipy": ("plan", "plans on mixed nodes"),
     "torch": ("run", "profile and run jobs, models given as modules"),
     "transformers": ("models", "check parameter counts against transformers"),
+    "sklearn": ("learn", "training of learned costs; using them needs none of it"),
     "ray": ("sweep", "searches in tasks of Ray"),
     "yaml": ("yaml", "configurations of accelerate to import"),
     "pandas": ("notebook", "to_pandas of results"),
     "matplotlib": ("notebook", "plot of results"),
 }
-_DISTRIBUTIONS = {"yaml": "PyYAML"}  # where a library is published under another name
+_DISTRIBUTIONS = {
+    "yaml": "PyYAML",
+    "sklearn": "scikit-learn",
+}  # where a library is published under another name
 FAULT = 1  # exit code where something needed is broken
 
 

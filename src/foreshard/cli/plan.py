@@ -19,6 +19,7 @@ from foreshard.cli.options.answer import (
     write_text,
 )
 from foreshard.cli.options.choices import choosing
+from foreshard.cli.options.measured import is_file
 from foreshard.cli.options.progress import watched
 from foreshard.cli.options.request import named_cluster, warn_of_stack
 from foreshard.cli.options.sources import verb_command
@@ -149,7 +150,11 @@ def _vendors() -> tuple[str, ...]:
     help="Price instead of the catalog's.",
 )
 @click.option("--prices", metavar="FILE", help="Prices of your own ('foreshard schema prices').")
-@click.option("--costs", metavar="FILE", help="Measured costs (foreshard calibrate) instead of formulas.")
+@click.option(
+    "--costs",
+    metavar="auto|formula|learned|FILE",
+    help="Where kernel times come from (default auto), or costs measured by calibrate.",
+)
 @click.option(
     "--compare-with",
     type=Words(alone=(ALL,), load=_other_planners),
@@ -198,7 +203,7 @@ def command(
         raise SpecError("no cluster", key="CLUSTER", rule=rule, fix=fix)
     source: Model | None = None
     search: Search
-    if "costs" in asked:
+    if is_file(asked.get("costs")):
         from foreshard.cli.options import measured
 
         search = partial(measured.plan, model, cluster, others=of_one_cluster)

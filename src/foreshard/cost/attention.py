@@ -9,6 +9,7 @@ import numpy as np
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.kernels import QUERY_TILE, KernelModel
+from foreshard.cost.learned import attention_features, corrected_s
 
 BACKWARD_FLOPS = 2.5
 """Of a flash backward over its forward."""
@@ -77,6 +78,13 @@ def flash_attention_forward_s(
     moved = 2.0 * dims * (rows * q_len + batch * num_kv_heads * kv_len)
     memory_s = moved / (kernels.stream_eff * kernels.memory_bytes_per_s)
     busy_s = np.maximum(compute_s, memory_s) + kernels.attn_launch_s
+    if np.count_nonzero(kernels.attn_learned):
+        with np.errstate(divide="ignore"):
+            features = attention_features(
+                rows, batch * num_kv_heads, q_len, kv_len, 0.5 * dims, kernels.num_sms
+            )
+        serving = np.asarray(kernels.attn_learned) > 1
+        busy_s = corrected_s("attention", busy_s, [*features, serving], kernels.attn_learned)
     return np.where(rows * pairs * dims > 0, busy_s, 0.0)
 
 

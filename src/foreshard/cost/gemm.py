@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.cost.kernels import CLOCK_SAG_S, TILES, KernelModel
+from foreshard.cost.learned import corrected_s, gemm_features
 
 _LARGEST_TILE = max(rows * columns for rows, columns in TILES)
 
@@ -29,7 +30,8 @@ def gemm_s(
     library would. Computing and moving overlap up to `gemm_exposed` of the shorter. The result never falls
     when m, n, k or batch grows, nor when a peak or the bandwidth falls. `bytes_per_element` of operands and
     result count for the memory roof, or `moved_bytes` where given: a convolution never forms its patches.
-    `sixteen_bit` takes that rate and curve although the precision is narrower.
+    `sixteen_bit` takes that rate and curve although the precision is narrower. Learned kernels correct the
+    time by trees (`cost.learned`).
 
     Source
     ------
@@ -46,6 +48,11 @@ def gemm_s(
         memory_s = moved_bytes / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s)
     time_s = np.maximum(compute_s, memory_s) + kernels.gemm_exposed * np.minimum(compute_s, memory_s)
     time_s = time_s + kernels.gemm_launch_s
+    learned = kernels.gemm16_learned if sixteen_bit else kernels.gemm_learned
+    if np.count_nonzero(learned):
+        with np.errstate(divide="ignore"):
+            features = gemm_features(m, n, k, batch, kernels.num_sms)
+        time_s = corrected_s("gemm_16bit", time_s, features, learned)
     if all(np.count_nonzero(size) == size.size for size in (m, n, k, batch)):
         return np.asarray(time_s)
     return np.where((m > 0) & (n > 0) & (k > 0) & (batch > 0), time_s, 0.0)

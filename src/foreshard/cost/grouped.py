@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.kernels import KernelModel
+from foreshard.cost.learned import corrected_s, grouped_features
 
 
 def grouped_gemm_s(
@@ -36,5 +38,15 @@ def grouped_gemm_s(
     rows = tokens / np.maximum(active, 1.0)
     if looped:
         return gemm_s(rows, n, k, kernels, bytes_per_element=bytes_per_element) * active
-    grouped_s = gemm_s(rows, n, k, kernels, bytes_per_element=bytes_per_element, batch=active)
-    return grouped_s / kernels.grouped_eff
+    learned = kernels.grouped_learned
+    own = kernels
+    if np.count_nonzero(learned):
+        own = replace(kernels, gemm_learned=np.where(np.asarray(learned) > 0, 0.0, kernels.gemm_learned))
+    grouped_s = gemm_s(rows, n, k, own, bytes_per_element=bytes_per_element, batch=active)
+    grouped_s = grouped_s / kernels.grouped_eff
+    if not np.count_nonzero(learned):
+        return grouped_s
+    with np.errstate(divide="ignore", invalid="ignore"):
+        features = grouped_features(tokens, active, np.asarray(n), np.asarray(k), kernels.num_sms)
+    # Tokens are those of this rank, evenly routed: exponent 0, log of 1 rank.
+    return corrected_s("grouped", grouped_s, [*features, 0.0, 0.0], learned)

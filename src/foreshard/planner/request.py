@@ -17,7 +17,7 @@ from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.ranking import OBJECTIVES, Limits, ranked
 from foreshard.planner.result import Ranked
 from foreshard.predict.run_setup import RunSetup
-from foreshard.predict.step import ENGINES, checked_network
+from foreshard.predict.step import ENGINES, checked_costs, checked_network
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of, whole
 from foreshard.spec.framework import Framework
@@ -66,6 +66,7 @@ class PlanRequest:
     attention: str | None = None
     engine: str = "graph"
     network: str = "closed-form"
+    costs: str = "auto"
     best_buckets: bool = False
     chooses_later: bool = False  # plans are timed once more, so neighbours of the best are kept
     top: int = 5
@@ -99,6 +100,7 @@ class PlanRequest:
             precision=self.precision,
             seq_len=self.seq_len,
             optimizer=self.optimizer,
+            costs=self.costs,
         )
 
     def grid_on(self, cluster: Cluster, *, objective: str | None = None) -> GridRequest:
@@ -125,6 +127,7 @@ class PlanRequest:
             choices=self.choices,
             objective=objective,
             max_step_s=most,
+            costs=self.costs,
         )
 
     def ranked(self, predictions: Sequence[Prediction]) -> tuple[tuple[Ranked, ...], LimitError | None]:
@@ -153,6 +156,7 @@ def checked_request(
     optimizer: str = "adamw",
     engine: str = "graph",
     network: str | None = None,
+    costs: str = "auto",
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
@@ -214,6 +218,7 @@ def checked_request(
         optimizer=one_of(optimizer, OPTIMIZERS, key="--optimizer", name="optimizer"),
         engine=one_of(engine, ENGINES, key="--engine", name="engine"),
         network=checked_network(network, engine),
+        costs=checked_costs(costs),
         top=whole(top, key="--top", name="top"),
         budget_s=budget_s,
         usd_per_device_hour=usd_per_device_hour,

@@ -54,13 +54,15 @@ class PlannedRun:
     """One run to predict.
 
     `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
-    `framework` has the attention kernel that runs on the devices, `declared` the one it names.
+    `framework` has the attention kernel that runs on the devices, `declared` the one it names. `costs` is the
+    source of kernel times, as `catalog.kernels.kernel_model` takes it.
     """
 
     model: Model
     cluster: Cluster
     plan: Plan
     framework: Framework
+    costs: str = "auto"
     stated: Plan = field(init=False)
     declared: Framework = field(init=False)
 
@@ -89,6 +91,7 @@ class PlannedRun:
             optimizer=plan.optimizer,
             comm=plan.comm,
             fidelity=fidelity,
+            costs=self.costs,
         )
 
 

@@ -136,7 +136,8 @@ def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
 def interval_evidence(evidence: str, architectures: Iterable[str]) -> str:
     """Return what an interval rests on: no more than a datasheet where no training run was measured.
 
-    Kernels of a device may be measured while none of the constants between kernels and a step was.
+    Kernels of a device may be measured while none of the constants between kernels and a step was. Learned
+    kernel times know a device by its datasheet only.
     """
     return evidence if evidence in EVIDENCE and TRAINED.issuperset(architectures) else "datasheet"
 

@@ -63,6 +63,7 @@ class RunSetup:
     # what is hidden otherwise than the framework does by default
     comm: Mapping[str, bool] = field(default_factory=dict)
     fidelity: str = "zero-shot"
+    costs: str = "auto"
 
     @property
     def nccl(self) -> str:
@@ -78,7 +79,7 @@ class RunSetup:
         """Return the kernel constants of a device; attention outside flash kernels has its own formula."""
         attention = attention_on(self.framework, device)
         constants = {"unfused": "fa2", "efficient": "fa1"}.get(attention, attention)
-        return _kernel_model(device, self.precision, constants, self.fidelity)
+        return _kernel_model(device, self.precision, constants, self.fidelity, self.costs)
 
     def traits(self, device: Device, zero: Any) -> Traits:
         """Return what the framework does on a device at a ZeRO level, or at each of several."""
@@ -199,8 +200,8 @@ class RunSetup:
 
 
 @lru_cache(maxsize=256)
-def _kernel_model(device: Device, precision: str, attention: str, fidelity: str) -> KernelModel:
-    return kernel_model(device, precision, attention=attention, fidelity=fidelity)
+def _kernel_model(device: Device, precision: str, attention: str, fidelity: str, costs: str) -> KernelModel:
+    return kernel_model(device, precision, attention=attention, fidelity=fidelity, costs=costs)
 
 
 def nccl_channels(device: Device) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from foreshard.catalog.devices import catalog_version
 from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.kernels import kernel_evidence
+from foreshard.catalog.kernels import COSTS, kernel_evidence
 from foreshard.catalog.stacks import check_attention, not_measured
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.money import money
@@ -23,6 +23,7 @@ from foreshard.predict.goodput import run_efficiency
 from foreshard.predict.interval import LEVEL, interval_evidence, step_interval
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
+from foreshard.predict.tasks.sources import source_shares, sources_text
 from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
@@ -35,7 +36,6 @@ from foreshard.spec.variation import Noise, Reliability, StepDistribution
 
 ENGINES = ("analytical", "graph", "event")
 NETWORKS = ("closed-form", "flow")
-COSTS = ("formula",)
 FIDELITIES = ("datasheet", "zero-shot", "calibrated")
 MAX_GRAPH_OPS = 2_000_000
 """Forwards and backwards the graph engine takes on: about 10 s and 2 GB."""
@@ -70,7 +70,7 @@ def predict_timeline(
     framework: Framework | None = None,
     engine: str = "graph",
     network: str | None = None,
-    costs: str = "formula",
+    costs: str = "auto",
     fidelity: str = "zero-shot",
     noise: Noise | None = None,
     reliability: Reliability | None = None,
@@ -93,7 +93,9 @@ def predict_timeline(
     network : {'closed-form', 'flow'}, optional
         'flow': all transfers of the step share links and NICs in one flow simulation, the default of the
         event engine; 'closed-form': each takes its own time, the default of the others.
-    costs : {'formula'}
+    costs : {'auto', 'formula', 'learned'}
+        Where kernel times come from: fitted formulas; learned corrections where they are better on devices
+        left out; 'auto' takes these only on devices that no constant of the formulas was fitted on.
     fidelity : {'zero-shot', 'datasheet'}
         'datasheet' uses no fitted constant.
     noise : Noise, optional
@@ -125,14 +127,7 @@ def predict_timeline(
     network = checked_network(network, engine)
     _check_noise(noise, engine)
     speeds = _checked_speeds(speeds, engine, network)
-    if costs not in COSTS:
-        raise SpecError(
-            f"unknown cost source {costs!r}",
-            key="--costs",
-            value=costs,
-            rule=f"A cost source is {', '.join(COSTS)}, or the file that foreshard calibrate writes",
-            fix="Give the path of that file, as in ./costs.json",
-        )
+    checked_costs(costs, fidelity)
     fidelity = one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
     _number("--tokens", tokens)
     _number("--usd-per-device-hour", usd_per_device_hour, zero=True)
@@ -144,7 +139,7 @@ def predict_timeline(
     framework = framework or load_framework(plan.framework)
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
-    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework, costs=costs)
     batch = build_batch([case], constants, fidelity=fidelity)
     found = _times(case, batch, engine, network, timeline, noise, speeds)
     prediction = _assemble(
@@ -153,7 +148,6 @@ def predict_timeline(
         found,
         engine=engine,
         network=network,
-        costs=costs,
         fidelity=fidelity,
         reliability=reliability,
         tokens=tokens,
@@ -245,6 +239,27 @@ def _check_noise(noise: Noise | None, engine: str) -> None:
             rule="Ranks and steps that differ are simulated by the event engine",
             fix="Use --engine event, or leave out jitter and slow ranks",
         )
+
+
+def checked_costs(costs: str, fidelity: str = "zero-shot") -> str:
+    """Return the name of a cost source of kernels, or raise SpecError."""
+    if costs not in COSTS:
+        raise SpecError(
+            f"unknown cost source {costs!r}",
+            key="--costs",
+            value=costs,
+            rule=f"A cost source is {', '.join(COSTS)}, or the file that foreshard calibrate writes",
+            fix="Give the path of that file, as in ./costs.json",
+        )
+    if costs == "learned" and fidelity == "datasheet":
+        raise SpecError(
+            "learned costs at the fidelity of a datasheet",
+            key="--costs",
+            value=costs,
+            rule="--fidelity datasheet uses no fitted constant, and learned costs are fitted",
+            fix="Leave out one of --costs and --fidelity",
+        )
+    return costs
 
 
 def checked_network(network: str | None, engine: str) -> str:
@@ -341,7 +356,6 @@ def _assemble(
     *,
     engine: str,
     network: str,
-    costs: str,
     fidelity: str,
     reliability: Reliability | None,
     tokens: float | None,
@@ -349,7 +363,9 @@ def _assemble(
     observed_step_s: float | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, kernels, parts = case.stated, _kernel_evidence(case), found.parts
+    plan, parts = case.stated, found.parts
+    shares = source_shares(batch, parts)
+    kernels = "learned" if "learned" in shares else _kernel_evidence(case)
     step_s = sum(parts.values())
     devices = [device for device, _ in devices_of(case)]
     unmeasured = not_measured(case.framework, devices)
@@ -396,10 +412,13 @@ def _assemble(
         network=network,
         collectives=found.collectives,
         step_time_distribution=found.distribution,
-        costs=costs,
+        costs=" and ".join(shares),
+        cost_sources=shares,
         fidelity=fidelity,
         evidence=evidence,
         assumptions=(*learned, *assumptions(case, goodput=run is not None)),
-        explain=explanations(case, batch, parts, engine=engine, measured=bool(learned)) | texts,
+        explain=explanations(case, batch, parts, engine=engine, measured=bool(learned))
+        | texts
+        | {"cost_sources": sources_text(shares, case.costs)},
         catalog_version=catalog_version(),
     )

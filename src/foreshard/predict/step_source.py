@@ -50,10 +50,13 @@ class FormulaSteps:
     constants: TrainingConstants
     engine: str = "graph"
     network: str = "closed-form"
+    costs: str = "auto"
     usd_per_device_hour: float | None = None
 
     def _case(self, plan: Plan) -> PlannedRun:
-        return PlannedRun(model=self.model, cluster=self.cluster, plan=plan, framework=self.framework)
+        return PlannedRun(
+            model=self.model, cluster=self.cluster, plan=plan, framework=self.framework, costs=self.costs
+        )
 
     def times(self, plan: Plan) -> StepTimes:
         """Return the time of each group of a plan, and its parts."""
@@ -77,6 +80,7 @@ class FormulaSteps:
             framework=self.framework,
             engine=self.engine,
             network=self.network,
+            costs=self.costs,
             tokens=tokens,
             usd_per_device_hour=self.usd_per_device_hour,
             timeline=False,

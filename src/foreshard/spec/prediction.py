@@ -143,6 +143,7 @@ class Prediction(Shown):
     collectives: tuple[CollectiveTimes, ...] = ()
     step_time_distribution: StepDistribution | None = None
     costs: str
+    cost_sources: Mapping[str, float] = field(default_factory=dict)
     fidelity: str
     evidence: str
     assumptions: tuple[str, ...]
@@ -158,6 +159,7 @@ class Prediction(Shown):
         out["assumptions"] = list(self.assumptions)
         out["time_breakdown_s"] = dict(self.time_breakdown_s)
         out["explain"] = dict(self.explain)
+        out["cost_sources"] = dict(self.cost_sources)
         out["collectives"] = [one.to_dict() for one in self.collectives]
         varied = self.step_time_distribution
         out["step_time_distribution"] = None if varied is None else asdict(varied)

@@ -16,7 +16,7 @@ from pathlib import Path
 from foreshard.catalog.shipped import shipped
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import SpecError
-from foreshard.predict.step import COSTS, ENGINES
+from foreshard.predict.step import ENGINES
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
@@ -79,8 +79,8 @@ def left_out_constants(family: str) -> TrainingConstants:
 
 def engine_predictors() -> tuple[StepPredictor, ...]:
     """Return every engine and cost source of ours, by constants that never saw the family of a row."""
-    fitted = [_engine(engine, costs, "zero-shot") for engine in ENGINES for costs in COSTS]
-    return (*fitted, _engine("graph", "formula", "datasheet"))
+    formulas = [_engine(engine, "formula", "zero-shot") for engine in ENGINES]
+    return (*formulas, _engine("graph", "learned", "zero-shot"), _engine("graph", "formula", "datasheet"))
 
 
 def _engine(engine: str, costs: str, fidelity: str) -> StepPredictor:

@@ -108,7 +108,7 @@ def test_a_whole_run_has_a_duration(shell):
 
 def test_compare_says_equal_when_equal(shell):
     text = shell("compare", "llama3-8b", "1x8xh100-sxm", "--tp", "2").out
-    assert re.search(r"^peak GiB +[\d.]+ +equal +equal$", text, re.M)
+    assert re.search(r"^peak GiB +[\d.]+( +equal)+$", text, re.M)
 
 
 def test_a_switch_hides_what_it_names(shell):

@@ -31,6 +31,12 @@ def net(tmp_path):
     return path
 
 
+def test_learned_costs_of_a_module_are_refused_rather_than_ignored(shell, net):
+    answer = shell("predict", f"{net}:net", "1x4xa40", "--costs", "learned")
+    assert answer.code == 2
+    assert "--costs" in answer.err and "priced by formulas" in answer.err
+
+
 @pytest.mark.parametrize("factory", ["net", "with_loss"])
 def test_predict_takes_a_module_with_example_inputs(shell, net, factory):
     answer = shell("predict", f"{net}:{factory}", "1x4xrtx-3090", "--micro-batch", "32", "--json")

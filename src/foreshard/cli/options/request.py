@@ -145,7 +145,11 @@ def _question_options(with_engine: bool) -> list[click.Option]:
             type=Word("closed-form", "flow"),
             help="How transfers take time: each by itself, or sharing links and NICs (default of event).",
         ),
-        click.Option(["--costs"], metavar="SOURCE", help="Cost source (default formula)."),
+        click.Option(
+            ["--costs"],
+            metavar="auto|formula|learned|FILE",
+            help="Where kernel times come from (default auto), or costs measured by calibrate.",
+        ),
     ]
     return [
         *([*engine, *varying_options()] if with_engine else []),

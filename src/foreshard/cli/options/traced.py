@@ -36,6 +36,14 @@ def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]
     from foreshard.spec.degrees import plan_from_degrees
 
     _reject_unknown({**values, **others}, _PREDICTS)
+    if values.get("costs") not in (None, "auto", "formula"):
+        raise SpecError(
+            f"costs {values['costs']} of a traced module",
+            key="--costs",
+            value=values["costs"],
+            rule="Operations of a traced module are priced by formulas",
+            fix="Leave out --costs, or profile the job and give the file that calibrate writes",
+        )
     cluster = api.load_cluster(values["cluster"])
     if values.get("plan"):
         plan = api.load_plan(values["plan"])

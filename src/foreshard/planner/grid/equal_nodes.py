@@ -217,6 +217,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
                     plan,
                     framework=framework,
                     engine="analytical",
+                    costs=request.costs,
                     tokens=request.tokens,
                     usd_per_device_hour=request.usd_per_device_hour,
                     timeline=False,

@@ -51,6 +51,7 @@ class GridRequest:
     objective : {'time', 'cost', 'energy'}
     max_step_s : float, seconds
         Slower plans are not kept.
+    costs : {'auto', 'formula', 'learned'}
     """
 
     model: Model
@@ -65,6 +66,7 @@ class GridRequest:
     choices: Choices = field(default_factory=Choices)
     objective: str = "time"
     max_step_s: float = np.inf
+    costs: str = "auto"
 
     def priced(self, table: PlanTable) -> TableStages:
         """Return the stages of some plans, to price their time and memory."""
@@ -92,6 +94,7 @@ class GridRequest:
             precision=self.precision,
             seq_len=self.seq_len,
             optimizer=self.optimizer,
+            costs=self.costs,
         )
 
 

@@ -45,7 +45,13 @@ def laid_out(request: PlanRequest, plan: Plan) -> Plan:
     """
     if find_spec("numba") is None:
         return plan
-    case = PlannedRun(model=request.model, cluster=request.cluster, plan=plan, framework=request.framework)
+    case = PlannedRun(
+        model=request.model,
+        cluster=request.cluster,
+        plan=plan,
+        framework=request.framework,
+        costs=request.costs,
+    )
     first = first_of_equals(case)
     priced = {one.index: one for one in group_prices(case, build_batch([case], request.constants))}
     pipelines = {index: _Pipeline(price) for index, price in priced.items()}

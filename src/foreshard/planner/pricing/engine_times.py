@@ -35,6 +35,7 @@ def steps_of(request: PlanRequest, usd_per_device_hour: float | None = None) -> 
         constants=request.constants,
         engine=request.engine,
         network=request.network,
+        costs=request.costs,
         usd_per_device_hour=usd_per_device_hour,
     )
 
@@ -52,7 +53,11 @@ def _with_buckets(request: PlanRequest, plan: Plan) -> Plan:
     from foreshard.predict.graph.bucket_choice import with_best_buckets
 
     case = PlannedRun(
-        model=request.model, cluster=request.cluster, plan=plan, framework=request.priced_framework
+        model=request.model,
+        cluster=request.cluster,
+        plan=plan,
+        framework=request.priced_framework,
+        costs=request.costs,
     )
     return with_best_buckets(case, request.constants, network=request.network)
 

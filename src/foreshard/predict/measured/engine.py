@@ -101,6 +101,7 @@ def predict_measured(
         framework=plan.framework if costs.by_formula else "foreshard",
         engine="graph",
         costs="formula" if costs.by_formula else costs.path,
+        cost_sources={"formula" if costs.by_formula else "measured": 1.0},
         fidelity="zero-shot" if costs.by_formula else "calibrated",
         assumptions=_assumptions(costs, cluster, plan),
         evidence=_evidence(costs, cluster, plan),
