@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from foreshard.catalog.hf.hybrids import hybrid_model
 from foreshard.catalog.hf.load import model_from_config, read_config
-from foreshard.catalog.hybrids import hybrid_model
 from foreshard.catalog.model_dims import model_from_dims
 from foreshard.catalog.shipped import shipped
 from foreshard.catalog.torch_module import model_from_module

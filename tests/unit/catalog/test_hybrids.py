@@ -3,7 +3,7 @@
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
-from foreshard.catalog.hybrids import hybrid_model
+from foreshard.catalog.hf.hybrids import hybrid_model
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.predict import predict
