@@ -167,6 +167,21 @@ def test_search_equals_pricing_everything(space, objective):
     assert found.bound == pytest.approx(wanted[0] if wanted else np.inf, rel=1e-12)
 
 
+def test_rows_of_a_kind_of_pass_are_listed_once(monkeypatch):
+    """Hundreds of thousands of passes share a few lists of rows."""
+    from foreshard.planner.grid import space as module
+
+    kinds, listed = [], module._listed
+
+    def noted(request, *kind):
+        kinds.append(kind)
+        return listed(request, *kind)
+
+    monkeypatch.setattr(module, "_listed", noted)
+    search_rows(_request(*SPACES[0]), keep=1)
+    assert 0 < len(kinds) == len(set(kinds))
+
+
 @pytest.mark.parametrize("space", SPACES[:3], ids=lambda space: space[0])
 def test_bounds_lie_below_every_plan_when_the_search_stops_early(space):
     request = _request(*space)

@@ -30,7 +30,7 @@ _OF_REQUEST = ("collectives", "bucket_bytes", "attention", "keeps_scores")
 """What a request sets of its framework, apart from what is hidden."""
 _ROUNDING = 1e-12
 """Share by which sums of the same terms in another order may differ."""
-_KEPT = 50
+_KEPT = 24
 """Plans kept for a last choice: other families are among them, and those that the closed form misjudges."""
 _SEARCHING = 0.9
 """Part of the budget for the search; the rest is for predicting the plans that it kept."""

@@ -30,7 +30,7 @@ from foreshard.planner.grid.space import (
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.plan_table import PlanTable
 
-_FIRST_CELLS, _MOST_CELLS, _PASSES = 8, 512, 1024
+_FIRST_CELLS, _MOST_CELLS, _PASSES = 8, 512, 4096
 """Cells bounded at once, first and later, and passes priced at once: few while bounds exclude little."""
 
 

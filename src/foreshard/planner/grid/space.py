@@ -67,6 +67,7 @@ class GridRequest:
     objective: str = "time"
     max_step_s: float = np.inf
     costs: str = "auto"
+    _rows: dict[tuple[int, bool, bool], _Choices] = field(init=False, default_factory=dict, compare=False)
 
     def priced(self, table: PlanTable) -> TableStages:
         """Return the stages of some plans, to price their time and memory."""
@@ -280,7 +281,14 @@ class _Choices:
     offload: np.ndarray
 
 
-def _choices(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) -> _Choices:
+def _choices(request: GridRequest, kind: tuple[int, bool, bool]) -> _Choices:
+    """Return the rows of passes of one kind, listed once: hundreds of thousands of passes share a few."""
+    if kind not in request._rows:
+        request._rows[kind] = _listed(request, *kind)
+    return request._rows[kind]
+
+
+def _listed(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) -> _Choices:
     offers = request.offers
     schedules = [TABLED.index(name) for name in offers.schedules if name != "interleaved"]
     if chunks:
@@ -310,7 +318,7 @@ def _kinds(passes: PlanTable) -> tuple[list[tuple[int, bool, bool]], np.ndarray]
 def num_rows(request: GridRequest, passes: PlanTable) -> np.ndarray:
     """Return the rows of each pass."""
     kinds, inverse = _kinds(passes)
-    return np.array([len(_choices(request, *kind).zero) for kind in kinds], dtype=np.int64)[inverse]
+    return np.array([len(_choices(request, kind).zero) for kind in kinds], dtype=np.int64)[inverse]
 
 
 def rows_of(request: GridRequest, passes: PlanTable) -> PlanTable:
@@ -318,7 +326,7 @@ def rows_of(request: GridRequest, passes: PlanTable) -> PlanTable:
     kinds, inverse = _kinds(passes)
     parts = []
     for k, kind in enumerate(kinds):
-        choice = _choices(request, *kind)
+        choice = _choices(request, kind)
         here = np.flatnonzero(inverse == k)
         size = len(choice.zero)
         columns = {
