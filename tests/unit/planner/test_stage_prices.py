@@ -241,6 +241,36 @@ def test_memory_of_the_problem_is_never_more_than_the_engine_finds():
         checked += 1
 
 
+@pytest.mark.parametrize(
+    ("model", "blocks", "cluster", "use"),
+    [
+        ("llama3.2-1b", 7, "1x1xrtx-3090+1x1xv100-sxm-16gb@10Gb/s", (1,)),
+        ("llama3.2-1b", 8, "1x4xv100-sxm-16gb", (0,)),
+        ("gpt2-xl", 12, "1x2xt4+1x2xrtx-3090", (0, 1)),
+    ],
+)
+def test_every_pipeline_alone_that_fits_by_the_engine_has_room(model, blocks, cluster, use):
+    """The bound speaks of all plans that fit: also of those without buffers to sum gradients."""
+    whole = load_model(model)
+    request = replace(
+        asked(model, cluster, 1024, "fp16"),
+        model=replace(whole, blocks=whole.blocks[:blocks]),
+        cluster=load_cluster(cluster),
+    )
+    problem, fitted = price_stages(request, use, by_domain=True, every=True), 0
+    for option in range(len(problem.takes)):
+        template = (StageSpan(option=option, start=0, stop=problem.num_layers),)
+        plan = plan_of(request, problem, Arrangement(templates=(template,), shares=(BATCH,)))
+        if plan is None or plan.groups[0].micro_batch > BATCH:
+            continue
+        memory = predict(request.model, request.cluster, plan, engine="analytical", timeline=False).memory
+        fitted += memory.fits
+        assert problem.max_in_flight[option, problem.types[0, -1]] >= 1 or not memory.fits, problem.names[
+            option
+        ]
+    assert fitted >= 3
+
+
 def test_compute_alone_is_less_than_all():
     request = asked(*CASES[0])
     whole, least = price_stages(request, (0, 1)), price_stages(request, (0, 1), compute_only=True)

@@ -26,15 +26,18 @@ def rooms_in(
     types: StageTypes,
     reserve_bytes: float,
     interleaved: tuple[int, int | None],
+    *,
+    replicas: float,
 ) -> np.ndarray:
     """Return the micro-batches in flight that fit on every stage of every option, shape (types, options).
 
     `interleaved` are the chunks of layers of a device, and how many stages to have memory for. None fits on a
-    stage that has nothing for some of its chunks.
+    stage that has nothing for some of its chunks. With several `replicas` a rank has a communicator to
+    sum gradients, which a pipeline alone does without.
     """
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
-    load, (chunks, stages) = _load(request, kinds, types), interleaved
+    load, (chunks, stages) = _load(request, kinds, types, replicas), interleaved
     alone = types.has_embedding * types.has_head > 0
     rooms = np.zeros((len(types.has_head), len(kinds)), dtype=int)
     for depth in range(1, (stages or MAX_STAGES) + 1):
@@ -61,12 +64,11 @@ def fewest_devices(kinds: Sequence[StageKind], types: StageTypes, rooms: np.ndar
     return float(after[0])
 
 
-def _load(request: PlanRequest, kinds: Sequence[StageKind], types: StageTypes) -> StageLoad:
-    copies = 1.0 if request.cluster.num_devices == 1 else 2.0
+def _load(request: PlanRequest, kinds: Sequence[StageKind], types: StageTypes, replicas: float) -> StageLoad:
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     rank = rank_row(request, kinds)
     return request.setup.load(
-        replace(rank, dp=rank.dp * copies),
+        replace(rank, dp=rank.dp * replicas),
         counts=[types.counts[:, i : i + 1] for i in range(types.counts.shape[1])],
         has_embedding=types.has_embedding,
         has_head=types.has_head,

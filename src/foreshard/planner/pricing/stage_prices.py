@@ -79,7 +79,8 @@ def price_stages(
     whole = [stage_options(request, use, at_once=chunks == 1)]  # neither experts cut nor sequences split
     more = [stage_options(request, use, every=True, at_once=chunks == 1)] if every else []
     kinds = list(dict.fromkeys(chain(*whole, extra, *more)))
-    rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages))
+    several = apart and sum(request.cluster.nodes[g].num_devices for g in use) > 1
+    rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages), replicas=2.0 if several else 1.0)
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     crosses = fewest_devices(kinds, types, rooms) > max(domains)
