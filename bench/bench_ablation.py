@@ -47,7 +47,7 @@ RULES: dict[str, dict[str, Any]] = {
     "no first sight": {"trusts_first_sight": False},
     "no plans that stay": {"experts": False},
     "no guard": {"guard": False},
-    "with foresight": {"foresees": True},
+    "no foresight": {"foresees": False},
 }
 
 

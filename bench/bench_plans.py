@@ -25,6 +25,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.interop.peers.calculon import written
 from foreshard.predict.analytical.table import TableResult, TableStages, evaluate
 from foreshard.predict.plan_table import COLUMNS, PlanTable
 from foreshard.predict.run_setup import RunSetup
@@ -204,34 +205,17 @@ def calculon_mask(table: PlanTable, num_blocks: int) -> np.ndarray:
     return plain & whole & rules[t.recompute] & schedules[t.schedule] & (num_blocks % (t.pp * t.vpp) == 0)
 
 
-def calculon_execution(row: dict[str, int], rule: str, num_devices: int) -> dict[str, Any]:
-    """Return one plan as Calculon writes it; network 0 is inside a node of 8, network 1 between nodes."""
-    tp, pp, dp = row["tp"], row["pp"], row["dp"]
-    return {
-        "num_procs": num_devices,
-        "tensor_par": tp,
-        "pipeline_par": pp,
-        "data_par": dp,
-        "tensor_par_net": int(tp > 8),
-        "pipeline_par_net": int(tp * dp * pp > 8),
-        "data_par_net": int(tp * dp > 8),
-        "microbatch_size": row["micro_batch"],
-        "batch_size": row["micro_batch"] * row["num_micro_batches"] * dp,
-        "datatype": "float16",
-        "fused_activation": True,
-        "attention_type": "multihead",
-        "activation_recompute": _CALCULON_RECOMPUTE[rule],
-        "pipeline_interleaving": row["vpp"],
-        "optimizer_sharding": row["zero"] == 1 and dp > 1,
-        "tensor_par_comm_type": "rs_ag" if row["sp"] and tp > 1 else "ar",
-        "tensor_par_overlap": "none",
-        "seq_par_ag_redo": False,
-        "data_par_overlap": False,
-        "weight_offload": False,
-        "activations_offload": False,
-        "optimizer_offload": False,
-        "training": True,
-    }
+def calculon_execution(row: dict[str, int], rule: str) -> dict[str, Any]:
+    """Return one plan on nodes of 8 as Calculon writes it."""
+    return written(
+        **{name: row[name] for name in ("tp", "pp", "dp", "vpp", "micro_batch")},
+        batch=row["micro_batch"] * row["num_micro_batches"] * row["dp"],
+        recompute=_CALCULON_RECOMPUTE[rule],
+        sharded=row["zero"] == 1,
+        sp=bool(row["sp"]),
+        overlap=False,
+        per_node=8,
+    )
 
 
 def calculon_run(path: Path, name: str, table: PlanTable) -> tuple[Callable[[], int], list[dict[str, Any]]]:
@@ -250,8 +234,7 @@ def calculon_run(path: Path, name: str, table: PlanTable) -> tuple[Callable[[], 
     executions = []
     for i in range(len(table)):
         row = {column: int(getattr(table, column)[i]) for column in COLUMNS}
-        devices = row["tp"] * row["pp"] * row["dp"]
-        executions.append(calculon_execution(row, table.rules[row["recompute"]], devices))
+        executions.append(calculon_execution(row, table.rules[row["recompute"]]))
 
     def run() -> int:
         valid = 0

@@ -41,7 +41,7 @@ from accuracy_intervals import (
     unmeasured_rows,
 )
 from accuracy_kernels import KernelScores, kernel_part, kernel_report
-from accuracy_rows import ROOT, SIBLING, SUBSETS, TRIO, Run, markdown, pair, read_all, run_all
+from accuracy_rows import ROOT, SUBSETS, TRIO, Run, markdown, pair, read_all, run_all
 from accuracy_tables import (
     PEER_CAVEATS,
     Sets,
@@ -58,6 +58,7 @@ from cross_validate import constants_digest
 from fit_training import NOT_FITTED, load_runs, training_tables
 
 from foreshard.predict.interval import residual_classes
+from foreshard.validation.predictors import SIBLING
 from foreshard.validation.rows import Skipped, TrainingRow
 from foreshard.validation.scoring import summarise
 from foreshard.validation.tables import measured_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accuracy_rows import TRIO, Run, TrainingRow, fitted_families, markdown, percent, run_all
+from accuracy_rows import TRIO, Run, TrainingRow, markdown, percent, run_all
 from fit_training import takes_part
 from residual_classes import (
     LeftOut,
@@ -22,6 +22,7 @@ from residual_classes import (
 )
 
 from foreshard.predict.interval import MIN_CLASS, class_of, features_of
+from foreshard.validation.predictors import fitted_families
 
 RESIDUALS = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/residuals.json"
 TOLERANCE = 1e-3  # of a log residual or a feature: what `--check` lets pass

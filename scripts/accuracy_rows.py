@@ -4,10 +4,8 @@ scripts behind docs/accuracy.md.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,13 @@ from foreshard.errors import InfeasibleError, SpecError
 from foreshard.predict import predict
 from foreshard.spec.prediction import Prediction
 from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.predictors import left_out_constants
 from foreshard.validation.rows import Skipped, TrainingRow, table_rows
 from foreshard.validation.scoring import APART, RowOutcome
 from foreshard.validation.tables import TRAINING, read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTANTS = ROOT / "src/foreshard/catalog/data/training_constants.json"
-SIBLING = {"megatronbridge_memory": "megatronbridge"}  # same code and machines: leaves with the trio
 SEALED = "llm_torchtitan_2024.csv"
 TRIO = ("dgxc", "megatronbridge", "nemo_docs")  # share code and configurations: they leave together
 MIXED = ("hetero_sailor_validation.csv", "hetero_amp_trials.csv")
@@ -72,18 +70,6 @@ def outcome_of(
     )
 
 
-def left_out_constants(row: TrainingRow) -> TrainingConstants:
-    """Return constants that never saw the row's family; families outside every fit use all constants."""
-    family = SIBLING.get(row.family, row.family)
-    return training_constants(family if family in fitted_families() else None)
-
-
-@cache
-def fitted_families() -> tuple[str, ...]:
-    """Return the families that take part in the fit, each with constants that never saw it."""
-    return tuple(json.loads(CONSTANTS.read_text(encoding="utf-8"))["without"])
-
-
 def run_row(
     row: TrainingRow, *, engine: str, constants: TrainingConstants, fidelity: str = "zero-shot"
 ) -> Run:
@@ -115,7 +101,10 @@ def run_all(
     whole = training_constants()
     return [
         run_row(
-            row, engine=engine, fidelity=fidelity, constants=left_out_constants(row) if left_out else whole
+            row,
+            engine=engine,
+            fidelity=fidelity,
+            constants=left_out_constants(row.family) if left_out else whole,
         )
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""A SimPy model of the ranks of one pipeline against both engines.
+"""A SimPy model of the ranks of one pipeline against the engines.
 
 It takes the single tasks from the price table and knows Megatron's 1F1B loop: blocking messages that two
 neighbours start together, gradient buckets on a stream of their own that slow the compute beside them,
@@ -18,6 +18,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import PlannedRun, build_batch
+from foreshard.predict.event.engine import event_times
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.graph.prices import group_prices
 from foreshard.predict.tasks.collectives import gradient_sync_s
@@ -161,6 +162,14 @@ CASES = {
 def test_graph_is_what_simpy_simulates(name):
     case, simulated_s = simulated(*CASES[name])
     assert sum(graph_parts(case).values()) == pytest.approx(simulated_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_event_is_what_simpy_simulates(name):
+    case, simulated_s = simulated(*CASES[name])
+    batch = build_batch([case], CONSTANTS)
+    found = event_times(case, batch, network="closed-form", timeline=False, compiled=False)
+    assert sum(found.parts.values()) == pytest.approx(simulated_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)

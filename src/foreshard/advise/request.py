@@ -62,8 +62,6 @@ ASKED = (
     "observed_step_s",
 )
 """What a request asks of the predictor, besides the run."""
-ENGINES = ("analytical", "graph")
-COSTS = ("formula",)
 CPU = "cpu"
 """Value of offload that means what the framework offloads under that name."""
 SPLIT_EVENLY = (
@@ -225,6 +223,8 @@ class Request:
 
     def compare(self) -> tuple[Prediction, ...]:
         """Return the predictions under every engine and cost source."""
+        from foreshard.predict.step import COSTS, ENGINES
+
         return tuple(
             replace(self, engine=engine, costs=costs, noise=None).predict()
             for engine in ENGINES

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from foreshard.advise.request import flag_of
-from foreshard.cli.options import traced
+from foreshard.cli.options import target, traced
 from foreshard.cli.options.answer import (
     dump,
     give,
@@ -36,12 +36,15 @@ from foreshard.spec.plan import (
 if TYPE_CHECKING:
     from foreshard.advise.baseline_comparison import ComparedPlanner
     from foreshard.advise.sensitivity import Gain
+    from foreshard.advise.to_target import TargetRuns
     from foreshard.planner.result import PlanResult
     from foreshard.report.screen import Screen
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.model import Model
     from foreshard.spec.plan import Plan
     from foreshard.spec.traced_module import TracedModule
+
+    Search = Callable[[dict[str, Any]], tuple[PlanResult, Cluster]]
 
 # Exit code after Ctrl-C, as shells give it.
 INTERRUPTED = 130
@@ -74,7 +77,8 @@ def _vendors() -> tuple[str, ...]:
     type=Words(alone=(ALL,), load=_vendors),
     help="Instead of CLUSTER: rank the instances that clouds sell, all or of these vendors.",
 )
-@click.option("--global-batch", type=Count(), required=True, help="Samples per step.")
+@click.option("--global-batch", type=Count(), help="Samples per step (required without --to-target).")
+@target.to_target
 @click.option(
     "--seq",
     "seq_len",
@@ -163,6 +167,7 @@ def command(
     report: str | None,
     explain: bool,
     compare_with: str | tuple[str, ...] | None,
+    to_target: str | None,
     **values: Any,
 ) -> None:
     """Find the best plans for MODEL on CLUSTER, and prove how far they can be from the best possible.
@@ -178,13 +183,13 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
 
-    _limits_need_tokens(values)
+    _length_is_known(values, to_target)
     if report:
         must_be_writable(report)
     asked = {name: value for name, value in values.items() if value is not None}
     of_one_cluster = {"report": report, "explain": explain, "compare_with": compare_with}
     if rent is not None:
-        _only_where_one_cluster_is_planned(cluster, asked, of_one_cluster)
+        _only_where_one_cluster_is_planned(cluster, asked, of_one_cluster | {"to_target": to_target})
         _rent(ctx, api.load_model(model), asked, rent)
         return
     if cluster is None:
@@ -192,13 +197,14 @@ def command(
         fix = "Name a cluster after the model, or give --rent"
         raise SpecError("no cluster", key="CLUSTER", rule=rule, fix=fix)
     source: Model | None = None
+    search: Search
     if "costs" in asked:
         from foreshard.cli.options import measured
 
-        search = partial(measured.plan, model, cluster, asked, of_one_cluster)
+        search = partial(measured.plan, model, cluster, others=of_one_cluster)
     elif (module := traced.traced(model, asked.get("precision"))) is not None:
         target_cluster = api.load_cluster(cluster)
-        search = partial(_planned_traced, module, target_cluster, asked, of_one_cluster)
+        search = partial(_planned_traced, module, target_cluster, others=of_one_cluster)
     else:
         source, known = api.load_model(model), named_cluster(cluster)
         from foreshard.catalog.prices import load_prices
@@ -206,31 +212,43 @@ def command(
         prices = asked.pop("prices", None)
         known = known if prices is None else load_prices(prices).on(known)
         warn_of_stack(asked.get("framework") or "megatron-core", known)
-        search = partial(_planned, source, known, asked)
+        search = partial(_planned, source, known)
+    runs: TargetRuns[tuple[PlanResult, Cluster]] | None = None
     with watched(asked.get("budget_s")) as pressed:
-        result, target = search()
+        if to_target is None:
+            result, planned_on = search(asked)
+        else:
+            length = asked.get("seq_len") or (None if source is None else source.max_seq_len)
+            curve = target.curve_for(to_target, source, length, asked.get("tokens"))
+            runs = target.planned(curve, search, asked, seq_len=length, stop=lambda: bool(pressed))
+            result, planned_on = runs.answer
+            asked["global_batch"] = runs.chosen.global_batch
     gains: tuple[Gain, ...] = ()
     others: tuple[ComparedPlanner, ...] = ()
     if source is not None and not pressed:
-        gains = _gains(source, target, asked, result) if explain and result.plans else ()
-        result, others = _compared(source, target, asked, result, compare_with or ())
+        gains = _gains(source, planned_on, asked, result) if explain and result.plans else ()
+        result, others = _compared(source, planned_on, asked, result, compare_with or ())
 
     def screen() -> Screen:
         from foreshard.report.plan_screen import plan_screen
+        from foreshard.report.target_table import with_target
 
         name = model if source is None else source.name
-        return plan_screen(result, name, target, gains=gains, others=others, pressed=bool(pressed))
+        made = plan_screen(result, name, planned_on, gains=gains, others=others, pressed=bool(pressed))
+        return with_target(made, runs)
 
     _write_plan(ctx, [ranked.plan for ranked in result.plans[:1]])
     if report and result.plans:
         from foreshard.report.pages.plan_page import plan_page
 
-        save_page(report, plan_page(result, target, screen(), gains, others))
+        save_page(report, plan_page(result, planned_on, screen(), gains, others))
     elif report:
         say(f"report: no plan to draw, {report} not written")
     more: dict[str, Any] = {"explain": [gain.to_dict() for gain in gains]} if explain else {}
     if compare_with:
         more["against"] = [planner.to_dict() for planner in others]
+    if runs is not None:
+        more["to_target"] = runs.to_dict()
     give(result.to_dict() | more, screen)
     _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
@@ -247,7 +265,14 @@ def _planned_traced(
     return traced.plan(module, cluster, asked, others), cluster
 
 
-def _limits_need_tokens(values: dict[str, Any]) -> None:
+def _length_is_known(values: dict[str, Any], to_target: str | None) -> None:
+    """Raise without a batch or a target, and for limits on a run of unknown length."""
+    if to_target is not None:
+        return
+    if values["global_batch"] is None:
+        rule = "Plans are for a number of samples per step, or for a target that chooses it"
+        fix = "Give it, for example --global-batch 512, or --to-target"
+        raise SpecError("not given", key="--global-batch", rule=rule, fix=fix)
     for name in ("max_usd", "max_hours"):
         if values[name] is not None and values["tokens"] is None:
             what = "a limit on the run without its length"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.options import measured, traced
+from foreshard.cli.options import measured, target, traced
 from foreshard.cli.options.answer import NOTHING_FITS, give, save, save_page, say, wants_json
 from foreshard.cli.options.request import describing_a_run, to_request
 from foreshard.cli.options.sources import verb_command
@@ -14,6 +15,7 @@ from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
     from foreshard.advise.nearest_fit import Fit
+    from foreshard.advise.to_target import TargetRuns
     from foreshard.report.screen import Screen
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.timeline import Timeline
@@ -23,9 +25,16 @@ if TYPE_CHECKING:
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of the step.")
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
 @click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
+@target.to_target
 @click.pass_context
 def command(
-    ctx: click.Context, /, trace: str | None, report: str | None, explain: bool, **values: Any
+    ctx: click.Context,
+    /,
+    trace: str | None,
+    report: str | None,
+    explain: bool,
+    to_target: str | None,
+    **values: Any,
 ) -> None:
     """Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
 
@@ -33,15 +42,20 @@ def command(
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --pp 2 --global-batch 512
     foreshard predict config.json cluster.toml --plan plan.json --report report.html
     foreshard predict job.py lab.toml --costs costs.json --plan plan.json
+    foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --to-target kaplan-lm:2.4
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
+    others = {"trace": trace, "report": report, "explain": explain}
     if measured.is_file(values.get("costs")):
-        measured.predict(ctx, values, {"trace": trace, "report": report, "explain": explain})
+        _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others))
         return
     module = traced.traced(values["model"], values.get("precision"))
     if module is not None:
-        traced.predict(ctx, module, values, {"trace": trace, "report": report, "explain": explain})
+        _answer(ctx, values, to_target, lambda stated: traced.predict(module, stated, others))
         return
-    request = to_request(values)
+    request, runs = to_request(values), None
+    if to_target is not None:
+        runs = target.predicted_request(to_target, request)
+        request = runs.answer
     timeline, advice, fit, explained = None, None, None, None
     if trace or report:
         prediction, timeline = request.predict_timeline()
@@ -69,15 +83,39 @@ def command(
     def screen() -> Screen:
         from foreshard.advise.group_times import group_times
         from foreshard.report.summary import prediction_screen
+        from foreshard.report.target_table import with_target
 
-        return prediction_screen(prediction, advice, explained, group_times(request, prediction.plan))
+        times = group_times(request, prediction.plan)
+        return with_target(prediction_screen(prediction, advice, explained, times), runs)
 
-    give(_object(prediction, fit, explained), screen)
+    give(_object(prediction, fit, explained) | _target_object(runs), screen)
     if fit is not None:
         from foreshard.advise.nearest_fit import verdict
 
         say(f"foreshard: {verdict(prediction, fit)}")
         ctx.exit(NOTHING_FITS)
+
+
+def _answer(
+    ctx: click.Context,
+    values: dict[str, Any],
+    to_target: str | None,
+    predict: Callable[[dict[str, Any]], Prediction],
+) -> None:
+    """Answer for a traced module or measured costs, of which there is no advice."""
+    from foreshard.report.summary import prediction_screen
+    from foreshard.report.target_table import with_target
+
+    runs = None if to_target is None else target.predicted(to_target, values, predict)
+    prediction = predict(values) if runs is None else runs.answer
+    data = {"schema_version": 1} | prediction.to_dict() | _target_object(runs)
+    give(data, lambda: with_target(prediction_screen(prediction, None, None, ()), runs))
+    if not prediction.memory.fits:
+        ctx.exit(NOTHING_FITS)
+
+
+def _target_object(runs: TargetRuns[Any] | None) -> dict[str, Any]:
+    return {} if runs is None else {"to_target": runs.to_dict()}
 
 
 def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from foreshard.report.screen import Screen, table
 _PLACES = {
     "cluster": "foreshard.catalog",
     "prices": "foreshard.catalog",
+    "target": "foreshard.catalog",
     "plan": "foreshard.report",
     "lab": "foreshard.report",
     "prediction": "foreshard.report",

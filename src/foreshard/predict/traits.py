@@ -53,6 +53,7 @@ class Traits:
     bucket_elements: Any  # of a gradient bucket; 0 where only the first chunk of a pipeline has several
     tensor_async: Any
     grads_fused: Any
+    grads_widened: Any
     block_scaled: Any  # casts carry a scale per block of elements
     any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
@@ -130,6 +131,7 @@ def traits_of(
         bucket_elements=_bucket_elements(framework),
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
+        grads_widened=float(framework.grads_widened),
         block_scaled=float(precision in ("mxfp8", "nvfp4")),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         fsdp=float(framework.fsdp != "none"),

@@ -19,6 +19,7 @@ class Framework:
     grad_bytes, grad_reduce_bytes : bytes of a main gradient, and of one on the wire
     master_bytes, moment_bytes : bytes of the master weight, and of one Adam moment
     grads_accumulate_fused : weight-gradient products add straight into the main gradient
+    grads_widened : a 16-bit gradient is copied to fp32 before it is added to the main gradient
     tp_overlap, grad_overlap, param_gather_overlap, p2p_overlap, expert_overlap : what is hidden by default
     context_gather : context parallelism gathers keys and values first instead of passing them on a ring
     tensor_async : backward collectives of tensor parallelism run beside the weight-gradient product
@@ -56,6 +57,7 @@ class Framework:
     master_bytes: int = 4
     moment_bytes: int = 4
     grads_accumulate_fused: bool = True
+    grads_widened: bool = False
     tp_overlap: bool = False
     grad_overlap: bool = False
     param_gather_overlap: bool = False

@@ -85,9 +85,9 @@ def test_the_analytical_engine_has_no_trace_but_a_report(shell, tmp_path):
     assert answer.code == 0 and "This engine gives no timeline" in (tmp_path / "r.html").read_text()
 
 
-def test_compare_shows_both_engines(shell):
+def test_compare_shows_every_engine(shell):
     found = shell("compare", *RUN[1:], "--json").json["predictions"]
-    assert {one["engine"] for one in found} == {"analytical", "graph"}
+    assert {one["engine"] for one in found} == {"analytical", "graph", "event"}
 
 
 def test_the_nearest_change_that_fits_does_fit(shell):
@@ -108,7 +108,7 @@ def test_a_whole_run_has_a_duration(shell):
 
 def test_compare_says_equal_when_equal(shell):
     text = shell("compare", "llama3-8b", "1x8xh100-sxm", "--tp", "2").out
-    assert re.search(r"^peak GiB +[\d.]+ +equal$", text, re.M)
+    assert re.search(r"^peak GiB +[\d.]+ +equal +equal$", text, re.M)
 
 
 def test_a_switch_hides_what_it_names(shell):

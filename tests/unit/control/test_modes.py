@@ -86,3 +86,10 @@ def test_a_controller_that_foresees_swaps_wastes_no_step_on_them(cases):
     foresees, sees = ControllerOptions(foresees=True), ControllerOptions(foresees=False)
     assert mean_s(cases, even, foresees) < 0.8 * mean_s(cases, even, sees)
     assert mean_s(cases, random, foresees) < 1.03 * mean_s(cases, random, sees)
+
+
+def test_foresight_is_dropped_when_the_pattern_ends(cases):
+    """Twenty even stays teach a pattern that the next sixty do not keep."""
+    stays = [9] * 20 + np.random.default_rng(3).geometric(0.15, 60).tolist()
+    foresees, sees = ControllerOptions(foresees=True), ControllerOptions(foresees=False)
+    assert mean_s(cases, stays, foresees) < 1.03 * mean_s(cases, stays, sees)

@@ -114,7 +114,7 @@ def _beside_each_other(
     ends[(0,) * ends.ndim] = 0.0
     devices = np.indices(ends.shape[:-1]).sum(0)
     factor = 1.0 + problem.jitter * np.maximum(0.0, np.log2(np.maximum(devices, 1) / 8.0))
-    for number in range(1, min(most, batch) + 1):
+    for number in range(1, min(most, batch, problem.max_pipelines or batch) + 1):
         longer = np.full_like(ends, np.inf)
         for demand, seconds in each.items():
             to = tuple(slice(n, None) for n in demand)

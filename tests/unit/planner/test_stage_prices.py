@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -183,6 +185,36 @@ def test_usual_prices_know_that_every_pipeline_leaves_its_node():
         arrangement = Arrangement(templates=(spans,), shares=(BATCH,))
         plan = plan_of(request, usual, arrangement)
         assert step_seconds(usual, arrangement) == pytest.approx(engine_seconds(request, [plan])[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "cluster", ["1x4xt4+1x1xl4@400Gb/s", "2x4xrtx-3090@100Gb/s", "1x8xv100-sxm-16gb@25Gb/s"]
+)
+def test_usual_prices_know_that_more_pipelines_than_link_domains_share_them(cluster):
+    """A whole model on every device: the gradients of a node leave it over one network card."""
+    request = asked("gpt2-large", cluster, 1024, "fp16")
+    usual = price_stages(request, tuple(range(len(request.cluster.nodes))), by_domain=True, apart=True)
+    whole = {
+        kind.node_group: StageSpan(option=option, start=0, stop=usual.num_layers)
+        for option, kind in enumerate(usual.names)
+        if (kind.num_devices, kind.micro_batch, kind.recompute) == (1, 1, "full")
+    }
+    templates = [(whole[g],) for g, count in enumerate(usual.counts) for _ in range(count)]
+    shares = (2,) * len(templates)
+    arrangement = Arrangement(templates=tuple(templates), shares=shares)
+    plan = replace(plan_of(request, usual, arrangement), global_batch=sum(shares))
+    assert step_seconds(usual, arrangement) == pytest.approx(engine_seconds(request, [plan])[0], rel=0.2)
+
+
+@pytest.mark.parametrize(("model", "cluster", "seq_len", "precision"), CASES)
+def test_the_bound_speaks_of_no_more_pipelines_than_link_domains(model, cluster, seq_len, precision):
+    """Stages of the same layers lie in different ones, so each pipeline of the space has one of its own."""
+    request = asked(model, cluster, seq_len, precision)
+    first = np.cumsum([0, *(group.num_devices for group in request.cluster.nodes)])
+    for use in ((0, 1), (0,), (1,)):
+        ranks = np.concatenate([np.arange(first[g], first[g + 1]) for g in use])
+        domains = len(np.unique(link_domains(request.cluster)[ranks]))
+        assert price_stages(request, use, by_domain=True, every=True).max_pipelines == domains
 
 
 def test_engine_seconds_are_those_of_a_prediction():

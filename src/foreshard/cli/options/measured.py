@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import click
-
-from foreshard.cli.options.answer import NOTHING_FITS, give, say
+from foreshard.cli.options.answer import say
 from foreshard.errors import SpecError
+
+if TYPE_CHECKING:
+    from foreshard.spec.prediction import Prediction
 
 _PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine"}
 _PLANS = {
@@ -30,21 +31,17 @@ def is_file(costs: str | None) -> bool:
     return costs is not None and ("/" in costs or costs.endswith(".json"))
 
 
-def predict(ctx: click.Context, values: dict[str, Any], others: dict[str, Any]) -> None:
-    """Answer `predict` from measured costs."""
+def predict(values: dict[str, Any], others: dict[str, Any]) -> Prediction:
+    """Return the prediction of `predict` from measured costs."""
     from foreshard import api
-    from foreshard.report.summary import prediction_screen
 
     _reject_unknown({**values, **others}, _PREDICTS)
     _same_model(values["model"], values["costs"])
     if not values.get("plan"):
         raise _refused("no plan", "--plan", None, "Give --plan FILE, or find one with foreshard plan")
-    prediction = api.predict_measured(
+    return api.predict_measured(
         values["costs"], values["cluster"], api.load_plan(values["plan"]), tokens=values.get("tokens")
     )
-    give({"schema_version": 1} | prediction.to_dict(), lambda: prediction_screen(prediction, None, None, ()))
-    if not prediction.memory.fits:
-        ctx.exit(NOTHING_FITS)
 
 
 def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ _EXAMPLES = {
     "cluster": ("A catalog name, a TOML file, or nodes x devices per node x device", "2x8xh100-sxm"),
     "collective": ("A collective, or send", "all-reduce"),
     "size": ("Bytes of the whole buffer, as nccl-tests count them", "1GiB"),
-    "--global-batch": ("Samples of a step over all devices", "--global-batch 512"),
     "--change": ("A change of the input", "--change tp=4"),
     "--to": ("The tool that reads the plan or schedule", "--to megatron, or --to msccl under comm"),
     "--from": ("The tool that reads the file", "--from megatron"),

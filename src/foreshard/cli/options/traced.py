@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from foreshard.advise.request import flag_of
-from foreshard.cli.options.answer import NOTHING_FITS, give
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult
     from foreshard.spec.cluster import Cluster
+    from foreshard.spec.prediction import Prediction
     from foreshard.spec.traced_module import TracedModule
 
 _PREDICTS = {
@@ -32,10 +30,9 @@ def traced(model: str, precision: Any) -> TracedModule | None:
     return api.trace(model, precision=precision or "bf16")
 
 
-def predict(ctx: click.Context, module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> None:
-    """Answer `predict` for a traced module."""
+def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> Prediction:
+    """Return the prediction of `predict` for a traced module."""
     from foreshard import api
-    from foreshard.report.summary import prediction_screen
     from foreshard.spec.degrees import plan_from_degrees
 
     _reject_unknown({**values, **others}, _PREDICTS)
@@ -54,10 +51,7 @@ def predict(ctx: click.Context, module: TracedModule, values: dict[str, Any], ot
             framework="ddp",
             **stated,
         )
-    prediction = api.predict_traced(module, cluster, plan, fidelity=values.get("fidelity") or "zero-shot")
-    give({"schema_version": 1} | prediction.to_dict(), lambda: prediction_screen(prediction, None, None, ()))
-    if not prediction.memory.fits:
-        ctx.exit(NOTHING_FITS)
+    return api.predict_traced(module, cluster, plan, fidelity=values.get("fidelity") or "zero-shot")
 
 
 def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: dict[str, Any]) -> PlanResult:

@@ -14,6 +14,7 @@ EMPTY = -1
 IDLE, DELAYED, FLOWING = 0, 1, 2  # phases of a slot
 WAITING, FILLING, FIXED = 0, 1, 2  # marks of a flow while rates are solved
 SAME_TIME = 1e-14  # relative; events nearer than this differ by rounding only
+NEVER = float("inf")
 NO_CAPACITY = 1e-12  # part of a capacity; what is left below this is rounding
 
 
@@ -123,7 +124,8 @@ def put(heap: Any, place: Any, key: Any, item: int, size: int) -> int:
         sift_up(heap, place, key, size)
         return size + 1
     sift_up(heap, place, key, at)
-    sift_down(heap, place, key, place[item], size)
+    if place[item] == at:
+        sift_down(heap, place, key, at, size)
     return size
 
 
@@ -136,8 +138,10 @@ def take(heap: Any, place: Any, key: Any, item: int, size: int) -> int:
         last = heap[size]
         heap[at] = last
         place[last] = at
-        sift_up(heap, place, key, at)
-        sift_down(heap, place, key, place[last], size)
+        if at > 0:
+            sift_up(heap, place, key, at)
+        if place[last] == at:
+            sift_down(heap, place, key, at, size)
     return size
 
 
@@ -229,17 +233,19 @@ def fix(routes: Any, slots: Any, shares: Any, slot: int, level: float) -> None:
 
 def load_class(
     routes: Any, slots: Any, shares: Any, num_flows: int, num_resources: int, priority: int
-) -> int:
-    """Count the flows of one priority on each resource; return the size of the heap of resources."""
+) -> Any:
+    """Count the flows of one priority on each resource; return their number and that of heaped resources."""
     for n in range(num_resources):
         resource = shares.resources[n]
         shares.load[resource] = 0.0
         shares.num_filling[resource] = 0
         shares.place[resource] = EMPTY
+    num_filling = 0
     for n in range(num_flows):
         slot = shares.flows[n]
         if slots.priority[slot] == priority:
             slots.mark[slot] = FILLING
+            num_filling += 1
             route = slots.route[slot]
             for i in range(routes.indptr[route], routes.indptr[route + 1]):
                 shares.load[routes.resources[i]] += routes.usage[i] * slots.weight[slot]
@@ -250,12 +256,12 @@ def load_class(
         if shares.num_filling[resource] > 0:
             shares.level[resource] = max(shares.left[resource], 0.0) / shares.load[resource]
             size = put(shares.heap, shares.place, shares.level, resource, size)
-    return size
+    return num_filling, size
 
 
-def fill_class(routes: Any, slots: Any, shares: Any, shift: int, size: int) -> None:
+def fill_class(routes: Any, slots: Any, shares: Any, shift: int, num_filling: int, size: int) -> None:
     """Raise all flows of one priority together; fix those of each resource that gets full."""
-    while size > 0:
+    while num_filling > 0:
         resource = shares.heap[0]
         if shares.num_filling[resource] == 0:
             size = take(shares.heap, shares.place, shares.level, resource, size)
@@ -273,6 +279,7 @@ def fill_class(routes: Any, slots: Any, shares: Any, shift: int, size: int) -> N
             slot = entry >> shift
             if slots.mark[slot] == FILLING:
                 fix(routes, slots, shares, slot, level)
+                num_filling -= 1
             entry = shares.next[entry]
 
 
@@ -292,29 +299,38 @@ def solve(routes: Any, slots: Any, shares: Any, shift: int, num_flows: int, num_
             own = slots.priority[shares.flows[n]]
             if (num_fixed == 0 or own < last) and (not found or own > priority):
                 priority, found = own, True
-        size = load_class(routes, slots, shares, num_flows, num_resources, priority)
-        fill_class(routes, slots, shares, shift, size)
+        num_filling, size = load_class(routes, slots, shares, num_flows, num_resources, priority)
+        fill_class(routes, slots, shares, shift, num_filling, size)
         last = priority
-        num_fixed = 0
-        for n in range(num_flows):
-            if slots.mark[shares.flows[n]] == FIXED:
-                num_fixed += 1
+        num_fixed += num_filling
 
 
 def apply_rates(slots: Any, shares: Any, num_flows: int, now_s: float, size: int) -> int:
-    """Move the end of every flow whose rate has changed; return the size of the heap of events."""
+    """Move the end of every flow whose rate has changed; return the size of the heap of events.
+
+    Of a component, only the flows that end first are in the heap: before any other ends, all are solved anew.
+    """
+    first_s = NEVER
     for n in range(num_flows):
         slot = shares.flows[n]
         rate = slots.new_rate[slot]
-        if rate == slots.rate[slot]:
-            continue
-        passed = slots.rate[slot] * (now_s - slots.since_s[slot])
-        slots.left_bytes[slot] = max(slots.left_bytes[slot] - passed, 0.0)
-        slots.since_s[slot] = now_s
-        slots.rate[slot] = rate
-        if rate > 0.0:
-            slots.event_s[slot] = now_s + slots.left_bytes[slot] / rate
-            size = put(slots.heap, slots.place, slots.event_s, slot, size)
+        if rate != slots.rate[slot]:
+            passed = slots.rate[slot] * (now_s - slots.since_s[slot])
+            slots.left_bytes[slot] = max(slots.left_bytes[slot] - passed, 0.0)
+            slots.since_s[slot] = now_s
+            slots.rate[slot] = rate
+            slots.event_s[slot] = now_s + slots.left_bytes[slot] / rate if rate > 0.0 else NEVER
+            if slots.place[slot] >= 0:
+                size = take(slots.heap, slots.place, slots.event_s, slot, size)
+        first_s = min(first_s, slots.event_s[slot])
+    if first_s == NEVER:
+        return size
+    limit_s = first_s * (1.0 + SAME_TIME)
+    for n in range(num_flows):
+        slot = shares.flows[n]
+        if slots.event_s[slot] <= limit_s:
+            if slots.place[slot] < 0:
+                size = put(slots.heap, slots.place, slots.event_s, slot, size)
         elif slots.place[slot] >= 0:
             size = take(slots.heap, slots.place, slots.event_s, slot, size)
     return size
@@ -354,6 +370,7 @@ def flow_starts(
     slots.left_bytes[slot] = tasks.num_bytes[task]
     slots.rate[slot] = 0.0
     slots.since_s[slot] = now_s
+    slots.event_s[slot] = NEVER
     attach(routes, slots, shares, shift, slot)
 
 

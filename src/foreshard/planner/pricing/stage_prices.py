@@ -30,7 +30,7 @@ from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.traits import Traits
 from foreshard.spec.device import Device
 
-COPIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+COPIES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
 
 
@@ -100,10 +100,11 @@ def price_stages(
         # At best the ends of a pipeline that leaves a domain lie in one all the same.
         longer_s = longer_s if apart else np.minimum(longer_s, 0.0)
         leave_tail_s = np.broadcast_to(longer_s, shape).T.copy()
-    tails = [_tail(batch, stage, copies, blocks, apart=apart) for copies in _copies(request)]
+    wide = sum(request.cluster.nodes[g].num_devices // domains[g] for g in use)
+    tails = [_tail(batch, stage, copies, blocks, wide, apart=apart) for copies in _copies(request)]
     if crosses and is_tied and not apart:  # at best both ends lie in one domain, or in two
         near = replace(batch, pipeline=replace(batch.pipeline, ends_cross=np.zeros((1, len(kinds)))))
-        ends = [_tail(near, stage, copies, blocks, apart=False) for copies in _copies(request)]
+        ends = [_tail(near, stage, copies, blocks, wide, apart=False) for copies in _copies(request)]
         tails = [np.minimum(one, other) for one, other in zip(tails, ends, strict=True)]
     nodes = request.cluster.nodes
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
@@ -130,10 +131,13 @@ def price_stages(
         leave_s=leave_s,
         leave_tail_s=leave_tail_s,
         domains=() if leave_s is None else tuple(domains),
+        max_pipelines=None if apart else wide,
     )
 
 
-def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, apart: bool) -> np.ndarray:
+def _tail(
+    batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, wide: int, *, apart: bool
+) -> np.ndarray:
     """Return the tail of every stage in a plan of so many pipelines or more, wherever they are.
 
     Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
@@ -148,6 +152,8 @@ def _tail(batch: Batch, stage: StageTimes, copies: int, blocks: np.ndarray, *, a
     begin = np.minimum(np.ceil(alike), np.ceil(blocks / rank.ep))
     if apart or copies == 1:
         inside = np.minimum(np.ceil(width), room)
+        if copies > wide:
+            inside = np.maximum(inside, np.ceil(copies * width / wide))
         experts = np.minimum(np.ceil(alike), begin)
         return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
     fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
@@ -171,7 +177,7 @@ def _leave_tail(far: Batch, near: Batch, stage: StageTimes, blocks: np.ndarray) 
 
     A table that the first and the last stage share crosses it with them, however many pipelines there are.
     """
-    return _tail(far, stage, 1, blocks, apart=False) - _tail(near, stage, 1, blocks, apart=False)
+    return _tail(far, stage, 1, blocks, 1, apart=False) - _tail(near, stage, 1, blocks, 1, apart=False)
 
 
 def _tail_of(

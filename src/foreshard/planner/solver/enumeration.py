@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +33,10 @@ _LOOKED = 512
 """Stages tried between two looks at the clock."""
 
 
+_Ending = tuple[StageSpan, int, int, tuple[int, ...]]
+"""A stage, its micro-batch, how many stages from it on it has memory for, its devices of each kind."""
+
+
 def all_templates(
     problem: Problem, most: int = MOST_TEMPLATES, budget: TimeBudget = ENDLESS, *, every: bool = True
 ) -> list[Template] | None:
@@ -42,13 +47,15 @@ def all_templates(
     """
     found: list[Template] = []
     endings = _endings(problem, np.ones_like(problem.time_s, dtype=bool) if every else _worthwhile(problem))
+    if _num_templates(problem, endings) > most:
+        return None
     tried = 0
 
     def extend(stop: int, behind: tuple[StageSpan, ...], left: tuple[int, ...], size: int) -> bool:
         nonlocal tried
         if stop == 0:
             found.append(behind)
-            return len(found) <= most
+            return True
         if len(behind) == problem.max_stages:
             return True
         for part, own, room, takes in endings[stop]:
@@ -63,6 +70,35 @@ def all_templates(
         return True
 
     return found if extend(problem.num_layers, (), problem.counts, 0) else None
+
+
+def _num_templates(problem: Problem, endings: Sequence[Sequence[_Ending]]) -> float:
+    """Return how many pipelines there are of some stages, without listing them."""
+    places = problem.num_layers + 1
+    stages: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+    for ends in endings:
+        for part, size, room, takes in ends:
+            # by stages behind, start and stop
+            ways = stages.setdefault((size, takes), np.zeros((problem.max_stages, places, places)))
+            ways[:room, part.start, part.stop] += 1.0
+    total = 0.0
+    for size in {size for size, _ in stages}:
+        own = [(takes, ways) for (its, takes), ways in stages.items() if its == size]
+        # Pipelines of the last layers, by where they start and the devices they leave.
+        last = np.zeros((places, *(n + 1 for n in problem.counts)))
+        last[(-1, *problem.counts)] = 1.0
+        for behind in range(problem.max_stages):
+            more = np.zeros_like(last)
+            for takes, ways in own:
+                to = tuple(slice(0, n + 1 - taken) for n, taken in zip(problem.counts, takes, strict=True))
+                left = tuple(slice(taken, None) for taken in takes)
+                more[(slice(None), *to)] += np.tensordot(ways[behind], last[(slice(None), *left)], axes=1)
+            total += float(more[0].sum())
+            last = more
+            last[0] = 0.0
+            if not last.any():
+                break
+    return total
 
 
 def _worthwhile(problem: Problem) -> np.ndarray:
@@ -91,13 +127,9 @@ def _worthwhile(problem: Problem) -> np.ndarray:
     return kept
 
 
-def _endings(
-    problem: Problem, is_offered: np.ndarray
-) -> list[list[tuple[StageSpan, int, int, tuple[int, ...]]]]:
+def _endings(problem: Problem, is_offered: np.ndarray) -> list[list[_Ending]]:
     """Return by its end what stages there are: the stage, its micro-batch, stages from it on, devices."""
-    found: list[list[tuple[StageSpan, int, int, tuple[int, ...]]]] = [
-        [] for _ in range(problem.num_layers + 1)
-    ]
+    found: list[list[_Ending]] = [[] for _ in range(problem.num_layers + 1)]
     for option, takes in enumerate(problem.takes.tolist()):
         size = int(problem.micro_batch[option])
         for stop in range(1, problem.num_layers + 1):

@@ -73,6 +73,8 @@ class Problem:
         As `leave_s`, of tails.
     domains : tuple of int
         Devices of each kind that share a link domain; empty where `leave_s` is None.
+    max_pipelines : int or None
+        Most pipelines side by side: those of stages that may not share a link domain. None for no limit.
     chunks : int
         Of layers that a device of a pipeline of several stages holds. With more than one, times are those of
         a chunk, samples count once for each chunk, and micro-batches come in rounds of as many as a pipeline
@@ -104,6 +106,7 @@ class Problem:
     domains: tuple[int, ...] = ()
     shortest: np.ndarray | None = None
     chunks: int = 1
+    max_pipelines: int | None = None
     bands: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
     far_s: np.ndarray = field(init=False)
@@ -445,6 +448,9 @@ def faults(problem: Problem, arrangement: Arrangement) -> list[str]:
     found: list[str] = []
     if sum(arrangement.shares) != problem.global_batch or min(arrangement.shares, default=0) < 1:
         found.append(f"shares {arrangement.shares} do not make {problem.global_batch}")
+    most = problem.max_pipelines
+    if most is not None and len(arrangement.templates) > most:
+        found.append(f"{len(arrangement.templates)} pipelines, of which link domains hold {most}")
     used = np.sum([takes_of(problem, t) for t in arrangement.templates], axis=0)
     if np.any(used > np.array(problem.counts)):
         found.append(f"takes {used.tolist()} of {problem.counts} devices")

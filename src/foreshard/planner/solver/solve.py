@@ -245,7 +245,9 @@ class ProblemSearch:
     def _start(self) -> None:
         """Find the ranges and their simple bounds; solve a small problem."""
         state, problem = self.state, self.state.problem
-        most = min(_most_pipelines(state), problem.global_batch)
+        most = min(
+            _most_pipelines(state), problem.global_batch, problem.max_pipelines or problem.global_batch
+        )
         first = [copies for copies in problem.copies if copies <= most]
         rows = (
             [(low, high - 1) for low, high in zip(first, [*first[1:], most + 1], strict=True)]

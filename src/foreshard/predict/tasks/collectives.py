@@ -174,14 +174,25 @@ def context_times(layer: LayerShape, machine: Machine, attention: Any, backward:
 
 
 def message_s(hidden: Any, crosses_node: Any, machine: Machine) -> Any:
-    """Return seconds of one stage's output, or its gradient, to the next stage, one micro-batch."""
-    rank = machine.rank
-    parts = np.where((rank.sp > 0) | (machine.traits.p2p_scatter > 0), rank.tp, 1.0)
-    own = rank.micro_batch * rank.seq_len / rank.cp / parts
-    return (
-        send_s(rank.element_bytes * own * hidden, crosses_node, machine.link)
-        * machine.constants.pipeline_comm
-    )
+    """Return seconds of one stage's output, or its gradient, to the next stage, one micro-batch.
+
+    Without sequence parallelism, ranks that each send their part gather the whole on arrival. DeepSpeed also
+    gathers a stage's own output again before its backward: three gathers for two messages.
+
+    Source
+    ------
+    Narayanan et al. SC21, section 4.1; deepspeed/runtime/pipe/engine.py 5fe9d61, _exec_forward_pass and
+    _exec_backward_pass (PartitionedTensor.full).
+    """
+    rank, traits = machine.rank, machine.traits
+    scattered = (traits.p2p_scatter > 0) & (rank.sp <= 0)
+    parts = np.where((rank.sp > 0) | scattered, rank.tp, 1.0)
+    whole = rank.element_bytes * rank.micro_batch * rank.seq_len / rank.cp * hidden
+    sent = send_s(whole / parts, crosses_node, machine.link) * machine.constants.pipeline_comm
+    if not np.count_nonzero(scattered):
+        return sent
+    gather = all_gather_s(whole, rank.tp, 1.0, machine.fabric) * machine.constants.tensor_comm
+    return sent + np.where(scattered, (1.0 + 0.5 * traits.p2p_in_turn) * gather, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

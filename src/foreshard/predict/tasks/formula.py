@@ -116,6 +116,8 @@ def layer_times(
     # Fused into the product, accumulation reads and writes the main gradient; else it reads the new one too.
     wide = np.where(machine.traits.grad_bytes >= 4, c.grad_accumulate * 8.0, 4.0)
     accumulate = wide + (1.0 - machine.traits.grads_fused) * 2.0
+    # A copy in fp32 is written first and read again.
+    accumulate = accumulate + (machine.traits.grad_bytes >= 4) * machine.traits.grads_widened * 8.0
     # Scattered gradients are added up in shards.
     accumulate = np.where(rank.zero >= 3, accumulate / rank.shard, accumulate)
     accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
