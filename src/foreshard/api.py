@@ -72,23 +72,39 @@ def _loaded(model: Model | str, cluster: Cluster | str) -> tuple[Model, Cluster]
     )
 
 
-def _by_our_names(choices: dict[str, Any]) -> dict[str, Any]:
-    """Return options by our names: those of flags (seq, dtype) and of other tools are taken too."""
-    found: dict[str, Any] = {}
-    for name, value in choices.items():
-        word = option_name(name).replace("-", "_")
-        ours = {"seq": "seq_len", "dtype": "precision"}.get(word, word)
-        if ours in found:
-            what, rule = f"{name} and another name of {ours}", "An option is stated once"
-            raise SpecError(what, key=ours, value=value, rule=rule, fix=f"Leave out {name}")
-        found[ours] = value
-    return found
-
-
 def _prices(prices: Prices | str) -> Prices:
     from foreshard.catalog.prices import load_prices
 
     return load_prices(prices) if isinstance(prices, str) else prices
+
+
+BY_FLAG = {"dtype": "precision", "seq": "seq_len"}
+"""Options that the command line names otherwise; Python takes both names, and those of other tools."""
+
+
+def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their names in Python.
+
+    Raises
+    ------
+    SpecError
+        If an option is stated by two of its names.
+    """
+    found: dict[str, Any] = {}
+    stated: dict[str, str] = {}
+    for name, value in choices.items():
+        word = option_name(name).replace("-", "_")
+        ours = BY_FLAG.get(word, word)
+        if ours in found:
+            raise SpecError(
+                f"{' and '.join(sorted((stated[ours], name)))} together",
+                key=name,
+                value=value,
+                rule="They are two names of one option",
+                fix="Leave out one",
+            )
+        found[ours], stated[ours] = value, name
+    return found
 
 
 def request(
@@ -110,7 +126,7 @@ def request(
         plan in errors. The fields of `spec.variation.Noise` (jitter=0.03, slow={12: 1.5}, seeds=64) and of
         `spec.variation.Reliability` (mtbf_h, restart_s, checkpoint_bytes_per_s) by their names.
     """
-    stated = _by_our_names({name: value for name, value in choices.items() if value is not None})
+    stated = {name: value for name, value in _named(choices).items() if value is not None}
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
     for name, kind in (("noise", Noise), ("reliability", Reliability)):
         given = {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
@@ -345,7 +361,7 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     from foreshard.planner.search import plan
 
     source, target = _loaded(model, cluster)
-    asked = _by_our_names(asked)
+    asked = _named(asked)
     prices = asked.pop("prices", None)
     return plan(source, target if prices is None else _prices(prices).on(target), **asked)
 

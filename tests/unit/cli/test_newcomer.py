@@ -51,7 +51,7 @@ def test_python_takes_the_names_of_flags():
     flags = {"tensor_parallel": 2, "mbs": 2, "seq": 4096, "dtype": "bf16"}
     one, other = (foreshard.predict("llama3.2-1b", "8xh100", **names) for names in (asked, flags))
     assert one.plan == other.plan and one.step_time_s == other.step_time_s
-    with pytest.raises(SpecError, match="stated once"):
+    with pytest.raises(SpecError, match="seq and seq_len together"):
         foreshard.predict("llama3.2-1b", "8xh100", seq=1024, seq_len=2048)
     with pytest.raises(SpecError, match="Write sgd or adamw"):
         foreshard.predict("llama3.2-1b", "8xh100", optimizer="muon")

@@ -61,7 +61,7 @@ def test_nothing_fits_exits_3_with_the_object(shell):
 @pytest.mark.parametrize(
     "wrong",
     [
-        ("--objective", "speed"),
+        ("--objective", "beauty"),
         ("--objective", "time,time"),
         ("--top", "0"),
         ("--budget-s", "0"),

@@ -168,7 +168,7 @@ def test_the_graph_engine_orders_plans_over_a_bound_it_keeps():
     [
         ({"max_usd": 5.0}, "--max-usd"),
         ({"max_hours": 5.0}, "--max-hours"),
-        ({"objective": "speed"}, "--objective"),
+        ({"objective": "beauty"}, "--objective"),
         ({"budget_s": 0.0}, "--budget-s"),
         ({"max_devices": 0}, "--max-devices"),
         ({"tokens": float("nan")}, "--tokens"),
