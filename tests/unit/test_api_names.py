@@ -18,5 +18,5 @@ def test_names_of_flags_mean_the_same():
 
 
 def test_both_names_of_an_option_are_refused():
-    with pytest.raises(SpecError, match="another name of seq_len"):
+    with pytest.raises(SpecError, match="together"):
         foreshard.predict("gpt2", "1x2xa100-sxm-80gb", global_batch=8, seq=512, seq_len=1024)
