@@ -69,7 +69,7 @@ _PROVING_AT_FIRST = 0.6
 """The same as long as that has no bound but one from work alone."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
-_GRID = 0.1
+_GRID = 0.03
 """Part of the time that is left for each of several grids at first."""
 _SEARCHING = 0.85
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
@@ -309,6 +309,7 @@ class MixedSearch:
                 price=partial(self._priced, self.sets[0], reserve_bytes=self._reserve_bytes),
                 time_plans=self._time_plain,
                 floor_s=self.by_set[0].floor_s,
+                weight=self.by_set[0].weight,
             )
         )
 
