@@ -188,10 +188,15 @@ def test_usual_prices_know_that_every_pipeline_leaves_its_node():
 
 
 @pytest.mark.parametrize(
-    "cluster", ["1x4xt4+1x1xl4@400Gb/s", "2x4xrtx-3090@100Gb/s", "1x8xv100-sxm-16gb@25Gb/s"]
+    ("cluster", "shares"),
+    [
+        ("1x4xt4+1x1xl4@400Gb/s", (2, 2, 2, 2, 5)),
+        ("2x4xrtx-3090@100Gb/s", (2,) * 8),
+        ("1x8xv100-sxm-16gb@25Gb/s", (2,) * 8),
+    ],
 )
-def test_usual_prices_know_that_more_pipelines_than_link_domains_share_them(cluster):
-    """A whole model on every device: the gradients of a node leave it over one network card."""
+def test_usual_prices_know_that_more_pipelines_than_link_domains_share_them(cluster, shares):
+    """A whole model on every device, shares by speed: gradients of a node leave it over one network card."""
     request = asked("gpt2-large", cluster, 1024, "fp16")
     usual = price_stages(request, tuple(range(len(request.cluster.nodes))), by_domain=True, apart=True)
     whole = {
@@ -200,7 +205,6 @@ def test_usual_prices_know_that_more_pipelines_than_link_domains_share_them(clus
         if (kind.num_devices, kind.micro_batch, kind.recompute) == (1, 1, "full")
     }
     templates = [(whole[g],) for g, count in enumerate(usual.counts) for _ in range(count)]
-    shares = (2,) * len(templates)
     arrangement = Arrangement(templates=tuple(templates), shares=shares)
     plan = replace(plan_of(request, usual, arrangement), global_batch=sum(shares))
     assert step_seconds(usual, arrangement) == pytest.approx(engine_seconds(request, [plan])[0], rel=0.2)
