@@ -49,7 +49,7 @@ _SPELLINGS |= {
     **dict.fromkeys(("flash-attention-3", "flash3", "fa-3", "flash-attn-3", "flashattention3"), "fa3"),
     **dict.fromkeys(("flashattention-3", "flash-attn3", "flash-attention3"), "fa3"),
     **dict.fromkeys(("flash-attention-1", "flash1", "fa-1", "flashattention-1"), "fa1"),
-    **dict.fromkeys(("eager", "math", "naive", "torch", "local"), "unfused"),
+    **dict.fromkeys(("eager", "math", "naive", "local"), "unfused"),
     **dict.fromkeys(("mem-efficient", "memory-efficient", "xformers", "efficient-attention"), "efficient"),
     **dict.fromkeys(("cudnn-attention", "fused-cudnn"), "cudnn"),
     **dict.fromkeys(("zbh1", "zb1", "zero-bubble-h1", "zero-bubble", "zerobubble"), "zb-h1"),
