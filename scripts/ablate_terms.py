@@ -16,11 +16,11 @@ from fnmatch import fnmatch
 import numpy as np
 from accuracy_rows import APART, ROOT, TRIO, dense, markdown
 from fit_part import all_names, fit_part
-from fit_training import Runs, load_runs, training_tables
+from fit_training import Runs, formula_run, load_runs, training_tables
 
 from foreshard.catalog.training import TrainingConstants
 from foreshard.errors import ForeshardError
-from foreshard.predict.batch import Batch, PlannedRun, build_batch
+from foreshard.predict.batch import Batch, build_batch
 from foreshard.validation.tables import measured_folder
 
 OUT = ROOT / "docs/accuracy_terms.md"
@@ -112,9 +112,7 @@ def switched(runs: Runs, on: Sequence[Term]) -> Runs:
 
 def _datasheet(runs: Runs) -> Batch:
     """Return the batch at datasheet rates of kernels; links stay as fitted."""
-    cases = [
-        PlannedRun(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in runs.rows
-    ]
+    cases = [formula_run(row) for row in runs.rows]
     kernels = build_batch(cases, TrainingConstants(), fidelity="datasheet").machine.kernels
     return replace(runs.batch, machine=replace(runs.batch.machine, kernels=kernels))
 

@@ -87,8 +87,15 @@ def _shares_a_bus(row: TrainingRow) -> bool:
 
 def batch_of(rows: Iterable[TrainingRow]) -> Batch:
     """Return the rows as one batch."""
-    cases = [PlannedRun(model=r.model, cluster=r.cluster, plan=r.plan, framework=r.framework) for r in rows]
+    cases = [formula_run(row) for row in rows]
     return build_batch(cases, TrainingConstants())
+
+
+def formula_run(row: TrainingRow) -> PlannedRun:
+    """Return a row as a run that formulas price, also on devices that learned costs are for."""
+    return PlannedRun(
+        model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework, costs="formula"
+    )
 
 
 def takes_part(row: TrainingRow) -> bool:
