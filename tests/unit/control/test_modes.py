@@ -93,3 +93,10 @@ def test_foresight_is_dropped_when_the_pattern_ends(cases):
     stays = [9] * 20 + np.random.default_rng(3).geometric(0.15, 60).tolist()
     foresees, sees = ControllerOptions(foresees=True), ControllerOptions(foresees=False)
     assert mean_s(cases, stays, foresees) < 1.03 * mean_s(cases, stays, sees)
+
+
+def test_plans_that_stay_pay_where_swaps_have_no_pattern(cases):
+    """Nine of ten steps swap, at random: what is foreseen does not come, and the last speeds are wrong."""
+    stays = np.random.default_rng(0).geometric(0.9, 200).tolist()
+    stay, follow = ControllerOptions(experts=True), ControllerOptions(experts=False)
+    assert mean_s(cases, stays, stay) < 0.8 * mean_s(cases, stays, follow)
