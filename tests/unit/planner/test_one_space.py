@@ -98,3 +98,19 @@ def test_ranks_of_a_stage_may_take_a_small_batch_at_once(even_clock):
     group = Group(share=7, stages=(stage,), micro_batch=9, schedule="1f1b", sp=False)
     by_hand = predict(model, cluster, replace(found.plan, groups=(group,)), engine="analytical")
     assert found.prediction.step_time_s <= by_hand.step_time_s * (1 + 1e-9)
+
+
+def test_a_stage_of_the_head_alone_is_in_the_space():
+    """More devices than blocks: the bound speaks of pipelines whose last stage is the head."""
+    model = load_model("gpt2-xl")
+    model = replace(model, blocks=model.blocks[:3])
+    cluster = load_cluster("1x3xt4+1x1xt4@100Gb/s")
+    found = plan(
+        model, cluster, global_batch=18, seq_len=1024, precision="fp16", budget_s=5.0, memory_margin=0
+    )
+    cuts = ((2, (0, 2)), (3, (2, 3)), (1, (3, 4)), (0, (4, 5)))
+    stages = tuple(Stage(ranks=(rank,), layers=(cut,), recompute="none") for rank, cut in cuts)
+    made = replace(found.plans[0].plan, groups=(Group(share=18, stages=stages, micro_batch=1),))
+    by_hand = predict(model, cluster, made)
+    assert found.lower_bound_step_time_s <= by_hand.step_time_s
+    assert found.plans[0].prediction.step_time_s <= by_hand.step_time_s * 1.01

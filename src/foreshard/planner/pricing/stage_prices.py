@@ -114,8 +114,9 @@ def price_stages(
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
+        # The embedding and the head are places of their own: a stage may hold one of them alone.
         max_stages=min(
-            stages or MAX_STAGES, request.choices.most_of("pp", MAX_STAGES), request.model.num_layers
+            stages or MAX_STAGES, request.choices.most_of("pp", MAX_STAGES), request.model.num_layers + 2
         ),
         types=types.table,
         takes=takes,
