@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from columns import Table
-from fit_kernels import PASSES, donors, figures, kernel_of, middle
+from fit_kernels import ATTENTION_START, GEMM_START, PASSES, donors, figures, kernel_of, middle
 from kernel_tables import attention_rows, deepbench_rows, fp32_rows, ideal, read, sixteen_bit_rows
 from sklearn.ensemble import HistGradientBoostingRegressor
 
@@ -39,16 +39,8 @@ REGRESSIONS, TREES = DATA / "learned_kernels.json", DATA / "learned_trees.npz"
 
 # Starting point of the formula's own fit (scripts/fit_kernels.py): what no device was looked at for.
 NOMINAL = {
-    "gemm": {
-        "k0": 90.0,
-        "split_k": 2000.0,
-        "tile_penalty": 0.1,
-        "sag": 0.05,
-        "memory_eff": 0.8,
-        "launch_s": 3e-6,
-        "exposed": 0.3,
-    },
-    "attention": {"s0": 500.0, "tail": 0.5, "launch_s": 5e-6, "d0": 40.0},
+    "gemm": {name: value for name, value in GEMM_START.items() if name != "eff"} | {"exposed": 0.3},
+    "attention": {name: value for name, value in ATTENTION_START.items() if name != "fwd_eff"},
 }
 HOST_S = 30e-6  # NeuSight times calls from the host: of a product
 HOST_STREAM_S = 18e-6  # of an elementwise kernel

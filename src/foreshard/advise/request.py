@@ -150,14 +150,18 @@ class Request:
         stated = self.choices.get("framework") if self.plan is None else self.plan.framework
         return load_framework(stated or "megatron-core")
 
-    def planned_run(self) -> PlannedRun:
-        """Return the run that the engines price."""
+    def planned_run(self, plan: Plan | None = None) -> PlannedRun:
+        """Return the run that the engines price, of another plan where one is given."""
         from foreshard.catalog.frameworks import load_framework
         from foreshard.predict.batch import PlannedRun
 
-        plan = self.to_plan()
+        plan = plan or self.to_plan()
         return PlannedRun(
-            model=self.trained, cluster=self.cluster, plan=plan, framework=load_framework(plan.framework)
+            model=self.trained,
+            cluster=self.cluster,
+            plan=plan,
+            framework=load_framework(plan.framework),
+            costs=self.costs,
         )
 
     def to_plan(self) -> Plan:
@@ -201,9 +205,7 @@ class Request:
         """Return the plan with a bucket size, the best one for 'auto', None for the framework's."""
         if buckets != AUTO:
             return plan if buckets is None else replace(plan, buckets=checked_buckets(buckets))
-        from foreshard.catalog.frameworks import load_framework
         from foreshard.catalog.training import TrainingConstants, training_constants
-        from foreshard.predict.batch import PlannedRun
         from foreshard.predict.graph.bucket_choice import with_best_buckets
         from foreshard.predict.step import checked_network, graph_takes
         from foreshard.spec.checks import check_plan
@@ -214,13 +216,7 @@ class Request:
             raise no_best_buckets()
         ideal = self.fidelity == "datasheet"
         return with_best_buckets(
-            PlannedRun(
-                model=self.trained,
-                cluster=self.cluster,
-                plan=plan,
-                framework=load_framework(plan.framework),
-                costs=self.costs,
-            ),
+            self.planned_run(plan),
             TrainingConstants.ideal() if ideal else training_constants(),
             fidelity=self.fidelity,
             network=network,

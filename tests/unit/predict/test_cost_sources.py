@@ -3,6 +3,7 @@
 import pytest
 
 from foreshard import api
+from foreshard.advise.diagnosis import diagnose
 from foreshard.errors import SpecError
 from foreshard.predict.tasks.sources import ORDER
 
@@ -74,3 +75,12 @@ def test_learned_costs_at_datasheet_fidelity_are_refused():
     assert error.value.key == "--costs"
     with pytest.raises(SpecError, match="auto, formula, learned"):
         predicted("1x8xh20-sxm", costs="guessed")
+
+
+def test_a_diagnosis_prices_by_the_source_that_is_asked_for():
+    paths = {}
+    for costs in ("formula", "learned"):
+        asked = api.request("gpt2", "1x4xl4", global_batch=8, seq_len=512, costs=costs)
+        path = diagnose(asked, asked.predict()).path
+        paths[costs] = sum(place.seconds for place in path)
+    assert paths["formula"] != paths["learned"]

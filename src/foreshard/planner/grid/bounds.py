@@ -79,9 +79,8 @@ def device_seconds_floor(request: GridRequest) -> float:
     return _device_seconds_floor(**{name: getattr(request, name) for name in _OF_COMPUTATION})
 
 
-_OF_COMPUTATION = (
-    *("model", "cluster", "framework", "constants", "global_batch", "seq_len", "precision", "costs"),
-)
+_SETUP = ("model", "cluster", "framework", "constants")
+_OF_COMPUTATION = (*_SETUP, "global_batch", "seq_len", "precision", "costs")
 """Fields of a request that its computation depends on."""
 
 
