@@ -518,7 +518,7 @@ def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
 
 
 REFIT_ERROR = 1e-4
-"""Part by which a refitted constant may differ: a minimiser stops elsewhere on another processor (6e-6 seen)."""
+"""Part by which a refitted constant may differ: other processors stop the minimiser elsewhere (6e-6 seen)."""
 LEFT_OUT_ERROR = 0.01
 """Part by which times predicted with a system left out may differ after a refit, median over its rows.
 

@@ -620,23 +620,13 @@ def validate(
         Use the constants that were fitted without this family.
     """
     from foreshard.catalog.training import training_constants
-    from foreshard.predict import predict
+    from foreshard.validation.predictors import predict_run
     from foreshard.validation.rows import TrainingRow
     from foreshard.validation.validate import validate
 
     constants = training_constants(exclude_calibration)
 
     def predicted(row: TrainingRow) -> Any:
-        return predict(
-            row.model,
-            row.cluster,
-            row.plan,
-            framework=row.framework,
-            engine=engine,
-            costs=costs,
-            constants=constants,
-            timeline=False,
-            checked=False,
-        )
+        return predict_run(row, constants=constants, engine=engine, costs=costs)
 
     return validate(files, exclude_calibration=exclude_calibration, predictor=predicted)
