@@ -34,6 +34,8 @@ class MemoryProfile:
     loss_chunks : parts of a micro-batch for which the loss makes logits one after the other, with `units`
     loss_hidden_bytes : bytes per element of the hidden state that final norm and loss hold
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
+    attention_output_bytes : in 8-bit training, bytes per element of attention's output, of which one copy
+        serves its own backward and the product behind it; 0 = 16 bit beside an 8-bit copy
     fp8_mlp_input : in 8-bit training the gated activation keeps its input in 8 bit
     drops_transposes : no transposed 8-bit copy of a weight outlives its product
     default_dropout : dropout is on unless its arguments say otherwise: masks and dropped scores are kept
@@ -67,6 +69,7 @@ class MemoryProfile:
     loss_chunks: int = 1
     loss_hidden_bytes: float = 0.0
     eager_mlp: bool = False
+    attention_output_bytes: float = 0.0
     fp8_mlp_input: bool = False
     drops_transposes: bool = False
     default_dropout: bool = False

@@ -10,7 +10,13 @@ import pytest
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
 from foreshard.catalog.shipped import shipped
-from foreshard.cost.memory import StageLoad, communicators_bytes, optimizer_state_bytes, stage_memory
+from foreshard.cost.memory import (
+    StageLoad,
+    communicators_bytes,
+    deepep_bytes,
+    optimizer_state_bytes,
+    stage_memory,
+)
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
@@ -352,3 +358,41 @@ def test_a_transposed_attention_output_is_kept_twice_from_two_samples_on():
 def test_expandable_segments_have_no_slack():
     parts = stage_memory(load_of(), MCORE, memory_profile("megatron-bridge-expandable"))
     assert float(parts.cached) == pytest.approx(float(parts.allocated))
+
+
+LATENT = Block(
+    hidden=7168,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    value_head_dim=128,
+    q_lora=1536,
+    kv_lora=512,
+    rope_head_dim=64,
+    ffn=0,
+    gated=True,
+    num_experts=256,
+    top_k=8,
+    expert_ffn=2048,
+    shared_ffn=2048,
+)
+
+
+def test_deepseeks_trainer_saves_what_its_report_lists():
+    """Sections 3.2.3 and 3.3.3 of the report, summed by hand for one layer of DeepSeek-V3."""
+    trainer = load_framework("hai-llm")
+    rule = recompute_of(trainer.recompute("selective"), 1)
+    h, inner, latent = 7168, 2048, 1536 + 512 + 64
+    norms = 2 * 2 * h
+    attention = 2 * latent + 1.5 * 128 * 128 + 4 * 128
+    experts = 8 * (h + 4 + 2 * inner) + 2 * inner + inner + 8 * 256
+    load = middle(LATENT, fp8=1, recompute=rule, in_flight=1, num_micro_batches=1)
+    assert stage_memory(load, trainer).activations == pytest.approx(1024 * (norms + attention + experts))
+
+
+def test_deepep_keeps_buffers_of_its_group():
+    """The hints of Buffer for 16-bit tokens: 10 channels, 256 or 288 tokens of a peer, 128 from outside."""
+    trainer, token = load_framework("hai-llm"), 2 * 7168 + 128 * 16 + 8
+    load = middle(LATENT, ep=np.array([1, 8, 64]))
+    near, far = 10 * 8 * 288 * token, 10 * 8 * 128 * token * 2
+    assert deepep_bytes(load, trainer) == pytest.approx([0, 10 * 8 * 256 * token, near + far])

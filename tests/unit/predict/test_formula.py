@@ -123,6 +123,16 @@ def test_partial_recomputation_lies_between():
     assert half == pytest.approx(redone[3] / 2)
 
 
+def test_recomputing_an_expert_layer_takes_shared_experts_and_activations_along():
+    """Megatron's module `moe` is the whole layer: naming its parts beside it adds nothing."""
+    batch = batch_of("deepseek-v3", ep=8)[1]
+    layer, parts = (
+        times_of(batch, 1, rule=rule).recompute.item()
+        for rule in ("selective:moe", "selective:moe+moe_act+shared_experts")
+    )
+    assert layer == parts > times_of(batch, 1, rule="selective:moe_act+shared_experts").recompute.item()
+
+
 def test_full_recomputation_repeats_every_block_and_not_the_head():
     case, batch = batch_of(recompute="full")
     forward = sum(n * block.forward_flops(1024, False) for block, n in case.model.block_kinds())
