@@ -27,7 +27,10 @@ class MemoryProfile:
     casts_moments : the optimizer casts 16-bit moments of all parameters to fp32 for its step
     step_bytes : temporaries of the step with 16-bit gradients, bytes per parameter this rank updates
     bucket_bytes : flat buffer of the gradient reduction
-    gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters)
+    bucket_of_backward : ZeRO 1 and 2 hold it in a backward only, two of them where reductions run beside it;
+        ZeRO 3 keeps it, and copies it into the parts of the ranks
+    gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters), and one more
+        matrix: gathers go on until they reach it
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     units : weights are gathered, and gradients reduced, one block, embedding or head at a time (FSDP2)
     combines_wide : outputs of experts are scaled by their scores in fp32, which also reads the router's input
@@ -62,6 +65,7 @@ class MemoryProfile:
     casts_moments: bool = False
     step_bytes: float = 0.0
     bucket_bytes: float = 0.0
+    bucket_of_backward: bool = False
     gathered_elements: float = 0.0
     unit_bytes: float = 0.0
     units: bool = False

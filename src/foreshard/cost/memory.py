@@ -59,6 +59,8 @@ class StageLoad:
     shard_size : ranks that share one copy of the sharded states, at most dp
     num_stages : pipeline stages, where known
     channels : NCCL channels of a collective between the devices
+    grad_overlap : gradients are reduced beside the backward
+    bucket_bytes : stated size of a gradient bucket, 0 for the framework's
     state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
     activation_bytes_per_element : 2 in 16 bit and below, 4 in fp32
     fp8, fp4 : matrix products run in 8 or 4 bit
@@ -91,6 +93,8 @@ class StageLoad:
     recompute: Recompute = field(default_factory=lambda: NO_RECOMPUTE)
     offload_optimizer: Any = 0
     offload_activations: Any = 0
+    grad_overlap: Any = 0
+    bucket_bytes: Any = 0
     state_bytes: Any = 8
     outer_params: Any = 0
     """Parameters of embedding and head beyond their matrices (positions, norms)."""
@@ -201,7 +205,7 @@ def _moments(
     every = states.gradients + states.backward_gradients
     others = np.minimum(acts.saved, acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer)
     moments: tuple[Moment, ...] = (
-        (first, acts.saved, np.maximum(working, acts.logits)),
+        (first, acts.saved, np.maximum(working, states.live + acts.logits)),
         (every, others, working),
         (states.gradients, 0.0, states.step),
     )

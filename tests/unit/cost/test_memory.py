@@ -18,6 +18,7 @@ from foreshard.cost.memory import (
     stage_memory,
 )
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of
+from foreshard.cost.memory_states import stage_states
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Block
@@ -396,3 +397,23 @@ def test_deepep_keeps_buffers_of_its_group():
     load = middle(LATENT, ep=np.array([1, 8, 64]))
     near, far = 10 * 8 * 288 * token, 10 * 8 * 128 * token * 2
     assert deepep_bytes(load, trainer) == pytest.approx([0, 10 * 8 * 256 * token, near + far])
+
+
+def test_deepspeed_gathers_ahead_up_to_its_limit_and_copies_its_bucket():
+    """ZeRO 3: 1e9 elements and one matrix more beside loss and backward; a bucket, and its copy."""
+    framework = load_framework("deepspeed")
+    profile = memory_profile("deepspeed")
+    sizes = {"dp": 8, "shard_size": 8, "zero": 3}
+    states = stage_states(middle(LLAMA_70B, 80, **sizes), framework, profile)
+    matrix = 8192 * 28672
+    assert states.live == pytest.approx(2 * (1e9 + matrix))
+    assert states.buffers == 1e9 and states.working == pytest.approx(states.live + 1e9)
+    small = stage_states(middle(GPT, 4, **sizes), framework, profile)
+    assert small.live == pytest.approx(2 * 4 * GPT.num_params), "a small model stays whole"
+
+
+@pytest.mark.parametrize(("overlap", "stated", "filled"), [(0, 0, 1e9), (1, 0, 2e9), (1, 25e6, 50e6)])
+def test_deepspeed_holds_buckets_in_a_backward_only(overlap, stated, filled):
+    load = middle(LLAMA_70B, 80, dp=8, shard_size=8, zero=2, grad_overlap=overlap, bucket_bytes=stated)
+    states = stage_states(load, load_framework("deepspeed"), memory_profile("deepspeed"))
+    assert states.buffers == 0 and states.working == filled
