@@ -31,6 +31,8 @@ class MemoryProfile:
         ZeRO 3 keeps it, and copies it into the parts of the ranks
     gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters), and one more
         matrix: gathers go on until they reach it
+    prefetched_elements, queued_elements : with Megatron-FSDP, elements of weights gathered ahead of the
+        block at work, and of gradients that wait for their reduction; at least one block and two
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     units : weights are gathered, and gradients reduced, one block, embedding or head at a time (FSDP2)
     combines_wide : outputs of experts are scaled by their scores in fp32, which also reads the router's input
@@ -67,6 +69,8 @@ class MemoryProfile:
     bucket_bytes: float = 0.0
     bucket_of_backward: bool = False
     gathered_elements: float = 0.0
+    prefetched_elements: float = 0.0
+    queued_elements: float = 0.0
     unit_bytes: float = 0.0
     units: bool = False
     combines_wide: bool = False

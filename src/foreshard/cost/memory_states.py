@@ -188,8 +188,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     cached = profile.autocast_bytes * everything * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     unit = profile.unit_bytes * have.largest_unit
-    ahead = profile.gathered_elements + have.largest_matrix * (profile.gathered_elements > 0)
-    live = element * np.minimum(have.dense + have.outer, ahead)
+    live = _live_bytes(have, element, profile)
     gathered = (zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units)
     stated = np.asarray(load.bucket_bytes) * (profile.bucket_bytes > 0)
     bucket = np.where(stated > 0, stated, profile.bucket_bytes) * (np.asarray(load.dp) > 1)
@@ -198,6 +197,10 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         kept = bucket * (zero >= 3)
         copied = np.minimum(bucket, element * trained)
         filled = np.where(zero >= 3, copied, bucket * (1.0 + load.grad_overlap))
+    block = have.largest_block
+    waiting = np.maximum(profile.queued_elements, 2 * block) + 2 * block
+    queued = (profile.queued_elements > 0) * sharded * framework.grad_reduce_bytes
+    queued = queued * np.minimum(trained, waiting)
     dummy = 2 * _dummy_wgrad_elements(load) if profile.dummy_wgrads else 0.0
     return States(
         parameters=parameters,
@@ -206,7 +209,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         optimizer=optimizer,
         buffers=kept + dummy,
         live=gathered * live,
-        working=gathered * np.maximum(unit, live) + cached + filled,
+        working=gathered * np.maximum(unit, live) + cached + filled + queued,
         step=_step_bytes(have, dense1, expert1, framework, profile),
         host=lasting * load.offload_optimizer,
         units=Units(
@@ -221,6 +224,20 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
             trained=trained / np.maximum(everything, 1),
         ),
     )
+
+
+def _live_bytes(have: _Elements, element: Any, profile: MemoryProfile) -> Any:
+    """Return the bytes of sharded weights that are gathered at a time.
+
+    Megatron-FSDP gathers blocks whole until enough elements are ahead of the one at work, and lets go of
+    blocks only: embedding and head stay.
+    """
+    if not profile.prefetched_elements:
+        ahead = profile.gathered_elements + have.largest_matrix * (profile.gathered_elements > 0)
+        return element * np.minimum(have.dense + have.outer, ahead)
+    block = np.maximum(have.largest_block, 1)
+    ahead = np.ceil(np.maximum(profile.prefetched_elements, block) / block) * block
+    return element * (np.minimum(have.dense + have.expert, block + ahead) + have.outer)
 
 
 def _block_weight_bytes(load: StageLoad, weight: Any, framework: Framework, profile: MemoryProfile) -> Any:

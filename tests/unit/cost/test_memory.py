@@ -417,3 +417,18 @@ def test_deepspeed_holds_buckets_in_a_backward_only(overlap, stated, filled):
     load = middle(LLAMA_70B, 80, dp=8, shard_size=8, zero=2, grad_overlap=overlap, bucket_bytes=stated)
     states = stage_states(load, load_framework("deepspeed"), memory_profile("deepspeed"))
     assert states.buffers == 0 and states.working == filled
+
+
+def test_megatron_fsdp_gathers_blocks_ahead_and_keeps_gradients_waiting():
+    """Blocks of 70B exceed 5e8 elements: one at work, one ahead; two wait and two more; tables stay."""
+    framework, profile = load_framework("megatron-fsdp"), memory_profile("megatron-fsdp")
+    sizes = {"dp": 8, "shard_size": 8, "zero": 3}
+    states = stage_states(load_of(kinds=((LLAMA_70B, 80),), **sizes), framework, profile)
+    block, tables = LLAMA_70B.num_params, 2 * 128256 * 8192
+    assert states.live == pytest.approx(2 * (2 * block + tables))
+    assert states.working == pytest.approx(states.live + 2 * 4 * block)
+    assert states.parameters + states.gradients + states.optimizer == pytest.approx(
+        16 / 8 * (80 * block + tables)
+    )
+    small = stage_states(middle(GPT, 4, **sizes), framework, profile)
+    assert small.live == pytest.approx(2 * 4 * GPT.num_params)
