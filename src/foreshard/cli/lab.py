@@ -41,6 +41,7 @@ _LIKE_RUN = (
     "collectives",
     "compress",
     "bucket_bytes",
+    "stage_messages",
 )
 
 

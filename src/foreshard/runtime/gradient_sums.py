@@ -21,7 +21,7 @@ class GradientSums:
     Attributes
     ----------
     collectives : str or None
-        As `all_reduce_selection` reads it; None for the backend's all-reduce.
+        As `schedule_selection` reads it; None for the backend's all-reduce.
     compress : str or None
         As `compression_method` reads it; None for sums of all that ranks have.
     bucket_bytes : int or None

@@ -24,6 +24,7 @@ from foreshard.runtime.membership.supervisor_state import has_run, reopen
 from foreshard.runtime.records.outcome import RunOutcome, is_finished, outcome_of, steps_done
 from foreshard.runtime.records.trace_recorder import merge
 from foreshard.runtime.run_settings import RunSettings
+from foreshard.runtime.stage_messages import check_stage_messages
 from foreshard.runtime.state.layout import check_runnable
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
@@ -62,6 +63,7 @@ def launch(
     collectives: str | None = None,
     compress: str | None = None,
     bucket_bytes: float | None = None,
+    stage_messages: str | None = None,
     **settings: Any,
 ) -> RunOutcome | None:
     """Train and return the outcome; None on ranks of torchrun other than the first.
@@ -98,6 +100,7 @@ def launch(
     sums = gradient_sums(plan, collectives, compress, bucket_bytes, file=plan_file)
     resumes = resume and bool(steps_in(folder / "ckpt"))
     check_sums(plan, sums, virtual=test_bed.is_virtual, resumes=resumes)
+    check_stage_messages(plan, stage_messages, virtual=test_bed.is_virtual)
     if resume:
         if is_finished(folder, steps):
             return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=0)
@@ -119,6 +122,7 @@ def launch(
         collectives=_of_ranks(sums.collectives),
         compress=sums.compress,
         bucket_bytes=sums.bucket_bytes,
+        stage_messages=_of_ranks(stage_messages),
         **settings,
         policy=options,
     )

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from foreshard.comm.compression.methods import compression_method
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.comm.schedules.selection import BACKEND, AllReduceSelection, all_reduce_selection
+from foreshard.comm.schedules.selection import BACKEND, ScheduleSelection, all_reduce_selection
 from foreshard.errors import SpecError
 from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.records.durable_jsonl import OnEvent
@@ -84,7 +84,7 @@ class BucketSums:
     Parameters
     ----------
     collectives : str, optional
-        As in `all_reduce_selection`.
+        As `schedule_selection` reads an all-reduce.
     compress : str, optional
         As in `compression_method`.
     on_event : OnEvent
@@ -119,7 +119,7 @@ class BucketSums:
         ranks = SumRanks(peers, group.place, len(group.ranks), all_reduce)
         return BackgroundSum(group, _compressed(self._make, ranks))
 
-    def _schedule(self, group: PeerGroup, selection: AllReduceSelection) -> Schedule | None:
+    def _schedule(self, group: PeerGroup, selection: ScheduleSelection) -> Schedule | None:
         """Return the schedule of the owners; None where there is none, after the first plan."""
         try:
             return selection.schedule_for(len(group.ranks))
