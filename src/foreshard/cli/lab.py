@@ -41,6 +41,7 @@ _LIKE_RUN = (
     "collectives",
     "compress",
     "bucket_bytes",
+    "bucket_order",
     "stage_messages",
 )
 

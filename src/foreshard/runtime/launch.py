@@ -15,7 +15,7 @@ from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
-from foreshard.runtime.gradient_sums import check_sums, gradient_sums
+from foreshard.runtime.gradient_sums import check_order, check_sums, gradient_sums
 from foreshard.runtime.hardware import Emulation
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
@@ -63,6 +63,7 @@ def launch(
     collectives: str | None = None,
     compress: str | None = None,
     bucket_bytes: float | None = None,
+    bucket_order: str | None = None,
     stage_messages: str | None = None,
     **settings: Any,
 ) -> RunOutcome | None:
@@ -100,6 +101,7 @@ def launch(
     sums = gradient_sums(plan, collectives, compress, bucket_bytes, file=plan_file)
     resumes = resume and bool(steps_in(folder / "ckpt"))
     check_sums(plan, sums, virtual=test_bed.is_virtual, resumes=resumes)
+    check_order(plan, sums, bucket_order)
     check_stage_messages(plan, stage_messages, virtual=test_bed.is_virtual)
     if resume:
         if is_finished(folder, steps):
@@ -122,6 +124,7 @@ def launch(
         collectives=_of_ranks(sums.collectives),
         compress=sums.compress,
         bucket_bytes=sums.bucket_bytes,
+        bucket_order=_of_ranks(bucket_order),
         stage_messages=_of_ranks(stage_messages),
         **settings,
         policy=options,
@@ -203,10 +206,10 @@ def _absolute(name: str | None) -> str | None:
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 
-def _of_ranks(collectives: str | None) -> str | None:
+def _of_ranks(name: str | None) -> str | None:
     """Return what ranks read, wherever they start: a name as it is, a file by its absolute path."""
-    is_file = collectives is not None and collectives.lower().endswith(".json")
-    return str(Path(collectives).resolve()) if collectives is not None and is_file else collectives
+    is_file = name is not None and name.lower().endswith(".json")
+    return str(Path(name).resolve()) if name is not None and is_file else name
 
 
 def _local(

@@ -51,6 +51,8 @@ class Options:
         What of gradients goes over the network, as `compression_method` reads it; None for all.
     bucket_bytes : int or None
         From which on a bucket of gradients is full; None for `BUCKET_BYTES`.
+    bucket_order : str or None
+        Which bucket is summed next where several wait, as `bucket_urgency` reads it; None for the first.
     stage_messages : str or None
         How stages send, as `schedule_selection` reads a broadcast; None for the backend's own messages.
     """
@@ -68,6 +70,7 @@ class Options:
     collectives: str | None = None
     compress: str | None = None
     bucket_bytes: int | None = None
+    bucket_order: str | None = None
     stage_messages: str | None = None
 
 

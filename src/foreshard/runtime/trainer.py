@@ -80,8 +80,11 @@ class Trainer:
         self._progress = TrainingProgress()
         self._checkpoints = Checkpoints(context)
         self._probe = Probe(job, self.rank, context.clock, context.device)
-        self._sums = BucketSums(context.options.collectives, context.options.compress, context.on_event)
-        self._messages = StageMessageSchedules(context.options.stage_messages, context.on_event)
+        options = context.options
+        self._sums = BucketSums(
+            options.collectives, options.compress, context.on_event, order=options.bucket_order
+        )
+        self._messages = StageMessageSchedules(options.stage_messages, context.on_event)
         self._feed: Feed | None = None
         self._skipped, self._stopped = 0, False
         self._evaluated = (-1, -1)
