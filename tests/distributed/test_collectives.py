@@ -132,7 +132,8 @@ def test_the_command_sums_by_a_name_and_goes_on_when_a_rank_is_lost(tmp_path: Pa
 
 def test_a_rank_that_dies_between_its_sums_leaves_nobody_waiting(tmp_path: Path) -> None:
     """The threads of the others wait for it in the middle of a schedule; the step is repeated."""
-    flags = ("--collectives", "double-tree", "--buckets", "16", "--steps", "6", "--max-starts", "1")
+    sums = ("--collectives", "double-tree", "--buckets", "16", "--bucket-order", "forward")
+    flags = (*sums, "--steps", "6", "--max-starts", "1")
     found = run(tmp_path, DIES_IN_BACKWARD, replicas(3, batch=6), *flags, local=3)
     assert found.code == 0, found.stderr
     assert (tmp_path / "died").exists()

@@ -107,7 +107,8 @@ def test_hooks_of_a_job_are_called_and_a_rank_may_die_in_the_evaluation(tmp_path
     assert {line["step"]: line["eval/loss"] for line in logged if "eval/loss" in line} == numbers(calm)
     assert len(logged) == 9 + 3
     once = f"{RANK} == 1 and step == 6 and not (Path('died').exists() or Path('died').touch())"
-    hurt = run(tmp_path, {"evaluate": EVALUATE.format(broken=once)}, pipeline(), *flags, out="hurt")
+    more = [*flags, "--stage-messages", "ring:parts=2"]
+    hurt = run(tmp_path, {"evaluate": EVALUATE.format(broken=once)}, pipeline(), *more, out="hurt")
     assert hurt.code == 0, hurt.stderr
     assert numbers(hurt) == pytest.approx(numbers(calm), rel=1e-6)
     assert hurt.losses == pytest.approx(calm.losses, rel=1e-6)

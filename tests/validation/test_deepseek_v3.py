@@ -10,16 +10,26 @@ DEVICE_HOURS, TOKENS = 2.664e6, 14.8e12  # arXiv 2412.19437, table 1 and section
 RUN = {"tp": 1, "pp": 16, "ep": 64, "zero": 1, "global_batch": 15360, "seq_len": 4096, "precision": "fp8"}
 
 
+PUBLISHED_S = DEVICE_HOURS * 3600 / 2048 / (TOKENS / (RUN["global_batch"] * RUN["seq_len"]))
+
+
+def predicted(**options):
+    """Return the prediction of the report's degrees; norms, up-projections and activations run again."""
+    asked = {**RUN, "framework": "hai-llm", "schedule": "dualpipe", "recompute": "selective", **options}
+    return api.predict("deepseek-v3", "256x8xh800-sxm", **asked)
+
+
 def step_s(**options):
-    """Return the step of the report's degrees, with norms, up-projections and activations run again."""
-    again = "selective:layernorm+mla_up_proj+moe_act"
-    asked = {**RUN, "framework": "hai-llm", "schedule": "dualpipe", "recompute": again, **options}
-    return api.predict("deepseek-v3", "256x8xh800-sxm", **asked).step_time_s
+    return predicted(**options).step_time_s
 
 
 def test_device_hours_are_within_12_percent():
-    published_s = DEVICE_HOURS * 3600 / 2048 / (TOKENS / (RUN["global_batch"] * RUN["seq_len"]))
-    assert step_s() == pytest.approx(published_s, rel=0.12)
+    assert step_s() == pytest.approx(PUBLISHED_S, rel=0.12)
+
+
+def test_the_report_s_own_run_fits_its_devices():
+    assert predicted().memory.fits
+    assert not predicted(framework="megatron-core", recompute="none").memory.fits
 
 
 def test_what_dualpipe_hides_is_most_of_what_it_saves():
@@ -34,4 +44,4 @@ def test_a_search_of_dualpipe_finds_the_degrees_of_the_report():
     )
     chosen = found.plans[0]
     assert chosen.plan.groups[0].stages[0].ep == RUN["ep"] and chosen.prediction.memory.fits
-    assert chosen.prediction.step_time_s < 1.2 * step_s()
+    assert chosen.prediction.step_time_s < PUBLISHED_S

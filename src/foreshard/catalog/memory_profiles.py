@@ -27,13 +27,20 @@ class MemoryProfile:
     casts_moments : the optimizer casts 16-bit moments of all parameters to fp32 for its step
     step_bytes : temporaries of the step with 16-bit gradients, bytes per parameter this rank updates
     bucket_bytes : flat buffer of the gradient reduction
-    gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters)
+    bucket_of_backward : ZeRO 1 and 2 hold it in a backward only, two of them where reductions run beside it;
+        ZeRO 3 keeps it, and copies it into the parts of the ranks
+    gathered_elements : parameters kept gathered although sharded (ZeRO-3 max_live_parameters), and one more
+        matrix: gathers go on until they reach it
+    prefetched_elements, queued_elements : with Megatron-FSDP, elements of weights gathered ahead of the
+        block at work, and of gradients that wait for their reduction; at least one block and two
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     units : weights are gathered, and gradients reduced, one block, embedding or head at a time (FSDP2)
     combines_wide : outputs of experts are scaled by their scores in fp32, which also reads the router's input
     loss_chunks : parts of a micro-batch for which the loss makes logits one after the other, with `units`
     loss_hidden_bytes : bytes per element of the hidden state that final norm and loss hold
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
+    attention_output_bytes : in 8-bit training, bytes per element of attention's output, of which one copy
+        serves its own backward and the product behind it; 0 = 16 bit beside an 8-bit copy
     fp8_mlp_input : in 8-bit training the gated activation keeps its input in 8 bit
     drops_transposes : no transposed 8-bit copy of a weight outlives its product
     default_dropout : dropout is on unless its arguments say otherwise: masks and dropped scores are kept
@@ -60,13 +67,17 @@ class MemoryProfile:
     casts_moments: bool = False
     step_bytes: float = 0.0
     bucket_bytes: float = 0.0
+    bucket_of_backward: bool = False
     gathered_elements: float = 0.0
+    prefetched_elements: float = 0.0
+    queued_elements: float = 0.0
     unit_bytes: float = 0.0
     units: bool = False
     combines_wide: bool = False
     loss_chunks: int = 1
     loss_hidden_bytes: float = 0.0
     eager_mlp: bool = False
+    attention_output_bytes: float = 0.0
     fp8_mlp_input: bool = False
     drops_transposes: bool = False
     default_dropout: bool = False

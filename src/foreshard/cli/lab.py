@@ -41,6 +41,8 @@ _LIKE_RUN = (
     "collectives",
     "compress",
     "bucket_bytes",
+    "bucket_order",
+    "stage_messages",
 )
 
 

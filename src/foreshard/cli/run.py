@@ -135,6 +135,18 @@ SEED = Count(-(2**63), 2**63 - 1)
     metavar="SIZE",
     help="From which on a bucket of gradients is full and summed (default: the plan's buckets, else 25 MiB).",
 )
+@click.option(
+    "--bucket-order",
+    metavar="ORDER|FILE",
+    help="Which bucket is summed next where several wait, with --collectives or --compress: backward "
+    "(default: as they are made), forward (what the next forward needs first), or a JSON file of layers.",
+)
+@click.option(
+    "--stage-messages",
+    metavar="NAME|FILE",
+    help="How pipeline stages send: a broadcast's algorithm as ring:parts=4, or a schedule's JSON file; "
+    "if not given, by messages of the backend.",
+)
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of what every rank did.")
 def command(job: str, plan_file: str, **options: Any) -> None:
     """Train JOB.py under a plan, and continue when ranks fail, leave or join.

@@ -34,6 +34,17 @@ nccl#964, a rank of more than two having a neighbour and a half.
 ALL_TO_ALL_PAIR_BYTES = 32 * 12 * 2**20
 """Send and receive FIFO of one peer: 32 channels of 12 MiB (NCCL 2.30 transport/p2p.cc; nccl#1685)."""
 
+DEEPEP_NODE = 8
+DEEPEP_TOKEN_BYTES = 128 * (8 + 4 + 4) + 8
+DEEPEP_RDMA_TOKENS = 128
+DEEPEP_TOKENS = ((8, 256), (64, 288), (128, 560))
+"""Of DeepEP: ranks of a node, what it keeps of a token beside its elements, tokens of a channel and peer to
+and from the network, and those inside a node by ranks up to which they hold, then 720.
+
+deepseek-ai/DeepEP 030cdf0 csrc/config.hpp get_nvl_buffer_size_hint, get_rdma_buffer_size_hint; 04b06f7
+deep_ep/buffer.py get_dispatch_config, half as many channels as processors.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
@@ -48,6 +59,8 @@ class StageLoad:
     shard_size : ranks that share one copy of the sharded states, at most dp
     num_stages : pipeline stages, where known
     channels : NCCL channels of a collective between the devices
+    grad_overlap : gradients are reduced beside the backward
+    bucket_bytes : stated size of a gradient bucket, 0 for the framework's
     state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
     activation_bytes_per_element : 2 in 16 bit and below, 4 in fp32
     fp8, fp4 : matrix products run in 8 or 4 bit
@@ -80,6 +93,8 @@ class StageLoad:
     recompute: Recompute = field(default_factory=lambda: NO_RECOMPUTE)
     offload_optimizer: Any = 0
     offload_activations: Any = 0
+    grad_overlap: Any = 0
+    bucket_bytes: Any = 0
     state_bytes: Any = 8
     outer_params: Any = 0
     """Parameters of embedding and head beyond their matrices (positions, norms)."""
@@ -190,7 +205,7 @@ def _moments(
     every = states.gradients + states.backward_gradients
     others = np.minimum(acts.saved, acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer)
     moments: tuple[Moment, ...] = (
-        (first, acts.saved, np.maximum(working, acts.logits)),
+        (first, acts.saved, np.maximum(working, states.live + acts.logits)),
         (every, others, working),
         (states.gradients, 0.0, states.step),
     )
@@ -205,8 +220,23 @@ def _moments(
 def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Any:
     """Return context, NCCL buffers and userbuffers."""
     peers = np.minimum(np.asarray(load.ep) - 1, MAX_ALL_TO_ALL_PEERS)
-    nccl = _communicators_bytes(load, profile) + ALL_TO_ALL_PAIR_BYTES * peers
-    return profile.context_bytes + nccl + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
+    exchange = (
+        deepep_bytes(load, framework) if framework.dispatcher == "deepep" else ALL_TO_ALL_PAIR_BYTES * peers
+    )
+    buffers = _communicators_bytes(load, profile) + exchange
+    return profile.context_bytes + buffers + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
+
+
+def deepep_bytes(load: StageLoad, framework: Framework) -> Any:
+    """Return the buffers of DeepEP for tokens in 16 bit: from ranks of the node, and of other nodes."""
+    ranks = np.asarray(load.ep, dtype=float)
+    hidden = 2.0 * np.asarray(load.hidden) + DEEPEP_TOKEN_BYTES
+    tokens = np.select(
+        [ranks <= up_to for up_to, _ in DEEPEP_TOKENS], [held for _, held in DEEPEP_TOKENS], 720
+    )
+    near = np.minimum(ranks, DEEPEP_NODE) * tokens
+    far = np.where(ranks > DEEPEP_NODE, 2.0 * ranks / DEEPEP_NODE * DEEPEP_RDMA_TOKENS, 0.0)
+    return (ranks > 1) * framework.dispatch_sms / 2 * (near + far) * hidden
 
 
 def communicators_bytes(sizes: Iterable[tuple[float, Any]], channels: Any = CHANNELS) -> Any:

@@ -113,9 +113,12 @@ def _attention_saved(
 ) -> tuple[Any, Any]:
     """Return what attention saves beyond its norm, and what recomputing its core saves of it."""
     out = block.num_heads * block.value_head_dim
-    keep = n.element * (block.query_width + block.kv_width + out)
+    output = n.element * out
     if not block.frozen:
-        keep = keep + n.low * n.gemm_input * out
+        output = output + n.low * n.gemm_input * out
+    if profile.attention_output_bytes:
+        output = np.where(n.low > 0, profile.attention_output_bytes * out, output)
+    keep = n.element * (block.query_width + block.kv_width) + output
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     drop = _drops(block, profile)
@@ -244,8 +247,9 @@ def _layer(
     rule = load.recompute
     attention, core = _attention_saved(block, n, load, unfused, profile)
     saved = _norms_saved(block, n, load, profile) + attention - core * rule.core_attn
-    if block.kv_lora:
-        saved = saved - rule.mla_up_proj * n.split * n.element * (block.query_width + block.kv_width)
+    if block.kv_lora:  # the norms of the latents run again with the products behind them
+        again = n.split * (block.query_width + block.kv_width) + n.norm * (block.q_lora + block.kv_lora)
+        saved = saved - rule.mla_up_proj * n.element * again
     peak = n.element * n.split * block.num_heads * load.seq_len if unfused else 0.0
     if np.count_nonzero(np.asarray(load.cp) > 1):  # a ring keeps every received chunk of keys and values
         peak = np.maximum(peak, n.element * n.split * block.kv_width * load.cp)

@@ -25,9 +25,9 @@ FP4_WORKSPACE_BYTES = 2 * (0.5 + 1 / 16)
 class States:
     """Bytes per rank.
 
-    `backward_gradients` fill up over one backward and go with it, `working` is alive in a backward only,
-    `step` in the optimizer step only, `host` in the memory of the node. `units` are what FSDP2 gathers and
-    reduces at a time.
+    `backward_gradients` fill up over one backward and go with it. `live` are gathered weights beside the
+    loss; `working` is alive in a backward only, these weights included, `step` in the optimizer step only,
+    `host` in the memory of the node. `units` are what FSDP2 gathers and reduces at a time.
     """
 
     parameters: Any
@@ -35,6 +35,7 @@ class States:
     backward_gradients: Any
     optimizer: Any
     buffers: Any
+    live: Any
     working: Any
     step: Any
     host: Any
@@ -72,6 +73,7 @@ class _Elements:
     expert_trained: Any
     frozen: Any
     largest_block: Any
+    largest_matrix: Any
     embedding: Any
     head: Any
 
@@ -92,6 +94,7 @@ def _elements(load: StageLoad) -> _Elements:
     tp = np.asarray(load.tp)
     experts_over = np.asarray(load.ep) * load.etp
     dense = expert = dense_trained = expert_trained = frozen = largest = 0.0
+    matrix: Any = 0.0
     for block, count in load.kinds:
         whole = _replicated(block)
         experts = block.num_experts * block.expert_params
@@ -106,7 +109,10 @@ def _elements(load: StageLoad) -> _Elements:
             frozen = frozen + count * (one_dense + one_expert)
         else:
             dense_trained, expert_trained = dense_trained + held, expert_trained + held_expert
-        largest = np.maximum(largest, (one_dense + one_expert) * (np.asarray(count) > 0))
+        here = np.asarray(count) > 0
+        largest = np.maximum(largest, (one_dense + one_expert) * here)
+        widest = max(block.query_width, block.ffn, block.shared_ffn)
+        matrix = np.maximum(matrix, widest * block.hidden / tp * here)
     table = np.asarray(load.vocab) * load.hidden / tp
     head = load.has_head * (1 - load.tied * load.has_embedding)
     outer = table * (load.has_embedding + head) + load.outer_params
@@ -119,6 +125,7 @@ def _elements(load: StageLoad) -> _Elements:
         expert_trained=expert_trained,
         frozen=frozen,
         largest_block=largest,
+        largest_matrix=matrix,
         embedding=table * load.has_embedding,
         head=table * load.has_head,
     )
@@ -181,16 +188,28 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     cached = profile.autocast_bytes * everything * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     unit = profile.unit_bytes * have.largest_unit
-    live = element * np.minimum(have.dense + have.outer, profile.gathered_elements)
+    live = _live_bytes(have, element, profile)
+    gathered = (zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units)
+    stated = np.asarray(load.bucket_bytes) * (profile.bucket_bytes > 0)
+    bucket = np.where(stated > 0, stated, profile.bucket_bytes) * (np.asarray(load.dp) > 1)
+    kept, filled = bucket, 0.0
+    if profile.bucket_of_backward:
+        kept = bucket * (zero >= 3)
+        copied = np.minimum(bucket, element * trained)
+        filled = np.where(zero >= 3, copied, bucket * (1.0 + load.grad_overlap))
+    block = have.largest_block
+    waiting = np.maximum(profile.queued_elements, 2 * block) + 2 * block
+    queued = (profile.queued_elements > 0) * sharded * framework.grad_reduce_bytes
+    queued = queued * np.minimum(trained, waiting)
     dummy = 2 * _dummy_wgrad_elements(load) if profile.dummy_wgrads else 0.0
     return States(
         parameters=parameters,
         gradients=gradients,
         backward_gradients=half * trained,
         optimizer=optimizer,
-        buffers=profile.bucket_bytes * (np.asarray(load.dp) > 1) + dummy,
-        working=(zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units) * np.maximum(unit, live)
-        + cached,
+        buffers=kept + dummy,
+        live=gathered * live,
+        working=gathered * np.maximum(unit, live) + cached + filled + queued,
         step=_step_bytes(have, dense1, expert1, framework, profile),
         host=lasting * load.offload_optimizer,
         units=Units(
@@ -205,6 +224,20 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
             trained=trained / np.maximum(everything, 1),
         ),
     )
+
+
+def _live_bytes(have: _Elements, element: Any, profile: MemoryProfile) -> Any:
+    """Return the bytes of sharded weights that are gathered at a time.
+
+    Megatron-FSDP gathers blocks whole until enough elements are ahead of the one at work, and lets go of
+    blocks only: embedding and head stay.
+    """
+    if not profile.prefetched_elements:
+        ahead = profile.gathered_elements + have.largest_matrix * (profile.gathered_elements > 0)
+        return element * np.minimum(have.dense + have.outer, ahead)
+    block = np.maximum(have.largest_block, 1)
+    ahead = np.ceil(np.maximum(profile.prefetched_elements, block) / block) * block
+    return element * (np.minimum(have.dense + have.expert, block + ahead) + have.outer)
 
 
 def _block_weight_bytes(load: StageLoad, weight: Any, framework: Framework, profile: MemoryProfile) -> Any:

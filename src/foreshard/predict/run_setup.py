@@ -192,6 +192,8 @@ class RunSetup:
             recompute=recompute,
             offload_optimizer=rank.offload_optimizer,
             offload_activations=rank.offload_activations,
+            grad_overlap=1.0 * self.comm.get("grad_overlap", self.framework.hides("grad_overlap", rank.zero)),
+            bucket_bytes=float(self.framework.bucket_bytes),
             state_bytes=optimizer_state_bytes(self.optimizer, self.framework.moment_bytes),
             outer_params=float(model.learned_positions * model.hidden),
             embedding_trainable=float(not model.embedding_frozen),

@@ -26,6 +26,10 @@ _BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 51
 # The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
 _IN_TURN = ("deepspeed", "megatron-deepspeed")
 _NARROW = ("fp8", "mxfp8", "nvfp4")
+# Bytes that torchao moves for an activation and for a weight that is an operand of two products: the scale of a
+# tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
+# copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
+_OWN_CASTS = {"fused": (0.0, 0.0), "tensorwise": (6.0, 8.0), "rowwise": (8.0, 10.0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,9 @@ class Traits:
     grads_fused: Any
     grads_widened: Any
     block_scaled: Any  # casts carry a scale per block of elements
+    own_casts: Any  # bytes moved to cast an element of an activation to 8 bit, 0 for a fused kernel's
+    own_weight_casts: Any  # of a weight, in forward and backward together
+    wide_operands: Any  # tensor parallelism gathers operands of 8-bit products in 16 bit
     any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
     context_gather: Any
@@ -113,6 +120,7 @@ def traits_of(
     # Without 16-bit weights the weight itself is the master.
     wide = 4.0 if precision in ("fp32", "tf32") else 2.0
     optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
+    own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
         hopper=float(device.arch == "hopper"),
@@ -133,6 +141,9 @@ def traits_of(
         grads_fused=float(framework.grads_accumulate_fused),
         grads_widened=float(framework.grads_widened),
         block_scaled=float(precision in ("mxfp8", "nvfp4")),
+        own_casts=own_casts,
+        own_weight_casts=own_weight_casts,
+        wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         fsdp=float(framework.fsdp != "none"),
         grouped=float(framework.grouped_gemm),

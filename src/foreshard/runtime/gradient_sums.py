@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from foreshard.comm.compression.methods import compression_method
 from foreshard.comm.schedules.selection import BACKEND, all_reduce_selection
 from foreshard.errors import SpecError
+from foreshard.runtime.engine.bucket_order import KEY, bucket_urgency
 from foreshard.runtime.state.optimizer_sharding import shares_updates
 from foreshard.spec.plan import AUTO, Plan
 
@@ -21,7 +22,7 @@ class GradientSums:
     Attributes
     ----------
     collectives : str or None
-        As `all_reduce_selection` reads it; None for the backend's all-reduce.
+        As `schedule_selection` reads it; None for the backend's all-reduce.
     compress : str or None
         As `compression_method` reads it; None for sums of all that ranks have.
     bucket_bytes : int or None
@@ -110,3 +111,24 @@ def check_sums(plan: Plan, sums: GradientSums, *, virtual: bool = False, resumes
         raise SpecError(what, file=sums.file, key="collectives", value=plan.collectives, rule=rule, fix=fix)
     key, value = ("--collectives", collectives) if method is None else ("--compress", compress)
     raise SpecError(what, key=key, value=value, rule=rule, fix=fix)
+
+
+def check_order(plan: Plan, sums: GradientSums, order: str | None) -> None:
+    """Refuse orders that do not exist, and plans and sums to which they do not apply.
+
+    Raises
+    ------
+    SpecError
+    """
+    if order is None or bucket_urgency(order) is None:
+        return
+    selected = sums.collectives is not None and all_reduce_selection(sums.collectives) is not None
+    if not selected and sums.compress is None:
+        what, rule = "sums by the backend", "The backend keeps the order in which sums start"
+        fix = "Add --collectives ring, or another algorithm"
+    elif len(plan.groups) == 1 and all(len(s.ranks) == s.tp for s in plan.groups[0].stages):
+        what, rule = "a plan in which every layer is on one rank", "Ranks with the same layers sum gradients"
+        fix = "Leave it out"
+    else:
+        return
+    raise SpecError(what, key=KEY, value=order, rule=rule, fix=fix)

@@ -15,7 +15,7 @@ from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
-from foreshard.runtime.gradient_sums import check_sums, gradient_sums
+from foreshard.runtime.gradient_sums import check_order, check_sums, gradient_sums
 from foreshard.runtime.hardware import Emulation
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
@@ -24,6 +24,7 @@ from foreshard.runtime.membership.supervisor_state import has_run, reopen
 from foreshard.runtime.records.outcome import RunOutcome, is_finished, outcome_of, steps_done
 from foreshard.runtime.records.trace_recorder import merge
 from foreshard.runtime.run_settings import RunSettings
+from foreshard.runtime.stage_messages import check_stage_messages
 from foreshard.runtime.state.layout import check_runnable
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
@@ -62,6 +63,8 @@ def launch(
     collectives: str | None = None,
     compress: str | None = None,
     bucket_bytes: float | None = None,
+    bucket_order: str | None = None,
+    stage_messages: str | None = None,
     **settings: Any,
 ) -> RunOutcome | None:
     """Train and return the outcome; None on ranks of torchrun other than the first.
@@ -98,6 +101,8 @@ def launch(
     sums = gradient_sums(plan, collectives, compress, bucket_bytes, file=plan_file)
     resumes = resume and bool(steps_in(folder / "ckpt"))
     check_sums(plan, sums, virtual=test_bed.is_virtual, resumes=resumes)
+    check_order(plan, sums, bucket_order)
+    check_stage_messages(plan, stage_messages, virtual=test_bed.is_virtual)
     if resume:
         if is_finished(folder, steps):
             return outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=0)
@@ -119,6 +124,8 @@ def launch(
         collectives=_of_ranks(sums.collectives),
         compress=sums.compress,
         bucket_bytes=sums.bucket_bytes,
+        bucket_order=_of_ranks(bucket_order),
+        stage_messages=_of_ranks(stage_messages),
         **settings,
         policy=options,
     )
@@ -199,10 +206,10 @@ def _absolute(name: str | None) -> str | None:
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 
-def _of_ranks(collectives: str | None) -> str | None:
+def _of_ranks(name: str | None) -> str | None:
     """Return what ranks read, wherever they start: a name as it is, a file by its absolute path."""
-    is_file = collectives is not None and collectives.lower().endswith(".json")
-    return str(Path(collectives).resolve()) if collectives is not None and is_file else collectives
+    is_file = name is not None and name.lower().endswith(".json")
+    return str(Path(name).resolve()) if name is not None and is_file else name
 
 
 def _local(

@@ -46,11 +46,15 @@ class Options:
     probe_every : int
         Steps between measurements of idle ranks and links; 0 for none.
     collectives : str or None
-        How gradients are summed, as `all_reduce_selection` reads it; None for the backend's all-reduce.
+        How gradients are summed, as `schedule_selection` reads it; None for the backend's all-reduce.
     compress : str or None
         What of gradients goes over the network, as `compression_method` reads it; None for all.
     bucket_bytes : int or None
         From which on a bucket of gradients is full; None for `BUCKET_BYTES`.
+    bucket_order : str or None
+        Which bucket is summed next where several wait, as `bucket_urgency` reads it; None for the first.
+    stage_messages : str or None
+        How stages send, as `schedule_selection` reads a broadcast; None for the backend's own messages.
     """
 
     seed: int = 0
@@ -66,6 +70,8 @@ class Options:
     collectives: str | None = None
     compress: str | None = None
     bucket_bytes: int | None = None
+    bucket_order: str | None = None
+    stage_messages: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

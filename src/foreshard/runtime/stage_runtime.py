@@ -17,6 +17,7 @@ from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.user_code import in_file
 from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.membership.world_group import WorldGroup
+from foreshard.runtime.stage_messages import StageMessageSchedules
 from foreshard.runtime.state.layout import RankLayout
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding, shard_peers, shares_updates
 from foreshard.runtime.state.rank_state import RankState
@@ -41,9 +42,13 @@ class StageRuntime:
         sharding: OptimizerSharding,
         state: RankState,
         sums: BucketSums,
+        messages: StageMessageSchedules,
         feed: Feed | None = None,
     ):
         self.context, self.layout, self._state = context, layout, state
+        self._schedule_for = messages.connect(
+            layout.plan, on_devices=context.membership.owns_devices(), says=world.rank == min(world.ranks)
+        )
         self._sync = GradientSync(
             state.buckets,
             context.membership.group,
@@ -142,6 +147,7 @@ class StageRuntime:
             world.rank,
             context.clock,
             fixed_shapes=context.job.fixed_shapes,
+            schedule_for=self._schedule_for,
         )
         return Executor(
             context,

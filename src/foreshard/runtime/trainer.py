@@ -29,6 +29,7 @@ from foreshard.runtime.membership.member import BOUNDARY
 from foreshard.runtime.membership.recovery import Recovery
 from foreshard.runtime.membership.world_group import WorldGroup
 from foreshard.runtime.run_settings import Options
+from foreshard.runtime.stage_messages import StageMessageSchedules
 from foreshard.runtime.stage_runtime import StageRuntime
 from foreshard.runtime.state.layout import RankLayout, layout_of
 from foreshard.runtime.state.migration import Moved, migrate, moves_of
@@ -79,7 +80,11 @@ class Trainer:
         self._progress = TrainingProgress()
         self._checkpoints = Checkpoints(context)
         self._probe = Probe(job, self.rank, context.clock, context.device)
-        self._sums = BucketSums(context.options.collectives, context.options.compress, context.on_event)
+        options = context.options
+        self._sums = BucketSums(
+            options.collectives, options.compress, context.on_event, order=options.bucket_order
+        )
+        self._messages = StageMessageSchedules(options.stage_messages, context.on_event)
         self._feed: Feed | None = None
         self._skipped, self._stopped = 0, False
         self._evaluated = (-1, -1)
@@ -404,7 +409,7 @@ class Trainer:
             if plan.precision == "tf32":
                 torch.set_float32_matmul_precision("high")  # unlike autocast it has no context
             self._stage = StageRuntime(
-                self.context, world, layout, sharding, self.state, self._sums, self._feed
+                self.context, world, layout, sharding, self.state, self._sums, self._messages, self._feed
             )
             self._sums.plan_connected()
             self._feed = self._stage.feed

@@ -39,6 +39,9 @@ class Framework:
     bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
     default_recompute : recompute rule unless another is stated
     fp8_params : weights are stored and gathered in 8 bit
+    fp8_recipe : fused | tensorwise | rowwise   how 8-bit operands are made: one kernel writes both layouts
+        (TransformerEngine); a pass finds the scale of the tensor first; each row has a scale, each layout a
+        kernel, and communication 16 bit (both torchao). The latter two cast weights where they are used
     memory : name of the memory profile
     """
 
@@ -79,6 +82,7 @@ class Framework:
     collectives: str = "auto"
     bucket_bytes: int = 0
     fp8_params: bool = False
+    fp8_recipe: str = "fused"
     vocab_multiple: int = 128
     memory: str = "megatron-core"
     source: str = ""

@@ -29,7 +29,9 @@ class ScheduleExecution:
         Without switches.
     rank : int
     group : process group
-        With `send`, `recv` as those of ``torch.distributed``; its rank r is rank r of the schedule.
+        With `send`, `recv` as those of ``torch.distributed``.
+    places : sequence of int, optional
+        Rank of the group that each rank of the schedule is; the same unless given.
 
     Raises
     ------
@@ -37,7 +39,9 @@ class ScheduleExecution:
         If the schedule has sends into switches, which hosts cannot execute.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, group: Any) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, group: Any, places: Sequence[int] | None = None
+    ) -> None:
         if schedule.switches:
             raise SpecError(
                 f"{schedule.algorithm} reduces in switches",
@@ -47,6 +51,7 @@ class ScheduleExecution:
                 fix="Take an algorithm without switches",
             )
         self._rank, self._group = rank, group
+        self._places = range(schedule.num_ranks) if places is None else places
         own = np.flatnonzero((schedule.source == rank) | (schedule.target == rank))
         order = own[np.lexsort((own, schedule.source[own] != rank, schedule.rounds()[own]))]
         columns = (schedule.source, schedule.target, schedule.chunk, schedule.is_reduced)
@@ -54,8 +59,25 @@ class ScheduleExecution:
             zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True)
         )
 
+    def begin(
+        self, held: dict[int, torch.Tensor], sizes: Sequence[int], tag: int
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """Begin the sends of a rank that receives nothing; return them, each with what it reads until then.
+
+        Parameters are those of `run`.
+        """
+        return [
+            (self._group.send([held[chunk]], self._places[target], tag), held[chunk])
+            for _, _, target, chunk, _ in self._sends
+            if sizes[chunk]
+        ]
+
     def run(
-        self, held: dict[int, torch.Tensor], sizes: Sequence[int], dtype: torch.dtype
+        self,
+        held: dict[int, torch.Tensor],
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        tag: int | None = None,
     ) -> dict[int, torch.Tensor]:
         """Execute the sends and return what this rank holds of each chunk at the end.
 
@@ -67,8 +89,11 @@ class ScheduleExecution:
             Elements of each chunk.
         dtype : torch.dtype
             Of all chunks.
+        tag : int, optional
+            Of all messages, where other messages are under way on the group; two ranks send each other those
+            of one tag in order.
         """
-        received = self._receive_ahead(sizes, dtype)
+        received = self._receive_ahead(sizes, dtype, tag)
         sending: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         for number, source, target, chunk, is_reduced in self._sends:
             if not sizes[chunk]:
@@ -76,7 +101,7 @@ class ScheduleExecution:
                 continue
             if source == self._rank:
                 data = held[chunk]
-                work = self._group.send([data], target, number)
+                work = self._group.send([data], self._places[target], number if tag is None else tag)
                 sending.setdefault(chunk, []).append((work, data))
                 continue
             data = next(received)
@@ -91,7 +116,9 @@ class ScheduleExecution:
                 work.wait()
         return held
 
-    def _receive_ahead(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def _receive_ahead(
+        self, sizes: Sequence[int], dtype: torch.dtype, tag: int | None
+    ) -> Iterator[torch.Tensor]:
         """Yield what arrives, in order, with the next few messages already asked for."""
         waiting: list[tuple[Any, torch.Tensor]] = []
         arriving = [send for send in self._sends if send[2] == self._rank and sizes[send[3]]]
@@ -99,7 +126,8 @@ class ScheduleExecution:
             if at < len(arriving):
                 number, source, _, chunk, _ = arriving[at]
                 data = torch.empty(sizes[chunk], dtype=dtype)
-                waiting.append((self._group.recv([data], source, number), data))
+                work = self._group.recv([data], self._places[source], number if tag is None else tag)
+                waiting.append((work, data))
             if at >= _AHEAD - 1 and waiting:
                 work, data = waiting.pop(0)
                 work.wait()

@@ -7,7 +7,7 @@ import pytest
 
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.schedule import Chunk, ScheduleBuilder
-from foreshard.comm.schedules.selection import AllReduceSelection, all_reduce_selection, sums_round_alike
+from foreshard.comm.schedules.selection import ScheduleSelection, all_reduce_selection, sums_round_alike
 from foreshard.errors import SpecError
 
 
@@ -47,7 +47,7 @@ def test_sums_in_other_orders_are_refused():
     assert firsts == [0, 1, 2, 3]
     assert not sums_round_alike(build.schedule())
     with pytest.raises(SpecError, match="different orders"):
-        AllReduceSelection(name="x", schedule=build.schedule()).schedule_for(4)
+        ScheduleSelection(name="x", schedule=build.schedule()).schedule_for(4)
 
 
 def test_what_cannot_be_executed_is_refused():
@@ -58,7 +58,7 @@ def test_what_cannot_be_executed_is_refused():
         (replace(schedule_of("all-reduce", "ring", 3), chunks=ring.chunks[:3]), "take no part|of together"),
     ):
         with pytest.raises(SpecError, match=says):
-            AllReduceSelection(name="x", schedule=schedule).schedule_for(3)
+            ScheduleSelection(name="x", schedule=schedule).schedule_for(3)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,15 @@ import pytest
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
 from foreshard.catalog.shipped import shipped
-from foreshard.cost.memory import StageLoad, communicators_bytes, optimizer_state_bytes, stage_memory
+from foreshard.cost.memory import (
+    StageLoad,
+    communicators_bytes,
+    deepep_bytes,
+    optimizer_state_bytes,
+    stage_memory,
+)
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of
+from foreshard.cost.memory_states import stage_states
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Block
@@ -352,3 +359,76 @@ def test_a_transposed_attention_output_is_kept_twice_from_two_samples_on():
 def test_expandable_segments_have_no_slack():
     parts = stage_memory(load_of(), MCORE, memory_profile("megatron-bridge-expandable"))
     assert float(parts.cached) == pytest.approx(float(parts.allocated))
+
+
+LATENT = Block(
+    hidden=7168,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    value_head_dim=128,
+    q_lora=1536,
+    kv_lora=512,
+    rope_head_dim=64,
+    ffn=0,
+    gated=True,
+    num_experts=256,
+    top_k=8,
+    expert_ffn=2048,
+    shared_ffn=2048,
+)
+
+
+def test_deepseeks_trainer_saves_what_its_report_lists():
+    """Sections 3.2.3 and 3.3.3 of the report, summed by hand for one layer of DeepSeek-V3."""
+    trainer = load_framework("hai-llm")
+    rule = recompute_of(trainer.recompute("selective"), 1)
+    h, inner, latent = 7168, 2048, 1536 + 512 + 64
+    norms = 2 * 2 * h
+    attention = 2 * latent + 1.5 * 128 * 128 + 4 * 128
+    experts = 8 * (h + 4 + 2 * inner) + 2 * inner + inner + 8 * 256
+    load = middle(LATENT, fp8=1, recompute=rule, in_flight=1, num_micro_batches=1)
+    assert stage_memory(load, trainer).activations == pytest.approx(1024 * (norms + attention + experts))
+
+
+def test_deepep_keeps_buffers_of_its_group():
+    """The hints of Buffer for 16-bit tokens: 10 channels, 256 or 288 tokens of a peer, 128 from outside."""
+    trainer, token = load_framework("hai-llm"), 2 * 7168 + 128 * 16 + 8
+    load = middle(LATENT, ep=np.array([1, 8, 64]))
+    near, far = 10 * 8 * 288 * token, 10 * 8 * 128 * token * 2
+    assert deepep_bytes(load, trainer) == pytest.approx([0, 10 * 8 * 256 * token, near + far])
+
+
+def test_deepspeed_gathers_ahead_up_to_its_limit_and_copies_its_bucket():
+    """ZeRO 3: 1e9 elements and one matrix more beside loss and backward; a bucket, and its copy."""
+    framework = load_framework("deepspeed")
+    profile = memory_profile("deepspeed")
+    sizes = {"dp": 8, "shard_size": 8, "zero": 3}
+    states = stage_states(middle(LLAMA_70B, 80, **sizes), framework, profile)
+    matrix = 8192 * 28672
+    assert states.live == pytest.approx(2 * (1e9 + matrix))
+    assert states.buffers == 1e9 and states.working == pytest.approx(states.live + 1e9)
+    small = stage_states(middle(GPT, 4, **sizes), framework, profile)
+    assert small.live == pytest.approx(2 * 4 * GPT.num_params), "a small model stays whole"
+
+
+@pytest.mark.parametrize(("overlap", "stated", "filled"), [(0, 0, 1e9), (1, 0, 2e9), (1, 25e6, 50e6)])
+def test_deepspeed_holds_buckets_in_a_backward_only(overlap, stated, filled):
+    load = middle(LLAMA_70B, 80, dp=8, shard_size=8, zero=2, grad_overlap=overlap, bucket_bytes=stated)
+    states = stage_states(load, load_framework("deepspeed"), memory_profile("deepspeed"))
+    assert states.buffers == 0 and states.working == filled
+
+
+def test_megatron_fsdp_gathers_blocks_ahead_and_keeps_gradients_waiting():
+    """Blocks of 70B exceed 5e8 elements: one at work, one ahead; two wait and two more; tables stay."""
+    framework, profile = load_framework("megatron-fsdp"), memory_profile("megatron-fsdp")
+    sizes = {"dp": 8, "shard_size": 8, "zero": 3}
+    states = stage_states(load_of(kinds=((LLAMA_70B, 80),), **sizes), framework, profile)
+    block, tables = LLAMA_70B.num_params, 2 * 128256 * 8192
+    assert states.live == pytest.approx(2 * (2 * block + tables))
+    assert states.working == pytest.approx(states.live + 2 * 4 * block)
+    assert states.parameters + states.gradients + states.optimizer == pytest.approx(
+        16 / 8 * (80 * block + tables)
+    )
+    small = stage_states(middle(GPT, 4, **sizes), framework, profile)
+    assert small.live == pytest.approx(2 * 4 * GPT.num_params)

@@ -18,7 +18,7 @@ from foreshard.predict.rates import model_flops, recomputed_flops
 from foreshard.predict.tasks.collectives import contention, message_s, region_times, shard_times, sync_times
 from foreshard.predict.tasks.formula import end_times, layer_times
 from foreshard.predict.tasks.host import offload_s, optimizer_s
-from foreshard.predict.tasks.kernels import attention_times, linear_sizes
+from foreshard.predict.tasks.kernels import attention_times, cast_s, linear_sizes, weight_cast_s
 
 CONSTANTS = replace(TrainingConstants(), data_comm=1.0, pipeline_comm=1.0, tensor_comm=1.0, expert_comm=1.0)
 MODELS = ("llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3", "falcon-7b")
@@ -121,6 +121,16 @@ def test_partial_recomputation_lies_between():
     assert redone[0] == 0.0 and redone == sorted(redone) and len(set(redone)) == 4
     half = times_of(batch, rule="full:block:4").recompute.item()
     assert half == pytest.approx(redone[3] / 2)
+
+
+def test_recomputing_an_expert_layer_takes_shared_experts_and_activations_along():
+    """Megatron's module `moe` is the whole layer: naming its parts beside it adds nothing."""
+    batch = batch_of("deepseek-v3", ep=8)[1]
+    layer, parts = (
+        times_of(batch, 1, rule=rule).recompute.item()
+        for rule in ("selective:moe", "selective:moe+moe_act+shared_experts")
+    )
+    assert layer == parts > times_of(batch, 1, rule="selective:moe_act+shared_experts").recompute.item()
 
 
 def test_full_recomputation_repeats_every_block_and_not_the_head():
@@ -317,3 +327,26 @@ def test_a_tpu_keeps_its_rate_beside_collectives_and_under_load():
         machine = replace(machine, constants=replace(CONSTANTS, gemm_derate=1.5, gemm_derate_8bit=1.5))
         assert np.all(contention(machine) == 0.0) is np.bool_(kept)
         assert np.allclose(sustained(machine).gemm_eff, machine.kernels.gemm_eff) is kept
+
+
+def test_recipes_of_8_bit_move_what_their_kernels_do():
+    """Of torchao: 6 and 8 B an activation element, 8 and 10 B a weight; streams take them at one rate."""
+    found = {}
+    for release in ("0.2", "0.3"):
+        batch = batch_of(framework=f"torchtitan@{release}", precision="fp8", zero=3)[1]
+        made = batch.kinds[0], batch.machine
+        found[release] = cast_s(*made).item(), weight_cast_s(1e8, batch.machine).item()
+    launch = np.max(batch.machine.kernels.stream_launch_s)
+    (tensor, tensor_weights), (row, row_weights) = found["0.2"], found["0.3"]
+    assert (row - launch) / (tensor - launch) == pytest.approx(8 / 6)
+    assert (row_weights - launch) / (tensor_weights - launch) == pytest.approx(10 / 8)
+    other = batch_of(framework="torchtitan", precision="mxfp8", zero=3, cluster="8xb200-sxm")[1].machine
+    assert other.traits.own_casts == 0, "blocks have kernels of their own"
+
+
+def test_scales_per_row_gather_in_16_bit():
+    found = {}
+    for release in ("0.2", "0.3"):
+        batch = batch_of(framework=f"torchtitan@{release}", precision="fp8", zero=3, tp=2)[1]
+        found[release] = region_times(batch.pipeline.hidden, batch.machine)
+    assert found["0.2"].operands_s < found["0.2"].scatter_s == found["0.3"].operands_s

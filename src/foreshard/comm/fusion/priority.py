@@ -8,7 +8,7 @@ are reduced when the next forward ends, so one backward with the forward after i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -57,27 +57,55 @@ def _link(
 ) -> list[float]:
     """Return when the gradients of each layer are reduced."""
     done = [0.0] * len(layers)
-    waiting: list[tuple[int, int, int]] = []  # rank in the queue, layer, partitions left
     parts = [max(1, ceil(layer.num_bytes / partition_bytes)) for layer in layers]
     seconds = [
         float(cost(layer.num_bytes / count)) if layer.num_bytes else 0.0
         for layer, count in zip(layers, parts, strict=True)
     ]
+    urgency = range(len(layers)) if by_priority else [len(layers) - 1 - index for index in range(len(layers))]
+    for index, ended in sends_in_order(ready, seconds, urgency, parts):
+        done[index] = ended  # of the last partition
+    return done
+
+
+def sends_in_order(
+    ready: Sequence[tuple[float, int]],
+    seconds: Sequence[float],
+    urgency: Sequence[int],
+    parts: Sequence[int] | None = None,
+) -> Iterator[tuple[int, float]]:
+    """Yield what one link sends, in order, and when each send ends: of what waits, the most urgent first.
+
+    Parameters
+    ----------
+    ready : sequence of (float, int)
+        When each item may be sent, in rising order, and which it is.
+    seconds : sequence of float
+        Of one part of each item.
+    urgency : sequence of int
+        Of each item, the lowest first.
+    parts : sequence of int, optional
+        Of each item, between which another may go first; 1 unless given.
+
+    Examples
+    --------
+    >>> [item for item, _ in sends_in_order([(1, 2), (2, 1), (3, 0)], [1, 9, 9], [0, 1, 2])]
+    [2, 0, 1]
+    """
+    waiting: list[tuple[int, int, int]] = []  # urgency, item, parts left
     now, arrived = 0.0, 0
     while arrived < len(ready) or waiting:
         if not waiting:
             now = max(now, ready[arrived][0])
         while arrived < len(ready) and ready[arrived][0] <= now:
-            index = ready[arrived][1]
-            heapq.heappush(waiting, (index if by_priority else arrived, index, parts[index]))
+            item = ready[arrived][1]
+            heapq.heappush(waiting, (urgency[item], item, 1 if parts is None else parts[item]))
             arrived += 1
-        place, index, left = heapq.heappop(waiting)
-        now += seconds[index]
+        place, item, left = heapq.heappop(waiting)
+        now += seconds[item]
+        yield item, now
         if left > 1:
-            heapq.heappush(waiting, (place, index, left - 1))
-        else:
-            done[index] = now
-    return done
+            heapq.heappush(waiting, (place, item, left - 1))
 
 
 def best_partition(layers: Sequence[LayerWork], cost: Cost) -> tuple[float, float]:

@@ -1,8 +1,9 @@
-"""The all-reduce that a user names: an algorithm with options, or a schedule's file."""
+"""The schedule that a user names for a collective of a run: an algorithm with options, or a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,23 @@ from foreshard.words import spelled
 BACKEND = "backend"
 """The name of what the communication library does by itself."""
 _OPTIONS = ("per_node", "channels", "parts")
-_KEY = "--collectives"
+KEYS = {"all-reduce": "--collectives", "broadcast": "--stage-messages"}
+"""The flag that names the schedule of each collective of a run."""
+_PURPOSES = {
+    "all-reduce": "Gradients are summed by an all-reduce",
+    "broadcast": "A stage message is a broadcast from rank 0, which holds it, to those that need it",
+}
 _FORM = "NAME, NAME:per_node=2,channels=2,parts=4, or a schedule's file that ends in .json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AllReduceSelection:
-    """How ranks sum, for any number of them or for that of a file.
+class ScheduleSelection:
+    """How ranks execute a collective, for any number of them or for that of a file.
 
     Attributes
     ----------
+    collective : str
+        A key of `KEYS`.
     name : str
         Of the algorithm, or the path of the file.
     options : tuple of (str, int)
@@ -34,6 +42,7 @@ class AllReduceSelection:
         What the file holds.
     """
 
+    collective: str = "all-reduce"
     name: str
     options: tuple[tuple[str, int], ...] = ()
     schedule: Schedule | None = None
@@ -48,18 +57,20 @@ class AllReduceSelection:
             execute it, or ranks would end with sums that differ in their last bits.
         """
         if self.schedule is None:
-            made = schedule_of("all-reduce", self.name, num_ranks, **dict(self.options))  # type: ignore[arg-type]
+            made = schedule_of(self.collective, self.name, num_ranks, **dict(self.options))  # type: ignore[arg-type]
         else:
             made = self.schedule
-        _check_executable(made, num_ranks, self.name)
+        _check_executable(made, num_ranks, self)
         return made
 
 
-def all_reduce_selection(text: str) -> AllReduceSelection | None:
-    """Return the selection that a text means; None for the communication library's own all-reduce.
+def schedule_selection(collective: str, text: str) -> ScheduleSelection | None:
+    """Return the selection that a text means; None for what the communication library does by itself.
 
     Parameters
     ----------
+    collective : str
+        A key of `KEYS`.
     text : str
         ``NAME``, ``NAME:OPTION=N,...`` with the options per_node, channels and parts, or a path.
 
@@ -70,59 +81,73 @@ def all_reduce_selection(text: str) -> AllReduceSelection | None:
 
     Examples
     --------
-    >>> all_reduce_selection("hierarchical:per_node=2").schedule_for(4).collective
+    >>> schedule_selection("all-reduce", "hierarchical:per_node=2").schedule_for(4).collective
     'all-reduce'
-    >>> all_reduce_selection("backend") is None
+    >>> schedule_selection("broadcast", "backend") is None
     True
     """
     if text == BACKEND:
         return None
     if Path(text).suffix.lower() == ".json":
-        return _selection_of_file(text)
+        return _selection_of_file(collective, text)
     name, colon, rest = text.partition(":")
-    names = algorithms_of("all-reduce")
+    names, key = algorithms_of(collective), KEYS[collective]
     name = spelled(name, names)
     if name not in names:
-        raise unknown("algorithm", name, (BACKEND, *names), key=_KEY, rule="All-reduces are")
+        rule = "All-reduces are" if collective == "all-reduce" else "Broadcasts are"
+        raise unknown("algorithm", name, (BACKEND, *names), key=key, rule=rule)
     options = {}
     for part in rest.split(",") if colon else ():
         option, _, value = part.partition("=")
         if option not in _OPTIONS or not value.isdecimal() or not 0 < int(value) < 2**20:
-            raise SpecError(f"{part!r} of {text}", key=_KEY, value=text, rule=f"It is {_FORM}")
+            raise SpecError(f"{part!r} of {text}", key=key, value=text, rule=f"It is {_FORM}")
         options[option] = int(value)
-    return AllReduceSelection(name=name, options=tuple(options.items()))
+    return ScheduleSelection(collective=collective, name=name, options=tuple(options.items()))
 
 
-def _selection_of_file(path: str) -> AllReduceSelection:
+all_reduce_selection = partial(schedule_selection, "all-reduce")
+"""As `schedule_selection`, for `--collectives`."""
+
+
+def _selection_of_file(collective: str, path: str) -> ScheduleSelection:
     """Return the schedule of a file, which the reader proves right."""
     made = load_schedule(path)
-    if made.collective != "all-reduce":
-        rule = "Gradients are summed by an all-reduce"
+    is_send = collective == "broadcast" and (made.collective, made.num_ranks) == ("send", 2)
+    if made.collective != collective and not is_send:
         raise SpecError(
-            f"the schedule is one of {made.collective}", file=path, key="collective", value=_KEY, rule=rule
+            f"the schedule is one of {made.collective}",
+            file=path,
+            key="collective",
+            value=KEYS[collective],
+            rule=_PURPOSES[collective],
         )
-    return AllReduceSelection(name=path, schedule=made)
+    return ScheduleSelection(collective=collective, name=path, schedule=made)
 
 
-def _check_executable(schedule: Schedule, num_ranks: int, name: str) -> None:
+def _check_executable(schedule: Schedule, num_ranks: int, selection: ScheduleSelection) -> None:
     """Refuse what hosts cannot execute on so many ranks, or would not execute alike."""
-    every = tuple(range(num_ranks))
+    every, sums = tuple(range(num_ranks)), selection.collective == "all-reduce"
     total = sum(chunk.weight for chunk in schedule.chunks)
     if schedule.num_ranks != num_ranks:
-        what, rule = f"a schedule of {schedule.num_ranks} ranks", f"{num_ranks} ranks sum these gradients"
+        what = f"a schedule of {schedule.num_ranks} ranks"
+        rule = f"{num_ranks} ranks sum these gradients" if sums else f"{num_ranks} ranks share this message"
     elif schedule.switches:
         what, rule = f"{schedule.algorithm} reduces in switches", "Hosts execute sends between ranks"
-    elif any(tuple(sorted(ranks)) != every for c in schedule.chunks for ranks in (c.sources, c.targets)):
+    elif sums and any(tuple(sorted(r)) != every for c in schedule.chunks for r in (c.sources, c.targets)):
         what, rule = "some ranks take no part in a chunk", "Every rank adds to every chunk and gets its sum"
+    elif not sums and any(c.sources != (0,) or not {*every[1:]} <= {*c.targets} for c in schedule.chunks):
+        what, rule = "some chunk does not go from rank 0 to all others", _PURPOSES["broadcast"]
+    elif not sums and 0 in schedule.target:
+        what, rule = "rank 0 receives", "A stage sends and computes on, without waiting"
     elif not np.isclose(total, 1.0, rtol=0.0, atol=1e-9):
         what, rule = f"chunks of together {total:g} of the data", "Together they are the whole"
-    elif not sums_round_alike(schedule):
+    elif sums and not sums_round_alike(schedule):
         what = "ranks add in different orders"
         rule = "Replicas stay equal only if every rank ends with the same bits"
     else:
         return
     fix = f"Take {BACKEND}, ring or another of foreshard comm measure's algorithms"
-    raise SpecError(what, key=_KEY, value=name, rule=rule, fix=fix)
+    raise SpecError(what, key=KEYS[selection.collective], value=selection.name, rule=rule, fix=fix)
 
 
 def sums_round_alike(schedule: Schedule) -> bool:

@@ -132,7 +132,7 @@ def _rules(request: PlanRequest, layers: int) -> tuple[str, ...]:
     if "selective" in offered:
         blocks = [block for block, _ in request.model.block_kinds()]
         latent = any(block.kv_lora and block.num_experts for block in blocks)
-        rules += [_MODULES] if latent else ["selective:layernorm"]
+        rules += [_MODULES, f"{_MODULES}+moe"] if latent else ["selective:layernorm"]
         rules += [f"full:block:{count}" for count in range(1, layers)]
     return request.choices.rules((*rules, *(word for word in ("full",) if word in offered)))
 

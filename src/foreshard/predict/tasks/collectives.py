@@ -37,7 +37,8 @@ def region_times(hidden: Any, machine: Machine) -> RegionTimes:
     """Return seconds of the collectives around one tensor-parallel region.
 
     Source: Transformer Engine 0004dbd layernorm_linear.py and base.py: inputs in forward and output gradients
-    in backward are cast to 8 bit first and gathered then; sums are scattered in 16 bit.
+    in backward are cast to 8 bit first and gathered then; sums are scattered in 16 bit. torchtitan b5bcd76
+    components/quantization/float8.md: with scales per row, all communication is in 16 bit.
     """
     rank = machine.rank
     if not np.count_nonzero(np.asarray(rank.tp) > 1):
@@ -48,7 +49,8 @@ def region_times(hidden: Any, machine: Machine) -> RegionTimes:
     scatter = gather.time_s(size)
     operands = scatter
     if np.count_nonzero(rank.low):
-        operands = gather.time_s(rank.matrix_bytes * elements)
+        narrow = gather.time_s(rank.matrix_bytes * elements)
+        operands = np.where(machine.traits.wide_operands > 0, scatter, narrow)
     whole = 0.0 if np.all(rank.sp > 0) else all_reduce_s(size, rank.tp, rank.tp_stride, machine.fabric)
     return RegionTimes(operands_s=operands, scatter_s=scatter, whole_s=whole)
 

@@ -155,8 +155,8 @@ def layer_times(
         + again.mlp * linear.mlp
         + again.layernorm * norms
         + again.moe * expert
-        + again.moe_act * expert_act
-        + again.shared_experts * linear.shared
+        + np.maximum(again.moe_act, again.moe) * expert_act
+        + np.maximum(again.shared_experts, again.moe) * linear.shared
         + again.mla_up_proj * linear.latent
         + again.op * 0.5 * linear.forward  # every second product is kept
     )

@@ -310,14 +310,17 @@ def _cast_bytes(machine: Machine) -> Any:
 
     It is read in 16 bit and written in 8 along each of the two axes that products sum over; one copy serves
     both where products take any layout, unless every block has its own scale
-    (TransformerEngine is_non_tn_fp8_gemm_supported).
+    (TransformerEngine is_non_tn_fp8_gemm_supported). Kernels that do not fuse this say what they move.
     """
     c, traits = machine.constants, machine.traits
-    return np.where(traits.block_scaled > 0, 4.0 * c.cast_blocks, (4.0 - traits.any_layout) * c.cast_traffic)
+    fused = np.where(traits.block_scaled > 0, 4.0 * c.cast_blocks, (4.0 - traits.any_layout) * c.cast_traffic)
+    return np.where(traits.own_casts > 0, traits.own_casts, fused)
 
 
 def weight_cast_s(params: Any, machine: Machine) -> Any:
-    """Return seconds of casting the weights once a micro-batch, where a framework does not keep them."""
+    """Return seconds of casting the weights for a micro-batch, where a framework does not keep them."""
     if not np.count_nonzero(machine.rank.low):
         return 0.0
-    return stream_s(0.3 * params * _cast_bytes(machine), machine.kernels) * machine.rank.low
+    own = machine.traits.own_weight_casts
+    moved = np.where(own > 0, own, 0.3 * _cast_bytes(machine))
+    return stream_s(params * moved, machine.kernels) * machine.rank.low

@@ -1,16 +1,18 @@
-"""How owners sum buckets: by the backend's all-reduce, or in a thread by a named algorithm."""
+"""How owners sum buckets: by the backend's all-reduce, or in a thread by a named algorithm and order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from foreshard.comm.compression.methods import compression_method
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.comm.schedules.selection import BACKEND, AllReduceSelection, all_reduce_selection
+from foreshard.comm.schedules.selection import BACKEND, ScheduleSelection, all_reduce_selection
 from foreshard.errors import SpecError
+from foreshard.runtime.engine.bucket_order import AgreedOrder, bucket_urgency
 from foreshard.runtime.membership.peer_group import PeerGroup
+from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import OnEvent
 from foreshard.runtime.state.buckets import Bucket
 from foreshard.transport.all_reduce import AllReduce, ScheduledAllReduce
@@ -19,7 +21,12 @@ from foreshard.transport.compression.registry import MakeCompressor, compressor_
 
 
 class BucketSum(Protocol):
-    """Sums buckets of the same owners, in the order in which they begin."""
+    """Sums buckets of the same owners.
+
+    `agrees` says that owners may begin buckets in different orders; else they begin them in one.
+    """
+
+    agrees: bool
 
     def begin(self, bucket: Bucket) -> Any:
         """Return work whose `wait` returns when the bucket holds the sum."""
@@ -30,6 +37,8 @@ class BucketSum(Protocol):
 
 class BackendSum:
     """The all-reduce of the backend."""
+
+    agrees = False
 
     def __init__(self, group: Any):
         self._group = group
@@ -43,20 +52,44 @@ class BackendSum:
 
 
 class BackgroundSum:
-    """Sums one bucket after another in a thread, which alone uses the group."""
+    """Sums one bucket after another in a thread, which alone uses the group.
 
-    def __init__(self, group: PeerGroup, sums: Callable[[Bucket], None]):
-        self._group, self._sums = group, sums
+    With an `order` the most urgent bucket that waits is next, else that which began first.
+    """
+
+    def __init__(self, group: PeerGroup, sums: Callable[[Bucket], None], order: AgreedOrder | None = None):
+        self._group, self._sums, self._order = group, sums, order
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
         self._last: Future[None] | None = None
+        self.agrees = order is not None
 
     def begin(self, bucket: Bucket) -> AwaitedSum:
-        """Let the thread sum the bucket after those before it."""
-        self._last = self._thread.submit(self._sums, bucket)
-        return AwaitedSum(self._last, self._group)
+        """Let the thread sum the bucket when it is its turn."""
+        if self._order is None:
+            self._last = done = self._thread.submit(self._sums, bucket)
+        else:
+            done = self._order.add(bucket)
+            self._last = self._thread.submit(self._sum_next, self._order)
+        return AwaitedSum(done, self._group)
+
+    def _sum_next(self, order: AgreedOrder) -> None:
+        try:
+            bucket, done = order.next()
+        except BaseException as error:
+            order.fail(error)
+            raise
+        try:
+            self._sums(bucket)
+        except BaseException as error:
+            done.set_exception(error)
+            order.fail(error)
+            raise
+        done.set_result(None)
 
     def close(self) -> None:
         """Break the connections if the thread still waits on them, and end it."""
+        if self._order is not None:
+            self._order.fail(PeerLost("sums of gradients are broken off"))
         if self._last is not None and not self._last.done():
             self._group.cut()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -84,13 +117,22 @@ class BucketSums:
     Parameters
     ----------
     collectives : str, optional
-        As in `all_reduce_selection`.
+        As `schedule_selection` reads an all-reduce.
     compress : str, optional
         As in `compression_method`.
     on_event : OnEvent
+    order : str, optional
+        As in `bucket_urgency`.
     """
 
-    def __init__(self, collectives: str | None, compress: str | None, on_event: OnEvent):
+    def __init__(
+        self,
+        collectives: str | None,
+        compress: str | None,
+        on_event: OnEvent,
+        order: str | None = None,
+    ):
+        self._urgency = None if order is None else bucket_urgency(order)
         self._selection = None if collectives is None else all_reduce_selection(collectives)
         self._make = None if compress is None else compressor_of(compression_method(compress))
         self._on_event = on_event
@@ -100,8 +142,8 @@ class BucketSums:
         """Note that the owners of a plan are connected."""
         self._is_first_plan = False
 
-    def connect(self, group: PeerGroup) -> BucketSum:
-        """Return what sums the buckets of a group."""
+    def connect(self, group: PeerGroup, buckets: Sequence[Bucket]) -> BucketSum:
+        """Return what sums the buckets of a group, which are in the order of the backward."""
         if self._selection is None and self._make is None:
             return BackendSum(group)
         _check_on_host(group)
@@ -112,14 +154,19 @@ class BucketSums:
         all_reduce = None if schedule is None else ScheduledAllReduce(schedule, group.place, peers)
         if self._make is None:
             assert all_reduce is not None
-            return BackgroundSum(group, _whole(all_reduce))
+            return BackgroundSum(group, _whole(all_reduce), self._agreed(peers, buckets))
         if not self._is_first_plan and group.place == 0:
             text = f"ranks {list(group.ranks)} compress anew: what was left out of their gradients is dropped"
             self._on_event("compression", text)
         ranks = SumRanks(peers, group.place, len(group.ranks), all_reduce)
-        return BackgroundSum(group, _compressed(self._make, ranks))
+        return BackgroundSum(group, _compressed(self._make, ranks), self._agreed(peers, buckets))
 
-    def _schedule(self, group: PeerGroup, selection: AllReduceSelection) -> Schedule | None:
+    def _agreed(self, peers: PeerGroup, buckets: Sequence[Bucket]) -> AgreedOrder | None:
+        if self._urgency is None:
+            return None
+        return AgreedOrder(peers, peers.place, len(peers.ranks), buckets, self._urgency)
+
+    def _schedule(self, group: PeerGroup, selection: ScheduleSelection) -> Schedule | None:
         """Return the schedule of the owners; None where there is none, after the first plan."""
         try:
             return selection.schedule_for(len(group.ranks))

@@ -1,8 +1,9 @@
 """Sends tensors from the ranks of one pipeline stage to the ranks of the next, row by row.
 
 The samples (rows) of a micro-batch are split over the ranks of a stage, evenly or not, and the next stage may
-split them differently: every rank sends each peer the rows that the peer holds. The shapes of a message are
-announced once for each number of samples, or with every message where shapes change.
+split them differently: rows go to the ranks that hold them there, in messages of the backend or by a
+schedule. The shapes of a message are announced once for each number of samples, or with every message where
+shapes change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
 from foreshard.runtime.tensor.ranks import peers_of, ranks_of
-from foreshard.spec.plan import Group, Stage
+from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.transport.stage_message import ScheduleFor, StageMessages
 
 _DTYPES = (
     torch.float32,
@@ -44,10 +46,14 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """A rank of the neighbouring stage and the samples of the micro-batch that it holds."""
+class Peers:
+    """Ranks of the neighbouring stage that hold the same tensors, of some samples of the micro-batch.
 
-    rank: int
+    `beside` are the ranks of the own stage that hold the same as this one, itself among them.
+    """
+
+    ranks: tuple[int, ...]
+    beside: tuple[int, ...]
     span: Span
 
 
@@ -57,8 +63,8 @@ class Exchange:
     `group` is of all ranks that train, place i being ``ranks[i]``; it carries shapes, and what no channel
     carries. Channels are of two ranks in rising order, and carry tensors of the device. NCCL keeps the order
     of all that a group carries, so messages of one direction have a group of their own: they are sent and
-    received in the order of the schedule. Without channels messages pass through host memory (gloo). With
-    `fixed_shapes` rows have the same shape in every step.
+    received in the order of the schedule. Without channels messages pass through host memory (gloo), where
+    `schedule_for` may say how. With `fixed_shapes` rows have the same shape in every step.
     """
 
     def __init__(
@@ -70,36 +76,48 @@ class Exchange:
         clock: Clock,
         *,
         fixed_shapes: bool = True,
+        schedule_for: ScheduleFor | None = None,
     ):
         self._group, self._channels, self._rank, self._clock = group, channels, rank, clock
         self._place = {r: place for place, r in enumerate(ranks)}
+        self._by_schedule = None
+        if schedule_for is not None:
+            self._by_schedule = StageMessages(schedule_for, group, self._place.__getitem__, rank)
         self._fixed = fixed_shapes and not clock.virtual
         self._sent_shapes: dict[tuple[int, int, int], Shapes] = {}
         self._known_shapes: dict[tuple[int, int, int], Shapes] = {}
         self._pending: list[tuple[Any, Tensor]] = []
 
     def send(
-        self, tensors: Sequence[Tensor], mine: Span, peers: Sequence[Peer], *, route: int, tag: int
+        self, tensors: Sequence[Tensor], mine: Span, peers: Sequence[Peers], *, route: int, tag: int
     ) -> None:
-        """Send each peer the rows that it holds, of tensors whose rows are the samples `mine`.
+        """Send the peers the rows that they hold, of tensors whose rows are the samples `mine`.
 
         A route names the boundary and direction: equal routes carry equal shapes per row. Tags tell messages
         under way apart.
         """
-        for peer, lo, hi in _overlaps(mine, peers):
+        for some, lo, hi in _overlaps(mine, peers):
             rows = [t.detach()[lo - mine[0] : hi - mine[0]].contiguous() for t in tensors]
-            self._send_shapes(rows, peer.rank, hi - lo, route, tag)
+            index = some.beside.index(self._rank)
+            targets = peers_of(some.ranks, index, len(some.beside), sends=True)
+            for target in targets:
+                self._send_shapes(rows, target, hi - lo, route, tag)
             for number, row in enumerate(rows):
                 wire = row.view(torch.uint8) if row.dtype is torch.bool else row
-                self._isend_tensor(wire, peer.rank, route, _message(tag, 1 + number))
+                message = _message(tag, 1 + number)
+                if self._by_schedule is not None:
+                    self._pending += self._by_schedule.begin(wire.cpu(), some.beside, some.ranks, message)
+                    self._drop_finished()
+                    continue
+                for target in targets:
+                    self._isend_tensor(wire, target, route, message)
 
     def receive(
-        self, mine: Span, peers: Sequence[Peer], *, route: int, tag: int, device: torch.device
+        self, mine: Span, peers: Sequence[Peers], *, route: int, tag: int, device: torch.device
     ) -> list[Tensor]:
         """Return the rows `mine`, put together from what the peers hold."""
         parts = [
-            self._receive_part(peer.rank, hi - lo, route, tag, device)
-            for peer, lo, hi in _overlaps(mine, peers)
+            self._receive_part(some, hi - lo, route, tag, device) for some, lo, hi in _overlaps(mine, peers)
         ]
         if len(parts) == 1:
             return parts[0]
@@ -123,11 +141,14 @@ class Exchange:
             channel = self._channels[self._rank, target, bool(route % 2)]
             self._isend(channel, tensor, int(target > self._rank), tag)
 
-    def _receive_tensor(self, tensor: Tensor, source: int, route: int, tag: int) -> Tensor:
-        """Return a tensor like the given one that a rank has sent."""
+    def _receive_tensor(self, tensor: Tensor, some: Peers, source: int, route: int, tag: int) -> Tensor:
+        """Return a tensor like the given one that peers have sent: by a schedule all, else the source."""
         if self._channels is None:
             wire = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
-            self._group.recv([wire], self._place[source], tag).wait()
+            if self._by_schedule is None:
+                self._group.recv([wire], self._place[source], tag).wait()
+            else:
+                self._by_schedule.receive(wire, some.ranks, some.beside, tag)
             return wire.to(tensor.device)
         channel = self._channels[source, self._rank, bool(route % 2)]
         channel.recv([tensor], int(source > self._rank), tag).wait()
@@ -135,6 +156,9 @@ class Exchange:
 
     def _isend(self, group: Any, tensor: Tensor, place: int, tag: int) -> None:
         self._pending.append((group.send([tensor], place, tag), tensor))
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
         if len(self._pending) > _MAX_PENDING:
             self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
 
@@ -156,8 +180,9 @@ class Exchange:
         self._isend(self._group, header_of(shapes, arrival_s), self._place[target], _message(tag, 0))
 
     def _receive_part(
-        self, source: int, count: int, route: int, tag: int, device: torch.device
+        self, some: Peers, count: int, route: int, tag: int, device: torch.device
     ) -> list[Tensor]:
+        (source,) = peers_of(some.ranks, some.beside.index(self._rank), len(some.beside), sends=False)
         key = (source, count, route)
         if not self._fixed or key not in self._known_shapes:
             header = torch.empty(_HEADER, dtype=torch.int64)
@@ -167,17 +192,17 @@ class Exchange:
         tensors = []
         for number, (dtype, shape) in enumerate(self._known_shapes[key]):
             wire = torch.empty(shape, dtype=torch.uint8 if dtype is torch.bool else dtype, device=device)
-            wire = self._receive_tensor(wire, source, route, _message(tag, 1 + number))
+            wire = self._receive_tensor(wire, some, source, route, _message(tag, 1 + number))
             tensors.append(wire.view(torch.bool) if dtype is torch.bool else wire)
         return tensors
 
 
-def _overlaps(mine: Span, peers: Sequence[Peer]) -> Iterator[tuple[Peer, int, int]]:
+def _overlaps(mine: Span, peers: Sequence[Peers]) -> Iterator[tuple[Peers, int, int]]:
     """Yield the peers that hold some of the same samples, with the first and past the last of these."""
-    for peer in peers:
-        lo, hi = max(mine[0], peer.span[0]), min(mine[1], peer.span[1])
+    for some in peers:
+        lo, hi = max(mine[0], some.span[0]), min(mine[1], some.span[1])
         if lo < hi:
-            yield peer, lo, hi
+            yield some, lo, hi
 
 
 def _message(tag: int, number: int) -> int:
@@ -270,6 +295,27 @@ def channels_of(layout: RankLayout) -> list[Channel]:
         for source, target in _forward_pairs(group):
             found |= {(source, target, False), (target, source, True)}
     return sorted(found)
+
+
+def receiver_counts(plan: Plan) -> tuple[int, ...]:
+    """Return how many ranks need the same tensor of a message between stages, in rising order.
+
+    Examples
+    --------
+    >>> from foreshard.spec.plan_file import parse_plan
+    >>> ends = [{"ranks": [0], "layers": [[0, 1]]}, {"ranks": [1, 2], "tp": 2, "layers": [[1, 2]]}]
+    >>> groups = [{"share": 4, "stages": ends}]
+    >>> receiver_counts(parse_plan({"global_batch": 4, "seq_len": 1, "groups": groups}))
+    (1, 2)
+    """
+    found = set()
+    for group in plan.groups:
+        count = len(group.stages)
+        for virtual in range(count * group.num_chunks - 1):
+            degrees = group.stages[virtual % count].tp, group.stages[(virtual + 1) % count].tp
+            parts = group.sp and degrees[0] == degrees[1] > 1
+            found |= {1} if parts else set(degrees)
+    return tuple(sorted(found))
 
 
 def _forward_pairs(group: Group) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foreshard.graph.schedules import Op, stage_order
 from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
-from foreshard.runtime.engine.exchange import Exchange, Peer, Span, check_sendable
+from foreshard.runtime.engine.exchange import Exchange, Peers, Span, check_sendable
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.engine.randomness import Windows, sample_randomness
 from foreshard.runtime.engine.split_backward import DelayedWeightGradient, input_half, weight_half
@@ -27,7 +27,7 @@ from foreshard.runtime.job.user_code import user_code
 from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.zero import ZeroExchange
-from foreshard.runtime.tensor.ranks import peers_of, ranks_of
+from foreshard.runtime.tensor.ranks import ranks_of
 from foreshard.runtime.trainer_context import TrainerContext
 from foreshard.spec.plan import Stage
 
@@ -333,7 +333,7 @@ class Executor:
         self.exchange.send(
             tensors,
             self._span(batch),
-            self._peers(to, batch, sends=True),
+            self._peers(to, batch),
             route=self._route(virtual, to),
             tag=self._tag(virtual, to, batch),
         )
@@ -342,7 +342,7 @@ class Executor:
         """Receive inputs from the virtual stage before, or gradients from the next one."""
         return self.exchange.receive(
             self._span(batch),
-            self._peers(source, batch, sends=False),
+            self._peers(source, batch),
             route=self._route(source, virtual),
             tag=self._tag(source, virtual, batch),
             device=self.device,
@@ -355,20 +355,17 @@ class Executor:
     def _tag(self, source: int, target: int, batch: int) -> int:
         return (target * len(self.batches) + batch) * 2 + (source > target)
 
-    def _peers(self, virtual: int, batch: int, *, sends: bool) -> list[Peer]:
+    def _peers(self, virtual: int, batch: int) -> list[Peers]:
         stage = self._stage(virtual)
         lo, hi = self.batches[batch]
-        return [
-            Peer(rank=rank, span=span)
-            for inner, span in enumerate(samples_of(stage, hi - lo))
-            for rank in peers_of(
-                ranks_of(stage.ranks, inner, stage.tp),
-                self.seat.tensor,
-                self.stage.tp,
-                sends=sends,
-                parts=self._sends_parts(virtual),
-            )
-        ]
+        found = []
+        for inner, span in enumerate(samples_of(stage, hi - lo)):
+            ranks = ranks_of(stage.ranks, inner, stage.tp)
+            beside = ranks_of(self.stage.ranks, self.seat.inner, self.stage.tp)
+            if self._sends_parts(virtual):  # each has a part of its own, which its counterpart needs
+                ranks, beside = (ranks[self.seat.tensor],), (self.rank,)
+            found.append(Peers(ranks=ranks, beside=beside, span=span))
+        return found
 
     def _cuts_sequence_at(self, chunk: int, side: int, *, whole: bool) -> bool:
         """Return whether the sequence is whole in messages on a side of a chunk, but cut inside the chunk."""

@@ -27,8 +27,9 @@ class GradientSync:
     """A sum per bucket, in place, started as soon as the bucket is complete.
 
     All ranks ask `group_of` for process groups in one order, or they would wait for each other. For the same
-    reason the buckets of a group start in their order, also where a later one is complete first. `sum_of`
-    connects the ranks of a group. Without `overlap` sums start after the whole backward.
+    reason the buckets of a group start in their order, also where a later one is complete first, unless their
+    sum agrees on an order itself. `sum_of` connects the ranks of a group. Without `overlap` sums start after
+    the whole backward.
     """
 
     def __init__(
@@ -36,13 +37,16 @@ class GradientSync:
         buckets: Sequence[Bucket],
         group_of: GroupOf,
         clock: Clock,
-        sum_of: Callable[[Any], BucketSum] = BackendSum,
+        sum_of: Callable[[Any, Sequence[Bucket]], BucketSum] = lambda group, buckets: BackendSum(group),
         *,
         overlap: bool = True,
     ):
         self._buckets, self._clock, self._overlap = list(buckets), clock, overlap
         owners = sorted({b.owners for b in buckets if len(b.owners) > 1})
-        self._sums = {ranks: sum_of(group_of(ranks, "sync")) for ranks in owners}
+        self._sums = {
+            ranks: sum_of(group_of(ranks, "sync"), [b for b in buckets if b.owners == ranks])
+            for ranks in owners
+        }
         self._clock_groups = {ranks: group_of(ranks, "clock") for ranks in owners if clock.virtual}
         self._missing: list[set[int]] = []
         self._waiting: dict[tuple[int, ...], deque[int]] = {}
@@ -113,7 +117,11 @@ class GradientSync:
     def _complete(self, number: int) -> None:
         """Start a bucket, and those that waited for it, unless it waits for one before it."""
         self._missing[number].clear()
-        waiting = self._waiting[self._buckets[number].owners]
+        owners = self._buckets[number].owners
+        if owners in self._sums and self._sums[owners].agrees:
+            self._start(number)
+            return
+        waiting = self._waiting[owners]
         while waiting and not self._missing[waiting[0]]:
             self._start(waiting.popleft())
 
