@@ -190,17 +190,70 @@ def reduce_scatter_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLi
 def all_to_all_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
     """Return the time of an all-to-all: direct sends, links and NIC busy at once."""
     num_bytes = np.asarray(num_bytes, dtype=float)
-    ranks, inside, domains = _spread(num_ranks, stride, fabric)
+    spread = _spread(num_ranks, stride, fabric)
+    ranks, inside, _ = spread
+    each = num_bytes / ranks
+    return _exchange_s(each * (inside - 1.0), each * (ranks - inside), each, spread, fabric)
+
+
+def token_exchange_s(
+    token_bytes: ArrayLike,
+    top_k: ArrayLike,
+    num_ranks: ArrayLike,
+    stride: ArrayLike,
+    fabric: Fabric,
+    *,
+    reached: ArrayLike = 1.0,
+) -> Times:
+    """Return the time of sending tokens to their experts by a dispatcher that sends no token twice.
+
+    A token goes over the NIC to one rank of every other domain that holds one of its `top_k` experts, and
+    from there over links to the ranks that do; the results take the same way back. Of n ranks or domains k
+    independent draws meet n (1 - (1 - 1/n)^k).
+
+    Parameters
+    ----------
+    token_bytes : array_like
+        Of the tokens of one rank, each counted once.
+    top_k, num_ranks, stride : array_like
+    fabric : Fabric
+    reached : array_like
+        Part of the ranks and domains among which routing chooses, where it is limited to groups of experts.
+
+    Returns
+    -------
+    ndarray, seconds of one direction
+
+    Source
+    ------
+    DeepEP README (normal kernels) and csrc/kernels/internode.cu: NIC, then forwarding over NVLink.
+    """
+    token_bytes, top_k = np.asarray(token_bytes, dtype=float), np.asarray(top_k, dtype=float)
+    spread = _spread(num_ranks, stride, fabric)
+    ranks, inside, domains = spread
+
+    def met(among: Any) -> Any:
+        among = np.maximum(among * reached, 1.0)
+        return among * (1.0 - (1.0 - 1.0 / among) ** top_k)
+
+    to_ranks, to_domains = token_bytes * met(ranks), token_bytes * met(domains)
+    over_links = to_ranks * (inside - 1.0) / inside
+    return _exchange_s(over_links, to_domains * (domains - 1.0) / domains, to_ranks / ranks, spread, fabric)
+
+
+def _exchange_s(
+    over_links: Any, over_nic: Any, own: Any, spread: tuple[Any, Any, Any], fabric: Fabric
+) -> Times:
+    """Return the time in which each rank sends bytes over links and over its NIC, and copies its own."""
+    ranks, inside, domains = spread
     link = fabric.intra_bytes_per_s * fabric.exchange_eff * _scale(inside, fabric.exchange_scaling, fabric)
-    local = num_bytes * (inside - 1.0 + fabric.exchange_copy) / ranks / link
     nic = _nic_share(1.0, fabric) * fabric.nic_exchange_eff
-    transfer = np.maximum(local, num_bytes * (ranks - inside) / ranks / nic)
+    transfer = np.maximum((over_links + own * fabric.exchange_copy) / link, over_nic / nic)
     fill = fabric.exchange_launch_s + (inside - 1.0) * fabric.exchange_hop_s
     peers = (ranks - inside) * fabric.exchange_hop_s
     outside = (domains > 1.0) * (fabric.nic_latency_s + fabric.nic_launch_s) + peers
-    return _finish(
-        fill + outside + transfer + _ramp_s(fill, transfer, fabric.exchange_ramp), num_bytes, ranks
-    )
+    time_s = fill + outside + transfer + _ramp_s(fill, transfer, fabric.exchange_ramp)
+    return _finish(time_s, over_links + over_nic + own, ranks)
 
 
 def broadcast_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:

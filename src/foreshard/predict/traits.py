@@ -26,9 +26,9 @@ _BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 51
 # The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
 _IN_TURN = ("deepspeed", "megatron-deepspeed")
 _NARROW = ("fp8", "mxfp8", "nvfp4")
-# Bytes that torchao moves for an activation and for a weight that is an operand of two products: the scale of a
-# tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
-# copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
+# Bytes that torchao moves for an activation and for a weight that is an operand of two products: the scale of
+# a tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a
+# transposed copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
 _OWN_CASTS = {"fused": (0.0, 0.0), "tensorwise": (6.0, 8.0), "rowwise": (8.0, 10.0)}
 
 

@@ -1,5 +1,7 @@
 """Closed forms against hand-computed values and published bandwidths."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from foreshard.comm.collectives import (
     broadcast_s,
     reduce_scatter_s,
     send_s,
+    token_exchange_s,
 )
 from foreshard.comm.fabric import Fabric, fabric_from
 from foreshard.predict.run_setup import stacked
@@ -111,6 +114,35 @@ def test_send_over_the_nic_uses_the_sender_share():
     f = fabric(ideal=True)
     assert send_s(1e9, False, f) == pytest.approx(1e9 / 450e9, rel=0.01)
     assert send_s(1e9, True, f) == pytest.approx(1e9 / 50e9, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 32])
+def test_tokens_for_one_expert_are_an_all_to_all(ranks):
+    sent = all_to_all_s(1e9, ranks, 1, fabric())
+    assert token_exchange_s(1e9, 1, ranks, 1, fabric()) == pytest.approx(sent, rel=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "domain", "top_k"), [(4, 8, 3), (4, 2, 3), (6, 2, 4), (6, 3, 2)])
+def test_tokens_go_once_to_a_rank_and_once_to_a_domain(ranks, domain, top_k):
+    """Counted over every choice of experts, of a token of rank 0 and of all tokens that a rank forwards."""
+    f = fabric(ideal=True, domain=domain)
+    over_links, over_nic = 0.0, 0.0
+    for chosen in product(range(ranks), repeat=top_k):
+        domains = {rank // domain for rank in chosen}
+        over_nic += len(domains - {0})
+        # Over the NIC a token reaches the rank of that domain with the same place: it needs no link.
+        over_links += sum(rank % domain != 0 for rank in set(chosen))
+    over_links, over_nic = over_links / ranks**top_k, over_nic / ranks**top_k
+    expected = max(over_links * 1e9 / 450e9, over_nic * 1e9 / 50e9)
+    assert token_exchange_s(1e9, top_k, ranks, 1, f) == pytest.approx(expected, rel=0.02)
+
+
+def test_tokens_sent_once_never_take_longer_than_copies_for_every_expert():
+    for ranks, top_k in product((2, 8, 32, 64), (1, 2, 6, 22)):
+        copies = all_to_all_s(top_k * 1e8, ranks, 1, fabric())
+        assert token_exchange_s(1e8, top_k, ranks, 1, fabric()) <= copies * (1 + 1e-12)
+    few, all_of_them = (token_exchange_s(1e8, 8, 64, 1, fabric(), reached=part) for part in (0.5, 1.0))
+    assert few < all_of_them
 
 
 def test_all_to_all_across_nodes_waits_for_the_nic():

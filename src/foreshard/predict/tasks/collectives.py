@@ -17,6 +17,7 @@ from foreshard.comm.collectives import (
     all_to_all_s,
     reduce_scatter_s,
     send_s,
+    token_exchange_s,
 )
 from foreshard.cost.elementwise import stream_s
 from foreshard.graph.shapes import LayerShape, RankShape
@@ -92,42 +93,35 @@ def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
         )
     if not np.count_nonzero(np.asarray(rank.ep) > 1):
         return shared
-    back = all_to_all_s(routed, rank.ep, rank.ep_stride, machine.fabric)
     narrow = np.where(traits.dispatch_bytes > 0, traits.dispatch_bytes / rank.element_bytes, 1.0)
-    there = (
-        all_to_all_s(routed * narrow, rank.ep, rank.ep_stride, machine.fabric)
-        if np.any(narrow != 1.0)
-        else back
-    )
-    sent = there + back
+    sent = _there_and_back_s(layer, machine, routed, narrow)
     if np.count_nonzero(traits.gather_tokens):
         everyone = rank.element_bytes * own_tokens(machine) * layer.expert_hidden * rank.ep * has_experts
         gathered = 2.0 * all_gather_s(everyone, rank.ep, rank.ep_stride, machine.fabric)
         sent = np.where(traits.gather_tokens > 0, gathered, sent)
-    fast = c.expert_fast * _copies_of_groups(layer, machine)
-    sent = sent * np.where(traits.fast_dispatch > 0, fast, 1.0)
     hidden = c.expert_hidden * traits.expert_overlap * (1.0 - np.asarray(rank.paired))
     return shared + sent * c.expert_comm * (1.0 - hidden)
 
 
-def _copies_of_groups(layer: LayerShape, machine: Machine) -> Any:
-    """Return the copies of a token that leave a node for experts in a few groups, over those for any.
+def _there_and_back_s(layer: LayerShape, machine: Machine, routed: Any, narrow: Any) -> Any:
+    """Return seconds of sending `routed` bytes to the experts, `narrow` of them there, and all of them back.
 
-    The dispatcher sends a token once to each link domain that holds one of its k experts; of D domains k
-    independent draws meet D (1 - (1 - 1/D)^k). Groups of experts lie in link domains of their own.
+    A deduplicating dispatcher sends each token once to a rank and a link domain, not once to an expert.
+    Groups of experts, to which routing may be limited, lie in link domains of their own.
     """
-    groups = np.asarray(layer.expert_groups, dtype=float)
-    if not np.any(groups > 1):
-        return 1.0
-    domains = np.maximum(machine.rank.ep * machine.rank.ep_stride / machine.fabric.domain, 1.0)
-    reached = np.where(
-        groups > 1, np.maximum(domains * layer.top_groups / np.maximum(groups, 1.0), 1.0), domains
-    )
-
-    def met(of: Any) -> Any:
-        return of * (1.0 - (1.0 - 1.0 / of) ** layer.top_k)
-
-    return met(reached) / np.maximum(met(domains), 1e-12)
+    rank, fast = machine.rank, np.asarray(machine.traits.fast_dispatch) > 0
+    places, both = (rank.ep, rank.ep_stride, machine.fabric), bool(np.any(narrow != 1.0))
+    sent: Any = 0.0
+    if not np.all(fast):
+        back = all_to_all_s(routed, *places)
+        sent = back + (all_to_all_s(routed * narrow, *places) if both else back)
+    if not np.any(fast):
+        return sent
+    tokens = routed / np.maximum(layer.top_k, 1.0)
+    reached = np.asarray(layer.top_groups) / np.maximum(layer.expert_groups, 1.0)
+    back = token_exchange_s(tokens, layer.top_k, *places, reached=reached)
+    there = token_exchange_s(tokens * narrow, layer.top_k, *places, reached=reached) if both else back
+    return np.where(fast, (there + back) * machine.constants.expert_fast, sent)
 
 
 def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
