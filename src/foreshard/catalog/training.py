@@ -52,7 +52,7 @@ class TrainingConstants:
     expert_comm: float = _term(1.2, 0.7, 3.0, "expert all-to-all in training over isolated")
     expert_hidden: float = _term(0.5, 0.0, 1.0, "share of expert all-to-all hidden when overlap is on")
     expert_imbalance: float = _term(1.15, 1.0, 2.0, "routed tokens of the fullest rank over the mean")
-    expert_products: float = _term(1.2, 0.9, 2.0, "grouped products beyond other products, over isolated")
+    expert_products: float = _term(1.0, 0.8, 2.0, "grouped products beyond other products, over isolated")
     expert_fast: float = _term(1.0, 0.5, 1.5, "deduplicating dispatch over an all-to-all of its bytes")
     host_megatron_2020: float = _term(500e-6, 100e-6, 900e-6, "host seconds of a layer forward, 2020 code")
     host_megatron_deepspeed: float = _term(800e-6, 500e-6, 1200e-6, "host seconds of a layer forward")

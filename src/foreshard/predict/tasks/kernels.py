@@ -300,7 +300,8 @@ def cast_s(layer: LayerShape, machine: Machine) -> Any:
     tokens = tokens_of(machine)
     tp = machine.rank.tp
     inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
-    routed = layer.top_k * (layer.expert_hidden + layer.expert_ffn) / tp
+    # Ranks that share an expert (etp) each cast all tokens that they gathered.
+    routed = layer.top_k * (layer.expert_hidden * machine.rank.etp + layer.expert_ffn) / tp
     moved = tokens * (inputs + routed) * _cast_bytes(machine)
     return stream_s(moved, machine.kernels) * machine.rank.low
 
