@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreshard.catalog.kernels import keeps_rate
+from foreshard.catalog.memory_profiles import memory_profile
 from foreshard.catalog.stacks import attention_on
 from foreshard.catalog.training import HOST_CLASSES
 from foreshard.errors import SpecError
@@ -26,7 +27,7 @@ _BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 51
 # The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
 _IN_TURN = ("deepspeed", "megatron-deepspeed")
 _NARROW = ("fp8", "mxfp8", "nvfp4")
-# Bytes that torchao moves for an activation and for a weight that is an operand of two products: the scale of a
+# Bytes that torchao moves for an activation and for a weight that two products read: the scale of a
 # tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
 # copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
 _OWN_CASTS = {"fused": (0.0, 0.0), "tensorwise": (6.0, 8.0), "rowwise": (8.0, 10.0)}
@@ -42,6 +43,9 @@ class Traits:
     static: Any  # 1 where neither load nor collectives slow the arithmetic
     eager: Any
     norm_cast: Any
+    plain_code: (
+        Any  # the model code of transformers and peft: norms, rotary embeddings, adapters kernel by kernel
+    )
     host_class: Any
     arm_host: Any
     graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
@@ -128,6 +132,7 @@ def traits_of(
         static=float(keeps_rate(device, precision)),
         eager=float(framework.elementwise in ("eager", "jit")),
         norm_cast=float(framework.norm_cast),
+        plain_code=float(memory_profile(framework.memory).eager_norm),
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(device.name.startswith(_GRACE)),
         graphs=_GRAPHS[framework.cuda_graphs],
