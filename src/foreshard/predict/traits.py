@@ -69,6 +69,8 @@ class Traits:
     any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
     context_gather: Any
+    shared_overlap: Any
+    narrow_gather: Any
     fsdp: Any
     grouped: Any
     uneven_routing: Any
@@ -124,6 +126,8 @@ def traits_of(
     # Without 16-bit weights the weight itself is the master.
     wide = 4.0 if precision in ("fp32", "tf32") else 2.0
     optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
+    gathers_narrow = 1.0 * (precision == "fp8") * options["narrow_gather"]
+    gathers_narrow = 1.0 if framework.fp8_params and precision in _NARROW else gathers_narrow
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
@@ -160,7 +164,7 @@ def traits_of(
         dispatch_sms=float(framework.dispatch_sms),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
-        param_bytes=1.0 if framework.fp8_params and precision in _NARROW else wide,
+        param_bytes=wide - gathers_narrow * (wide - 1.0),
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
         pruned=float(framework.elementwise == "compiled"),

@@ -24,6 +24,7 @@ from foreshard.predict.tasks.kernels import (
     cast_s,
     elementwise_times,
     linear_sizes,
+    linear_times,
     weight_cast_s,
 )
 from foreshard.spec.adapters import with_adapters
@@ -395,3 +396,30 @@ def test_adapters_of_peft_cast_their_input_and_scale_their_output():
     assert forward.item() == pytest.approx(elements * (22 - 6) / rate, rel=1e-9)
     # The two sums of backward were one launch each.
     assert back.item() < elements * (22 - 12) / rate
+
+
+def test_shared_experts_hide_the_exchange_beside_them():
+    """Left is the rest of the exchange, or what it slows; otherwise hidden ones are as before."""
+
+    def exchanged(**comm):
+        batch = batch_of("deepseek-v3", "2x8xh100-sxm", ep=16, **comm)[1]
+        return batch, times_of(batch, 1)
+
+    batch, plain = exchanged()
+    _, hidden = exchanged(shared_overlap=True)
+    busy, share = linear_times(batch.kinds[1], batch.machine).shared.item(), contention(batch.machine)
+    for way, room in (("expert_forward", busy), ("expert_backward", 2 * busy)):
+        before, after = getattr(plain, way).item(), getattr(hidden, way).item()
+        assert after == pytest.approx(max(before - room, share * min(room, before))) and after < before
+    both, other = (exchanged(expert_overlap=True, shared_overlap=on)[1] for on in (True, False))
+    assert both.expert_forward == other.expert_forward
+
+
+def test_weights_gathered_in_8_bit_are_half_the_bytes():
+    wide, narrow = (
+        batch_of(framework="torchtitan@0.2", precision="fp8", zero=3, narrow_gather=on)[1].machine
+        for on in (False, True)
+    )
+    assert (wide.traits.param_bytes, narrow.traits.param_bytes) == (2.0, 1.0)
+    other = batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)[1].machine
+    assert other.traits.param_bytes == 2.0, "products in 16 bit read weights in 16 bit"

@@ -93,6 +93,7 @@ def _overlaps(flags: LaunchFlags, choices: dict[str, Any]) -> dict[str, bool]:
         "grad_overlap": "--overlap-grad-reduce" in flags,
         "param_gather_overlap": "--overlap-param-gather" in flags,
         "expert_overlap": "--overlap-moe-expert-parallel-comm" in flags,
+        "shared_overlap": "--moe-shared-expert-overlap" in flags,
     }
     if choices["cp"] > 1:
         found["context_gather"] = flags.word("--cp-comm-type", "p2p") == "all_gather"
