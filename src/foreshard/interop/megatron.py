@@ -20,7 +20,7 @@ from foreshard.spec.plan import COMM_OPTIONS, Plan
 Flag = tuple[str, ...]
 
 _SCHEDULES = ("1f1b", "interleaved")
-_OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
+_OPTIMIZERS = {"adamw": "adam", "muon": "muon", "lion": "lion", "sgd": "sgd"}
 _PRECISIONS: dict[str, tuple[Flag, ...]] = {
     "fp32": (),
     "tf32": (),
@@ -54,6 +54,8 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
         yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer not in _OPTIMIZERS:
         yield f"optimizer {plan.optimizer} (it has {', '.join(_OPTIMIZERS)})"
+    if plan.optimizer in ("muon", "lion") and degrees.zero > 1:
+        yield f"optimizer {plan.optimizer} with zero {degrees.zero} (Megatron-FSDP has adam and sgd)"
     if degrees.recompute.startswith("every-"):
         yield f"recompute {degrees.recompute} (it recomputes all or the first blocks of a stage, or modules)"
     if degrees.recompute == "selective:op":

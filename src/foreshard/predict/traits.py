@@ -82,6 +82,7 @@ class Traits:
     gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
     fused_loss: Any
     param_bytes: Any  # of a gathered weight
+    orthogonal: Any  # 1 where updates of matrices are made orthogonal (Muon)
     optimizer_bytes: Any  # moved per parameter of an optimizer step
     vocab_multiple: Any
     pruned: Any  # 1 where a compiler drops what is recomputed and nobody reads
@@ -106,7 +107,15 @@ def _power_shortfall(device: Device) -> float:
 
 
 _GRAPHS = {"none": 0.0, "partial": 0.5, "full": 1.0}
-_OPTIMIZER_BYTES = {"adamw": 0.0, "adamw-8bit": -12.0, "adafactor": -14.0, "sgd": -16.0}
+# Over AdamW's two moments in fp32, read and written: one moment less is 8.
+_OPTIMIZER_BYTES = {
+    "adamw": 0.0,
+    "adamw-8bit": -12.0,
+    "adafactor": -14.0,
+    "muon": -8.0,
+    "lion": -8.0,
+    "sgd": -16.0,
+}
 
 
 def traits_of(
@@ -165,6 +174,7 @@ def traits_of(
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
         param_bytes=wide - gathers_narrow * (wide - 1.0),
+        orthogonal=float(optimizer == "muon"),
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
         pruned=float(framework.elementwise == "compiled"),

@@ -16,7 +16,7 @@ from foreshard.spec.codec import invalid
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev"]
-Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "sgd"]
+Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "muon", "lion", "sgd"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Algorithm = Literal["auto", "ring", "tree"]
 Attention = Literal["unfused", "efficient", "fa1", "fa2", "fa3", "cudnn"]

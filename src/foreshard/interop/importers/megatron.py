@@ -51,9 +51,8 @@ def read(text: str, file: str) -> StatedRun:
     choices["sp"] = "--sequence-parallel" in flags and choices["tp"] > 1
     choices |= _sharding(flags) | _batch(flags) | _overlaps(flags, choices)
     choices["precision"] = _precision(flags)
-    choices["optimizer"] = {"adam": "adamw", "sgd": "sgd"}[
-        flags.choice("--optimizer", ("adam", "sgd"), "adam")
-    ]
+    optimizer = flags.choice("--optimizer", ("adam", "sgd", "muon", "dist_muon", "lion"), "adam")
+    choices["optimizer"] = {"adam": "adamw", "dist_muon": "muon"}.get(optimizer, optimizer)
     choices["recompute"] = _recompute(flags)
     if "--optimizer-cpu-offload" in flags:
         choices["offload"] = "optimizer"
