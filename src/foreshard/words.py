@@ -24,6 +24,7 @@ _SPELLINGS |= {
     ),
     **dict.fromkeys(("distributed-adam", "adamw-apex-fused", "apex-adam", "fusedadam"), "adamw"),
     **dict.fromkeys(("adam8bit", "adam-8bit", "adamw8bit", "8bit-adam", "8bit-adamw"), "adamw-8bit"),
+    **dict.fromkeys(("moonlight", "dist-muon", "distributed-muon"), "muon"),
     **dict.fromkeys(("adamw-bnb-8bit", "bnb-adamw-8bit"), "adamw-8bit"),
     **dict.fromkeys(("interleaved-1f1b", "interleaved1f1b", "1f1b-interleaved"), "interleaved"),
     **dict.fromkeys(("1f1b-flush", "pipedream-flush", "one-f-one-b", "schedule1f1b"), "1f1b"),
@@ -86,10 +87,6 @@ _MEANT = {
 """What is meant by words of other tools, by the word in lower case; only known words are suggested."""
 
 
-_MATRIX = (
-    "muon is not modelled; its states are sgd's for matrices and adamw's for other weights, "
-    "and the products that make its updates orthogonal come on top"
-)
 _BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     **dict.fromkeys(
         ("mixed", "amp", "mixed-precision", "autocast"),
@@ -106,9 +103,9 @@ _BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
         ("int8", "int4", "nf4", "4bit", "8bit"),
         ((("bf16", "fp8"), "quantised weights of an inference or QLoRA format are not modelled"),),
     ),
-    **dict.fromkeys(("muon", "moonlight", "dion"), ((("sgd", "adamw"), _MATRIX),)),
+    "dion": ((("muon",), "it makes updates of low rank orthogonal, which is not modelled"),),
     **dict.fromkeys(
-        ("lion", "signsgd", "rmsprop", "adagrad", "lars", "nesterov"),
+        ("signsgd", "rmsprop", "adagrad", "lars", "nesterov"),
         ((("sgd",), "one state of each weight, as its momentum"),),
     ),
     **dict.fromkeys(("lamb", "nadam", "radam", "adan"), ((("adamw",), "two states of each weight"),)),

@@ -92,6 +92,8 @@ def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
         "p2p_overlap": group.num_chunks > 1,
         "expert_overlap": stage.ep > 1,
         "context_gather": stage.cp > 1,
+        "shared_overlap": stage.ep > 1 and not plan.comm.get("expert_overlap", framework.expert_overlap),
+        "narrow_gather": plan.precision == "fp8" and stage.zero > 0,
     }
     off = [
         name

@@ -157,7 +157,9 @@ def kernel_model(
         ``datasheet`` uses no fitted constant: every kernel runs at the datasheet rates.
     sustained : bool
         True: the device is busy all the time, as in training, and every product runs at the clock the
-        power limit allows. False: a kernel timed alone, which slows down only when it is long.
+        power limit allows, at most at the one that the datasheet's peak is stated for: cards run above
+        their boost clock for a while only. False: a kernel timed alone, which slows down only when it is
+        long.
     costs : str
         formula; learned: the kinds of kernels in which learned costs are better on devices left out, formula
         for the others; auto: the same, but the formula alone on a device that any of its constants was
@@ -190,8 +192,9 @@ def kernel_model(
     if keeps_rate(device, precision):
         values["gemm_sag"] = 0.0
     elif sustained:
-        values["gemm_eff"] /= 1.0 + values["gemm_sag"]
-        values["gemm16_eff"] /= 1.0 + values["gemm16_sag"]
+        for curve in ("gemm", "gemm16"):
+            kept = values[f"{curve}_eff"] / (1.0 + values[f"{curve}_sag"])
+            values[f"{curve}_eff"] = min(kept, 1.0)
         values["gemm_sag"] = 0.0
     del values["gemm16_sag"]
     return KernelModel(**rates, **values)

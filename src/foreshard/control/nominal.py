@@ -13,7 +13,7 @@ import numpy as np
 
 from foreshard.control.slots import J_PER_KWH, Chain, State
 from foreshard.cost.energy import WAITING_POWER
-from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory
+from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory, table_state_bytes
 from foreshard.errors import SpecError
 from foreshard.planner.pricing.stage_options import StageKind
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -124,6 +124,7 @@ def _layer_bytes(request: PlanRequest, micro_batch: int) -> Mapping[str, np.ndar
             zero=0.0,
             activation_bytes_per_element=4.0 if request.precision in _WIDE_PRECISIONS else 2.0,
             state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
+            table_state_bytes=table_state_bytes(request.optimizer, framework.moment_bytes),
             outer_params=model.learned_positions * model.hidden * ends[0],
             embedding_trainable=float(not model.embedding_frozen),
             head_trainable=float(not model.head_frozen),

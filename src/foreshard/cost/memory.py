@@ -96,6 +96,8 @@ class StageLoad:
     grad_overlap: Any = 0
     bucket_bytes: Any = 0
     state_bytes: Any = 8
+    table_state_bytes: Any = None
+    """Of embedding and head where they have others, see `table_state_bytes`."""
     outer_params: Any = 0
     """Parameters of embedding and head beyond their matrices (positions, norms)."""
     embedding_trainable: Any = 1
@@ -140,16 +142,29 @@ def optimizer_state_bytes(optimizer: str, moment_bytes: float = 4.0) -> float:
 
     Source
     ------
-    AdamW keeps two moments; bitsandbytes' 8-bit Adam keeps two bytes and two fp32 scales per block of 256
-    (bitsandbytes optim/optimizer.py); Adafactor without momentum keeps a row and a column per matrix,
-    less than 1 % of a byte; SGD keeps one momentum.
+    AdamW keeps two moments, Muon (of matrices) and Lion one; bitsandbytes' 8-bit Adam keeps two bytes and
+    two fp32 scales per block of 256 (bitsandbytes optim/optimizer.py); Adafactor without momentum keeps a row
+    and a column per matrix, less than 1 % of a byte; SGD keeps one momentum.
     """
     return {
         "adamw": 2 * moment_bytes,
         "adamw-8bit": 2 + 2 * 4 / 256,
         "adafactor": 0.01,
+        "muon": moment_bytes,
+        "lion": moment_bytes,
         "sgd": moment_bytes,
     }[optimizer]
+
+
+def table_state_bytes(optimizer: str, moment_bytes: float = 4.0) -> float:
+    """Return the same of embedding and head, which Muon leaves to AdamW.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/optimizer/layer_wise_optimizer.py is_managed_by_layer_wise_optimizer,
+    --muon-scalar-optimizer adam; norms and biases too, which are too few to count.
+    """
+    return optimizer_state_bytes("adamw" if optimizer == "muon" else optimizer, moment_bytes)
 
 
 def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile | None = None) -> MemoryParts:

@@ -70,6 +70,7 @@ class _Elements:
     expert: Any
     outer: Any
     dense_trained: Any
+    tables_trained: Any
     expert_trained: Any
     frozen: Any
     largest_block: Any
@@ -122,6 +123,7 @@ def _elements(load: StageLoad) -> _Elements:
         expert=expert,
         outer=outer,
         dense_trained=dense_trained + trained + load.outer_params * load.embedding_trainable,
+        tables_trained=trained,
         expert_trained=expert_trained,
         frozen=frozen,
         largest_block=largest,
@@ -183,6 +185,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     updated = have.dense_trained * dense1 + have.expert_trained * expert1
     master = framework.master_bytes * (np.asarray(element) < 4) * (not profile.weights_are_master)
     lasting = (master + load.state_bytes) * updated
+    if load.table_state_bytes is not None:
+        lasting = lasting + (load.table_state_bytes - load.state_bytes) * have.tables_trained * dense1
     optimizer = lasting * (1 - load.offload_optimizer)
 
     cached = profile.autocast_bytes * everything * (np.asarray(element) < 4)

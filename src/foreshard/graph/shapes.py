@@ -36,6 +36,7 @@ class LayerShape:
     cross_attention: Any
     dropout: Any
     num_norms: Any
+    scale_norm: Any  # norms have a scale and no bias: RMSNorm
     ffn: Any
     gated: Any
     num_experts: Any
@@ -90,6 +91,7 @@ def layer_shape(block: Block) -> LayerShape:
         "cross_attention": block.cross_attention,
         "dropout": block.dropout > 0,
         "num_norms": block.num_norms,
+        "scale_norm": block.norm_params == 1,
         "ffn": block.ffn,
         "gated": block.gated,
         "num_experts": block.num_experts,

@@ -15,12 +15,12 @@ from foreshard.interop.exported import ExportRequest
 from foreshard.interop.megatron_model import model_flags, model_gaps
 from foreshard.interop.uniform import Uniform, required_uniform
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import COMM_OPTIONS, Plan
 
 Flag = tuple[str, ...]
 
 _SCHEDULES = ("1f1b", "interleaved")
-_OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
+_OPTIMIZERS = {"adamw": "adam", "muon": "muon", "lion": "lion", "sgd": "sgd"}
 _PRECISIONS: dict[str, tuple[Flag, ...]] = {
     "fp32": (),
     "tf32": (),
@@ -45,8 +45,7 @@ def export(request: ExportRequest) -> tuple[str, list[str]]:
 def overlaps(plan: Plan) -> dict[str, bool]:
     """Return what communication hides: what the plan states, else the default of its framework."""
     framework = load_framework(plan.framework)
-    names = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "expert_overlap")
-    return {name: bool(plan.comm.get(name, getattr(framework, name))) for name in (*names, "context_gather")}
+    return {name: bool(plan.comm.get(name, getattr(framework, name))) for name in COMM_OPTIONS}
 
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
@@ -55,6 +54,8 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
         yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer not in _OPTIMIZERS:
         yield f"optimizer {plan.optimizer} (it has {', '.join(_OPTIMIZERS)})"
+    if plan.optimizer in ("muon", "lion") and degrees.zero > 1:
+        yield f"optimizer {plan.optimizer} with zero {degrees.zero} (Megatron-FSDP has adam and sgd)"
     if degrees.recompute.startswith("every-"):
         yield f"recompute {degrees.recompute} (it recomputes all or the first blocks of a stage, or modules)"
     if degrees.recompute == "selective:op":
@@ -68,6 +69,8 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     hidden = overlaps(plan)
     if hidden["param_gather_overlap"] and not (hidden["grad_overlap"] and degrees.zero):
         yield "param_gather_overlap without grad_overlap and zero 1 or more"
+    if hidden["narrow_gather"] and plan.precision == "fp8" and degrees.zero:
+        yield "narrow_gather (its --fp8-param-gather keeps weights in 8 bit too)"
     if hidden["tp_overlap"] and degrees.tp > 1 and not degrees.sp:
         yield "tp_overlap without sp"
     if degrees.pp == 2 and degrees.vpp > 1 and not hidden["p2p_overlap"]:
@@ -82,6 +85,8 @@ def _expert_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     plan, model = request.plan, request.model
     if degrees.ep == 1 or not overlaps(plan)["expert_overlap"]:
         return
+    if overlaps(plan)["shared_overlap"]:
+        yield "shared_overlap with expert_overlap"
     if degrees.pp > 1 and degrees.vpp == 1:
         yield "expert_overlap in a pipeline without virtual stages"
     if degrees.recompute.startswith("full") or "moe" in _modules(degrees.recompute):
@@ -203,6 +208,7 @@ def _overlap_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
         (degrees.vpp > 1 and not hidden["p2p_overlap"], ("--no-overlap-p2p-communication",)),
         (degrees.ep > 1 and hidden["expert_overlap"], ("--overlap-moe-expert-parallel-comm",)),
         (degrees.cp > 1 and hidden["context_gather"], ("--cp-comm-type", "all_gather")),
+        (degrees.ep > 1 and hidden["shared_overlap"], ("--moe-shared-expert-overlap",)),
     ]
     return [flag for on, flag in wanted if on]
 

@@ -103,6 +103,8 @@ def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 
 
 def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    if _narrow_gather(request.plan):
+        yield "narrow_gather (its scales per row gather in 16 bit)"
     if degrees.etp > 1:
         yield f"etp {degrees.etp} (experts are not cut)"
     if degrees.recompute.startswith("every-"):
@@ -126,6 +128,10 @@ def _parts(degrees: Uniform, head: str) -> list[list[str]]:
         names += [f"layers.{i - 1}" for i in range(max(start, 1), min(stop, last))]
         parts.append(names + (["norm", head] if stop > last else []))
     return parts
+
+
+def _narrow_gather(plan: Plan) -> bool:
+    return plan.precision == "fp8" and bool(plan.comm.get("narrow_gather"))
 
 
 def _async_tp(plan: Plan, degrees: Uniform) -> bool:
@@ -168,7 +174,7 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
     model: dict[str, Any] = {"name": family, "flavor": flavor}
     if plan.precision == "fp8":
         model["converters"] = ["quantize.linear.float8"]
-    return {
+    sections: dict[str, dict[str, Any]] = {
         "model": model,
         "optimizer": {"name": "AdamW"},
         "training": _training(plan, degrees),
@@ -176,6 +182,9 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
         "activation_checkpoint": _checkpoint_02(degrees.recompute),
         "compile": {"enable": _async_tp(plan, degrees)},
     }
+    if _narrow_gather(plan):
+        sections["quantize.linear.float8"] = {"enable_fsdp_float8_all_gather": True}
+    return sections
 
 
 def _checkpoint_02(rule: str) -> dict[str, str]:

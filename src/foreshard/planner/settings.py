@@ -21,7 +21,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS
 
 AS_SHIPPED, ALL = "framework", "all"
-_ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap")
+_ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap", "shared_overlap", "narrow_gather")
 """Switches that are on where they may be set: they never lengthen a step and take no memory."""
 _EITHER = ("tp_overlap", "expert_overlap", "context_gather")
 """Switches that are searched on and off."""

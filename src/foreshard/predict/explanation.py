@@ -170,7 +170,8 @@ def _communicating(found: Figures, parts: Mapping[str, float]) -> dict[str, str]
         f"and values a layer {passed} each of {stage.cp} ranks, their gradients back",
         "expert_comm": f"{count} x {each['expert_comm']} exposed: {size(found.routed_bytes)} of routed "
         f"tokens a rank and layer, there and back over {stage.ep} ranks, forward and backward; overlap "
-        f"{_on(found, 'expert_overlap')}",
+        f"{_on(found, 'expert_overlap')}"
+        f"{', shared experts beside it' * found.options['shared_overlap']}",
         "pipeline_comm": f"{_many(count, 'micro-batch')} x {hops} messages of "
         f"{size(found.message_bytes)} {where}: {lasting(parts['pipeline_comm'] / count)} of each "
         f"micro-batch waits for them; overlap {_on(found, 'p2p_overlap')}",

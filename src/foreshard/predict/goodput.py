@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from foreshard.cost.memory import optimizer_state_bytes
+from foreshard.cost.memory import optimizer_state_bytes, table_state_bytes
 from foreshard.predict.batch import PlannedRun
 from foreshard.spec.variation import Reliability, RunEfficiency
 
@@ -88,8 +88,12 @@ def failures_per_s(case: PlannedRun, conditions: Reliability) -> float:
 
 def checkpoint_bytes(case: PlannedRun) -> float:
     """Return the bytes of trained weights in single precision and of their optimizer states."""
-    states = optimizer_state_bytes(case.plan.optimizer)
-    return case.model.trainable_params * (_MASTER_BYTES + states)
+    model, name = case.model, case.plan.optimizer
+    states, beside = optimizer_state_bytes(name), table_state_bytes(name)
+    tables = model.embedding_params * (not model.embedding_frozen) + model.head_params * (
+        not model.head_frozen
+    )
+    return model.trainable_params * (_MASTER_BYTES + states) + tables * (beside - states)
 
 
 def segment_s(useful_s: float, save_s: float, restart_s: float, failures_per_s: float) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.stacks import attention_on
 from foreshard.cost.kernels import KernelModel
-from foreshard.cost.memory import CHANNELS, StageLoad, optimizer_state_bytes
+from foreshard.cost.memory import CHANNELS, StageLoad, optimizer_state_bytes, table_state_bytes
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import RankShape
 from foreshard.predict.traits import Traits, traits_of
@@ -195,6 +195,7 @@ class RunSetup:
             grad_overlap=1.0 * self.comm.get("grad_overlap", self.framework.hides("grad_overlap", rank.zero)),
             bucket_bytes=float(self.framework.bucket_bytes),
             state_bytes=optimizer_state_bytes(self.optimizer, self.framework.moment_bytes),
+            table_state_bytes=table_state_bytes(self.optimizer, self.framework.moment_bytes),
             outer_params=float(model.learned_positions * model.hidden),
             embedding_trainable=float(not model.embedding_frozen),
             head_trainable=float(not model.head_frozen),

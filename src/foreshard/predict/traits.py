@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreshard.catalog.kernels import keeps_rate
+from foreshard.catalog.memory_profiles import memory_profile
 from foreshard.catalog.stacks import attention_on
 from foreshard.catalog.training import HOST_CLASSES
 from foreshard.errors import SpecError
@@ -26,9 +27,9 @@ _BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 51
 # The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
 _IN_TURN = ("deepspeed", "megatron-deepspeed")
 _NARROW = ("fp8", "mxfp8", "nvfp4")
-# Bytes that torchao moves for an activation and for a weight that is an operand of two products: the scale of
-# a tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a
-# transposed copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
+# Bytes that torchao moves for an activation and for a weight that two products read: the scale of a
+# tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
+# copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
 _OWN_CASTS = {"fused": (0.0, 0.0), "tensorwise": (6.0, 8.0), "rowwise": (8.0, 10.0)}
 
 
@@ -42,6 +43,9 @@ class Traits:
     static: Any  # 1 where neither load nor collectives slow the arithmetic
     eager: Any
     norm_cast: Any
+    plain_code: (
+        Any  # the model code of transformers and peft: norms, rotary embeddings, adapters kernel by kernel
+    )
     host_class: Any
     arm_host: Any
     graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
@@ -65,6 +69,8 @@ class Traits:
     any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
     context_gather: Any
+    shared_overlap: Any
+    narrow_gather: Any
     fsdp: Any
     grouped: Any
     uneven_routing: Any
@@ -76,6 +82,7 @@ class Traits:
     gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
     fused_loss: Any
     param_bytes: Any  # of a gathered weight
+    orthogonal: Any  # 1 where updates of matrices are made orthogonal (Muon)
     optimizer_bytes: Any  # moved per parameter of an optimizer step
     vocab_multiple: Any
     pruned: Any  # 1 where a compiler drops what is recomputed and nobody reads
@@ -100,7 +107,15 @@ def _power_shortfall(device: Device) -> float:
 
 
 _GRAPHS = {"none": 0.0, "partial": 0.5, "full": 1.0}
-_OPTIMIZER_BYTES = {"adamw": 0.0, "adamw-8bit": -12.0, "adafactor": -14.0, "sgd": -16.0}
+# Over AdamW's two moments in fp32, read and written: one moment less is 8.
+_OPTIMIZER_BYTES = {
+    "adamw": 0.0,
+    "adamw-8bit": -12.0,
+    "adafactor": -14.0,
+    "muon": -8.0,
+    "lion": -8.0,
+    "sgd": -16.0,
+}
 
 
 def traits_of(
@@ -120,6 +135,8 @@ def traits_of(
     # Without 16-bit weights the weight itself is the master.
     wide = 4.0 if precision in ("fp32", "tf32") else 2.0
     optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
+    gathers_narrow = 1.0 * (precision == "fp8") * options["narrow_gather"]
+    gathers_narrow = 1.0 if framework.fp8_params and precision in _NARROW else gathers_narrow
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
@@ -128,6 +145,7 @@ def traits_of(
         static=float(keeps_rate(device, precision)),
         eager=float(framework.elementwise in ("eager", "jit")),
         norm_cast=float(framework.norm_cast),
+        plain_code=float(memory_profile(framework.memory).eager_norm),
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(device.name.startswith(_GRACE)),
         graphs=_GRAPHS[framework.cuda_graphs],
@@ -155,7 +173,8 @@ def traits_of(
         dispatch_sms=float(framework.dispatch_sms),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
-        param_bytes=1.0 if framework.fp8_params and precision in _NARROW else wide,
+        param_bytes=wide - gathers_narrow * (wide - 1.0),
+        orthogonal=float(optimizer == "muon"),
         optimizer_bytes=max(4.0, optimizer_bytes),
         vocab_multiple=float(framework.vocab_multiple),
         pruned=float(framework.elementwise == "compiled"),

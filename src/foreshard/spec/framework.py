@@ -21,6 +21,8 @@ class Framework:
     grads_accumulate_fused : weight-gradient products add straight into the main gradient
     grads_widened : a 16-bit gradient is copied to fp32 before it is added to the main gradient
     tp_overlap, grad_overlap, param_gather_overlap, p2p_overlap, expert_overlap : what is hidden by default
+    shared_overlap : shared experts run beside the exchange of tokens, unless that is hidden otherwise
+    narrow_gather : with 8-bit products, sharded weights are cast first and gathered in 8 bit
     context_gather : context parallelism gathers keys and values first instead of passing them on a ring
     tensor_async : backward collectives of tensor parallelism run beside the weight-gradient product
     norm_cast : the residual is cast to fp32 before each norm, and both run again in backward
@@ -70,6 +72,8 @@ class Framework:
     p2p_scatter: bool = False
     expert_overlap: bool = False
     context_gather: bool = False
+    shared_overlap: bool = False
+    narrow_gather: bool = False
     fsdp: str = "none"
     pipeline_holds_units: bool = False
     cuda_graphs: str = "none"

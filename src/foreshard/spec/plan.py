@@ -16,7 +16,7 @@ from foreshard.spec.codec import invalid
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev"]
-Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "sgd"]
+Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "muon", "lion", "sgd"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Algorithm = Literal["auto", "ring", "tree"]
 Attention = Literal["unfused", "efficient", "fa1", "fa2", "fa3", "cudnn"]
@@ -27,6 +27,8 @@ CommOption = Literal[
     "p2p_overlap",
     "expert_overlap",
     "context_gather",
+    "shared_overlap",
+    "narrow_gather",
 ]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -182,6 +184,8 @@ def acting(plan: Plan, comm: Mapping[str, bool]) -> dict[str, bool]:
         "p2p_overlap": any(len(group.stages) > 1 and group.num_chunks > 1 for group in plan.groups),
         "expert_overlap": any(stage.ep > 1 for _, stage in stages),
         "context_gather": any(stage.cp > 1 for _, stage in stages),
+        "shared_overlap": any(stage.ep > 1 for _, stage in stages),
+        "narrow_gather": plan.precision == "fp8" and any(stage.zero > 0 for _, stage in stages),
     }
     return {name: value for name, value in comm.items() if acts[name]}
 

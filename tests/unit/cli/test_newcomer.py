@@ -53,8 +53,8 @@ def test_python_takes_the_names_of_flags():
     assert one.plan == other.plan and one.step_time_s == other.step_time_s
     with pytest.raises(SpecError, match="seq and seq_len together"):
         foreshard.predict("llama3.2-1b", "8xh100", seq=1024, seq_len=2048)
-    with pytest.raises(SpecError, match="Write sgd or adamw"):
-        foreshard.predict("llama3.2-1b", "8xh100", optimizer="muon")
+    with pytest.raises(SpecError, match="Write muon"):
+        foreshard.predict("llama3.2-1b", "8xh100", optimizer="dion")
 
 
 def test_python_says_that_the_batch_is_missing():

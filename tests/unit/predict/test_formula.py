@@ -18,7 +18,16 @@ from foreshard.predict.rates import model_flops, recomputed_flops
 from foreshard.predict.tasks.collectives import contention, message_s, region_times, shard_times, sync_times
 from foreshard.predict.tasks.formula import end_times, layer_times
 from foreshard.predict.tasks.host import offload_s, optimizer_s
-from foreshard.predict.tasks.kernels import attention_times, cast_s, linear_sizes, weight_cast_s
+from foreshard.predict.tasks.kernels import (
+    adapter_times,
+    attention_times,
+    cast_s,
+    elementwise_times,
+    linear_sizes,
+    linear_times,
+    weight_cast_s,
+)
+from foreshard.spec.adapters import with_adapters
 
 CONSTANTS = replace(TrainingConstants(), data_comm=1.0, pipeline_comm=1.0, tensor_comm=1.0, expert_comm=1.0)
 MODELS = ("llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3", "falcon-7b")
@@ -350,3 +359,67 @@ def test_scales_per_row_gather_in_16_bit():
         batch = batch_of(framework=f"torchtitan@{release}", precision="fp8", zero=3, tp=2)[1]
         found[release] = region_times(batch.pipeline.hidden, batch.machine)
     assert found["0.2"].operands_s < found["0.2"].scatter_s == found["0.3"].operands_s
+
+
+def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_kernel():
+    """Bytes of every kernel, over what fused code moves; a LayerNorm is one kernel there too."""
+    plain, fused = (batch_of(framework=name, zero=3)[1] for name in ("hf", "torchtitan"))
+    layer, machine = plain.kinds[0], plain.machine
+    rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    tokens, c = tokens_of(plain), machine.constants
+    turned = (layer.query_width + layer.key_width).item()
+    norms = 2 * layer.hidden.item()
+    for way, (norm, was) in enumerate(((36, 4), (68, 6))):
+        more = elementwise_times(layer, machine)[way] - elementwise_times(fused.kinds[0], fused.machine)[way]
+        counted = norms * (norm - c.eager_traffic * was) + turned * (20 - c.eager_traffic * 4)
+        assert more.item() == pytest.approx(tokens * counted / rate, rel=1e-9)
+    plain, fused = (batch_of("gpt2", framework=name, zero=3)[1] for name in ("hf", "torchtitan"))
+    assert (
+        elementwise_times(plain.kinds[0], plain.machine)[0]
+        == elementwise_times(fused.kinds[0], fused.machine)[0]
+    )
+
+
+def test_adapters_of_peft_cast_their_input_and_scale_their_output():
+    tuned = with_adapters(api.load_model("llama3-8b"), "16:q+v")
+    plain, fused = (batch_of(tuned, framework=name, zero=3)[1] for name in ("hf", "torchtitan"))
+    forward, back = (
+        np.subtract(*pair)
+        for pair in zip(
+            adapter_times(plain.kinds[0], plain.machine),
+            adapter_times(fused.kinds[0], fused.machine),
+            strict=True,
+        )
+    )
+    rate = np.max(plain.machine.kernels.stream_eff * plain.machine.kernels.memory_bytes_per_s)
+    elements = 2 * tokens_of(plain) * plain.kinds[0].hidden.item()
+    assert forward.item() == pytest.approx(elements * (22 - 6) / rate, rel=1e-9)
+    # The two sums of backward were one launch each.
+    assert back.item() < elements * (22 - 12) / rate
+
+
+def test_shared_experts_hide_the_exchange_beside_them():
+    """Left is the rest of the exchange, or what it slows; otherwise hidden ones are as before."""
+
+    def exchanged(**comm):
+        batch = batch_of("deepseek-v3", "2x8xh100-sxm", ep=16, **comm)[1]
+        return batch, times_of(batch, 1)
+
+    batch, plain = exchanged()
+    _, hidden = exchanged(shared_overlap=True)
+    busy, share = linear_times(batch.kinds[1], batch.machine).shared.item(), contention(batch.machine)
+    for way, room in (("expert_forward", busy), ("expert_backward", 2 * busy)):
+        before, after = getattr(plain, way).item(), getattr(hidden, way).item()
+        assert after == pytest.approx(max(before - room, share * min(room, before))) and after < before
+    both, other = (exchanged(expert_overlap=True, shared_overlap=on)[1] for on in (True, False))
+    assert both.expert_forward == other.expert_forward
+
+
+def test_weights_gathered_in_8_bit_are_half_the_bytes():
+    wide, narrow = (
+        batch_of(framework="torchtitan@0.2", precision="fp8", zero=3, narrow_gather=on)[1].machine
+        for on in (False, True)
+    )
+    assert (wide.traits.param_bytes, narrow.traits.param_bytes) == (2.0, 1.0)
+    other = batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)[1].machine
+    assert other.traits.param_bytes == 2.0, "products in 16 bit read weights in 16 bit"

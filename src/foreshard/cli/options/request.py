@@ -40,6 +40,8 @@ _COMM_HELP = {
     "p2p_overlap": "send between stages beside computation",
     "expert_overlap": "send tokens to experts beside computation",
     "context_gather": "gather keys and values before attention instead of a ring",
+    "shared_overlap": "run shared experts beside the exchange of tokens",
+    "narrow_gather": "gather sharded weights in 8 bit (fp8)",
 }
 
 

@@ -51,9 +51,8 @@ def read(text: str, file: str) -> StatedRun:
     choices["sp"] = "--sequence-parallel" in flags and choices["tp"] > 1
     choices |= _sharding(flags) | _batch(flags) | _overlaps(flags, choices)
     choices["precision"] = _precision(flags)
-    choices["optimizer"] = {"adam": "adamw", "sgd": "sgd"}[
-        flags.choice("--optimizer", ("adam", "sgd"), "adam")
-    ]
+    optimizer = flags.choice("--optimizer", ("adam", "sgd", "muon", "dist_muon", "lion"), "adam")
+    choices["optimizer"] = {"adam": "adamw", "dist_muon": "muon"}.get(optimizer, optimizer)
     choices["recompute"] = _recompute(flags)
     if "--optimizer-cpu-offload" in flags:
         choices["offload"] = "optimizer"
@@ -93,6 +92,7 @@ def _overlaps(flags: LaunchFlags, choices: dict[str, Any]) -> dict[str, bool]:
         "grad_overlap": "--overlap-grad-reduce" in flags,
         "param_gather_overlap": "--overlap-param-gather" in flags,
         "expert_overlap": "--overlap-moe-expert-parallel-comm" in flags,
+        "shared_overlap": "--moe-shared-expert-overlap" in flags,
     }
     if choices["cp"] > 1:
         found["context_gather"] = flags.word("--cp-comm-type", "p2p") == "all_gather"

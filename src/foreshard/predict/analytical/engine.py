@@ -31,6 +31,7 @@ from foreshard.predict.tasks.collectives import (
 )
 from foreshard.predict.tasks.formula import EndTimes, LayerTimes, end_times, layer_times
 from foreshard.predict.tasks.host import optimizer_s
+from foreshard.predict.tasks.orthogonal import orthogonal_s
 from foreshard.spec.prediction import TIME_PARTS
 
 
@@ -302,6 +303,7 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         slower = (ends * tied).max(0) if batch.boundaries.is_chain else tied
         tail = tail + np.where(p.num_stages > 1, ends * slower, 0.0)
     optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine)
+    optimizer = optimizer + orthogonal_s(batch.kinds, batch.counts, machine)
     beside = traits.param_gather_overlap > 0
     return EndOfStep(
         ready=np.where(beside, waited, 0.0), tail=tail, update=optimizer + np.where(beside, 0.0, gather)

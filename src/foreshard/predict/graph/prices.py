@@ -27,6 +27,7 @@ from foreshard.predict.tasks.collectives import (
 )
 from foreshard.predict.tasks.formula import LayerTimes, end_times, layer_times
 from foreshard.predict.tasks.host import optimizer_s
+from foreshard.predict.tasks.orthogonal import orthogonal_s
 from foreshard.spec.model import Model
 from foreshard.spec.plan import TURNING, Group
 
@@ -222,6 +223,8 @@ class _GroupPricer:
         self.machines = [one[row] for row in rows]
         self.ends = [ends[row] for row in rows]
         self.constants = batch.machine.constants
+        iterations = orthogonal_s(batch.kinds, batch.counts, batch.machine)
+        self.orthogonal = np.broadcast_to(iterations, batch.multiplicity.shape)[rows, g]
         frozen = np.array([float(np.max(kind.frozen)) for kind in batch.kinds])
         trained = np.array([max(0.0, float(np.asarray(kind.trainable)[0, g])) for kind in batch.kinds])
         self.trained, self.expert_trained = trained, 1.0 - frozen
@@ -389,7 +392,7 @@ class _GroupPricer:
             machine = self.machines[s]
             params, experts = sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row)
             num_blocks = sum(sum(unit >= 0 for unit in names) for names in self.units[s])
-            optimizer[s] = float(optimizer_s(params, experts, num_blocks, machine))
+            optimizer[s] = float(optimizer_s(params, experts, num_blocks, machine)) + self.orthogonal[s]
             across[s] = float(across_groups_s(params, experts, machine))
         return optimizer, across
 

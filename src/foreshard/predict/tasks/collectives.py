@@ -144,6 +144,22 @@ def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
     return np.where(rank.paired > 0, exposed / np.maximum(both, 1e-12), 1.0)
 
 
+def beside_shared(sent: Any, busy: Any, machine: Machine) -> Any:
+    """Return what `busy` seconds of shared experts leave exposed of the exchanges they run beside.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/transformer/moe/shared_experts.py: the first product runs beside dispatch, the
+    second beside the combine, backward alike; it excludes overlap with other micro-batches.
+    """
+    traits = machine.traits
+    on = traits.shared_overlap * (1.0 - traits.expert_overlap) * (1.0 - np.asarray(machine.rank.paired))
+    if not np.count_nonzero(on):
+        return sent
+    exposed = np.maximum(contention(machine) * np.minimum(busy, sent), sent - busy)
+    return np.where(on > 0, exposed, sent)
+
+
 def context_times(layer: LayerShape, machine: Machine, attention: Any, backward: Any) -> tuple[Any, Any]:
     """Return what attention leaves exposed of moving keys and values over cp ranks, forward and backward.
 

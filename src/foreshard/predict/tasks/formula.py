@@ -20,6 +20,7 @@ from foreshard.predict.machine import Machine, own_tokens, sustained, tokens_of
 from foreshard.predict.tasks.collectives import (
     RegionTimes,
     Sharing,
+    beside_shared,
     context_times,
     every_reduce_s,
     expert_exchange_s,
@@ -165,6 +166,7 @@ def layer_times(
     offload_forward, offload_backward = offload_s(layer, machine, forward, backward_input)
     backward_weight = linear.weight_gradient + expert_weight + accumulate
     sent = sent * paired_exchange(sent, forward + backward_input + backward_weight, machine)
+    shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
     return LayerTimes(
         forward=forward,
         backward_input=backward_input,
@@ -175,9 +177,9 @@ def layer_times(
         tensor_recompute=again.full * regions * tensor,
         context_forward=context,
         context_backward=context_back + np.maximum(again.full, again.core_attn) * context,
-        expert_forward=sent,
-        expert_backward=sent,
-        expert_recompute=np.maximum(again.full, again.moe) * sent,
+        expert_forward=shown,
+        expert_backward=shown_back,
+        expert_recompute=np.maximum(again.full, again.moe) * shown,
         host_forward=host_forward,
         host_backward=host_backward,
         offload_forward=offload_forward,

@@ -21,6 +21,14 @@ _NORM, _NORM_BACK, _RESIDUAL = 4.0, 6.0, 6.0
 # A norm behind a cast: the cast reads 2 and writes 4, the norm reads 4 and writes 2; backward runs both
 # again and its own kernels move fp32.
 _CAST_NORM, _CAST_NORM_BACK = 12.0, 30.0
+# RMSNorm of transformers, kernel by kernel: widen 6, square 8, mean 4, scale 8, narrow 6, weight 4; backward:
+# weight 4 and its gradient 8, widen 6, scale 8, sum of products 16, mean 8, add 12, narrow 6.
+_PLAIN_NORM, _PLAIN_NORM_BACK = 36.0, 68.0
+# Its rotary embedding: two products 8, half negated 2, joined 4, sum 6; the same backward.
+_PLAIN_ROPE = 20.0
+# The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
+# 12, and the output is scaled apart, 4; backward does the same and adds two gradients.
+_ADAPTER, _ADAPTER_BACK, _PLAIN_ADAPTER = 6.0, 12.0, 22.0
 _DROPOUT = 5.0  # reads and writes 16 bit, writes a mask of one byte
 # SiLU and product apart read and write five times per output, fused three times.
 _SPLIT_GATE = 5.0 / 3.0 - 1.0
@@ -150,17 +158,25 @@ def wide_gradient(machine: Machine) -> Any:
 
 
 def adapter_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
-    """Return forward and backward seconds of low-rank adapters (two thin products each, and an add)."""
+    """Return forward and backward seconds of low-rank adapters (two thin products each, and an add).
+
+    Source
+    ------
+    huggingface/peft 0033694 tuners/lora/layer.py Linear.forward; adapters are fp32 unless told otherwise
+    (autocast_adapter_dtype).
+    """
     if not np.count_nonzero(layer.lora_rank):
         return 0.0, 0.0
     tokens = tokens_of(machine)
     r, h, tp = layer.lora_rank, layer.hidden, machine.rank.tp
     down = gemm_s(tokens, r, h, machine.kernels, sixteen_bit=True)
     up = gemm_s(tokens, h / tp, r, machine.kernels, sixteen_bit=True)
-    add = stream_s(6.0 * tokens * h / tp, machine.kernels)
+    plain = machine.traits.plain_code > 0
+    sizes = tokens * h / tp
+    add = stream_s(np.where(plain, _PLAIN_ADAPTER, _ADAPTER) * sizes, machine.kernels)
+    add_back = stream_s(np.where(plain, _PLAIN_ADAPTER, _ADAPTER_BACK) * sizes, machine.kernels)
     count = layer.lora_attention + layer.lora_mlp
-    adapter = down + up + add
-    return count * adapter, 2.0 * count * adapter
+    return count * (down + up + add), count * (2.0 * (down + up) + add_back)
 
 
 def expert_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
@@ -264,7 +280,8 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     joins = layer.mixers
     norm = layer.num_norms * wide
     drop = 2.0 * np.asarray(layer.dropout, dtype=float) * wide * _DROPOUT
-    rope = tokens * (layer.query_width + layer.key_width) / rank.tp * _ROPE
+    turned = tokens * (layer.query_width + layer.key_width) / rank.tp
+    rope = turned * _ROPE
     routed = layer.top_k * tokens / rank.tp
     inner = tokens * (layer.ffn + layer.shared_ffn) / rank.tp + routed * layer.expert_ffn
     # Eager code runs the activation and the product of a gated MLP as kernels of their own.
@@ -285,6 +302,14 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
         + permute
     )
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
+    plain = traits.plain_code * np.asarray(layer.scale_norm, dtype=float)
+    if np.count_nonzero(plain):  # counted kernel by kernel: the factor is what others move beyond the ideal
+        plain_norm, plain_back, plain_rope = (
+            count / factor for count in (norm * _PLAIN_NORM, norm * _PLAIN_NORM_BACK, turned * _PLAIN_ROPE)
+        )
+        forward = forward + plain * (plain_norm - norm_forward + plain_rope - rope)
+        back = back + plain * (plain_back - norm_back + plain_rope - rope)
+        norm_forward = norm_forward + plain * (plain_norm - norm_forward)
     # The byte counts are those of 16 bit.
     scale = (
         factor * rank.element_bytes / (2.0 * machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
