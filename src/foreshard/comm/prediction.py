@@ -1,4 +1,4 @@
-"""One collective on the first ranks of a cluster: its time, its bandwidths, and what NCCL picks for it."""
+"""One collective on the first ranks of a cluster: its time, its bandwidths, and what the library picks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.comm.nccl.choice import MESSAGES, NcclChoice, nccl_choice
 from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
 from foreshard.comm.nccl.estimates import COLLECTIVES
+from foreshard.comm.nccl.rccl import has_rccl_model, rccl_choice
 from foreshard.errors import SpecError, unknown
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePrediction:
-    """A collective's time by the fitted closed form, and NCCL's choice by NCCL's own model."""
+    """A collective's time by the fitted closed form, and the choice of NCCL or RCCL by its own model."""
 
     collective: str
     num_bytes: float
@@ -46,6 +47,7 @@ class CollectivePrediction:
     time_s: float
     communicator: Communicator | None  # None where the devices are not those of NCCL
     choice: NcclChoice | None
+    library: str  # whose choice it is: NCCL or RCCL; empty where there is none
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -95,13 +97,19 @@ def predict_collective(
     _check(collective, num_bytes, ranks, cluster)
     fabric = fabric_between(cluster, range(ranks), nccl=era)
     communicator = communicator_of(cluster, ranks, release=release) if has_nccl(cluster, ranks) else None
+    choice, library = None, ""
+    if communicator is not None:
+        choice, library = nccl_choice(collective, num_bytes, communicator), "NCCL"
+    elif has_rccl_model(cluster, ranks):
+        choice, library = rccl_choice(collective, num_bytes, ranks), "RCCL"
     return CollectivePrediction(
         collective=collective,
         num_bytes=num_bytes,
         num_ranks=ranks,
         time_s=float(collective_s(collective, num_bytes, ranks, fabric)),
         communicator=communicator,
-        choice=nccl_choice(collective, num_bytes, communicator) if communicator else None,
+        choice=choice,
+        library=library,
     )
 
 

@@ -89,8 +89,18 @@ def test_old_releases_are_slower_and_say_that_their_constants_are_not_shipped(sh
 
 
 def test_other_devices_have_a_time_and_no_choice(shell):
-    found = shell("comm", "predict", "all-reduce", "1MiB", "1x8xmi300x", "--json").json
+    found = shell("comm", "predict", "all-reduce", "1MiB", "1x8xmi355x", "--json").json
     assert found["time_s"] > 0 and found["algorithm"] is None and "NVIDIA" in found["notes"][-1]
+    assert found["library"] is None
+
+
+def test_the_pick_on_mi300x_is_labelled_as_rccl_s(shell):
+    words = ("comm", "predict", "all-reduce", "1MiB", "1x8xmi300x")
+    found = shell(*words, "--json").json
+    assert (found["library"], found["algorithm"]) == ("RCCL", "Ring") and "none is fitted" in found["notes"][
+        -1
+    ]
+    assert "RCCL picks" in shell(*words).out and "RCCL's estimates" in shell(*words).out
 
 
 def test_a_config_file_has_a_table_of_the_verb(shell, tmp_path):

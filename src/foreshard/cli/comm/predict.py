@@ -1,4 +1,4 @@
-"""`foreshard comm predict COLLECTIVE SIZE CLUSTER`: the time of one collective and what NCCL picks for it."""
+"""`foreshard comm predict COLLECTIVE SIZE CLUSTER`: the time of a collective, and what NCCL or RCCL picks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
 from foreshard.comm.nccl.constants import GIGA, releases, tuning
+from foreshard.comm.nccl.rccl import rccl_tuning
 from foreshard.comm.prediction import NAMES, predict_collective
 from foreshard.errors import SpecError
 from foreshard.report.screen import Box, Screen, Table, table
@@ -40,7 +41,7 @@ _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
     help="Library and release; 2.10 and before are slower.",
 )
 def command(collective: str, size: float, cluster: str, ranks: int | None, library: str) -> None:
-    """Predict one collective of SIZE bytes on CLUSTER, and explain what NCCL picks for it.
+    """Predict one collective of SIZE bytes on CLUSTER, and explain what NCCL (on MI300X: RCCL) picks for it.
 
     COLLECTIVE is all-reduce, all-gather, reduce-scatter, broadcast, all-to-all or send. SIZE is what
     nccl-tests print: the whole buffer, of an all-gather the gathered output. A send goes from the first rank
@@ -96,6 +97,7 @@ def _object(found: CollectivePrediction, notes: list[str]) -> dict[str, Any]:
         "margin": choice.margin if choice else None,
         "candidates": [_candidate(estimate) for estimate in choice.estimates] if choice else [],
         "nccl": tuning()["release"],
+        "library": found.library or None,
         "notes": notes,
     }
 
@@ -116,8 +118,11 @@ def _notes(found: CollectivePrediction, release: tuple[int, int] | None) -> list
     if found.choice is None:
         return [
             *notes,
-            "What NCCL picks is modelled for devices of NVIDIA from Pascal on.",
+            "What a library picks is modelled for devices of NVIDIA from Pascal on (NCCL) and for whole "
+            "nodes of eight MI300X or MI325X (RCCL).",
         ]
+    if found.library == "RCCL":
+        return [*notes, *_notes_of_rccl(found.choice)]
     shipped = str(tuning()["release"])
     choice = found.choice
     if choice.best is None:
@@ -141,6 +146,18 @@ def _notes(found: CollectivePrediction, release: tuple[int, int] | None) -> list
     return notes
 
 
+def _notes_of_rccl(choice: NcclChoice) -> list[str]:
+    """Return what RCCL's choice rests on: what its source states, and what nobody has logged."""
+    if choice.best is None:
+        return ["RCCL sends messages between pairs here: there is no choice of algorithm."]
+    table = rccl_tuning()
+    return [
+        f"Algorithm and protocol are the pick of RCCL {table['release']} by its own estimates. Its constants "
+        f"are stated in its source ({str(table['commit'])[:8]}), none is fitted, and no log of its picks was "
+        "at hand; MSCCL schedules, which it runs instead for some sizes, are not modelled.",
+    ]
+
+
 def _screen(found: CollectivePrediction, notes: list[str]) -> Screen:
     header = f"{found.collective} of {_size(found.num_bytes)} over {found.num_ranks} ranks"
     boxes = [
@@ -149,11 +166,13 @@ def _screen(found: CollectivePrediction, notes: list[str]) -> Screen:
         Box(title="bus bandwidth", value=f"{quantity.digits(found.busbw_bytes_per_s / GIGA)} GB/s"),
     ]
     choice, comm = found.choice, found.communicator
-    if choice is None or comm is None:
+    if choice is None:
         return Screen(header=(header,), boxes=tuple(boxes), notes=tuple(notes))
-    boxes.append(Box(title="NCCL picks", value=f"{choice.algorithm}/{choice.protocol}", note=_why(choice)))
-    tables = (_candidates(choice),) if choice.estimates else ()
-    return Screen(header=(header, _seen(comm)), boxes=tuple(boxes), tables=tables, notes=tuple(notes))
+    value = f"{choice.algorithm}/{choice.protocol}"
+    boxes.append(Box(title=f"{found.library} picks", value=value, note=_why(choice)))
+    tables = (_candidates(choice, found.library),) if choice.estimates else ()
+    headers = (header,) if comm is None else (header, _seen(comm))
+    return Screen(header=headers, boxes=tuple(boxes), tables=tables, notes=tuple(notes))
 
 
 def _size(num_bytes: float) -> str:
@@ -186,7 +205,7 @@ def _speeds(channels: Channels) -> str:
     return f"{channels.count} x {intra:g} GB/s" + (f" ({inter:g} between nodes)" if intra != inter else "")
 
 
-def _candidates(choice: NcclChoice) -> Table:
+def _candidates(choice: NcclChoice, library: str) -> Table:
     rows = [
         (
             estimate.name,
@@ -199,7 +218,7 @@ def _candidates(choice: NcclChoice) -> Table:
         else (estimate.name, None, None, None, estimate.reason)
         for rank, estimate in enumerate(choice.estimates)
     ]
-    title = "NCCL's estimates: latency + bytes / bandwidth"
+    title = f"{library}'s estimates: latency + bytes / bandwidth"
     return table(
         title, ("candidate", ">estimate", ">latency", ">GB/s", ""), rows, spare=(">GB/s", ">latency")
     )

@@ -58,6 +58,8 @@ class Communicator:
     collnet: bool = False  # the network reduces (SHARP), and NCCL is told to use it
     plugin_latency_s: float = 0.0  # of a hop, as the network plugin reports it; InfiniBand's reports none
     release: str = ""  # whose rules hold: one of `releases`, empty for that of the tables
+    simple_tree: bool = False  # a tree enters and leaves a node at one device, as with a card for each device
+    far_cards: bool = False  # network cards are not below a PCIe switch with the devices, which LL128 needs
 
     @property
     def row(self) -> str:
@@ -102,7 +104,7 @@ def communicator_of(
     nodes = ceil(num_ranks / inside)
     nvlink = inside > 1 and joined
     in_switch = bool(fabric.in_network) and nvlink
-    links = _links(devices, fabric, inside, nodes, capability, joined=joined)
+    links = _links(devices, fabric, inside, nodes, capability, joined=joined, release=release)
     ring = ring_channels(links, capability)
     latency_s = float(fabric.nic_latency_s)
     return Communicator(
@@ -118,6 +120,8 @@ def communicator_of(
         collnet=collnet,
         plugin_latency_s=latency_s if nodes > 1 and latency_s >= _REPORTED_FROM_S else 0.0,
         release=release,
+        # From Hopper on: where a balanced tree finds no card for a second device, the search tries this one.
+        simple_tree=nodes > 1 and (inside == 1 or (capability >= 90 and links.cards >= inside)),
     )
 
 
@@ -175,7 +179,14 @@ def _capability(device: Device) -> int:
 
 
 def _links(
-    devices: set[Device], fabric: Fabric, inside: int, nodes: int, capability: int, *, joined: bool
+    devices: set[Device],
+    fabric: Fabric,
+    inside: int,
+    nodes: int,
+    capability: int,
+    *,
+    joined: bool,
+    release: str,
 ) -> ChannelLinks:
     """Return what the slowest device of a node gives to channels."""
     pcie = min(pcie_bytes_per_s(device.pcie_bytes_per_s or 0.0) for device in devices)
@@ -183,7 +194,7 @@ def _links(
     if inside > 1:
         links = nvlink_bytes_per_s(float(fabric.intra_bytes_per_s), capability) if joined else pcie
     cards, card = _cards(fabric, inside) if nodes > 1 else (0, inf)
-    speeds = channel_speeds(capability, over_network=nodes > 1)
+    speeds = channel_speeds(capability, over_network=nodes > 1, release=release)
     return ChannelLinks(
         ranks=inside,
         device_bytes_per_s=links,

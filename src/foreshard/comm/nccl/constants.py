@@ -20,6 +20,7 @@ ALGORITHMS = {
 PROTOCOLS = ("LL", "LL128", "Simple")
 """Protocols in the order in which NCCL compares them."""
 _MICRO = 1e-6
+_OWN_SPEEDS_FROM = 100  # compute capability from which on releases search channels of different speeds
 _DATA_CENTRE_AMPERE = ("a100", "a800", "a30")
 GIGA = 1e9
 
@@ -42,7 +43,7 @@ def limit(name: str) -> int:
 
 
 def releases() -> tuple[str, ...]:
-    """Return the releases whose logged tables are known to differ from the constants."""
+    """Return the releases whose rules and constants are known, beside those of the tables."""
     return tuple(tuning()["releases"])
 
 
@@ -67,9 +68,11 @@ def network_overhead_s(cpu: str) -> float:
     return float(tuning()["network_overhead_us"][cpu]) * _MICRO
 
 
-def bandwidth_limit(table: str, row: str, num_nodes: int) -> float:
+def bandwidth_limit(table: str, row: str, num_nodes: int, release: str = "") -> float:
     """Return the bytes/s of a table of limits (``ll_max``, ``tree_max``, ...) for 1, 2, or more nodes."""
-    return float(tuning()[table][row][min(num_nodes, 3) - 1]) * GIGA
+    own = tuning()["releases"].get(release, {}).get(table, {})
+    limits = own.get(row, tuning()[table][row])
+    return float(limits[min(num_nodes, 3) - 1]) * GIGA
 
 
 def nvls_efficiency(row: str) -> float:
@@ -112,8 +115,10 @@ def pcie_bytes_per_s(datasheet_bytes_per_s: float) -> float:
     return float(min(pairs, key=lambda pair: abs(pair[0] * GIGA - datasheet_bytes_per_s))[1]) * GIGA
 
 
-def channel_speeds(capability: int, *, over_network: bool) -> tuple[float, ...]:
+def channel_speeds(capability: int, *, over_network: bool, release: str = "") -> tuple[float, ...]:
     """Return the bytes/s of one channel that the search tries, fastest first."""
     rows = [row for row in tuning()["channel_speeds"] if row["capability"] <= capability]
-    speeds = rows[-1]["nodes" if over_network else "one_node"]
+    own = tuning()["releases"].get(release, {}).get("channel_speeds")
+    last = rows[-1] if own is None or capability < _OWN_SPEEDS_FROM else own
+    speeds = last["nodes" if over_network else "one_node"]
     return tuple(float(speed) * GIGA for speed in speeds)

@@ -108,6 +108,8 @@ def _against_protocol(algorithm: str, protocol: str, comm: Communicator) -> str:
         return "LL128 needs NVLink between the ranks of a node"
     if protocol == "LL128" and comm.capability < 70:
         return "LL128 needs Volta or later"
+    if protocol == "LL128" and comm.far_cards and comm.num_nodes > 1:
+        return "LL128 needs network cards that no path through the CPU leads to"
     return ""
 
 
@@ -160,14 +162,14 @@ def _ring_bus(bus: float, protocol: str, comm: Communicator) -> float:
     if protocol == "LL":
         return min(_ll_limit(comm), bus * factor("ring_ll"))
     if protocol == "LL128":
-        most = comm.ring.count * bandwidth_limit("ring_ll128_max", comm.row, comm.num_nodes)
+        most = comm.ring.count * bandwidth_limit("ring_ll128_max", comm.row, comm.num_nodes, comm.release)
         return min(bus * factor("ring_ll128"), most)
     return bus
 
 
 def _tree_bus(bus: float, protocol: str, comm: Communicator) -> float:
     def most(table: str) -> float:
-        return comm.tree.count * bandwidth_limit(table, comm.row, comm.num_nodes)
+        return comm.tree.count * bandwidth_limit(table, comm.row, comm.num_nodes, comm.release)
 
     bus = min(bus * factor("tree"), most("tree_max"))
     if protocol == "LL":
@@ -175,17 +177,20 @@ def _tree_bus(bus: float, protocol: str, comm: Communicator) -> float:
     if protocol == "LL128":
         share = factor("tree_ll128_one_node" if comm.num_nodes == 1 else "tree_ll128")
         bus = min(bus * share, most("tree_ll128_max"))
-    if comm.num_nodes > 1 and (share_of := release_rule(comm.release, "tree_over_nodes")) is not None:
-        return bus * share_of
-    return bus * (factor("tree_of_single_gpus") if comm.ranks_per_node == 1 else 1.0)
+    return bus * (factor("simple_tree") if comm.simple_tree or comm.ranks_per_node == 1 else 1.0)
 
 
 def _switch_channel(collective: str, algorithm: str, channels: Channels, comm: Communicator) -> float:
     """Return bytes/s of one channel that reduces in the switch."""
-    share = release_rule(comm.release, "nvls_tree_share_of_cards")
-    if algorithm == "nvls-tree" and share is not None:
-        return channels.intra_bytes_per_s if comm.num_nodes <= 2 else channels.inter_bytes_per_s * share
     local = comm.ranks_per_node
+    if (share := release_rule(comm.release, "nvls_tree_share_of_cards")) is not None:
+        inside, across = channels.intra_bytes_per_s, channels.inter_bytes_per_s
+        gather_share = release_rule(comm.release, "nvls_gather_share_of_cards")
+        if algorithm == "nvls-tree":
+            across *= 1.0 if comm.num_nodes <= 2 else share
+        elif collective != "all-reduce" and gather_share is not None:
+            inside, across = inside * (local - 1.0) / local, across * gather_share
+        return min(inside, across)
     intra = channels.intra_bytes_per_s * nvls_efficiency(comm.row) * (channels.count - 1) / channels.count
     intra *= (
         2.0 if collective == "all-reduce" else (local - 1.0) / local
@@ -193,7 +198,7 @@ def _switch_channel(collective: str, algorithm: str, channels: Channels, comm: C
     inter, most = channels.inter_bytes_per_s, inf
     if algorithm == "nvls-tree":
         inter *= 2.0 if comm.num_nodes <= 2 else 1.0
-        most = bandwidth_limit("nvls_tree_max", comm.row, comm.num_nodes)
+        most = bandwidth_limit("nvls_tree_max", comm.row, comm.num_nodes, comm.release)
     return min(intra, inter, most)
 
 
@@ -212,8 +217,8 @@ def _bytes_ratio(collective: str, algorithm: str, comm: Communicator) -> float:
     """Return the algorithm's bandwidth (bytes of the caller per second) over the bus bandwidth."""
     if algorithm != "ring" and collective in _GATHERS:
         return 1.0
-    ratio = release_rule(comm.release, "nvls_tree_ratio")
-    if algorithm == "nvls-tree" and ratio is not None:
+    ratio = release_rule(comm.release, "nvls_ratio")
+    if algorithm.startswith("nvls") and ratio is not None:
         return ratio
     if algorithm in ("ring", "nvls", "nvls-tree"):
         return comm.num_ranks / _steps(collective, comm)
