@@ -71,7 +71,12 @@ def outcome_of(
 
 
 def run_row(
-    row: TrainingRow, *, engine: str, constants: TrainingConstants, fidelity: str = "zero-shot"
+    row: TrainingRow,
+    *,
+    engine: str,
+    constants: TrainingConstants,
+    fidelity: str = "zero-shot",
+    costs: str = "auto",
 ) -> Run:
     """Predict one row."""
     made, reason, refused = None, None, False
@@ -83,6 +88,7 @@ def run_row(
             framework=row.framework,
             engine=engine,
             fidelity=fidelity,
+            costs=costs,
             constants=None if fidelity == "datasheet" else constants,
             timeline=False,
             checked=False,
@@ -95,7 +101,12 @@ def run_row(
 
 
 def run_all(
-    rows: Sequence[TrainingRow], *, engine: str, fidelity: str = "zero-shot", left_out: bool = False
+    rows: Sequence[TrainingRow],
+    *,
+    engine: str,
+    fidelity: str = "zero-shot",
+    left_out: bool = False,
+    costs: str = "auto",
 ) -> list[Run]:
     """Predict every row; with `left_out` by constants that never saw its family."""
     whole = training_constants()
@@ -104,6 +115,7 @@ def run_all(
             row,
             engine=engine,
             fidelity=fidelity,
+            costs=costs,
             constants=left_out_constants(row.family) if left_out else whole,
         )
         for row in rows
