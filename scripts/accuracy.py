@@ -37,8 +37,9 @@ from accuracy_intervals import (
     coverage_table,
     differences,
     left_out_rows,
+    level_table,
     residuals_text,
-    unmeasured_rows,
+    unseen_rows,
 )
 from accuracy_kernels import KernelScores, kernel_part, kernel_report
 from accuracy_rows import ROOT, SUBSETS, TRIO, Run, markdown, pair, read_all, run_all
@@ -77,8 +78,8 @@ def predicted_sets(rows: Sequence[TrainingRow], engine: str) -> Sets:
 
 def with_intervals(rows: Sequence[TrainingRow], sets: Sets, engine: str) -> Sets:
     """Write the residual classes, then predict again what carries their intervals."""
-    blind = unmeasured_rows(rows, engine)
-    RESIDUALS.write_text(residuals_text(sets["out"], sets["datasheet"], blind), encoding="utf-8")
+    text = residuals_text(sets["out"], sets["datasheet"], unseen_rows(rows, engine))
+    RESIDUALS.write_text(text, encoding="utf-8")
     residual_classes.cache_clear()
     return sets | {"out": run_all(rows, engine=engine, left_out=True)}
 
@@ -89,7 +90,7 @@ def check_residuals(engine: str) -> int:
     made = residuals_text(
         run_all(rows, engine=engine, left_out=True),
         run_all(rows, engine=engine, fidelity="datasheet"),
-        unmeasured_rows(rows, engine),
+        unseen_rows(rows, engine),
     )
     found = differences(json.loads(RESIDUALS.read_text(encoding="utf-8")), json.loads(made))
     print("\n".join(found) or "residual classes: the shipped ones are those made anew")
@@ -190,11 +191,22 @@ def intervals_part(sets: Sets, rows: Sequence[TrainingRow], engine: str) -> list
         "`--observed-step-s` corrects is closer still):",
         "",
         *bounds_table(calibrated_rows(sets["out"])),
-        "On devices of an architecture that nobody has measured (the same runs, predicted as if their "
-        "architecture had neither a curve of its own nor a constant; formats that only it has are left "
-        "out):",
+        "Other levels, cross-fitted over all runs:",
         "",
-        *bounds_table(unmeasured_rows(rows, engine)),
+        *level_table(residuals),
+        "The same runs predicted as if nobody had measured their device, and runs that no fit has seen. "
+        "*Architecture*: kernels of relatives with whole kernel tables (Blackwell has some). *Learned*: "
+        "16-bit kernels by learned costs trained without the device "
+        "(`scripts/accuracy_learned_steps.py`). *Datasheet*: the whole architecture has neither a curve nor "
+        "a constant; formats that only it has are left out. *Unseen*: families in no fit, of a framework or "
+        "on an architecture that no fit has seen. A shipped class of these is no narrower than any of surer "
+        "evidence within it. The upper end is that of the runs alone:",
+        "",
+        *(
+            line
+            for evidence, made in unseen_rows(rows, engine).items()
+            for line in bounds_table(made, f":{evidence}")
+        ),
     ]
 
 

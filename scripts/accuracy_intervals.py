@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from accuracy_rows import TRIO, Run, TrainingRow, markdown, percent, run_all
+from accuracy_rows import ROOT, TRIO, Run, TrainingRow, markdown, percent, run_all
+from fit_kernels import middle
 from fit_training import takes_part
 from residual_classes import (
     LeftOut,
@@ -19,12 +20,29 @@ from residual_classes import (
     inside,
     interval_of,
     judged_by_others,
+    no_surer,
 )
 
-from foreshard.predict.interval import MIN_CLASS, class_of, features_of
+from foreshard.catalog.devices import resolve_device
+from foreshard.catalog.kernels import kernel_constants
+from foreshard.catalog.stacks import running
+from foreshard.predict.interval import (
+    EVIDENCE,
+    LEVEL,
+    LEVELS,
+    MIN_CLASS,
+    SURER,
+    class_of,
+    features_of,
+    interval_evidence,
+)
+from foreshard.predict.run_setup import _kernel_model
+from foreshard.spec.device import Device
+from foreshard.spec.plan import ATTENTIONS
 from foreshard.validation.predictors import fitted_families
 
-RESIDUALS = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/residuals.json"
+RESIDUALS = ROOT / "src/foreshard/catalog/data/residuals.json"
+LEARNED = ROOT / "docs/data/learned_steps.json"
 TOLERANCE = 1e-3  # of a log residual or a feature: what `--check` lets pass
 LARGE = 40  # rows from which a class is held to the goal
 
@@ -34,14 +52,28 @@ def left_out_rows(runs: Sequence[Run]) -> list[LeftOut]:
     return list(_by_configuration(runs).values())
 
 
-def _by_configuration(runs: Sequence[Run]) -> dict[Any, LeftOut]:
+def in_fit(row: TrainingRow) -> bool:
+    """Whether a row takes part in the fit."""
+    return row.family in fitted_families() and takes_part(row)
+
+
+def outside_fit(row: TrainingRow) -> bool:
+    """Whether a row is timed, its degrees are stated, and no fit has seen its family."""
+    stated = row.family.startswith("hetero_") or bool(row.raw.get("tp") and row.raw.get("pp"))
+    return bool(row.measured_s) and not row.oom and stated and row.family not in fitted_families()
+
+
+def _by_configuration(
+    runs: Sequence[Run], counts: Callable[[TrainingRow], bool] = in_fit
+) -> dict[Any, LeftOut]:
     out: dict[Any, LeftOut] = {}
     for run in runs:
         made, row = run.prediction, run.row
-        known = made is not None and row.measured_s and row.config_key not in out
-        if not known or row.family not in fitted_families() or not takes_part(row):
+        if made is None or not row.measured_s or row.config_key in out or not counts(row):
             continue
-        names = class_of(row.model, row.plan, row.framework, made.time_breakdown_s, evidence=made.evidence)
+        evidence = interval_evidence(made.evidence, {device.arch for device in row.cluster.devices})
+        framework = running(row.framework, row.cluster.devices)
+        names = class_of(row.model, row.plan, framework, made.time_breakdown_s, evidence=evidence)
         out[row.config_key] = LeftOut(
             family=row.family,
             measured_s=row.measured_s,
@@ -70,7 +102,7 @@ def calibrated_rows(runs: Sequence[Run], seed: int = 0) -> list[LeftOut]:
     for group in alike.values():
         for i, left_out in enumerate(group if len(group) > 1 else ()):
             other = group[(i + int(rng.integers(1, len(group)))) % len(group)]
-            kind = left_out.classes[-2]
+            kind = left_out.classes[0].partition(":")[0]
             out.append(
                 replace(
                     left_out,
@@ -81,42 +113,121 @@ def calibrated_rows(runs: Sequence[Run], seed: int = 0) -> list[LeftOut]:
     return out
 
 
-def unmeasured(row: TrainingRow) -> TrainingRow:
-    """Return the row on devices of an architecture that nobody has measured: only the datasheet is known.
+def constants_without(device: Device, *, whole_architecture: bool) -> dict[str, Any]:
+    """Return the kernel constants as fitted without a device, or without its whole architecture.
 
-    Curves of kernels are the generic ones then, and no constant of one generation applies.
+    Relatives are devices with whole kernel tables: the curves of all others were derived from these.
+    """
+    table = kernel_constants()
+    tabled = table["attention"]["trtllm"]["devices"]
+
+    def less(section: Mapping[str, Any]) -> dict[str, Any]:
+        by_arch = {arch: entry for arch, entry in section["architectures"].items() if arch != device.arch}
+        relatives = [
+            entry
+            for name, entry in section["devices"].items()
+            if name in tabled and name != device.name and resolve_device(name).arch == device.arch
+        ]
+        if relatives and not whole_architecture:
+            by_arch[device.arch] = middle(relatives)
+        generic = middle(list(by_arch.values())) if by_arch else section["generic"]
+        devices = {name: entry for name, entry in section["devices"].items() if name != device.name}
+        return {"devices": devices, "architectures": by_arch, "generic": generic}
+
+    return table | {
+        "gemm": {name: less(section) for name, section in table["gemm"].items()},
+        "attention": {name: less(section) for name, section in table["attention"].items()},
+        "stream": less(table["stream"]),
+        "grouped": less(table["grouped"]),
+    }
+
+
+def as_unmeasured(row: TrainingRow, *, whole_architecture: bool) -> TrainingRow:
+    """Return the row on a device that nobody has measured; the software that exists for it stays.
+
+    Without its architecture no constant of one generation applies either.
     """
     nodes = tuple(
-        replace(node, device=replace(node.device, name=f"{node.device.name}-unmeasured", arch="unmeasured"))
+        replace(
+            node,
+            device=replace(
+                node.device,
+                name=f"{node.device.name}-unmeasured",
+                arch="unmeasured" if whole_architecture else node.device.arch,
+            ),
+        )
         for node in row.cluster.nodes
     )
-    return replace(row, cluster=replace(row.cluster, nodes=nodes))
+    framework = running(row.framework, row.cluster.devices)
+    return replace(row, cluster=replace(row.cluster, nodes=nodes), framework=framework)
 
 
-def unmeasured_rows(rows: Sequence[TrainingRow], engine: str) -> list[LeftOut]:
-    """Return the runs as predicted for devices of an architecture that nobody has measured.
+def unmeasured_rows(
+    rows: Sequence[TrainingRow], engine: str, *, whole_architecture: bool = True
+) -> list[LeftOut]:
+    """Return the runs as predicted for devices that nobody has measured, by constants of other families.
 
-    They serve only the narrowest classes, which end in what the kernel times rest on: `datasheet`.
+    With `whole_architecture` only the datasheet is known; without, kernels of relatives are, and runs on
+    devices that have none do not count.
     """
-    known = [unmeasured(row) for row in rows if row.family in fitted_families() and takes_part(row)]
-    made = left_out_rows(run_all(known, engine=engine, left_out=True))
-    return [replace(left_out, classes=left_out.classes[:1]) for left_out in made]
+    alone = [
+        row for row in rows if in_fit(row) and len({node.device.name for node in row.cluster.nodes}) == 1
+    ]
+    by_device: dict[str, list[TrainingRow]] = {}
+    for row in alone:
+        by_device.setdefault(row.cluster.nodes[0].device.name, []).append(row)
+    found: list[LeftOut] = []
+    for mine in by_device.values():
+        device = mine[0].cluster.nodes[0].device
+        less = constants_without(device, whole_architecture=whole_architecture)
+        blind = [as_unmeasured(row, whole_architecture=whole_architecture) for row in mine]
+        with (
+            patch("foreshard.catalog.kernels.kernel_constants", lambda less=less: less),
+            patch("foreshard.catalog.stacks.kernels_on", lambda device: ATTENTIONS),
+        ):
+            _kernel_model.cache_clear()
+            runs = run_all(blind, engine=engine, left_out=True, costs="formula")
+        _kernel_model.cache_clear()
+        if not whole_architecture:
+            runs = [run for run in runs if run.prediction and run.prediction.evidence == "architecture"]
+        found += left_out_rows(runs)
+    return found
+
+
+def never_fitted_rows(rows: Sequence[TrainingRow], engine: str) -> list[LeftOut]:
+    """Return the runs of a framework, or on an architecture, of which no run was in a fit."""
+    runs = run_all([row for row in rows if outside_fit(row)], engine=engine)
+    made = _by_configuration(runs, outside_fit).values()
+    return [run for run in made if run.classes[0].endswith(":unseen")]
+
+
+def learned_rows() -> list[LeftOut]:
+    """Return the runs as predicted by learned costs that never saw their device.
+
+    They are written by `scripts/accuracy_learned_steps.py --residuals`.
+    """
+    rows = json.loads(LEARNED.read_text(encoding="utf-8"))["rows"]
+    return [
+        LeftOut(**row | {"classes": tuple(row["classes"]), "features": tuple(row["features"])})
+        for row in rows
+    ]
 
 
 def document(
     rows: Sequence[LeftOut],
     datasheet: Sequence[LeftOut],
     calibrated: Sequence[LeftOut],
-    blind: Sequence[LeftOut],
+    unseen: Mapping[str, Sequence[LeftOut]],
 ) -> str:
     """Return residuals.json: bounds of every class, and each point once under its narrowest class.
 
-    Calibrated classes keep no points: what a measured step corrects is not far from the data. Nor do those
-    of unmeasured architectures: their points are those of the other classes.
+    `unseen` are runs by what kernel times rest on: `EVIDENCE` but fitted. Calibrated classes keep no points:
+    what a measured step corrects is not far from the data. Nor do those of `unseen`, whose runs are among
+    the others: distances are those to the class without evidence.
     """
     plain = [replace(row, classes=("datasheet",)) for row in datasheet]
     classes = build_classes(rows) | build_classes(plain, signed=True) | build_classes(calibrated)
-    classes |= {name: _not_surer(entry, classes, name) for name, entry in build_classes(blind).items()}
+    classes = with_unseen(classes, unseen)
     points: dict[str, list[list[float]]] = {}
     for narrowest in sorted({row.classes[0] for row in (*rows, *plain)}):
         own = [row.features for row in (*rows, *plain) if row.classes[0] == narrowest]
@@ -124,7 +235,7 @@ def document(
     for entry in classes.values():
         entry.pop("points", None)
     data = {
-        "schema_version": 2,
+        "schema_version": 3,
         "written_by": "scripts/accuracy.py --residuals",
         "classes": classes,
         "points": points,
@@ -132,18 +243,68 @@ def document(
     return json.dumps(data, separators=(",", ":")) + "\n"
 
 
-def _not_surer(entry: dict[str, Any], classes: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a class of unmeasured architectures, no narrower than that of fitted ones."""
-    known = classes.get(f"{name.rpartition(':')[0]}:fitted")
-    if known is None:
-        return entry
-    (low, high), (least, most) = entry["bounds"], known["bounds"]
-    return entry | {"bounds": [min(low, least), max(high, most)]}
+def with_unseen(
+    classes: Mapping[str, Mapping[str, Any]], unseen: Mapping[str, Sequence[LeftOut]]
+) -> dict[str, dict[str, Any]]:
+    """Return classes with those of weaker evidence, each no surer than any of surer evidence inside it."""
+    out = {name: dict(entry) for name, entry in classes.items() if not name.endswith(_WEAKER)}
+    for evidence in (name for name in EVIDENCE if name in SURER):
+        made = build_classes(row_as(evidence, row) for row in unseen.get(evidence, ()))
+        for name, entry in made.items():
+            if not name.endswith(f":{evidence}"):
+                continue
+            base = name.rpartition(":")[0]
+            inside_it = [
+                other
+                for known, other in out.items()
+                if _kind_path(known, base) and not known.endswith(f":{evidence}") and _surer(known, evidence)
+            ]
+            far = {
+                key: out[base][key]
+                for key in ("scale", "typical", "points")
+                if base in out and key in out[base]
+            }
+            out[name] = no_surer(entry, inside_it) | far
+    return out
 
 
-def residuals_text(left_out: Sequence[Run], datasheet: Sequence[Run], blind: Sequence[LeftOut]) -> str:
+_WEAKER = tuple(f":{evidence}" for evidence in SURER)
+_OTHER = ("calibrated", "datasheet")
+"""First words of classes of other fidelities."""
+
+
+def _kind_path(name: str, base: str) -> bool:
+    if name.split(":")[0] in _OTHER:
+        return False
+    return base == "all" or name == base or name.startswith(f"{base}:")
+
+
+def _surer(name: str, evidence: str) -> bool:
+    last = name.rpartition(":")[2]
+    return last not in SURER or last in SURER[evidence]
+
+
+def row_as(evidence: str, row: LeftOut) -> LeftOut:
+    """Return a run whose classes are those of an evidence alone, from the narrowest to that of all."""
+    names = [name for name in row.classes if name.endswith(f":{evidence}")]
+    return replace(row, classes=tuple(names))
+
+
+def unseen_rows(rows: Sequence[TrainingRow], engine: str) -> dict[str, list[LeftOut]]:
+    """Return the runs on devices taken for unknown, by what their kernel times rest on then."""
+    return {
+        "architecture": unmeasured_rows(rows, engine, whole_architecture=False),
+        "learned": learned_rows(),
+        "datasheet": unmeasured_rows(rows, engine),
+        "unseen": never_fitted_rows(rows, engine),
+    }
+
+
+def residuals_text(
+    left_out: Sequence[Run], datasheet: Sequence[Run], unseen: Mapping[str, Sequence[LeftOut]]
+) -> str:
     """Return the classes of left-out, datasheet, calibrated and unmeasured predictions, as shipped."""
-    return document(left_out_rows(left_out), left_out_rows(datasheet), calibrated_rows(left_out), blind)
+    return document(left_out_rows(left_out), left_out_rows(datasheet), calibrated_rows(left_out), unseen)
 
 
 def differences(shipped: Any, made: Any, path: str = "") -> list[str]:
@@ -199,18 +360,26 @@ def class_table(rows: Sequence[LeftOut]) -> list[str]:
     return markdown(header, lines)
 
 
-def bounds_table(rows: Sequence[LeftOut]) -> list[str]:
-    """Return the table of classes of one kind of prediction: coverage and upper end."""
-    hits = cross_fitted(rows)
+def level_table(rows: Sequence[LeftOut]) -> list[str]:
+    """Return the coverage of every level over all runs, each judged by the other folds."""
+    hits = {level: coverage(cross_fitted(rows, level=level)) for level in LEVELS}
+    return markdown(
+        ("level (%)", "inside (%)"), [(f"{100 * level:g}", percent(hit)) for level, hit in hits.items()]
+    )
+
+
+def bounds_table(rows: Sequence[LeftOut], ends: str = "") -> list[str]:
+    """Return the table of classes with an ending: coverage and upper end."""
+    folds, others = cross_fitted(rows), judged_by_others(rows, [TRIO])
     lines = []
     for name, entry in build_classes(rows).items():
-        if name == "all":
+        if name.startswith("all") or not name.endswith(ends):
             continue
-        mine = [hit for row, hit in zip(rows, hits, strict=True) if name in row.classes]
-        lines.append(
-            (f"`{name}`", entry["rows"], percent(coverage(mine), 0), percent(np.expm1(entry["bounds"][1])))
-        )
-    return markdown(("class", "runs", "cross-fitted (%)", "upper end (%)"), lines)
+        mine = [i for i, row in enumerate(rows) if name in row.classes]
+        shares = (percent(coverage(hits[i] for i in mine), 0) for hits in (folds, others))
+        lines.append((f"`{name}`", entry["rows"], *shares, percent(np.expm1(entry["bounds"][str(LEVEL)][1]))))
+    header = ("class", "runs", "cross-fitted (%)", "judged by other families (%)", "upper end (%)")
+    return markdown(header, lines)
 
 
 def coverage_table(rows: Sequence[LeftOut]) -> list[str]:

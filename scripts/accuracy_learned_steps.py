@@ -1,20 +1,26 @@
-"""Training steps on devices taken for unknown: python scripts/accuracy_learned_steps.py (extras learn, plan).
+"""Training steps on devices taken for unknown (extras learn, plan).
+
+    python scripts/accuracy_learned_steps.py                prints a table in markdown, in about two minutes
+    python scripts/accuracy_learned_steps.py --residuals    also writes docs/data/learned_steps.json
 
 For each of three fitted devices, its kernels in 16 bit are priced as if it had never been timed: by formulas
 with the constants of other devices, and by learned costs trained without it; beside its own constants.
-Constants between kernels and a step stay as they are. Intervals of formulas are of the class
-`architecture` where another device of the architecture was timed, else `datasheet`, as are those of learned
-costs. Prints a table in markdown, in about two minutes.
+Constants between kernels and a step are those fitted without the family of the run. Intervals of formulas are
+of the class `architecture` where another device of the architecture was timed, else `datasheet`. The runs by
+learned costs are residuals of the class `learned` (scripts/accuracy.py --residuals).
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from accuracy_intervals import LEARNED
 from accuracy_rows import markdown
 from fit_kernels import donors, figures, kernel_of, middle
 from fit_learned import (
@@ -27,15 +33,16 @@ from fit_learned import (
     trees,
     with_share,
 )
+from fit_training import takes_part
 from kernel_tables import DATA
+from residual_classes import LeftOut
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import KernelModel, kernel_constants, kernel_model
 from foreshard.catalog.learned import NATIVE_ATTENTION, datasheet_features, share_of
-from foreshard.catalog.training import training_constants
 from foreshard.predict.batch import PlannedRun
-from foreshard.predict.interval import interval_evidence, step_interval
-from foreshard.validation.predictors import predict_run
+from foreshard.predict.interval import LEVEL, class_of, features_of, step_intervals
+from foreshard.validation.predictors import fitted_families, left_out_constants, predict_run
 from foreshard.validation.rows import TrainingRow
 from foreshard.validation.validate import validate
 
@@ -112,9 +119,12 @@ def _with(kernels: KernelModel, gemm: dict[str, float], flash: dict[str, float])
 
 def errors(
     device: str, change: Change | None, forest: dict[str, Any], evidence: str
-) -> tuple[np.ndarray, float]:
-    """Return log predicted over measured of 16-bit runs on a device alone, and the share inside intervals."""
+) -> tuple[np.ndarray, float, list[LeftOut]]:
+    """Return log predicted over measured of 16-bit runs on a device alone, the share inside intervals, and
+    those of families that take part in the fit.
+    """
     mine: dict[str, tuple[float, float]] = {}
+    runs: dict[Any, LeftOut] = {}
 
     def kernels_of(asked: Any, precision: str, attention: str, fidelity: str, _: str) -> KernelModel:
         kernels = kernel_model(asked, precision, attention=attention, fidelity=fidelity)
@@ -124,11 +134,21 @@ def errors(
         return change(kernels, native)
 
     def predicted(row: TrainingRow) -> Any:
-        found = predict_run(row, constants=training_constants(), engine="analytical")
+        constants = left_out_constants(row.family)
+        found = predict_run(row, constants=constants, engine="analytical", costs="auto")
         alone = {nodes.device.name for nodes in row.cluster.nodes} == {device}
         if alone and row.plan.precision in ("bf16", "fp16"):
             case = PlannedRun(model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework)
-            mine[row.id] = step_interval(case, found.step_time_s, found.time_breakdown_s, evidence=evidence)
+            parts = found.time_breakdown_s
+            mine[row.id] = step_intervals(case, found.step_time_s, parts, evidence=evidence)[LEVEL]
+            if row.family in fitted_families() and takes_part(row) and row.config_key not in runs:
+                runs[row.config_key] = LeftOut(
+                    family=row.family,
+                    measured_s=row.measured_s,
+                    predicted_s=found.step_time_s,
+                    classes=class_of(case.model, case.plan, case.framework, parts, evidence=evidence),
+                    features=features_of(case.model, case.plan),
+                )
         return found
 
     with (
@@ -138,27 +158,46 @@ def errors(
         found = validate([str(DATA / name) for name in TABLES], exclude_calibration=None, predictor=predicted)
     rows = [row for row in found["rows"] if row["id"] in mine and row["status"] == "ok" and row["measured_s"]]
     inside = [mine[row["id"]][0] <= row["measured_s"] <= mine[row["id"]][1] for row in rows]
-    return np.log([row["predicted_s"] / row["measured_s"] for row in rows]), float(np.mean(inside))
+    log_ratios = np.log([row["predicted_s"] / row["measured_s"] for row in rows])
+    return log_ratios, float(np.mean(inside)), list(runs.values())
 
 
 def main() -> None:
-    """Print one line a device."""
+    """Print one line a device; write the runs by learned costs where asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--residuals", action="store_true")
+    asked = parser.parse_args()
     fits, lines = Fits(), []
+    left_out: list[LeftOut] = []
     for device in DEVICES:
         learned, forest = fits.learned(device)
         arch = resolve_device(device).arch
         relatives = [k for k in fits.sixteen if k.device != device and k.arch == arch]
         evidence = "architecture" if relatives else "datasheet"
         found = [errors(device, None, {}, "fitted"), errors(device, fits.formula(device), {}, evidence)]
-        found.append(errors(device, learned, forest, interval_evidence("learned", (arch,))))
+        found.append(errors(device, learned, forest, "learned"))
+        left_out += found[-1][2]
         cells = []
-        for log_ratio, covered in found:
+        for log_ratio, covered, _ in found:
             s = figures(log_ratio)
             text = f"{100 * s['median']:.1f} / {100 * s['p90']:.1f} ({100 * s['bias']:+.1f})"
             cells.append(f"{text}, {100 * covered:.0f}")
         lines.append((device, len(found[0][0]), evidence, *cells))
     header = ("device", "runs", "evidence", "own constants", "formula of others", "learned without it")
     print("\n".join(markdown(header, lines)))
+    if asked.residuals:
+        rows = [
+            asdict(run)
+            | {
+                "predicted_s": float(f"{run.predicted_s:.6g}"),
+                "features": [round(value, 3) for value in run.features],
+            }
+            for run in left_out
+        ]
+        lines_of = ",\n".join(json.dumps(row) for row in rows)
+        LEARNED.write_text(f'{{"rows": [\n{lines_of}\n]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

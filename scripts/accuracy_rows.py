@@ -70,12 +70,17 @@ def outcome_of(
 
 
 def run_row(
-    row: TrainingRow, *, engine: str, constants: TrainingConstants, fidelity: str = "zero-shot"
+    row: TrainingRow,
+    *,
+    engine: str,
+    constants: TrainingConstants,
+    fidelity: str = "zero-shot",
+    costs: str = "auto",
 ) -> Run:
     """Predict one row."""
     made, reason, refused = None, None, False
     try:
-        made = predict_run(row, constants=constants, engine=engine, fidelity=fidelity)
+        made = predict_run(row, constants=constants, engine=engine, costs=costs, fidelity=fidelity)
     except (SpecError, InfeasibleError) as error:
         reason, refused = str(error), isinstance(error, InfeasibleError)
     if row.oom and refused:  # said not to fit, as it did not
@@ -84,7 +89,12 @@ def run_row(
 
 
 def run_all(
-    rows: Sequence[TrainingRow], *, engine: str, fidelity: str = "zero-shot", left_out: bool = False
+    rows: Sequence[TrainingRow],
+    *,
+    engine: str,
+    fidelity: str = "zero-shot",
+    left_out: bool = False,
+    costs: str = "auto",
 ) -> list[Run]:
     """Predict every row; with `left_out` by constants that never saw its family."""
     whole = training_constants()
@@ -93,6 +103,7 @@ def run_all(
             row,
             engine=engine,
             fidelity=fidelity,
+            costs=costs,
             constants=left_out_constants(row.family) if left_out else whole,
         )
         for row in rows

@@ -14,9 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreshard.predict.interval import (
     LEVEL,
+    LEVELS,
     MIN_CLASS,
     absolute_bounds,
-    class_interval,
+    class_intervals,
     neighbour_distance,
     signed_quantiles,
 )
@@ -54,7 +55,7 @@ def feature_scale(features: ArrayLike) -> NDArray[np.float64]:
     return np.where(middle > 0, middle, np.where(np.ptp(data, axis=0) > 0, np.std(data, axis=0), 1.0))
 
 
-def class_entry(rows: Sequence[LeftOut], *, signed: bool = False, level: float = LEVEL) -> dict[str, Any]:
+def class_entry(rows: Sequence[LeftOut], *, signed: bool = False) -> dict[str, Any]:
     """Return one class: bounds of its log residual, distinct points, their scale and typical distance.
 
     Parameters
@@ -67,9 +68,13 @@ def class_entry(rows: Sequence[LeftOut], *, signed: bool = False, level: float =
     scale = feature_scale(points)
     near = neighbour_distance(points, points, scale, skip_self=True) if len(points) > 1 else np.ones(1)
     residuals = [row.residual for row in rows]
-    low, high = signed_quantiles(residuals, level) if signed else absolute_bounds(residuals, level)
+    bounds_of = signed_quantiles if signed else absolute_bounds
+    bounds = {str(level): bounds_of(residuals, level) for level in LEVELS}
     return {
-        "bounds": [round(min(low, 0.0), 4), round(max(high, 0.0), 4)],
+        "bounds": {
+            level: [round(min(low, 0.0), 4), round(max(high, 0.0), 4)]
+            for level, (low, high) in bounds.items()
+        },
         "rows": len(rows),
         "points": points.tolist(),
         "scale": [round(float(value), 4) for value in scale],
@@ -88,16 +93,32 @@ def build_classes(rows: Iterable[LeftOut], *, signed: bool = False) -> dict[str,
     return {name: class_entry(group, signed=signed) for name, group in large.items()}
 
 
-def interval_of(row: LeftOut, classes: Mapping[str, Mapping[str, Any]]) -> tuple[float, float] | None:
+def no_surer(entry: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a class with bounds at least as wide as those of others at every level."""
+    wide = {
+        level: [
+            min(e["bounds"][level][0] for e in (entry, *others)),
+            max(e["bounds"][level][1] for e in (entry, *others)),
+        ]
+        for level in entry["bounds"]
+    }
+    return {**entry, "bounds": wide}
+
+
+def interval_of(
+    row: LeftOut, classes: Mapping[str, Mapping[str, Any]], level: float = LEVEL
+) -> tuple[float, float] | None:
     """Return the interval a query gets from some classes, None when it has none of its own."""
     if not any(name in classes for name in row.classes):
         return None
-    return class_interval(row.classes, row.features, row.predicted_s, classes)
+    return class_intervals(row.classes, row.features, row.predicted_s, classes)[level]
 
 
-def inside(rows: Sequence[LeftOut], classes: Mapping[str, Mapping[str, Any]]) -> list[bool | None]:
+def inside(
+    rows: Sequence[LeftOut], classes: Mapping[str, Mapping[str, Any]], level: float = LEVEL
+) -> list[bool | None]:
     """Return whether each row's measured time is in its interval; None where it gets none."""
-    made = [interval_of(row, classes) for row in rows]
+    made = [interval_of(row, classes, level) for row in rows]
     return [
         None if ends is None else ends[0] <= row.measured_s <= ends[1]
         for row, ends in zip(rows, made, strict=True)
@@ -122,7 +143,9 @@ def judged_by_others(rows: Sequence[LeftOut], together: Sequence[tuple[str, ...]
     return out
 
 
-def cross_fitted(rows: Sequence[LeftOut], *, folds: int = 10, seed: int = 0) -> list[bool | None]:
+def cross_fitted(
+    rows: Sequence[LeftOut], *, folds: int = 10, seed: int = 0, level: float = LEVEL
+) -> list[bool | None]:
     """Return whether each row is inside an interval built from the rows of the other folds.
 
     Folds are drawn at random, so rows of one family judge each other: coverage within classes as they are.
@@ -132,7 +155,7 @@ def cross_fitted(rows: Sequence[LeftOut], *, folds: int = 10, seed: int = 0) -> 
     for number in range(folds):
         mine = np.flatnonzero(fold == number).tolist()
         classes = build_classes(row for row, own in zip(rows, fold, strict=True) if own != number)
-        for i, good in zip(mine, inside([rows[i] for i in mine], classes), strict=True):
+        for i, good in zip(mine, inside([rows[i] for i in mine], classes, level), strict=True):
             out[i] = good
     return out
 

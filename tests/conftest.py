@@ -80,6 +80,7 @@ def fake_predict(
     return Prediction(
         step_time_s=step,
         step_time_interval_s=(0.93 * step, 1.08 * step),
+        step_time_intervals_s={0.9: (0.93 * step, 1.08 * step)},
         interval=0.9,
         tokens_per_s=plan.tokens / step,
         samples_per_s=plan.global_batch / step,

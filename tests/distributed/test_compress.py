@@ -98,7 +98,7 @@ def test_a_warm_up_without_compression_is_refused() -> None:
 
 
 def test_adam_keeps_the_second_moments_of_the_warm_up(tmp_path: Path) -> None:
-    """The first steps are those of whole gradients; what compression changes then leaves the moments alone."""
+    """The first steps take whole gradients; what compression changes after them leaves the moments alone."""
     path = tmp_path / "job.py"
     path.write_text(JOB.replace("SGD(params, lr=0.02, momentum=0.9)", "AdamW(params, lr=0.01)"))
     adam = load_job(str(path))

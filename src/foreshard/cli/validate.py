@@ -96,6 +96,16 @@ def _screen(result: dict[str, Any]) -> Screen:
     families = [*sorted(summary["by_family"].items()), ("all", summary["overall"])]
     rows = [(name, *(_cell(scores, key) for key in _SCORES)) for name, scores in families]
     tables = [table("", ("family", *(f">{key.replace('_', ' ')}" for key in _SCORES)), rows)]
+    held = summary["intervals"]
+    if held["by_level"]:
+        rests_on = [
+            (name, str(scores["rows"]), _cell(scores, "coverage"), _cell(scores, "relative_width_median"))
+            for name, scores in held["by_evidence"].items()
+        ]
+        levels = [(quantity.percent(float(k), 0), quantity.percent(v)) for k, v in held["by_level"].items()]
+        columns = ("predictions rest on", ">rows", ">inside", ">median width")
+        tables.append(table("90 % intervals", columns, rests_on))
+        tables.append(table("", (">level", ">inside"), levels))
     reasons = Counter(outcome["reason"] for outcome in result["rows"] if outcome["status"] == "skipped")
     if reasons:
         skipped = [(count, reason) for reason, count in reasons.most_common()]

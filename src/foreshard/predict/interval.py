@@ -1,15 +1,16 @@
 """Intervals around a predicted step time: split-conformal quantiles of residuals that shipped with us.
 
 A residual is log(measured / predicted) of a run whose family was left out of the fit. Residuals are grouped
-by class, what the prediction rests on; the half width of an interval is the finite-sample quantile of the
-absolute residual of its class (the sign of one family's shift says nothing about the next family), wider
-when the query is far from every run of the class. `data/residuals.json` is written by
-`scripts/accuracy.py --residuals`.
+by class: the kind of model and kernels, and what kernel times rest on (`EVIDENCE`), each with residuals of
+its own. The half width of an interval is the finite-sample quantile of the absolute residual of its class
+(the sign of one family's shift says nothing about the next family), wider when the query is far from every
+run of the class. `data/residuals.json` is written by `scripts/accuracy.py --residuals`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from foreshard.predict.batch import PlannedRun
 
 LEVEL = 0.9
+"""Level of `step_time_interval_s`."""
+LEVELS = (0.5, 0.8, LEVEL, 0.95)
+"""Levels of shipped quantiles; each interval lies inside the next."""
 FEATURES = (
     "log2 parameters",
     "log2 hidden",
@@ -37,10 +41,19 @@ FEATURES = (
     "log2 devices",
 )
 HOST_BOUND = 0.05  # share of host time from which an uncertain host floor moves the step
-MIN_CLASS = 19  # smallest class: its 90 % interval ends inside the residuals with room on both sides
+MIN_CLASS = 19  # smallest class: its 95 % quantile is still one of its residuals
 _NARROW = ("fp8", "mxfp8", "nvfp4")
-EVIDENCE = ("fitted", "architecture", "datasheet")
-"""What kernel times rest on, where runs of the framework on the architecture were in a fit."""
+EVIDENCE = ("fitted", "architecture", "learned", "datasheet", "unseen")
+"""What a step rests on: kernels of the device, of relatives, curves learned over the datasheets of others, or
+the datasheet alone, where runs of the framework on the architecture were in a fit; unseen where none was.
+"""
+SURER = {
+    "architecture": ("fitted",),
+    "learned": ("fitted",),
+    "datasheet": ("fitted", "architecture"),
+    "unseen": ("fitted", "architecture", "datasheet"),
+}
+"""Evidence that an interval is no narrower than."""
 TRAINED = frozenset(("volta", "ampere", "ada", "hopper", "blackwell", "cdna3"))
 """Architectures with training runs among the residuals; kernels alone are measured on more."""
 
@@ -134,12 +147,11 @@ def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
 
 
 def interval_evidence(evidence: str, architectures: Iterable[str]) -> str:
-    """Return what an interval rests on: no more than a datasheet where no training run was measured.
+    """Return what an interval rests on, of `EVIDENCE`: unseen where no run of the framework there was fitted.
 
-    Kernels of a device may be measured while none of the constants between kernels and a step was. Learned
-    kernel times know a device by its datasheet only.
+    Kernels of a device may be measured while none of the constants between kernels and a step was.
     """
-    return evidence if evidence in EVIDENCE and TRAINED.issuperset(architectures) else "datasheet"
+    return evidence if evidence in EVIDENCE and TRAINED.issuperset(architectures) else "unseen"
 
 
 def class_of(
@@ -154,8 +166,9 @@ def class_of(
     """Return the classes of a prediction, the narrowest first.
 
     Separate attention kernels rest on other constants than flash attention, and a step whose host time shows
-    is a class of its own. `evidence` is what kernel times rest on: fitted, architecture or datasheet; other
-    words say what of the framework or the devices no fit has seen, which is worth a datasheet.
+    is a class of its own. `evidence` is of `EVIDENCE`; other words say what of the framework or the devices
+    no fit has seen. Without residuals of its evidence a class takes those of a datasheet, never those of
+    something surer.
     """
     if any(block.lora_targets for block in model.blocks):
         kind = "lora"
@@ -169,13 +182,17 @@ def class_of(
         return (f"{fidelity}:{kind}", fidelity, "all")
     attention = "unfused" if framework.attention == "unfused" else "flash"
     width = "narrow" if plan.precision in _NARROW else "wide"
-    path = (kind, attention, width, evidence if evidence in EVIDENCE else "datasheet")
-    return (*(":".join(path[:n]) for n in range(len(path), 0, -1)), "all")
+    path = (kind, attention, width)
+    wider = [":".join(path[:n]) for n in range(len(path), 0, -1)] + ["all"]
+    if evidence == "fitted":
+        return (f"{wider[0]}:fitted", *wider)
+    ends = dict.fromkeys((evidence if evidence in EVIDENCE else "unseen", "datasheet"))
+    return tuple(f"{name}:{end}" for name in wider for end in ends)
 
 
 @cache
 def residual_classes() -> Mapping[str, Mapping[str, Any]]:
-    """Return the shipped classes: bounds of the log residual, and the points they were measured at."""
+    """Return the shipped classes: bounds of the log residual by level, and the points of their runs."""
     text = files("foreshard.catalog").joinpath("data/residuals.json").read_text(encoding="utf-8")
     data = json.loads(text)
     return {
@@ -186,17 +203,22 @@ def residual_classes() -> Mapping[str, Mapping[str, Any]]:
 def points_of(name: str, points: Mapping[str, Sequence[Sequence[float]]]) -> list[Sequence[float]]:
     """Return the points of a class: those stored under its own name and under narrower ones.
 
-    Runs predicted as if their architecture had not been measured are the same points as those of the class
-    one wider, and are not stored again.
+    Runs predicted as if their device had not been measured are the same points as those of the class without
+    evidence, and are not stored again.
     """
-    wanted = "" if name == "all" else name
+    wanted = name.rpartition(":")[0] if name.rpartition(":")[2] in SURER else name
+    wanted = "" if wanted == "all" else wanted
+    if name == "datasheet":  # the fidelity
+        wanted = name
     inside = [own for own in points if own == wanted or not wanted or own.startswith(f"{wanted}:")]
-    if not inside and wanted.endswith(":datasheet"):
-        return points_of(wanted.rpartition(":")[0], points)
     return [point for own in inside for point in points[own]]
 
 
-def step_interval(
+Intervals = dict[float, tuple[float, float]]
+"""(low, high) by level, each inside the next."""
+
+
+def step_intervals(
     case: PlannedRun,
     step_time_s: float,
     parts: Mapping[str, float],
@@ -204,23 +226,23 @@ def step_interval(
     evidence: str = "fitted",
     fidelity: str = "zero-shot",
     classes: Mapping[str, Mapping[str, Any]] | None = None,
-) -> tuple[float, float]:
-    """Return the 90 % interval (low, high) of a predicted step time from the narrowest class there is.
+) -> Intervals:
+    """Return the intervals of a predicted step time, by level, from the narrowest class there is.
 
     `classes` are the shipped residuals unless given.
     """
     table = residual_classes() if classes is None else classes
     names = class_of(case.model, case.plan, case.framework, parts, evidence=evidence, fidelity=fidelity)
-    return class_interval(names, features_of(case.model, case.plan), step_time_s, table)
+    return class_intervals(names, features_of(case.model, case.plan), step_time_s, table)
 
 
-def class_interval(
+def class_intervals(
     names: Sequence[str],
     features: Sequence[float],
     predicted_s: float,
     classes: Mapping[str, Mapping[str, Any]],
-) -> tuple[float, float]:
-    """Return (low, high) of one prediction from the first of its classes that the table has."""
+) -> Intervals:
+    """Return (low, high) of one prediction by level, from the first of its classes that the table has."""
     for name in names:
         entry = classes.get(name)
         if entry is None:
@@ -229,16 +251,51 @@ def class_interval(
         if entry.get("points"):
             distance = neighbour_distance([features], entry["points"], entry["scale"])
             factor = float(widening(distance, entry["typical"])[0])
-        low, high = spread(predicted_s, (entry["bounds"][0], entry["bounds"][1]), factor)
-        return float(low), float(high)
-    raise AssertionError("residuals.json has no class 'all'")
+        return {
+            float(level): tuple(float(end) for end in spread(predicted_s, (low, high), factor))  # type: ignore[misc]
+            for level, (low, high) in entry["bounds"].items()
+        }
+    raise AssertionError(f"residuals.json has none of the classes {', '.join(names)}")
 
 
 @cache
-def traced_bounds() -> tuple[float, float]:
-    """Return bounds of the log residual of traced modules: of classic networks, none of them in a fit.
+def _traced_residuals() -> tuple[float, ...]:
+    """Return residuals of classic networks, none of them in a fit.
 
-    One residual for each network, device, precision, layout and number of devices
-    (`scripts/accuracy_networks.py --residuals`).
+    One for each network, device, precision, layout and number of devices, by
+    `scripts/accuracy_networks.py --residuals`.
     """
-    return absolute_bounds([case["residual"] for case in shipped("network_residuals.json")["cases"]])
+    return tuple(case["residual"] for case in shipped("network_residuals.json")["cases"])
+
+
+def traced_intervals(step_time_s: float, *, evidence: str, num_devices: int) -> Intervals:
+    """Return the intervals of a traced module's step, by level.
+
+    Two distances widen them. More than the 8 devices of the measured networks: by half the logarithm of the
+    doublings over those three. A device whose kernels were not measured: as it widens the intervals of
+    language models, of which more ran on other devices.
+    """
+    doublings = math.log2(max(num_devices, 1)) / math.log2(_TRACED_DEVICES)
+    table = residual_classes()
+    known, own = (
+        next(table[name]["bounds"][str(LEVEL)][1] for name in chain if name in table)
+        for chain in (_traced_chain("fitted"), _traced_chain(evidence))
+    )
+    factor = float(widening(doublings, 1.0)) * own / known
+    return {
+        level: tuple(
+            float(end) for end in spread(step_time_s, absolute_bounds(_traced_residuals(), level), factor)
+        )  # type: ignore[misc]
+        for level in LEVELS
+    }
+
+
+_TRACED_DEVICES = 8
+
+
+def _traced_chain(evidence: str) -> tuple[str, ...]:
+    return (
+        ("dense:flash:wide:fitted",)
+        if evidence == "fitted"
+        else tuple(f"dense:flash:wide:{end}" for end in (evidence, "datasheet"))
+    )

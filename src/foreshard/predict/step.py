@@ -20,7 +20,7 @@ from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, PlannedRun, build_batch
 from foreshard.predict.explanation import explanations
 from foreshard.predict.goodput import run_efficiency
-from foreshard.predict.interval import LEVEL, interval_evidence, step_interval
+from foreshard.predict.interval import LEVEL, interval_evidence, step_intervals
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
 from foreshard.predict.tasks.sources import source_shares, sources_text
@@ -372,12 +372,12 @@ def _assemble(
     unmeasured = not_measured(case.framework, devices)
     evidence = unmeasured or kernels
     known = interval_evidence(evidence, {device.arch for device in devices})
-    interval = step_interval(case, step_s, parts, evidence=known, fidelity=fidelity)
+    intervals = step_intervals(case, step_s, parts, evidence=known, fidelity=fidelity)
     learned: tuple[str, ...] = ()
     if observed_step_s is not None:
-        learned = (_learned(step_s, interval, float(observed_step_s)),)
+        learned = (_learned(step_s, intervals[LEVEL], float(observed_step_s)),)
         parts, step_s, fidelity = _scaled(parts, observed_step_s), float(observed_step_s), "calibrated"
-        interval = step_interval(case, step_s, parts, evidence=evidence, fidelity=fidelity)
+        intervals = step_intervals(case, step_s, parts, evidence=evidence, fidelity=fidelity)
     memory, _ = plan_memory(case)
     num_devices = len(plan.ranks)
     rates, texts = rates_of(case, batch, parts, step_s)
@@ -385,7 +385,8 @@ def _assemble(
     paid_tokens = tokens if tokens is None or run is None else tokens / run.goodput
     return Prediction(
         step_time_s=step_s,
-        step_time_interval_s=interval,
+        step_time_interval_s=intervals[LEVEL],
+        step_time_intervals_s=intervals,
         interval=LEVEL,
         tokens_per_s=plan.tokens / step_s,
         samples_per_s=plan.global_batch / step_s,

@@ -74,12 +74,14 @@ def _sum(parts: Mapping[str, float], names: tuple[str, ...], show: Callable[[flo
 
 
 def _interval(prediction: Prediction) -> str:
-    low, high = prediction.step_time_interval_s
     step = prediction.step_time_s
-    rests_on = "datasheet (learned costs)" if prediction.evidence == "learned" else prediction.evidence
+    ends = ", ".join(
+        f"{level:.0%} {low / step:.3f} to {high / step:.3f}"
+        for level, (low, high) in prediction.step_time_intervals_s.items()
+    )
     return (
-        f"{low / step:.3f} to {high / step:.3f} of the step: split-conformal quantiles of measured over "
-        f"predicted on families left out of the fit; class: {rests_on}"
+        f"{ends} of the step: split-conformal quantiles of measured over predicted on families left out of "
+        f"the fit; class: {prediction.evidence}"
     )
 
 

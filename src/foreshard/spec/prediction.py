@@ -119,6 +119,7 @@ class Prediction(Shown):
     step_time_s: float
     step_time_interval_s: tuple[float, float]
     interval: float
+    step_time_intervals_s: Mapping[float, tuple[float, float]] = field(default_factory=dict)
     tokens_per_s: float
     samples_per_s: float
     tokens_per_s_per_device: float
@@ -156,6 +157,9 @@ class Prediction(Shown):
         """Return the JSON object of the contract."""
         out = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "memory", "cost")}
         out["step_time_interval_s"] = list(self.step_time_interval_s)
+        out["step_time_intervals_s"] = {
+            f"{level:g}": list(ends) for level, ends in self.step_time_intervals_s.items()
+        }
         out["assumptions"] = list(self.assumptions)
         out["time_breakdown_s"] = dict(self.time_breakdown_s)
         out["explain"] = dict(self.explain)

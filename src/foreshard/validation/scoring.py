@@ -6,8 +6,8 @@ measured and predicted. Definitions bind: docs/design.md, section on validation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ LEAST_IN_GROUP = 3  # distinct inputs below which a group has no order to speak 
 class RowOutcome:
     """One row of a table: what was measured and what was predicted.
 
+    intervals_s : (low, high) by level; `interval_s` is that of 90 %
+    evidence : what the prediction rests on
     oom : the run did not fit; with the runs that state their memory, the labels of feasibility
     fits : the prediction says that it fits; None when memory was not predicted
     """
@@ -33,6 +35,8 @@ class RowOutcome:
     measured_s: float | None = None
     predicted_s: float | None = None
     interval_s: tuple[float, float] | None = None
+    intervals_s: Mapping[float, tuple[float, float]] = field(default_factory=dict)
+    evidence: str | None = None
     measured_peak_bytes: float | None = None
     predicted_peak_bytes: float | None = None
     predict_s: float | None = None
@@ -47,7 +51,7 @@ class RowOutcome:
         return shown | {"interval_s": None if self.interval_s is None else list(self.interval_s)}
 
 
-_NOT_SHOWN = ("config_key", "rank_key", "oom", "fits")
+_NOT_SHOWN = ("intervals_s", "evidence", "config_key", "rank_key", "oom", "fits")
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -55,20 +59,32 @@ def _median(values: Iterable[float | None]) -> float | None:
     return float(np.median(known)) if known else None
 
 
+def _median_ends(intervals: Iterable[tuple[float, float] | None]) -> tuple[float, float] | None:
+    known = [interval for interval in intervals if interval is not None]
+    if not known:
+        return None
+    low, high = (float(np.median(side)) for side in zip(*known, strict=True))
+    return low, high
+
+
 def _merged(repeats: Sequence[RowOutcome]) -> RowOutcome:
     """Return one outcome for rows with identical inputs: medians, and the labels of the first."""
     first = repeats[0]
     if len(repeats) == 1:
         return first
-    intervals = [row.interval_s for row in repeats if row.interval_s is not None]
-    interval = tuple(float(np.median(side)) for side in zip(*intervals, strict=True)) if intervals else None
+    levels = set.intersection(*(set(row.intervals_s) for row in repeats))
     return replace(
         first,
         reason=None,
         predict_s=None,
         measured_s=_median(row.measured_s for row in repeats),
         predicted_s=_median(row.predicted_s for row in repeats),
-        interval_s=interval,  # type: ignore[arg-type]
+        interval_s=_median_ends(row.interval_s for row in repeats),
+        intervals_s={
+            level: ends
+            for level in sorted(levels)
+            if (ends := _median_ends(row.intervals_s[level] for row in repeats))
+        },
         measured_peak_bytes=_median(row.measured_peak_bytes for row in repeats),
         predicted_peak_bytes=_median(row.predicted_peak_bytes for row in repeats),
     )
@@ -163,6 +179,34 @@ def _interval_scores(rows: Sequence[RowOutcome]) -> tuple[float | None, float | 
     return float(inside.mean()), float(np.median((high - low) / predicted))
 
 
+def interval_summary(outcomes: Iterable[RowOutcome]) -> dict[str, Any]:
+    """Return how often intervals hold: `by_level` all of them, `by_evidence` those of 90 %."""
+    timed = [row for row in distinct(outcomes) if row.measured_s and row.predicted_s and not row.oom]
+    return {"by_level": _level_coverage(timed), "by_evidence": _by_evidence(timed)}
+
+
+def _level_coverage(rows: Sequence[RowOutcome]) -> dict[str, float]:
+    """Return the share of measured times inside the intervals of each level."""
+    inside: dict[float, list[bool]] = {}
+    for row in rows:
+        for level, (low, high) in row.intervals_s.items():
+            inside.setdefault(level, []).append(low <= (row.measured_s or 0.0) <= high)
+    return {f"{level:g}": float(np.mean(hits)) for level, hits in sorted(inside.items())}
+
+
+def _by_evidence(rows: Sequence[RowOutcome]) -> dict[str, dict[str, Any]]:
+    """Return rows, coverage and width of the 90 % intervals by what predictions rest on."""
+    groups: dict[str, list[RowOutcome]] = {}
+    for row in rows:
+        if row.evidence is not None and row.interval_s is not None:
+            groups.setdefault(row.evidence, []).append(row)
+    found = {name: (len(group), *_interval_scores(group)) for name, group in sorted(groups.items())}
+    return {
+        name: {"rows": count, "coverage": coverage, "relative_width_median": width}
+        for name, (count, coverage, width) in found.items()
+    }
+
+
 def summarise(outcomes: Sequence[RowOutcome], *, order: Sequence[RowOutcome] | None = None) -> dict[str, Any]:
     """Return the summary of some rows, in the shape of `validate --json`.
 
@@ -202,7 +246,7 @@ def summarise(outcomes: Sequence[RowOutcome], *, order: Sequence[RowOutcome] | N
 
 
 def score(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
-    """Return the whole validation object: rows, and the summary overall and by family.
+    """Return the whole validation object: rows, the summary overall and by family, and how intervals hold.
 
     The overall order leaves vTrain out when other families are there; its own family states it.
     """
@@ -217,5 +261,6 @@ def score(outcomes: Sequence[RowOutcome]) -> dict[str, Any]:
         "summary": {
             "overall": overall,
             "by_family": {name: summarise(rows) for name, rows in families.items()},
+            "intervals": interval_summary(outcomes),
         },
     }

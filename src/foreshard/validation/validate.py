@@ -30,6 +30,8 @@ class Predicted(Protocol):
 
     step_time_s: float
     step_time_interval_s: tuple[float, float]
+    step_time_intervals_s: Mapping[float, tuple[float, float]]
+    evidence: str
     memory: Memory
 
 
@@ -61,6 +63,8 @@ def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
         **stated,
         predicted_s=made.step_time_s,
         interval_s=tuple(made.step_time_interval_s),  # type: ignore[arg-type]
+        intervals_s=made.step_time_intervals_s,
+        evidence=made.evidence,
         predicted_peak_bytes=peak,
         predict_s=took,
         fits=made.memory.fits,

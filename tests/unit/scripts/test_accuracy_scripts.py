@@ -224,12 +224,16 @@ def test_residuals_name_each_point_once():
         LeftOut(family="a", measured_s=1.0, predicted_s=1.1, classes=names, features=(1.0, i % 4))
         for i in range(30)
     ]
-    blind = [replace(row, measured_s=1.05, classes=("dense:flash:wide:datasheet",)) for row in rows]
-    text = accuracy_intervals.document(rows, [], [], blind)
-    assert text == accuracy_intervals.document(rows, [], [], blind)
+    paths = tuple(f"{name}:datasheet" for name in names[1:])
+    blind = [replace(row, measured_s=1.05, classes=paths) for row in rows]
+    blind += [replace(row, measured_s=2.2, classes=paths[2:]) for row in rows]
+    text = accuracy_intervals.document(rows, [], [], {"datasheet": blind})
+    assert text == accuracy_intervals.document(rows, [], [], {"datasheet": blind})
     data = json.loads(text)
-    assert set(data["classes"]) == {*names, "dense:flash:wide:datasheet"}
-    bounds = {name: entry["bounds"] for name, entry in data["classes"].items()}
+    assert set(data["classes"]) == {*names, *paths}
+    bounds = {name: entry["bounds"]["0.9"] for name, entry in data["classes"].items()}
     assert bounds["dense:flash:wide:datasheet"] == bounds["dense:flash:wide:fitted"]  # never surer
+    assert bounds["dense:datasheet"] == [-0.6931, 0.6931]  # runs of its own say more
+    assert data["classes"]["dense:datasheet"]["scale"] == data["classes"]["dense"]["scale"]
     assert data["points"] == {names[0]: [[1.0, 0.0], [1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]}
-    assert data["classes"]["dense"]["bounds"] == [-0.0953, 0.0953]
+    assert bounds["dense"] == [-0.0953, 0.0953]

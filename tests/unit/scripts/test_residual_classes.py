@@ -16,6 +16,7 @@ from residual_classes import (
     feature_scale,
     interval_of,
     judged_by_others,
+    no_surer,
 )
 
 from foreshard.catalog.frameworks import load_framework
@@ -31,7 +32,7 @@ from foreshard.predict.interval import (
     residual_classes,
     signed_quantiles,
     spread,
-    step_interval,
+    step_intervals,
     widening,
 )
 from foreshard.spec.degrees import plan_from_degrees
@@ -130,9 +131,18 @@ def test_cross_fitting_covers_the_level_within_a_class():
 
 def test_a_shift_counts_on_both_sides():
     assert absolute_bounds(np.linspace(0.1, 0.3, 200))[0] == -absolute_bounds(np.linspace(0.1, 0.3, 200))[1]
-    low, high = class_entry([left_out("a", r) for r in np.linspace(0.1, 0.3, 40)], signed=True)["bounds"]
+    low, high = class_entry([left_out("a", r) for r in np.linspace(0.1, 0.3, 40)], signed=True)["bounds"][
+        "0.9"
+    ]
     assert low == 0.0  # the prediction itself stays inside
     assert 0.2 < high <= 0.3
+
+
+def test_a_class_is_no_surer_than_others_at_every_level():
+    entry = {"bounds": {"0.5": [-0.1, 0.3], "0.9": [-0.4, 0.4]}, "rows": 20}
+    other = {"bounds": {"0.5": [-0.2, 0.2], "0.9": [-0.3, 0.5]}}
+    assert no_surer(entry, [other]) == {"bounds": {"0.5": [-0.2, 0.3], "0.9": [-0.4, 0.5]}, "rows": 20}
+    assert no_surer(entry, []) == entry
 
 
 def test_points_of_a_class_are_those_of_its_narrower_classes():
@@ -173,14 +183,15 @@ def test_classes_say_what_a_prediction_rests_on(case):
 
 
 def test_a_query_gets_its_narrowest_class(case):
-    classes = {"all": {"bounds": [-1, 1]}, "dense": {"bounds": [-0.1, 0.1]}}
-    assert step_interval(case, 1.0, PARTS, classes=classes) == pytest.approx((np.exp(-0.1), np.exp(0.1)))
+    classes = {"all": {"bounds": {"0.9": [-1, 1]}}, "dense": {"bounds": {"0.9": [-0.1, 0.1]}}}
+    found = step_intervals(case, 1.0, PARTS, classes=classes)
+    assert found[0.9] == pytest.approx((np.exp(-0.1), np.exp(0.1)))
 
 
 @pytest.mark.parametrize("fidelity", ["datasheet", "zero-shot", "calibrated"])
 def test_shipped_classes_bound_every_query(case, fidelity):
     assert "all" in residual_classes()
     for parts in (PARTS, {"compute": 1.0, "host": 1.0}):
-        low, high = step_interval(case, 2.0, parts, fidelity=fidelity)
+        low, high = step_intervals(case, 2.0, parts, fidelity=fidelity)[0.9]
         assert 0 < low <= 2.0 <= high < np.inf
         assert low < high

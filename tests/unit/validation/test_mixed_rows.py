@@ -51,7 +51,13 @@ def test_a_failed_trial_is_listed_but_not_scored(tmp_path):
 
     def predictor(row):
         memory = SimpleNamespace(peak_bytes=1.0, peak_allocated_bytes=1.0, fits=False)
-        return SimpleNamespace(step_time_s=3.3, step_time_interval_s=(3.0, 4.0), memory=memory)
+        return SimpleNamespace(
+            step_time_s=3.3,
+            step_time_interval_s=(3.0, 4.0),
+            step_time_intervals_s={},
+            evidence="fitted",
+            memory=memory,
+        )
 
     path = tmp_path / "a.csv"
     path.write_text(AMP.format(3.0))

@@ -127,7 +127,7 @@ def test_the_shape_of_the_contract():
         "predicted_peak_bytes",
         "predict_s",
     ]
-    assert list(out["summary"]) == ["overall", "by_family"]
+    assert list(out["summary"]) == ["overall", "by_family", "intervals"]
     assert list(out["summary"]["overall"]) == [
         "rows",
         "skipped",

@@ -16,7 +16,13 @@ def predictor(row):
     if row.raw["tp"] == "8":
         raise SpecError("tp 8 is refused")
     memory = SimpleNamespace(peak_bytes=110.0, peak_allocated_bytes=100.0, fits=row.raw["notes"] == "")
-    return SimpleNamespace(step_time_s=11.0, step_time_interval_s=(10.0, 12.0), memory=memory)
+    return SimpleNamespace(
+        step_time_s=11.0,
+        step_time_interval_s=(10.0, 12.0),
+        step_time_intervals_s={0.5: (10.8, 11.2), 0.9: (10.0, 12.0)},
+        evidence="fitted",
+        memory=memory,
+    )
 
 
 @pytest.fixture
@@ -42,6 +48,9 @@ def test_rows_keep_their_order_and_status(training):
     assert oom["measured_s"] is None
     overall = report["summary"]["overall"]
     assert overall["feasibility"] == {"tp": 1, "fp": 0, "tn": 0, "fn": 0}
+    rests_on = {"rows": 1, "coverage": 1.0, "relative_width_median": pytest.approx(2.0 / 11.0)}
+    held = {"by_level": {"0.5": 0.0, "0.9": 1.0}, "by_evidence": {"fitted": rests_on}}
+    assert report["summary"]["intervals"] == held
     assert overall["mape"] == pytest.approx(0.5 / 10.5)
     assert overall["mape_all"] == pytest.approx((0.5 / 10.5 + 1.0) / 2)
     check_mape(report, 0.6)

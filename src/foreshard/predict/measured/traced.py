@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -14,7 +13,6 @@ from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import optimizer_state_bytes
 from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
-from foreshard.predict.interval import traced_bounds
 from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts
 from foreshard.spec.device import Device
 from foreshard.spec.traced_module import Operation, TracedLayer, TracedModule
@@ -58,12 +56,11 @@ def traced_costs(
     sizes = sorted({float(size) for size in micro_batches})
     few, many = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0])
     tables = {device.name: _table(module, device, (few, many), optimizer, fidelity) for device in devices}
-    first, (low, high) = next(iter(tables.values())), traced_bounds()
     return MeasuredCosts(
-        layers=first,
+        layers=next(iter(tables.values())),
         tables=tables,
         slow=dict.fromkeys(tables, 1.0),
-        spread=(math.exp(low), math.exp(high)),
+        spread=(1.0, 1.0),
         clock="formula",
         tokens_per_sample=1.0,
         path=module.source,
