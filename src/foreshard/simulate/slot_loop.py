@@ -100,14 +100,15 @@ def play(rule: Rule, environment: Environment, *, sees_now: bool, batches: int =
     sees_now : bool
         Whether decisions know the condition of their own slot. At the first slot they do.
     batches : int
-        Of a slot. After the first two batches of a slot that differs from the one before, the policy decides
-        again.
+        Of a slot. After each of the first two batches of the first slot, and of a slot that differs from the
+        one before, the policy decides again.
     """
     path, game = environment.path, _Game(rule, environment)
     for t in range(path.num_slots):
         now = int(path.condition[t])
         known = now if sees_now else int(path.condition[max(t - 1, 0)])
-        changed = t > 0 and (now != path.condition[t - 1] or path.pattern[t] != path.pattern[t - 1])
+        before = max(t - 1, 0)
+        changed = t == 0 or now != path.condition[before] or path.pattern[t] != path.pattern[before]
         left = batches
         while left:
             fresh = changed and left > batches - 2

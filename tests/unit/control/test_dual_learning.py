@@ -113,7 +113,7 @@ def test_rows_are_looked_at_again_less_and_less_often():
 
 
 def test_the_weight_follows_the_wanted_excess():
-    assert weight_for(0.02, 10_000) == 2 * weight_for(0.01, 10_000)
+    assert weight_for(0.02, 5_000) == 2 * weight_for(0.01, 5_000)
     assert weight_for(0.01, 10) > 0.0
     assert weight_for(0.01, 10**9) == weight_for(0.01, 10**8), "V does not grow with the run for ever"
 
@@ -152,3 +152,17 @@ def test_what_a_short_run_may_exceed_its_budget_by_on_the_way_is_a_part_of_it_an
         least[horizon] = queues["b"].least
     # Of the same V: 5 % of 1,000 steps are 50 budgets of a step, of 10,000 they are more than V.
     assert least[1000] / least[10_000] == pytest.approx(queues.weight / 50.0)
+
+
+def test_a_new_state_does_not_make_an_excess_weigh_nothing():
+    budgets = (Budget(name="b", kind="usd", limit=3.0),)
+    queues, learning = Queues(budgets, weight=100.0, step_s=1.0), DualLearning(budgets, 1000)
+    learning.rows(b"known", TIMES, COSTS)
+    learning.saw(b"known", 1)
+    queues.record(1.0, {"b": 60.0})
+    ratio = np.ones(2)
+    learning.secure(queues, b"known", ratio, None)
+    least = queues["b"].least
+    assert least > 0.0
+    learning.secure(queues, b"new", ratio, None)
+    assert queues["b"].least == least
