@@ -62,6 +62,7 @@ def fake_predict(
     engine="graph",
     network=None,
     costs="formula",
+    calibration=None,
     fidelity="zero-shot",
     noise=None,
     reliability=None,

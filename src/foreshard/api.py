@@ -127,6 +127,7 @@ def request(
         `spec.variation.Reliability` (mtbf_h, restart_s, checkpoint_bytes_per_s) by their names.
     """
     stated = {name: value for name, value in _named(choices).items() if value is not None}
+    stated |= _cost_source(stated.pop("costs", None))
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
     for name, kind in (("noise", Noise), ("reliability", Reliability)):
         given = {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
@@ -139,6 +140,46 @@ def request(
         asked["prices"] = _prices(stated.pop("prices"))
         target = asked["prices"].on(target)
     return Request(model=source, cluster=target, plan=plan, choices=stated, **asked)
+
+
+def is_costs_file(costs: str | None) -> bool:
+    """Return whether a cost source is a file rather than a name."""
+    return costs is not None and ("/" in costs or costs.endswith(".json"))
+
+
+def costs_kind(path: str) -> str:
+    """Return what a costs file says that it is, empty where it says nothing."""
+    from foreshard.spec.codec import parse_json, read_text
+
+    data = parse_json(read_text(path), file=path)
+    return str(data.get("kind", "")) if isinstance(data, dict) else ""
+
+
+def _cost_source(costs: str | None) -> dict[str, Any]:
+    """Return the options of a prediction that a cost source means: a name, or what its file holds.
+
+    Raises
+    ------
+    SpecError
+        For a file of layers that were measured, which are of one job: `predict_measured`.
+    """
+    if costs is None:
+        return {}
+    if not is_costs_file(costs):
+        return {"costs": costs}
+    from foreshard.catalog.training import CALIBRATED, load_calibration
+
+    kind = costs_kind(costs)
+    if kind == CALIBRATED:
+        return {"calibration": load_calibration(costs)}
+    raise SpecError(
+        f"a file of {kind or 'no stated kind'}",
+        file=costs,
+        key="costs",
+        value=costs,
+        rule=f"Models of the catalog are priced with {CALIBRATED}; measured layers price the job they are of",
+        fix="Make it with foreshard calibrate --steps, or use predict_measured",
+    )
 
 
 def load_plan(path: str) -> Plan:
@@ -362,6 +403,7 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
 
     source, target = _loaded(model, cluster)
     asked = _named(asked)
+    asked |= _cost_source(asked.pop("costs", None))
     prices = asked.pop("prices", None)
     return plan(source, target if prices is None else _prices(prices).on(target), **asked)
 
@@ -491,6 +533,43 @@ def calibrate(
         others={other: load_profile(file) for other, file in others},
         table_s=table_s,
     )
+
+
+def calibrate_steps(
+    files: Iterable[str],
+    *,
+    family: str | None = None,
+    exclude_calibration: str | None = None,
+    seeds: int = 20,
+) -> dict[str, Any]:
+    """Return constants moved to measured steps: the object of a costs file, with error bars and their curve.
+
+    Parameters
+    ----------
+    files : iterable of str
+        Tables of training steps as `validate` reads them.
+    family : str, optional
+        Of whose rows; all must be of one.
+    exclude_calibration : str, optional
+        Start from the constants that were fitted without this family.
+    seeds : int
+        Orders of the steps that the curve of error against their number is the median of.
+    """
+    from foreshard.catalog.training import training_constants
+    from foreshard.predict.batch import PlannedRun
+    from foreshard.profile.step_calibration import TimedStep
+    from foreshard.profile.step_calibration import calibrate_steps as calibrated
+    from foreshard.validation.validate import timed_rows
+
+    steps = [
+        TimedStep(
+            name=row.id,
+            run=PlannedRun(model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework),
+            measured_s=row.measured_s or 0.0,
+        )
+        for row in timed_rows(files, family)
+    ]
+    return calibrated(steps, start=training_constants(exclude_calibration), seeds=seeds)
 
 
 def predict_measured(

@@ -124,11 +124,7 @@ def diagnose(request: Request, base: Prediction) -> Diagnosis:
 
 
 def _batch(request: Request, case: PlannedRun) -> Any:
-    from foreshard.catalog.training import TrainingConstants, training_constants
-
-    ideal = request.fidelity == "datasheet"
-    constants = TrainingConstants.ideal() if ideal else training_constants()
-    return build_batch([case], constants, fidelity=request.fidelity)
+    return build_batch([case], request.constants, fidelity=request.fidelity)
 
 
 def _shortened(prices: list[GroupPrices]) -> tuple[list[GroupPrices], int]:

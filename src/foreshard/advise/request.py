@@ -32,6 +32,7 @@ from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
 
 if TYPE_CHECKING:
+    from foreshard.catalog.training import Calibration, TrainingConstants
     from foreshard.predict.batch import PlannedRun
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp")
@@ -57,6 +58,7 @@ ASKED = (
     "engine",
     "network",
     "costs",
+    "calibration",
     "fidelity",
     "noise",
     "reliability",
@@ -108,6 +110,7 @@ class Request:
     engine: str = "graph"
     network: str | None = None
     costs: str = "auto"
+    calibration: Calibration | None = None
     fidelity: str = "zero-shot"
     noise: Noise | None = None
     reliability: Reliability | None = None
@@ -149,6 +152,15 @@ class Request:
 
         stated = self.choices.get("framework") if self.plan is None else self.plan.framework
         return load_framework(stated or "megatron-core")
+
+    @property
+    def constants(self) -> TrainingConstants:
+        """Return the constants that price the run."""
+        from foreshard.catalog.training import TrainingConstants, training_constants
+
+        if self.fidelity == "datasheet":
+            return TrainingConstants.ideal()
+        return training_constants() if self.calibration is None else self.calibration.training
 
     def planned_run(self, plan: Plan | None = None) -> PlannedRun:
         """Return the run that the engines price, of another plan where one is given."""
@@ -205,7 +217,6 @@ class Request:
         """Return the plan with a bucket size, the best one for 'auto', None for the framework's."""
         if buckets != AUTO:
             return plan if buckets is None else replace(plan, buckets=checked_buckets(buckets))
-        from foreshard.catalog.training import TrainingConstants, training_constants
         from foreshard.predict.graph.bucket_choice import with_best_buckets
         from foreshard.predict.step import checked_network, graph_takes
         from foreshard.spec.checks import check_plan
@@ -214,10 +225,9 @@ class Request:
         network = checked_network(self.network, self.engine)
         if self.engine == "analytical" or not graph_takes(plan, network):
             raise no_best_buckets()
-        ideal = self.fidelity == "datasheet"
         return with_best_buckets(
             self.planned_run(plan),
-            TrainingConstants.ideal() if ideal else training_constants(),
+            self.constants,
             fidelity=self.fidelity,
             network=network,
         )

@@ -1,18 +1,20 @@
 """Constants of training steps: what kernels and collectives alone do not show.
 
 Each is a physical quantity with a range; `scripts/fit_training.py` fits them on the measured runs named in
-``data/training_constants.json``, once on all of them and once for each family left out.
+``data/training_constants.json``, once on all of them and once for each family left out. `foreshard calibrate
+--steps` moves a few of them to measured steps of a cluster (`Calibration`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from foreshard.catalog.shipped import shipped
-from foreshard.errors import unknown
+from foreshard.errors import SpecError, unknown
+from foreshard.spec.codec import Range, Size, load_written
 
 HOST_CLASSES = ("megatron-2020", "megatron-deepspeed", "megatron-core", "eager", "compiled")
 # Terms that are no factor on a time: none of them is 0, not 1.
@@ -98,3 +100,64 @@ def training_constants(exclude: str | None = None) -> TrainingConstants:
         rule = "Constants are fitted without"
         raise unknown("family", exclude, families, key="--exclude-calibration", rule=rule)
     return TrainingConstants(**data["without"][exclude])
+
+
+CALIBRATED = "calibrated constants"
+"""`kind` of the file that `foreshard calibrate --steps` writes."""
+Positive = Annotated[float, Range(1e-9, 1e9)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedTerm:
+    """A group of constants, the factor that measured steps moved it by, and its 90 % interval."""
+
+    name: str
+    factor: Positive
+    interval: Annotated[tuple[Positive, ...], Size(2, 2)]
+    identified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Constants moved to measured steps of a cluster.
+
+    residuals : log(measured / predicted) of each step by constants fitted to the others
+    points : of each step, what `predict.interval.features_of` compares by
+    """
+
+    kind: Literal["calibrated constants"]
+    schema_version: Literal[1]
+    constants: Mapping[str, Annotated[float, Range(0.0, 1e9)]]
+    terms: tuple[MovedTerm, ...]
+    devices: Annotated[tuple[str, ...], Size(1)]
+    frameworks: Annotated[tuple[str, ...], Size(1)]
+    residuals: Annotated[tuple[float, ...], Size(1)]
+    points: Annotated[tuple[tuple[float, ...], ...], Size(1)]
+    path: str = ""
+
+    @property
+    def training(self) -> TrainingConstants:
+        """Return the constants that price a step."""
+        return TrainingConstants(**self.constants)
+
+
+def load_calibration(path: str) -> Calibration:
+    """Return the constants of a file that ``foreshard calibrate --steps`` writes.
+
+    Raises
+    ------
+    SpecError
+        For what is no such file, naming file and key.
+    """
+    fix = "Make it with foreshard calibrate --steps"
+    made, _ = load_written(Calibration, path, key="--costs", fix=fix)
+    wanted = {f.name for f in fields(TrainingConstants)}
+    odd = sorted(wanted ^ set(made.constants))
+    if odd:
+        rule = "The file holds every constant of this release, and no other"
+        what = f"{odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}"
+        raise SpecError(what, file=path, key=f"constants.{odd[0]}", rule=rule, fix=fix)
+    if len(made.points) != len(made.residuals):
+        what = f"{len(made.points)} points of {len(made.residuals)} steps"
+        raise SpecError(what, file=path, key="points", rule="Each step has one", fix=fix)
+    return replace(made, path=path)

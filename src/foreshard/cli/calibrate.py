@@ -1,13 +1,14 @@
-"""`foreshard calibrate --profile FILE -o costs.json`: costs that predict and plan take, from profiles."""
+"""`foreshard calibrate`: costs that predict and plan take, from profiles of layers or from measured steps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import click
 
-from foreshard.cli.options.answer import give
+from foreshard.cli.options.answer import give, save_page
 from foreshard.cli.options.sources import verb_command
 from foreshard.errors import SpecError
 
@@ -20,7 +21,6 @@ T = TypeVar("T")
     "profiles",
     multiple=True,
     metavar="[DEVICE=]FILE",
-    required=True,
     help="What foreshard profile wrote; again for every other device.",
 )
 @click.option(
@@ -29,18 +29,46 @@ T = TypeVar("T")
 @click.option(
     "--device", "devices", multiple=True, metavar="NAME[=SLOW]", help="A device that was measured here."
 )
+@click.option(
+    "--steps",
+    multiple=True,
+    metavar="TABLE.csv",
+    help="Measured steps, as validate reads them: constants of formulas are fitted to them.",
+)
+@click.option("--family", help="Of --steps: those of this family of rows.")
+@click.option("--exclude-calibration", metavar="FAMILY", help="Of --steps: start from constants without it.")
+@click.option("--report", metavar="OUT.html", help="Of --steps: a report with the curve over measured steps.")
 @click.option("--clock", type=click.Choice(["cpu", "wall"]), help="Whose seconds; the lab's, else wall.")
-def command(profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...], clock: str | None) -> None:
-    """Fit costs to profiles: `foreshard predict` and `plan` take them by --costs.
+def command(
+    profiles: tuple[str, ...],
+    lab: str | None,
+    devices: tuple[str, ...],
+    clock: str | None,
+    steps: tuple[str, ...],
+    **of_steps: str | None,
+) -> None:
+    """Fit costs to profiles of a job's layers, or constants to measured steps of any model.
+
+    `foreshard predict` and `plan` take the file by --costs.
 
     \b
     foreshard calibrate --profile profile.json --device rtx-3090 -o costs.json
     foreshard calibrate --profile rtx-3090=a.json --profile v100-sxm-16gb=b.json -o costs.json
     foreshard calibrate --profile profile.json --lab examples/labs/mixed4.toml -o costs.json
+    foreshard calibrate --steps runs.csv --report calibration.html -o costs.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
     from foreshard.report.measured_screen import costs_screen
 
+    of_profiles = {"--profile": profiles, "--lab": lab, "--device": devices, "--clock": clock}
+    if steps:
+        _alone("--steps", of_profiles)
+        _from_steps(steps, **of_steps)
+        return
+    _alone("--profile", {f"--{name.replace('_', '-')}": value for name, value in of_steps.items()})
+    if not profiles:
+        rule, fix = "Costs are fitted to measurements", "Give --profile FILE or --steps TABLE"
+        raise SpecError("nothing measured", key="--profile", rule=rule, fix=fix)
     made = api.calibrate(
         _named_once("--profile", [_profile(word) for word in profiles]),
         lab=lab,
@@ -49,6 +77,30 @@ def command(profiles: tuple[str, ...], lab: str | None, devices: tuple[str, ...]
     )
     out = click.get_current_context().meta.get("foreshard.output")
     give(made, lambda: costs_screen(made, out))
+
+
+def _from_steps(
+    steps: tuple[str, ...], *, family: str | None, exclude_calibration: str | None, report: str | None
+) -> None:
+    from foreshard import api
+    from foreshard.cli.validate import find
+    from foreshard.report.measured_screen import calibration_screen
+    from foreshard.report.pages.calibration_page import calibration_page
+
+    files = [find(name) for name in steps]
+    made = api.calibrate_steps(files, family=family, exclude_calibration=exclude_calibration)
+    out = click.get_current_context().meta.get("foreshard.output")
+    if report is not None:
+        save_page(report, calibration_page(made, out))
+    give(made, lambda: calibration_screen(made, out))
+
+
+def _alone(flag: str, others: Mapping[str, object]) -> None:
+    """Raise for an option that does not go with a flag."""
+    for name, value in others.items():
+        if value:
+            rule, fix = f"{name} does not go with {flag}", f"Leave out {name} or {flag}"
+            raise SpecError("is not taken here", key=name, value=str(value), rule=rule, fix=fix)
 
 
 def _named_once(flag: str, named: list[tuple[str, T]]) -> dict[str, T]:

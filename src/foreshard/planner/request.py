@@ -9,7 +9,7 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.stacks import check_attention, running
-from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
 from foreshard.planner.choices import Choices, choices
 from foreshard.planner.grid.ray_sweep import check_executor
@@ -67,6 +67,7 @@ class PlanRequest:
     engine: str = "graph"
     network: str = "closed-form"
     costs: str = "auto"
+    calibration: Calibration | None = None
     best_buckets: bool = False
     chooses_later: bool = False  # plans are timed once more, so neighbours of the best are kept
     top: int = 5
@@ -137,7 +138,7 @@ class PlanRequest:
     @property
     def constants(self) -> TrainingConstants:
         """Return the fitted constants that price every plan."""
-        return training_constants()
+        return training_constants() if self.calibration is None else self.calibration.training
 
 
 def checked_request(
@@ -157,6 +158,7 @@ def checked_request(
     engine: str = "graph",
     network: str | None = None,
     costs: str = "auto",
+    calibration: Calibration | None = None,
     top: int = 5,
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
@@ -219,6 +221,7 @@ def checked_request(
         engine=one_of(engine, ENGINES, key="--engine", name="engine"),
         network=checked_network(network, engine),
         costs=checked_costs(costs),
+        calibration=calibration,
         top=whole(top, key="--top", name="top"),
         budget_s=budget_s,
         usd_per_device_hour=usd_per_device_hour,

@@ -258,6 +258,36 @@ def class_intervals(
     raise AssertionError(f"residuals.json has none of the classes {', '.join(names)}")
 
 
+def calibrated_intervals(
+    case: PlannedRun,
+    step_time_s: float,
+    parts: Mapping[str, float],
+    *,
+    residuals: Sequence[float],
+    points: Sequence[Sequence[float]],
+) -> Intervals:
+    """Return the intervals of a step by constants fitted to measured steps of the cluster, by level.
+
+    From `MIN_CLASS` steps on they are the quantiles of their residuals, each by constants fitted to the
+    others, else those of shipped runs corrected by one measured step. They widen with the distance to the
+    nearest measured step, in the units that distances between all shipped runs are measured in.
+    """
+    if len(residuals) >= MIN_CLASS:
+        bounds = {level: absolute_bounds(residuals, level) for level in LEVELS}
+        found = {
+            level: tuple(float(end) for end in spread(step_time_s, ends)) for level, ends in bounds.items()
+        }
+    else:
+        found = dict(step_intervals(case, step_time_s, parts, fidelity="calibrated"))
+    whole = residual_classes()["all"]
+    distance = neighbour_distance([features_of(case.model, case.plan)], points, whole["scale"])
+    factor = float(widening(distance, whole["typical"])[0])
+    return {
+        level: tuple(step_time_s * (end / step_time_s) ** factor for end in ends)  # type: ignore[misc]
+        for level, ends in found.items()
+    }
+
+
 @cache
 def _traced_residuals() -> tuple[float, ...]:
     """Return residuals of classic networks, none of them in a fit.

@@ -12,7 +12,7 @@ from foreshard.catalog.devices import catalog_version
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import COSTS, kernel_evidence
 from foreshard.catalog.stacks import check_attention, not_measured
-from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
 from foreshard.predict.analytical.engine import slowest_parts, step_times
@@ -20,7 +20,7 @@ from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, PlannedRun, build_batch
 from foreshard.predict.explanation import explanations
 from foreshard.predict.goodput import run_efficiency
-from foreshard.predict.interval import LEVEL, interval_evidence, step_intervals
+from foreshard.predict.interval import LEVEL, calibrated_intervals, interval_evidence, step_intervals
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
 from foreshard.predict.tasks.sources import source_shares, sources_text
@@ -33,6 +33,7 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import CollectiveTimes, Prediction
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability, StepDistribution
+from foreshard.units import number_of
 
 ENGINES = ("analytical", "graph", "event")
 NETWORKS = ("closed-form", "flow")
@@ -79,6 +80,7 @@ def predict_timeline(
     observed_step_s: float | None = None,
     speeds: Mapping[str, float] | None = None,
     constants: TrainingConstants | None = None,
+    calibration: Calibration | None = None,
     timeline: bool = True,
     checked: bool = True,
 ) -> tuple[Prediction, Timeline | None]:
@@ -113,6 +115,8 @@ def predict_timeline(
         closed-form).
     constants : TrainingConstants, optional
         Instead of the shipped ones, as leave-out validation does.
+    calibration : Calibration, optional
+        Constants moved to measured steps of these devices (fidelity 'calibrated').
     timeline : bool
     checked : bool
         False skips the rules of `spec.checks`: measured runs may break what a new plan must keep.
@@ -137,6 +141,9 @@ def predict_timeline(
     if plan.attention is not None:
         check_attention(plan.attention, cluster.devices)
     framework = framework or load_framework(plan.framework)
+    if calibration is not None:
+        _check_calibration(calibration, plan, cluster, fidelity)
+        constants = calibration.training
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework, costs=costs)
@@ -153,6 +160,7 @@ def predict_timeline(
         tokens=tokens,
         usd_per_device_hour=usd_per_device_hour,
         observed_step_s=observed_step_s,
+        calibration=calibration,
     )
     if speeds:
         from foreshard.predict.graph.edits import words_of
@@ -160,6 +168,42 @@ def predict_timeline(
         said = ", ".join(f"{words_of(name)} {factor:g} times as fast" for name, factor in speeds.items())
         prediction = replace(prediction, assumptions=(f"what if: {said}", *prediction.assumptions))
     return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
+
+
+def _check_calibration(calibration: Calibration, plan: Plan, cluster: Cluster, fidelity: str) -> None:
+    """Refuse constants of other devices, and any where none may be fitted."""
+    if fidelity == "datasheet":
+        raise SpecError(
+            "calibrated constants at the fidelity of a datasheet",
+            key="--costs",
+            value=calibration.path,
+            rule="--fidelity datasheet uses no fitted constant",
+            fix="Leave out one of --costs and --fidelity",
+        )
+    for name in dict.fromkeys(cluster.device_of(rank).name for rank in plan.ranks):
+        if name not in calibration.devices:
+            raise SpecError(
+                f"no step on {name} was measured",
+                file=calibration.path or None,
+                key="devices",
+                value=name,
+                rule=f"The constants are of steps on {', '.join(calibration.devices)}",
+                fix="Calibrate on steps of this device too, or leave out --costs",
+            )
+
+
+def _calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...]:
+    """Return what was calibrated, in a sentence or two."""
+    moved = ", ".join(
+        f"{term.name} x{term.factor:.3f} ({term.interval[0]:.3f} to {term.interval[1]:.3f})"
+        for term in calibration.terms
+        if term.identified
+    )
+    steps = number_of(len(calibration.residuals), "measured step")
+    said = [f"constants calibrated on {steps}: {moved or 'none is identified by them'}"]
+    if framework not in calibration.frameworks:
+        said.append(f"the calibrated steps ran {', '.join(calibration.frameworks)}, not {framework}")
+    return tuple(said)
 
 
 def _number(key: str, value: Any, *, zero: bool = False) -> None:
@@ -362,6 +406,7 @@ def _assemble(
     tokens: float | None,
     usd_per_device_hour: float | None,
     observed_step_s: float | None,
+    calibration: Calibration | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
     plan, parts = case.stated, found.parts
@@ -374,8 +419,13 @@ def _assemble(
     known = interval_evidence(evidence, {device.arch for device in devices})
     intervals = step_intervals(case, step_s, parts, evidence=known, fidelity=fidelity)
     learned: tuple[str, ...] = ()
+    if calibration is not None:
+        learned, fidelity = _calibrated_words(calibration, case.framework.label), "calibrated"
+        intervals = calibrated_intervals(
+            case, step_s, parts, residuals=calibration.residuals, points=calibration.points
+        )
     if observed_step_s is not None:
-        learned = (_learned(step_s, intervals[LEVEL], float(observed_step_s)),)
+        learned += (_learned(step_s, intervals[LEVEL], float(observed_step_s)),)
         parts, step_s, fidelity = _scaled(parts, observed_step_s), float(observed_step_s), "calibrated"
         intervals = step_intervals(case, step_s, parts, evidence=evidence, fidelity=fidelity)
     memory, _ = plan_memory(case)
@@ -419,7 +469,7 @@ def _assemble(
         fidelity=fidelity,
         evidence=evidence,
         assumptions=(*learned, *assumptions(case, goodput=run is not None)),
-        explain=explanations(case, batch, parts, engine=engine, measured=bool(learned))
+        explain=explanations(case, batch, parts, engine=engine, measured=observed_step_s is not None)
         | texts
         | {"cost_sources": sources_text(shares, case.costs)},
         catalog_version=catalog_version(),

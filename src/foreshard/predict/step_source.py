@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from foreshard.catalog.training import TrainingConstants
+from foreshard.catalog.training import Calibration, TrainingConstants
 from foreshard.predict.analytical.engine import StepTimes, slowest_parts, step_times
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.measured.costs import MeasuredCosts
@@ -51,6 +51,7 @@ class FormulaSteps:
     engine: str = "graph"
     network: str = "closed-form"
     costs: str = "auto"
+    calibration: Calibration | None = None
     usd_per_device_hour: float | None = None
 
     def _case(self, plan: Plan) -> PlannedRun:
@@ -81,6 +82,7 @@ class FormulaSteps:
             engine=self.engine,
             network=self.network,
             costs=self.costs,
+            calibration=self.calibration,
             tokens=tokens,
             usd_per_device_hour=self.usd_per_device_hour,
             timeline=False,

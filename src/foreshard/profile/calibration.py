@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError
 from foreshard.predict.measured.links import LinkCost
 
@@ -36,6 +37,11 @@ def calibrate(
     profiles = {"": profile, **(others or {})}
     for name, other in profiles.items():
         _check(profile, other, clock, name)
+    for name, other in (
+        *((name, profile) for name, factor in (slow or {}).items() if factor == 1.0),
+        *(others or {}).items(),
+    ):
+        _check_device(name, other["fingerprint"].get("accelerator", ""))
     layers = {name: _layers(other, _COLUMN[clock]) for name, other in profiles.items()}
     parts = {name: _parts(other, _COLUMN[clock]) for name, other in profiles.items()}
     spreads = [_spread(other, _COLUMN[clock]) for other in profiles.values()]
@@ -93,6 +99,20 @@ def _check(profile: Mapping[str, Any], other: Mapping[str, Any], clock: str, nam
         what = "processor time of a GPU"
         rule = "A GPU's time is the wall's"
         raise SpecError(what, key="--clock", value=clock, rule=rule, fix="Use --clock wall")
+
+
+def _check_device(name: str, accelerator: str) -> None:
+    """Raise where a profile is said to be of one device of the catalog and was made on another."""
+    try:
+        said, measured = resolve_device(name), resolve_device(accelerator)
+    except SpecError:  # a lab's device, a processor, or a GPU that no catalog has
+        return
+    if said.name != measured.name:
+        rule = f"The profile was made on {accelerator}"
+        fix = (
+            f"Call it {measured.name}, state how much slower {name} is (--device {name}=F), or profile there"
+        )
+        raise SpecError(f"a profile of {measured.name}", key="--profile", value=name, rule=rule, fix=fix)
 
 
 def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:

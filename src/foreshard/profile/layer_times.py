@@ -107,7 +107,13 @@ def _processor() -> str:
 
 
 def _begun(out: Path | None, made_here: dict[str, Any]) -> dict[str, Any]:
-    """Return the unfinished profile of this fingerprint that `out` holds, else a new one."""
+    """Return the unfinished profile that `out` holds, a new one where there is none or it is finished.
+
+    Raises
+    ------
+    SpecError
+        For another file, one cut short, or an unfinished profile of another machine, software or job.
+    """
     if out is not None and out.exists():
         try:
             old = json.loads(out.read_text())
@@ -116,7 +122,8 @@ def _begun(out: Path | None, made_here: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(old, dict) or old.get("kind") != KIND:
             rule = "profile writes its own file"
             raise SpecError("is not a profile", file=str(out), key="-o", rule=rule, fix="Name another file")
-        if not old.get("complete") and old.get("fingerprint") == made_here:
+        if not old.get("complete"):
+            _same_machine(old.get("fingerprint"), made_here, out)
             return dict(old)
     return {
         "schema_version": 1,
@@ -125,6 +132,21 @@ def _begun(out: Path | None, made_here: dict[str, Any]) -> dict[str, Any]:
         "fingerprint": made_here,
         "passes": {},
     }
+
+
+def _same_machine(begun: Any, here: Mapping[str, Any], out: Path) -> None:
+    """Raise where an unfinished profile was begun on another machine, with other software or another job."""
+    begun = begun if isinstance(begun, dict) else {}
+    for key, value in here.items():
+        if begun.get(key) != value:
+            raise SpecError(
+                f"an unfinished profile with {key} {begun.get(key)!r}, here it is {value!r}",
+                file=str(out),
+                key=f"fingerprint.{key}",
+                value=str(begun.get(key)),
+                rule="A profile goes on where it was begun, with the same software and job",
+                fix="Finish it there, remove it, or name another file with -o",
+            )
 
 
 def write_profile(out: Path, profile: dict[str, Any]) -> None:

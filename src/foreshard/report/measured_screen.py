@@ -81,6 +81,70 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
     )
 
 
+def calibration_screen(made: Mapping[str, Any], path: str | None) -> Screen:
+    """Return the screen of a file of calibrated constants."""
+    written = f"Written to {path}." if path else "Not written: give -o FILE."
+    notes = [
+        "A factor moves the constants of a term together; brackets hold it with 90 %. Identified: the steps "
+        "halve the error bar that the term has without them.",
+        "Steps left out: each predicted by constants fitted to the others.",
+        written,
+    ]
+    return Screen(
+        header=(
+            f"{made['steps']} steps on {', '.join(made['devices'])} by {', '.join(made['frameworks'])}; "
+            f"{percent(made['noise'])} of a step are explained by no constant",
+        ),
+        tables=(error_table(made), term_table(made), *curve_tables(made)),
+        notes=tuple(notes),
+    )
+
+
+def error_table(made: Mapping[str, Any]) -> Any:
+    """Return errors before and after, and of steps left out."""
+    names = {"before": "shipped constants", "after": "calibrated", "left_out": "calibrated, steps left out"}
+    rows = [
+        (names[key], percent(error["median_ape"]), percent(error["p90_ape"]))
+        for key, error in made["error"].items()
+        if error is not None
+    ]
+    return table("Error of a step", ("constants", ">median", ">90 % of steps below"), rows)
+
+
+def term_table(made: Mapping[str, Any]) -> Any:
+    """Return the factor of each term, what identifies it, and what it is tied to."""
+    rows = []
+    for term in made["terms"]:
+        low, high = term["interval"]
+        by = ", ".join(f"{one['step']} ({percent(one['share_of_step'], 0)})" for one in term["by"])
+        tied = f"; tied to {', '.join(term['tied_to'])}" if term["tied_to"] else ""
+        rows.append(
+            (
+                term["name"],
+                f"{term['factor']:.3f}",
+                f"{low:.3f} to {high:.3f}",
+                ("yes" if term["identified"] else "no") + tied,
+                by or "no step: it takes no time in any",
+            )
+        )
+    columns = ("term", ">factor", ">90 %", "identified", "by steps in which it takes the most")
+    return table("Terms", columns, rows)
+
+
+def curve_tables(made: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the error against the number of measured steps, nothing where there are too few."""
+    rows = [
+        (
+            str(shot["steps"]),
+            percent(shot["median_ape"]),
+            f"{percent(shot['low'])} to {percent(shot['high'])}",
+        )
+        for shot in made["curve"]
+    ]
+    columns = (">steps measured", ">median error of others", ">in 8 of 10 orders")
+    return (table("Error against measured steps", columns, rows),) if rows else ()
+
+
 def _device(name: str, factor: float) -> str:
     return name if factor == 1 else f"{name} ({factor:g} times as slow)"
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from foreshard.errors import AccuracyError, InfeasibleError, SpecError
+import numpy as np
+
+from foreshard.errors import AccuracyError, InfeasibleError, SpecError, unknown
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
 from foreshard.validation.kernel_cases import kernel_cases, not_modelled
@@ -116,6 +119,36 @@ def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str =
     else:
         cases = not_modelled(table)
     return case_outcomes(table, cases, time.perf_counter() - start)
+
+
+def timed_rows(files: Iterable[str | Path], family: str | None = None) -> list[TrainingRow]:
+    """Return the timed training rows of tables, repeats of a configuration once with the median time.
+
+    Raises
+    ------
+    SpecError
+        When rows are of several families and none is named, or of none.
+    """
+    groups: dict[Hashable, list[TrainingRow]] = {}
+    for path in files:
+        table = read_table(path)
+        if table.kind not in (TRAINING, MIXED):
+            rule, fix = "Constants are fitted to steps of training runs", "Give a table of them"
+            raise SpecError(f"a table of kind {table.kind}", file=str(path), rule=rule, fix=fix)
+        for row in (table_rows(table) if table.kind == TRAINING else mixed_rows(table))[0]:
+            if row.measured_s and not row.oom:
+                groups.setdefault((row.family, *row.config_key), []).append(row)
+    families = sorted({rows[0].family for rows in groups.values()})
+    if family is not None and family not in families:
+        raise unknown("family", family, families, key="--family", rule="The tables have steps of")
+    if family is None and len(families) > 1:
+        what, rule = f"steps of {', '.join(families)}", "Steps of one family are fitted together"
+        raise SpecError(what, key="--family", rule=rule, fix="Name one of them")
+    return [
+        replace(rows[0], measured_s=float(np.median([row.measured_s for row in rows])))
+        for rows in groups.values()
+        if family in (None, rows[0].family)
+    ]
 
 
 def validate(

@@ -65,8 +65,12 @@ def test_an_unfinished_profile_is_continued_and_another_is_not(tmp_path):
     data = json.loads(file.read_text())
     file.write_text(json.dumps(data | {"complete": True}))
     assert measured(tmp_path, (1,))["passes"]["1"] != first["passes"]["1"]
-    file.write_text(json.dumps(data | {"fingerprint": data["fingerprint"] | {"cores": -1}}))
-    assert measured(tmp_path, (1,))["passes"]["1"] != first["passes"]["1"]
+    begun = json.dumps(data | {"fingerprint": data["fingerprint"] | {"cores": -1}})
+    file.write_text(begun)
+    with pytest.raises(SpecError, match="unfinished profile with cores -1") as caught:
+        measured(tmp_path, (1,))
+    assert caught.value.key == "fingerprint.cores" and "-o" in caught.value.fix
+    assert file.read_text() == begun
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"kind": "measured costs"}'])
@@ -141,6 +145,18 @@ def test_devices_of_their_own_have_tables_and_names_have_factors():
     )
     assert made["devices"] == {"a": 1.0, "half": 2.0, "b": 1.0}
     assert made["tables"]["b"][1]["forward_s"] == pytest.approx([1e-3, 1e-3])
+
+
+def test_a_profile_of_one_gpu_is_not_taken_for_another():
+    made = made_up(device="cuda")
+    made["fingerprint"]["accelerator"] = "NVIDIA H100 80GB HBM3"
+    assert calibrate(made, slow={"h100-sxm": 1.0, "rtx-3090": 4.0})["devices"]["rtx-3090"] == 4.0
+    assert calibrate(made, slow={"left": 1.0})["devices"] == {"left": 1.0}  # a lab's name
+    with pytest.raises(SpecError, match="a profile of h100-sxm") as caught:
+        calibrate(made, slow={"rtx-3090": 1.0})
+    assert "--device rtx-3090=F" in caught.value.fix
+    with pytest.raises(SpecError, match="a profile of h100-sxm"):
+        calibrate(made_up(), others={"rtx-3090": made})
 
 
 @pytest.mark.parametrize(("other", "clock"), [({"job": "k"}, "wall"), ({"device": "cuda"}, "cpu")])

@@ -28,8 +28,11 @@ _PLANS = {
 
 
 def is_file(costs: str | None) -> bool:
-    """Return whether a cost source is a file of measured costs rather than a name."""
-    return costs is not None and ("/" in costs or costs.endswith(".json"))
+    """Return whether a cost source is a file of measured layers, neither a name nor a file of constants."""
+    from foreshard import api
+    from foreshard.catalog.training import CALIBRATED
+
+    return costs is not None and api.is_costs_file(costs) and api.costs_kind(costs) != CALIBRATED
 
 
 def predict(values: dict[str, Any], others: dict[str, Any]) -> Prediction:

@@ -218,6 +218,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
                     framework=framework,
                     engine="analytical",
                     costs=request.costs,
+                    calibration=request.calibration,
                     tokens=request.tokens,
                     usd_per_device_hour=request.usd_per_device_hour,
                     timeline=False,

@@ -36,6 +36,7 @@ def steps_of(request: PlanRequest, usd_per_device_hour: float | None = None) -> 
         engine=request.engine,
         network=request.network,
         costs=request.costs,
+        calibration=request.calibration,
         usd_per_device_hour=usd_per_device_hour,
     )
 

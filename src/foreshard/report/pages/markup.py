@@ -20,6 +20,14 @@ def static(name: str) -> str:
     return files("foreshard.report.pages").joinpath("static", name).read_text(encoding="utf-8")
 
 
+def unscripted_style() -> str:
+    """Return the style of all reports; without a script the theme is the system's."""
+    style = static("report.css")
+    _, _, rest = style.partition(':root[data-theme="dark"] {')
+    dark, _, _ = rest.partition("}")
+    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n{static('simulation.css')}"
+
+
 def document(title: str, body: str, data: Any, *, style: str, script: str = "") -> str:
     """Return a report as one HTML text that loads nothing, with its data as JSON inside.
 

@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from foreshard.report.pages.line_chart import Line, chart
-from foreshard.report.pages.markup import document, html_table, section, static
+from foreshard.report.pages.markup import document, html_table, section, unscripted_style
 from foreshard.report.screen import Table
 from foreshard.report.simulation_table import online_screen
 
@@ -39,16 +39,8 @@ def online_page(found: Evaluation, swept: Sweeps) -> str:
         f"{title} · foreshard simulate",
         "<main>\n{}\n</main>".format("\n".join(sections)),
         found.to_dict() | {"sweeps": _data(swept)},
-        style=_style(),
+        style=unscripted_style(),
     )
-
-
-def _style() -> str:
-    """Return the style of all reports; without a script the theme is the system's."""
-    style = static("report.css")
-    _, _, rest = style.partition(':root[data-theme="dark"] {')
-    dark, _, _ = rest.partition("}")
-    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n{static('simulation.css')}"
 
 
 def _data(swept: Sweeps) -> dict[str, object]:

@@ -1,0 +1,372 @@
+"""Few constants of training steps fitted to measured steps: how far from the shipped ones, and how surely.
+
+A term is a physical quantity whose constants move together by one factor. Its logarithm has a normal prior,
+from the range that the shipped fit allows it; measured steps move it by what they say of it. What no step
+says anything of stays where it was, with the error bar of the prior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreshard.catalog.training import CALIBRATED, TrainingConstants, term_metadata
+from foreshard.errors import SpecError
+from foreshard.predict.analytical.engine import step_times
+from foreshard.predict.batch import PlannedRun, build_batch, with_constants
+from foreshard.predict.interval import features_of
+from foreshard.predict.rates import devices_of
+
+Floats = NDArray[np.floating[Any]]
+
+NOISE = 0.07
+"""Error of a step that no constant explains, before steps say otherwise.
+
+Over nine published sources, each by constants that never saw it, the likelihood is greatest for 0.06 to 0.08
+(`scripts/accuracy_shots.py`).
+"""
+NOISE_WEIGHT = 4.0
+"""Steps that this first guess of the error is worth."""
+TAIL = 4.0
+"""Degrees of freedom of Student's distribution: one odd step does not bend the fit."""
+ROUNDS = 3
+IDENTIFIED = 0.5
+"""A term is identified where its error bar is at most this share of the prior's."""
+TIED = 0.9
+"""Correlation from which only a combination of two terms is known."""
+_STEP = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantTerm:
+    """Constants that move by one factor.
+
+    `sd` is of the logarithm of the factor before any step: a quarter of the range, in logarithms, that the
+    shipped fit allows the constant it is named for.
+    """
+
+    name: str
+    meaning: str
+    constants: tuple[str, ...]
+    sd: float
+
+
+def _range_sd(constant: str) -> float:
+    entry = term_metadata()[constant]
+    return math.log(entry["high"] / entry["low"]) / 4.0
+
+
+_HOST = tuple(
+    name
+    for name in term_metadata()
+    if name.startswith("host_")
+    and name not in ("host_sharpness", "host_arm")
+    and name not in ("host_backward", "host_tensor")
+)
+TERMS = (
+    ConstantTerm(
+        name="products",
+        meaning="matrix products in training over isolated ones",
+        constants=("gemm_derate", "gemm_derate_8bit", "gemm_derate_4bit"),
+        sd=_range_sd("gemm_derate"),
+    ),
+    ConstantTerm(
+        name="attention",
+        meaning="attention in training over isolated kernels",
+        constants=("flash_forward", "flash_backward", "unfused"),
+        sd=_range_sd("flash_forward"),
+    ),
+    ConstantTerm(
+        name="memory_bound",
+        meaning="traffic of kernels that stream memory",
+        constants=(
+            "eager_traffic",
+            "fused_traffic",
+            "cast_traffic",
+            "cast_blocks",
+            "grad_accumulate",
+            "loss_traffic",
+        ),
+        sd=_range_sd("fused_traffic"),
+    ),
+    ConstantTerm(
+        name="experts",
+        meaning="grouped products of experts over other products",
+        constants=("expert_products",),
+        sd=_range_sd("expert_products"),
+    ),
+    ConstantTerm(
+        name="host", meaning="host seconds of launches", constants=_HOST, sd=_range_sd("host_eager")
+    ),
+    ConstantTerm(
+        name="tensor_comm",
+        meaning="tensor-parallel collectives in training over isolated",
+        constants=("tensor_comm",),
+        sd=_range_sd("tensor_comm"),
+    ),
+    ConstantTerm(
+        name="pipeline_comm",
+        meaning="messages between stages in training over isolated",
+        constants=("pipeline_comm",),
+        sd=_range_sd("pipeline_comm"),
+    ),
+    ConstantTerm(
+        name="data_comm",
+        meaning="gradient collectives in training over isolated",
+        constants=("data_comm",),
+        sd=_range_sd("data_comm"),
+    ),
+    ConstantTerm(
+        name="expert_comm",
+        meaning="expert all-to-all in training over isolated",
+        constants=("expert_comm",),
+        sd=_range_sd("expert_comm"),
+    ),
+    ConstantTerm(
+        name="fixed",
+        meaning="seconds of a step outside layers, and of the optimizer per layer",
+        constants=("step_fixed", "step_per_layer"),
+        sd=0.5,  # the ranges begin at 0; their tops are four times the usual value, two of these
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermEstimate:
+    """Logarithms of the terms' factors, their covariance, and the error of a step that they leave."""
+
+    log_factors: Floats
+    covariance: Floats
+    noise: float
+
+    @property
+    def sds(self) -> Floats:
+        """Return the error bars of the logarithms."""
+        return np.sqrt(np.diag(self.covariance))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One run and the seconds of its step; `name` is how a table calls it."""
+
+    name: str
+    run: PlannedRun
+    measured_s: float
+
+
+class Steps:
+    """Measured steps, and what constants predict of them."""
+
+    def __init__(self, steps: Sequence[TimedStep], start: TrainingConstants):
+        self.start = start
+        self.names = [step.name for step in steps]
+        self.log_measured = np.log(np.array([step.measured_s for step in steps]))
+        self._batch = build_batch([step.run for step in steps], start)
+
+    def log_predicted(self, log_factors: Floats) -> Floats:
+        """Return the logarithm of each step by constants moved by factors."""
+        moved = scaled(self.start, log_factors)
+        return np.log(step_times(with_constants(self._batch, moved)).total)
+
+    def slopes(self, log_factors: Floats) -> Floats:
+        """Return how the logarithm of each step moves with that of each factor, shape (steps, terms)."""
+        columns = []
+        for place in range(len(TERMS)):
+            up, down = log_factors.copy(), log_factors.copy()
+            up[place] += _STEP
+            down[place] -= _STEP
+            columns.append((self.log_predicted(up) - self.log_predicted(down)) / (2 * _STEP))
+        return np.stack(columns, axis=1)
+
+
+def scaled(start: TrainingConstants, log_factors: Floats) -> TrainingConstants:
+    """Return constants with each term's moved by its factor."""
+    values = asdict(start)
+    for term, log_factor in zip(TERMS, log_factors, strict=True):
+        for name in term.constants:
+            values[name] *= math.exp(log_factor)
+    return TrainingConstants(**values)
+
+
+def fit(log_measured: Floats, log_predicted: Floats, slopes: Floats, at: Floats) -> TermEstimate:
+    """Return the estimate from steps whose logarithms are linear in those of the factors around `at`.
+
+    Maximum a posteriori with normal priors; the errors are Student's, by weights that are found with them,
+    and their scale is estimated along, the first guess counting as a few steps.
+    """
+    prior = np.diag([1.0 / term.sd**2 for term in TERMS])
+    rest = log_measured - log_predicted + slopes @ at
+    factors, noise = at, NOISE
+    weights = np.ones(len(rest))
+    for _ in range(20):
+        precision = slopes.T @ (weights[:, None] * slopes) / noise**2 + prior
+        factors = np.linalg.solve(precision, slopes.T @ (weights * rest) / noise**2)
+        off = rest - slopes @ factors
+        weights = (TAIL + 1.0) / (TAIL + (off / noise) ** 2)
+        noise = math.sqrt((NOISE_WEIGHT * NOISE**2 + float(weights @ off**2)) / (NOISE_WEIGHT + len(off)))
+    return TermEstimate(log_factors=factors, covariance=np.linalg.inv(precision), noise=noise)
+
+
+def fit_steps(
+    steps: Steps, chosen: NDArray[np.int_] | None = None, slopes: Floats | None = None
+) -> TermEstimate:
+    """Return the estimate from measured steps, or those chosen, by linear fits each about the last one.
+
+    With `slopes`, of all steps, these are kept from fit to fit.
+    """
+    index = np.arange(len(steps.log_measured)) if chosen is None else chosen
+    at: Floats = np.zeros(len(TERMS))
+    for _ in range(ROUNDS):
+        found = steps.slopes(at) if slopes is None else slopes
+        made = fit(steps.log_measured[index], steps.log_predicted(at)[index], found[index], at)
+        at = made.log_factors
+    return made
+
+
+def left_out_residuals(steps: Steps, at: Floats) -> Floats:
+    """Return log(measured / predicted) of each step by factors fitted to all others, linear about `at`."""
+    predicted, slopes = steps.log_predicted(at), steps.slopes(at)
+    found = []
+    for i in range(len(predicted)):
+        others = np.arange(len(predicted)) != i
+        made = fit(steps.log_measured[others], predicted[others], slopes[others], at)
+        found.append(steps.log_measured[i] - predicted[i] - slopes[i] @ (made.log_factors - at))
+    return np.array(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shot:
+    """Median error of steps not fitted, after `steps` were: the median over orders, 10 % and 90 % of them."""
+
+    steps: int
+    median_ape: float
+    low: float
+    high: float
+
+
+def shot_errors(steps: Steps, *, seeds: int = 20) -> tuple[tuple[int, ...], Floats]:
+    """Return numbers of measured steps, and the median error of steps not measured, shape (seeds, numbers).
+
+    In each order, drawn at random, the first steps are fitted and the last half judges every number. None
+    with fewer than `LEAST` steps.
+    """
+    total = len(steps.log_measured)
+    counts = tuple(k for k in (0, *(2**power for power in range(20))) if k <= total // 2)
+    if total < LEAST:
+        return (), np.empty((seeds, 0))
+    zero = np.zeros(len(TERMS))
+    slopes = steps.slopes(zero)
+    errors = np.empty((seeds, len(counts)))
+    for seed in range(seeds):
+        order = np.random.default_rng(seed).permutation(total)
+        judged = order[total // 2 :]
+        for place, count in enumerate(counts):
+            made = fit_steps(steps, order[:count], slopes).log_factors if count else zero
+            off = (steps.log_predicted(made) - steps.log_measured)[judged]
+            errors[seed, place] = np.median(np.abs(np.expm1(off)))
+    return counts, errors
+
+
+def shots(steps: Steps, *, seeds: int = 20) -> tuple[Shot, ...]:
+    """Return the curve of error against the number of measured steps, over orders of `shot_errors`."""
+    counts, errors = shot_errors(steps, seeds=seeds)
+    low, median, high = np.quantile(errors, (0.1, 0.5, 0.9), axis=0) if counts else errors[:3]
+    return tuple(
+        Shot(steps=count, median_ape=float(median[i]), low=float(low[i]), high=float(high[i]))
+        for i, count in enumerate(counts)
+    )
+
+
+LEAST = 8
+"""Steps from which there is a curve: half of them judge it."""
+
+
+def calibrate_steps(
+    measured: Sequence[TimedStep], *, start: TrainingConstants, seeds: int = 20
+) -> dict[str, Any]:
+    """Return the object of a costs file: constants moved to measured steps, error bars, and their curve.
+
+    Raises
+    ------
+    SpecError
+        Without a step.
+    """
+    if not measured:
+        rule = "Constants are fitted to measured steps"
+        raise SpecError("no measured step", key="--steps", rule=rule, fix="Give a table with some")
+    steps = Steps(measured, start)
+    made = fit_steps(steps)
+    after, before = steps.log_predicted(made.log_factors), steps.log_predicted(np.zeros(len(TERMS)))
+    alone = left_out_residuals(steps, made.log_factors) if len(measured) > 1 else steps.log_measured - before
+    return {
+        "schema_version": 1,
+        "kind": CALIBRATED,
+        "date": datetime.now(UTC).date().isoformat(),
+        "steps": len(measured),
+        "devices": sorted({device.name for step in measured for device, _ in devices_of(step.run)}),
+        "frameworks": sorted({step.run.framework.label for step in measured}),
+        "noise": made.noise,
+        "error": {
+            "before": _error(before - steps.log_measured),
+            "after": _error(after - steps.log_measured),
+            "left_out": _error(-alone) if len(measured) > 1 else None,
+        },
+        "terms": _terms(steps, made),
+        "curve": [asdict(shot) for shot in shots(steps, seeds=seeds)],
+        "constants": {
+            name: float(f"{value:.8g}") for name, value in asdict(scaled(start, made.log_factors)).items()
+        },
+        "residuals": [round(float(value), 5) for value in alone],
+        "points": [
+            [round(value, 3) for value in features_of(step.run.model, step.run.plan)] for step in measured
+        ],
+    }
+
+
+def _error(log_ratio: Floats) -> dict[str, float]:
+    off = np.abs(np.expm1(log_ratio))
+    return {"median_ape": float(np.median(off)), "p90_ape": float(np.quantile(off, 0.9))}
+
+
+_TAIL_90 = 1.6449  # of a normal distribution, 5 % on each side
+_SHOWN = 3
+
+
+def _terms(steps: Steps, made: TermEstimate) -> list[dict[str, Any]]:
+    """Return each term: factor, 90 % interval, whether it is known and by which steps, what it is tied to."""
+    slopes, sds = steps.slopes(made.log_factors), made.sds
+    correlation = made.covariance / np.outer(sds, sds)
+    found = []
+    for place, (term, log_factor, sd) in enumerate(zip(TERMS, made.log_factors, sds, strict=True)):
+        order = np.argsort(-slopes[:, place], kind="stable")[:_SHOWN]
+        tied = [
+            other.name for n, other in enumerate(TERMS) if n != place and abs(correlation[place, n]) >= TIED
+        ]
+        found.append(
+            {
+                "name": term.name,
+                "meaning": term.meaning,
+                "constants": list(term.constants),
+                "factor": math.exp(log_factor),
+                "interval": [math.exp(log_factor - _TAIL_90 * sd), math.exp(log_factor + _TAIL_90 * sd)],
+                "prior_interval": [math.exp(-_TAIL_90 * term.sd), math.exp(_TAIL_90 * term.sd)],
+                "identified": bool(sd <= IDENTIFIED * term.sd),
+                "share_of_step": float(np.median(slopes[:, place])),
+                "by": [
+                    {"step": steps.names[i], "share_of_step": float(slopes[i, place])}
+                    for i in order
+                    if slopes[i, place] >= _LEAST_SHARE
+                ],
+                "tied_to": tied,
+            }
+        )
+    return found
+
+
+_LEAST_SHARE = 1e-3
