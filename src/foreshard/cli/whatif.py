@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 @verb_command("whatif", describing_a_run)
 @click.option(
-    "--change", "changes", multiple=True, metavar="KEY=VALUE", help="A change; repeat it (or --diagnose)."
+    "--change", "changes", multiple=True, metavar="KEY=VALUE", help="A change; repeat it (none: --diagnose)."
 )
 @click.option("--diagnose", is_flag=True, help="Show the critical path, and rank what would help.")
-@click.pass_context
-def command(ctx: click.Context, /, changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
-    """Predict the effect of each --change, and rank them by tokens per second.
+def command(changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
+    """Predict the effect of each --change, and rank them by tokens per second; without one, diagnose.
 
     KEY is any flag of predict without dashes, or device, nodes, nic, link, memory-bandwidth, or speed-PART
     for a part of the step that many times as fast (speed-tensor-comm=2, speed-attention=inf). Join changes
@@ -34,18 +33,15 @@ def command(ctx: click.Context, /, changes: tuple[str, ...], diagnose: bool, **v
 
     \b
     foreshard whatif llama3-8b 2x8xh100-sxm --tp 2 --change tp=4 --change "nic=800 Gb/s" --change speed-host=2
-    foreshard whatif llama3-8b 2x8xh100-sxm --tp 2 --diagnose
+    foreshard whatif llama3-8b 2x8xh100-sxm --tp 2
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.advise.change import effects_of
 
-    if not changes and not diagnose:
-        change = next(param for param in ctx.command.params if param.name == "changes")
-        raise click.MissingParameter(ctx=ctx, param=change)
     request = to_request(values)
     base, effects = effects_of(request, changes)
     data = {"schema_version": 1, "base": base.to_dict(), "effects": list(map(effect_dict, effects))}
     found: Diagnosis | None = None
-    if diagnose:
+    if diagnose or not changes:
         from foreshard.advise.diagnosis import diagnose as diagnosed
 
         found = diagnosed(request, base)

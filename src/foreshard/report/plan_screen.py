@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from foreshard.advise.sensitivity import Gain
     from foreshard.planner.rental import RentResult
     from foreshard.planner.result import PlanResult, Ranked
+
+_LINE = 100  # characters of a line of the footer
 
 _SHOWN_STAGES = 24  # rows of the chosen plan on a screen
 _CLOSED = 0.01
@@ -61,8 +64,18 @@ def plan_screen(
         boxes=(step_box(chosen.prediction), bound_box(result), searched_box(result)),
         tables=tuple(tables),
         notes=notes,
-        footer=(f"The bound covers: {result.space}.",) if result.space else (),
+        footer=_covered(result.space),
     )
+
+
+def _covered(space: str) -> tuple[str, ...]:
+    """Return what a bound covers, a line or a few for each of its terms."""
+    if not space:
+        return ()
+    terms = [
+        textwrap.wrap(term, _LINE, initial_indent="- ", subsequent_indent="  ") for term in space.split("; ")
+    ]
+    return ("The bound covers:", *(line for term in terms for line in term))
 
 
 def ranked_table(plans: Sequence[Ranked]) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foreshard.spec.device import Device
+from foreshard.units import number_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,15 @@ class Cluster:
     links: tuple[Link, ...] = ()
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return name, nodes and the network of each on one line; `nodes` has the rest."""
+        groups = " + ".join(
+            f"{number_of(group.count, 'node')} of {group.per_node} {group.device.name}, "
+            f"{group.nic_bytes_per_s / 1e9:g} GB/s a node"
+            for group in self.nodes
+        )
+        return f"<Cluster {self.name}: {groups}>"
 
     @property
     def num_devices(self) -> int:

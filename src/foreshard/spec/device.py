@@ -46,6 +46,12 @@ class Device:
     verified: bool = True
     notes: str = ""
 
+    def __repr__(self) -> str:
+        """Return name, memory, bandwidth and peaks on one line."""
+        peaks = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in self.peak_flops_per_s.items() if rate)
+        sizes = f"{self.capacity_bytes / 2**30:.3g} GiB at {self.memory_bytes_per_s / 1e12:g} TB/s"
+        return f"<Device {self.name}: {sizes}; TFLOP/s {peaks}>"
+
     def supports(self, precision: str) -> bool:
         """Return whether the device multiplies matrices in a training precision in hardware."""
         if precision == "mxfp8" and self.arch not in _MX_ARCHS:

@@ -55,6 +55,14 @@ class Model:
     rope_scaling: tuple[float | str, ...] | None = None  # kind, factor; of yarn also its mscales
     norm_eps: float | None = None
 
+    def __repr__(self) -> str:
+        """Return name and sizes on one line; fields and `block_kinds` have the rest."""
+        layers = " + ".join(
+            f"{count} blocks" + (f" of {block.num_experts} experts" if block.num_experts else "")
+            for block, count in self.block_kinds()
+        )
+        return f"<Model {self.name}: {layers}, hidden {self.hidden:,}, {self.num_params:,} parameters>"
+
     @property
     def num_layers(self) -> int:
         """Number of blocks L."""

@@ -105,3 +105,9 @@ def test_a_measured_step_scales_the_steps_and_not_the_gains(shell):
         if one["change"] in first:
             assert one["gain"] == pytest.approx(first[one["change"]]["gain"], rel=1e-9)
             assert one["step_time_s"] == pytest.approx(2 * first[one["change"]]["step_time_s"], rel=1e-9)
+
+
+def test_without_a_change_it_diagnoses(shell):
+    asked, plain = shell(*RUN, "--diagnose", "--json"), shell(*RUN, "--json")
+    assert plain.code == 0 and plain.json["diagnosis"]["helps"]
+    assert plain.json["diagnosis"] == asked.json["diagnosis"] and plain.json["effects"] == []

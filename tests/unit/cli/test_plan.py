@@ -122,7 +122,10 @@ def test_a_report_is_one_page_without_anything_from_elsewhere(shell, tmp_path):
     assert "http" not in text.replace("http-equiv", "") and "src=" not in text
     listed = text.split("The space that the bound speaks of")[1].split("</ul>")[0]
     terms = [html.unescape(term) for term in re.findall(r"<li>([^<]*)</li>", listed)]
-    assert len(terms) > 3 and f"The bound covers: {'; '.join(terms)}." in " ".join(answer.out.split())
+    assert len(terms) > 3 and "The bound covers:\n- " in answer.out
+    covered = answer.out.split("The bound covers:\n")[1].splitlines()
+    assert " ".join(line.strip() for line in covered) == " ".join(f"- {term}" for term in terms)
+    assert max(map(len, covered)) <= 100
 
 
 def test_explain_ranks_other_hardware(shell):

@@ -115,7 +115,7 @@ def test_a_search_takes_the_kernel_that_was_chosen():
         ("megatron-core", "1x4xtpu-v5p", "MaxText"),
         ("torchtitan", "1x16xtrainium-2", "NeuronX Distributed"),
         ("megatron-core", "8xgaudi-2", "Intel's fork of DeepSpeed"),
-        ("nemo", "8xmi300x", "AMD's fork of Megatron-LM"),
+        ("nemo", "8xmi300x", "AMD's Primus on Megatron-LM"),
     ],
 )
 def test_a_pair_that_does_not_exist_is_warned_of_with_what_runs(shell, framework, cluster, stack):

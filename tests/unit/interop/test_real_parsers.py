@@ -95,6 +95,9 @@ MEGATRON = (
     ("mixtral-8x7b", {"tp": 2, "ep": 4, "etp": 2, "pp": 2}),
     ("mixtral-8x7b", {"ep": 8, "pp": 2, "vpp": 2, "comm": {"expert_overlap": True}}),
     ("deepseek-v2-lite", {"ep": 8, "pp": 2, "recompute": "selective:mla_up_proj+moe_act"}),
+    ("deepseek-v2-lite", {"ep": 8, "comm": {"shared_overlap": True}}),
+    ("llama3-8b", {"tp": 2, "zero": 1, "optimizer": "muon"}),
+    ("llama3-8b", {"tp": 2, "zero": 0, "optimizer": "lion"}),
 )
 
 
@@ -138,7 +141,10 @@ def _megatron_has(made: Plan, model: Model, arguments, config) -> None:
         assert config.recompute_modules == rest.split("+")
     if kind == "full":
         assert f"{config.recompute_method}:{config.recompute_num_layers}" == (rest or "uniform:1")
-    assert arguments.use_distributed_optimizer == (degrees.zero > 0)
+    assert arguments.optimizer == {"adamw": "adam"}.get(made.optimizer, made.optimizer)
+    whole = made.optimizer in ("muon", "lion")  # their updates need whole matrices
+    assert arguments.use_distributed_optimizer == (degrees.zero > 0 and not whole)
+    assert arguments.use_layer_wise_distributed_optimizer == (degrees.zero > 0 and whole)
     assert arguments.use_megatron_fsdp == (degrees.zero > 1)
     if degrees.zero > 1:
         names = {2: "optim_grads", 3: "optim_grads_params"}
@@ -153,8 +159,9 @@ def _megatron_has(made: Plan, model: Model, arguments, config) -> None:
         ("grad_overlap", arguments.overlap_grad_reduce),
         ("param_gather_overlap", arguments.overlap_param_gather),
         ("expert_overlap", config.overlap_moe_expert_parallel_comm),
+        ("shared_overlap", config.moe_shared_expert_overlap),
     ):
-        if option in made.comm and (option != "expert_overlap" or degrees.ep > 1):
+        if option in made.comm and (option not in ("expert_overlap", "shared_overlap") or degrees.ep > 1):
             assert read == made.comm[option], option
     if degrees.vpp > 1:
         assert config.overlap_p2p_comm == made.comm.get("p2p_overlap", True)
@@ -237,7 +244,12 @@ def _torchtitan_batches(made: Plan, config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "degrees"), (*TORCHTITAN, ("llama3-8b", {"zero": 3, "recompute": "every-2"}))
+    ("name", "degrees"),
+    (
+        *TORCHTITAN,
+        ("llama3-8b", {"zero": 3, "recompute": "every-2"}),
+        ("llama3-8b", {"zero": 3, "precision": "fp8", "comm": {"narrow_gather": True}}),
+    ),
 )
 def test_torchtitan_02_reads_the_plan(name, degrees, tmp_path):
     model = load_model(name)
@@ -247,6 +259,8 @@ def test_torchtitan_02_reads_the_plan(name, degrees, tmp_path):
     _torchtitan_batches(made, config)
     stage = made.groups[0].stages[0]
     assert dims.dp_replicate * dims.dp_shard == stage.inner_dp
+    narrow = config.quantize.linear.float8.enable_fsdp_float8_all_gather
+    assert narrow == made.comm.get("narrow_gather", False)
     rule = config.activation_checkpoint
     said = {
         "none": ("none", None),

@@ -149,3 +149,13 @@ def test_groups_that_share_a_row_say_what_each_of_them_has(plan):
     assert [row[0] for row in rows] == ["0", "0", "1-2"]
     assert "2 a100-sxm-80gb" in rows[0] and "10" in rows[0]
     assert "1 h100-sxm each" in rows[2] and "27 each" in rows[2]
+
+
+def test_a_trade_off_has_round_numbers_on_its_axes():
+    drawn = plan_drawing.scatter([(21.5, 1204.0, "a"), (33.0, 880.0, "b")], "step time, s", "$ per 1B tokens")
+    texts = re.findall(r"<text[^>]*>([^<]*)", drawn)
+    assert texts[2:] == ["22.5", "25", "27.5", "30", "32.5", "900", "1,000", "1,100", "1,200"]
+    alone = re.findall(
+        r"<text[^>]*>([^<]*)", plan_drawing.scatter([(2.0, 3.0, "a"), (2.0, 3.0, "b")], "x", "y")
+    )
+    assert alone == ["x", "y", "2", "3"]

@@ -255,7 +255,7 @@ CASES = {
         "h100-sxm has no nvfp4. Devices compute matrix products of the precision in hardware. Use one of: fp32",
     ),
     "precision unknown": (good(precision="int8"), DENSE, "--dtype", "precision", "Must be one of fp32"),
-    "optimizer unknown": (good(optimizer="lion"), DENSE, "--optimizer", "optimizer", "Must be one of adamw"),
+    "optimizer unknown": (good(optimizer="lamb"), DENSE, "--optimizer", "optimizer", "Must be one of adamw"),
     "zero": (good(stages=both(zero=4)), DENSE, "--zero", "groups[0].stages[0].zero", "from 0 to 3"),
     "offload": (
         good(stages=both(offload="ssd")),

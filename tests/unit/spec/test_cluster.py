@@ -4,6 +4,8 @@ import pickle
 
 import pytest
 
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
@@ -98,3 +100,11 @@ def test_a_precision_the_device_lacks_is_an_error_that_names_what_it_has(arch, v
         device.peak(precision)
     assert "fp8" in caught.value.fix
     assert caught.value.key == "precision"
+
+
+def test_what_a_session_prints_of_models_and_clusters_is_one_line():
+    cluster = load_cluster("2x8xh100-sxm@50GB/s+1x4xt4@100Gb/s")
+    assert repr(cluster).endswith("2 nodes of 8 h100-sxm, 50 GB/s a node + 1 node of 4 t4, 12.5 GB/s a node>")
+    assert repr(cluster.devices[0]).startswith("<Device h100-sxm: 79.2 GiB at 3.35 TB/s; TFLOP/s ")
+    model = load_model("deepseek-v3")
+    assert "3 blocks + 58 blocks of 256 experts, hidden 7,168, 671,026,404,352 param" in repr(model)

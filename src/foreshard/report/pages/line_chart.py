@@ -33,7 +33,7 @@ def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x
     xs = [math.log10(a) if log_x else a for line in lines for a, _ in line.points]
     ys = [b for line in lines for _, b in line.points]
     x0, x1 = min(xs), max(xs)
-    marks = _marks(min(0.0, *ys), max(ys))
+    marks = marks_of(min(0.0, *ys), max(ys))
     y0, y1 = marks[0], marks[-1]
     span = x1 - x0 or 1.0
 
@@ -51,7 +51,7 @@ def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x
     for value in marks:
         down = place(lines[0].points[0][0], value)[1]
         out.append(_stroke(_LEFT, _WIDTH - _RIGHT, down, "currentColor", ' stroke-opacity="0.15"'))
-        label = f"{_number(100 * value)} %" if percent else _number(value)
+        label = f"{number_words(100 * value)} %" if percent else number_words(value)
         out.append(_text(_LEFT - 6, down + 4, label, "end"))
     out += _x_labels(lines, place)
     for k, line in enumerate(lines):
@@ -60,7 +60,7 @@ def chart(lines: Sequence[Line], *, x: str, y: str, percent: bool = False, log_x
     return "".join(out) + "</svg>"
 
 
-def _marks(low: float, high: float) -> list[float]:
+def marks_of(low: float, high: float) -> list[float]:
     """Return four to seven round numbers at equal steps, from `low` or below to `high` or above."""
     span = high - low or 1.0
     size = 10.0 ** math.floor(math.log10(span / 4))
@@ -69,7 +69,8 @@ def _marks(low: float, high: float) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-def _number(value: float) -> str:
+def number_words(value: float) -> str:
+    """Return a number as an axis shows it."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

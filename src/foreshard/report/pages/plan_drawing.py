@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from foreshard.report.pages.line_chart import marks_of, number_words
 from foreshard.report.pages.markup import legend
 from foreshard.report.screen import spans
 from foreshard.spec.cluster import Cluster
@@ -145,9 +146,16 @@ def _legend(plan: Plan, cluster: Cluster) -> str:
     return legend((shades[name], f"{name}: {count} used") for name, count in used.items())
 
 
-def _text(x: float, y: float, words: str, style: str = "") -> str:
+def _text(x: float, y: float, words: str, style: str = "", anchor: str = "") -> str:
     kind = f' class="{style}"' if style else ""
-    return f'<text x="{x:.1f}" y="{y}"{kind}>{html.escape(words)}</text>'
+    kind += f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text x="{x:.1f}" y="{y:g}"{kind}>{html.escape(words)}</text>'
+
+
+def _inside(values: Sequence[float]) -> list[float]:
+    """Return round numbers between the least and the largest value, or what all are."""
+    least, most = min(values), max(values)
+    return [mark for mark in marks_of(least, most) if least <= mark <= most] or [least]
 
 
 def scatter(points: Sequence[tuple[float, float, str]], x_name: str, y_name: str) -> str:
@@ -162,11 +170,19 @@ def scatter(points: Sequence[tuple[float, float, str]], x_name: str, y_name: str
         _text(left, height - 8, x_name, "soft"),
         _text(0, 12, y_name, "soft"),
     ]
+
+    def across(x: float) -> float:
+        return left + 16 + (x - x0) / dx * (width - left - 40)
+
+    def down(y: float) -> float:
+        return height - low - 16 - (y - y0) / dy * (height - low - 46)
+
+    for value in _inside(xs):
+        out.append(_text(across(value), height - low + 16, number_words(value), "soft", "middle"))
+    for value in _inside(ys):
+        out.append(_text(left - 6, down(value) + 4, number_words(value), "soft", "end"))
     for i, (x, y, words) in enumerate(points):
-        at = (
-            left + 16 + (x - x0) / dx * (width - left - 40),
-            height - low - 16 - (y - y0) / dy * (height - low - 46),
-        )
+        at = across(x), down(y)
         shade = "var(--alarm)" if i == 0 else "var(--compute)"
         title = f"<title>{html.escape(words)}</title>"
         out.append(f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="5" fill="{shade}">{title}</circle>')
