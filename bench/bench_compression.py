@@ -2,7 +2,8 @@
 
 Two ranks over gloo train the example's GPT with AdamW; the hook of each method takes the place of DDP's
 all-reduce (`transport.compression.registry.ddp_hook`). Samples, first values and dropout are the same in
-every run.
+every run. The first fifth of the steps is a warm-up, as in 1-bit Adam: gradients are summed whole, and
+second moments stay as they are at its end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "jobs"))
 RANKS, BATCH, RATE = 2, 16, 2e-3
-METHODS = ("none", "powersgd:4", "topk:0.05", "onebit", "int8", "fp8")
+FROZEN = "none, frozen"
+"""Whole sums with the second moments of the warm-up: what freezing them does by itself."""
+METHODS = ("none", FROZEN, "powersgd:4", "topk:0.05", "topk:0.1", "onebit", "int8", "fp8")
+WARM = 5
+"""Steps of the run for each step of its warm-up."""
 LAST = 20
 """Steps whose mean loss is compared."""
 
@@ -34,23 +39,28 @@ def train(rank: int, folder: str, method: str, steps: int) -> None:
     """Train as one rank, and write the mean losses of both."""
     import gpt_job
 
+    from foreshard.transport.compression.compressor import WarmUp
     from foreshard.transport.compression.registry import ddp_hook
+    from foreshard.transport.compression.second_moments import FrozenAdam
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store-{method}", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*[build() for build in gpt_job.model()]))
-    if method != "none":
-        model.register_comm_hook(*ddp_hook(method, dist.group.WORLD))
+    freezes, warm_up = method != "none", WarmUp(steps // WARM)
+    if method not in ("none", FROZEN):
+        model.register_comm_hook(*ddp_hook(method, dist.group.WORLD, warm_up))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    frozen = FrozenAdam(optimizer, warm_up.steps)
     data, losses, own = gpt_job.dataset(), [], BATCH // RANKS
     for step in range(steps):
         batch = torch.stack([data[(step * BATCH + rank * own + i) % len(data)] for i in range(own)])
         total, count = gpt_job.loss(model(gpt_job.inputs(batch)), batch)
         optimizer.zero_grad()
         (total / count).backward()
-        optimizer.step()
+        (frozen if freezes and warm_up.is_over else optimizer).step()
+        warm_up.step += 1
         loss = (total / count / RANKS).detach()
         dist.all_reduce(loss)
         losses.append(float(loss))

@@ -18,7 +18,7 @@ from rehearsal import plan_of, rehearse, values
 from small_plans import PLANS
 
 from foreshard.errors import SpecError
-from foreshard.runtime.gradient_sums import GradientSums, check_sums
+from foreshard.runtime.gradient_sums import GradientSums, check_sums, check_warm_up
 from foreshard.runtime.job.job import Job, load_job
 from foreshard.runtime.trainer import Options
 from foreshard.spec.plan import Plan
@@ -89,6 +89,36 @@ def test_losses_are_those_of_whole_gradients(job: Job, plain: float, method: str
 def test_low_rank_sums_go_by_a_named_algorithm_too(job: Job, plain: float) -> None:
     loss, _ = trained(job, shared(8, 8, 8), compress="powersgd:2", collectives="halving-doubling")
     assert abs(loss / plain - 1.0) <= WITHIN
+
+
+def test_a_warm_up_without_compression_is_refused() -> None:
+    check_warm_up(GradientSums(compress="int8"), 5)
+    with pytest.raises(SpecError, match="no compression"):
+        check_warm_up(GradientSums(), 5)
+
+
+def test_adam_keeps_the_second_moments_of_the_warm_up(tmp_path: Path) -> None:
+    """First steps are those of whole gradients; what compression changes then leaves the moments alone."""
+    path = tmp_path / "job.py"
+    path.write_text(JOB.replace("SGD(params, lr=0.02, momentum=0.9)", "AdamW(params, lr=0.01)"))
+    adam = load_job(str(path))
+
+    def moments(trainer: Any) -> list[Any]:
+        return [state["exp_avg_sq"].clone() for state in trainer.state.optimizer.state.values()]
+
+    def after(steps: int, **options: Any) -> dict[int, Any]:
+        plan, given = shared(12, 8), Options(**options)
+        return rehearse(adam, plan, steps=steps, after=moments, options=given)
+
+    whole = after(4)
+    for compressed in (
+        after(4, compress="onebit", compress_after=4),
+        after(7, compress="onebit", compress_after=4),
+    ):
+        for rank, (losses, expected) in whole.items():
+            assert compressed[rank][0][:4] == pytest.approx(losses, rel=1e-5)
+            assert all(torch.allclose(a, b) for a, b in zip(compressed[rank][1], expected, strict=True))
+    assert not torch.allclose(after(7, compress="onebit")[0][1][0], whole[0][1][0], rtol=1e-3)
 
 
 class GradientBucket:

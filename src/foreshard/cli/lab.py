@@ -40,6 +40,7 @@ _LIKE_RUN = (
     "costs",
     "collectives",
     "compress",
+    "compress_after",
     "bucket_bytes",
     "bucket_order",
     "stage_messages",

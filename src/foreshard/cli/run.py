@@ -129,6 +129,13 @@ SEED = Count(-(2**63), 2**63 - 1)
     help="Sum gradients approximately: powersgd:RANK, topk:FRACTION, onebit, int8 or fp8.",
 )
 @click.option(
+    "--compress-after",
+    type=Count(0),
+    default=0,
+    metavar="STEPS",
+    help="Sum the gradients of the first steps whole; Adam keeps the second moments that it has then.",
+)
+@click.option(
     "--buckets",
     "bucket_bytes",
     type=ByteCount(),

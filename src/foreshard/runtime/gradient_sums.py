@@ -132,3 +132,16 @@ def check_order(plan: Plan, sums: GradientSums, order: str | None) -> None:
     else:
         return
     raise SpecError(what, key=KEY, value=order, rule=rule, fix=fix)
+
+
+def check_warm_up(sums: GradientSums, steps: int) -> None:
+    """Refuse steps before a compression that there is none of.
+
+    Raises
+    ------
+    SpecError
+    """
+    if steps and sums.compress is None:
+        rule = "It says for how many steps gradients are not compressed yet"
+        fix = "Add --compress METHOD, or leave it out"
+        raise SpecError("no compression", key="--compress-after", value=steps, rule=rule, fix=fix)

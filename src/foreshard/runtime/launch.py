@@ -15,7 +15,7 @@ from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
-from foreshard.runtime.gradient_sums import check_order, check_sums, gradient_sums
+from foreshard.runtime.gradient_sums import check_order, check_sums, check_warm_up, gradient_sums
 from foreshard.runtime.hardware import Emulation
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
@@ -101,6 +101,7 @@ def launch(
     sums = gradient_sums(plan, collectives, compress, bucket_bytes, file=plan_file)
     resumes = resume and bool(steps_in(folder / "ckpt"))
     check_sums(plan, sums, virtual=test_bed.is_virtual, resumes=resumes)
+    check_warm_up(sums, settings.get("compress_after", 0))
     check_order(plan, sums, bucket_order)
     check_stage_messages(plan, stage_messages, virtual=test_bed.is_virtual)
     if resume:

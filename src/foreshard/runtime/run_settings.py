@@ -49,6 +49,8 @@ class Options:
         How gradients are summed, as `schedule_selection` reads it; None for the backend's all-reduce.
     compress : str or None
         What of gradients goes over the network, as `compression_method` reads it; None for all.
+    compress_after : int
+        Steps at the start whose gradients are summed whole; Adam's second moments are those of these steps.
     bucket_bytes : int or None
         From which on a bucket of gradients is full; None for `BUCKET_BYTES`.
     bucket_order : str or None
@@ -69,6 +71,7 @@ class Options:
     probe_every: int = 0
     collectives: str | None = None
     compress: str | None = None
+    compress_after: int = 0
     bucket_bytes: int | None = None
     bucket_order: str | None = None
     stage_messages: str | None = None

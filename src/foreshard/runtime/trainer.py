@@ -82,7 +82,11 @@ class Trainer:
         self._probe = Probe(job, self.rank, context.clock, context.device)
         options = context.options
         self._sums = BucketSums(
-            options.collectives, options.compress, context.on_event, order=options.bucket_order
+            options.collectives,
+            options.compress,
+            context.on_event,
+            order=options.bucket_order,
+            warm_up=options.compress_after,
         )
         self._messages = StageMessageSchedules(options.stage_messages, context.on_event)
         self._feed: Feed | None = None
@@ -126,6 +130,7 @@ class Trainer:
         context.before_step(self.step)
         began_s = context.clock.now()
         progress.reduced = False
+        self._sums.warm_up.step = self.step
         sums = self._stage.train(self.step, self.update.factor)
         positions = self._stage.trained_in(self.step)
         if context.ledger is not None and positions is not None:

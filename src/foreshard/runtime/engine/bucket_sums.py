@@ -16,7 +16,7 @@ from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import OnEvent
 from foreshard.runtime.state.buckets import Bucket
 from foreshard.transport.all_reduce import AllReduce, ScheduledAllReduce
-from foreshard.transport.compression.compressor import Compressor, SumRanks
+from foreshard.transport.compression.compressor import Compressor, SumRanks, WarmUp
 from foreshard.transport.compression.registry import MakeCompressor, compressor_of
 
 
@@ -123,6 +123,13 @@ class BucketSums:
     on_event : OnEvent
     order : str, optional
         As in `bucket_urgency`.
+    warm_up : int
+        Steps at the start that are not compressed.
+
+    Attributes
+    ----------
+    warm_up : WarmUp
+        Whose step the trainer sets.
     """
 
     def __init__(
@@ -131,7 +138,9 @@ class BucketSums:
         compress: str | None,
         on_event: OnEvent,
         order: str | None = None,
+        warm_up: int = 0,
     ):
+        self.warm_up = WarmUp(warm_up)
         self._urgency = None if order is None else bucket_urgency(order)
         self._selection = None if collectives is None else all_reduce_selection(collectives)
         self._make = None if compress is None else compressor_of(compression_method(compress))
@@ -159,7 +168,8 @@ class BucketSums:
             text = f"ranks {list(group.ranks)} compress anew: what was left out of their gradients is dropped"
             self._on_event("compression", text)
         ranks = SumRanks(peers, group.place, len(group.ranks), all_reduce)
-        return BackgroundSum(group, _compressed(self._make, ranks), self._agreed(peers, buckets))
+        sums = _compressed(self._make, ranks, self.warm_up)
+        return BackgroundSum(group, sums, self._agreed(peers, buckets))
 
     def _agreed(self, peers: PeerGroup, buckets: Sequence[Bucket]) -> AgreedOrder | None:
         if self._urgency is None:
@@ -193,13 +203,13 @@ def _whole(all_reduce: AllReduce) -> Callable[[Bucket], None]:
     return lambda bucket: all_reduce(bucket.flat)
 
 
-def _compressed(make: MakeCompressor, ranks: SumRanks) -> Callable[[Bucket], None]:
+def _compressed(make: MakeCompressor, ranks: SumRanks, warm_up: WarmUp) -> Callable[[Bucket], None]:
     """Return what sums buckets, each by a compressor of its own that keeps what it has left out."""
     compressors: dict[int, Compressor] = {}
 
     def total(bucket: Bucket) -> None:
         if id(bucket) not in compressors:
-            compressors[id(bucket)] = make(tuple(gradient.shape for gradient in bucket.gradients))
+            compressors[id(bucket)] = make(tuple(gradient.shape for gradient in bucket.gradients), warm_up)
         compressors[id(bucket)].sum(bucket.flat, ranks)
 
     return total

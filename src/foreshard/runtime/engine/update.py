@@ -15,6 +15,7 @@ from foreshard.runtime.job.user_code import user_code
 from foreshard.runtime.run_settings import Options
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.spec.plan import Plan
+from foreshard.transport.compression.second_moments import FrozenAdam, has_second_moments
 
 
 def _summed_in(flat: torch.Tensor) -> torch.dtype:
@@ -35,6 +36,7 @@ class Update:
     def __init__(self, job: Job, options: Options, clock: Clock):
         self._job, self._options, self._clock = job, options, clock
         self._base_lr: list[float] = []
+        self._frozen: tuple[torch.optim.Optimizer, FrozenAdam] | None = None
         self.scale: LossScale | None = None
 
     @property
@@ -48,6 +50,15 @@ class Update:
         self.scale = (self.scale or first_scale(plan.tokens)) if scaled else None
         groups = state.optimizer.param_groups if state.optimizer is not None else []
         self._base_lr = [group["lr"] for group in groups]
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, step: int) -> torch.optim.Optimizer | FrozenAdam:
+        """Return what makes the step: the optimizer, or Adam as it was when compression began."""
+        after = self._options.compress_after
+        if self._options.compress is None or not 0 < after <= step or not has_second_moments(optimizer):
+            return optimizer
+        if self._frozen is None or self._frozen[0] is not optimizer:
+            self._frozen = optimizer, FrozenAdam(optimizer, after)
+        return self._frozen[1]
 
     def square_norm(self, state: RankState) -> float:
         """Return the squares of the gradients of which this rank is the first owner, or 0 if unused."""
@@ -87,6 +98,6 @@ class Update:
                 for group, base in zip(state.optimizer.param_groups, self._base_lr, strict=True):
                     group["lr"] = base * factor
             with user_code("optimizer", self._job.path):
-                state.optimizer.step()
+                self._stepped(state.optimizer, step).step()
         self._clock.end("optimizer", 0, len(state.modules))
         return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,19 +45,51 @@ class SumRanks:
         return found
 
 
+@dataclass(slots=True)
+class WarmUp:
+    """Steps at the start whose gradients are summed whole, and the step that is trained now.
+
+    Gradients change fast at first, and second moments of Adam need them as they are.
+
+    Source
+    ------
+    Whole sums at first: Tang et al. 2021, "1-bit Adam"; ``start_powerSGD_iter`` of torch's PowerSGD hook. A
+    density that falls exponentially: Lin et al. 2018, "Deep Gradient Compression".
+    """
+
+    steps: int = 0
+    step: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether gradients are compressed in this step."""
+        return self.step >= self.steps
+
+    def density(self, last: float) -> float:
+        """Return the part of the entries to send: from all down to the last, over as many steps again.
+
+        Examples
+        --------
+        >>> [WarmUp(steps=2, step=step).density(0.01) for step in (2, 3, 4, 5)]
+        [1.0, 0.1, 0.01, 0.01]
+        """
+        done = min((self.step - self.steps) / self.steps, 1.0) if self.steps else 1.0
+        return float(last**done)
+
+
 class Compressor(ABC):
     """An approximate sum of one bucket over all ranks, step after step.
 
     What a step leaves out is added to the gradient of the next one, on the rank that has left it out, so that
-    all of a gradient arrives in the end.
+    all of a gradient arrives in the end. In a warm-up sums are whole.
 
     Source
     ------
     Error feedback: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2.
     """
 
-    def __init__(self, shapes: Shapes):
-        self.shapes = shapes
+    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None):
+        self.shapes, self.warm_up = shapes, warm_up or WarmUp()
         self.error: Tensor | None = None
 
     def sum(self, flat: Tensor, ranks: SumRanks) -> None:
@@ -64,6 +97,9 @@ class Compressor(ABC):
 
         Half precision is computed in float32.
         """
+        if not self.warm_up.is_over:
+            ranks.all_reduce(flat)
+            return
         is_full = flat.dtype in (torch.float32, torch.float64)
         gradient = flat if is_full else flat.to(torch.float32)
         if self.error is not None:

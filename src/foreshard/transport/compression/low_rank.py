@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foreshard.comm.compression.methods import is_low_rank
-from foreshard.transport.compression.compressor import Compressor, Shapes, SumRanks, split_sizes
+from foreshard.transport.compression.compressor import Compressor, Shapes, SumRanks, WarmUp, split_sizes
 
 
 class LowRank(Compressor):
@@ -18,6 +18,7 @@ class LowRank(Compressor):
     Parameters
     ----------
     shapes : Shapes
+    warm_up : WarmUp, optional
     rank : int
 
     Source
@@ -25,8 +26,8 @@ class LowRank(Compressor):
     Vogels, Karimireddy, Jaggi 2019, "PowerSGD", algorithm 1.
     """
 
-    def __init__(self, shapes: Shapes, rank: int):
-        super().__init__(shapes)
+    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None, *, rank: int):
+        super().__init__(shapes, warm_up)
         self._rank = rank
         self._right: dict[int, Tensor] = {}
 

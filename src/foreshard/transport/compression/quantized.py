@@ -11,6 +11,7 @@ from foreshard.transport.compression.compressor import (
     Compressor,
     Shapes,
     SumRanks,
+    WarmUp,
     joined_bytes,
     padded,
     split_sizes,
@@ -57,12 +58,13 @@ class EightBit(Compressor):
     Parameters
     ----------
     shapes : Shapes
+    warm_up : WarmUp, optional
     kind : torch.dtype
         int8 or float8_e4m3fn.
     """
 
-    def __init__(self, shapes: Shapes, kind: torch.dtype):
-        super().__init__(shapes)
+    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None, *, kind: torch.dtype):
+        super().__init__(shapes, warm_up)
         self._kind = kind
 
     def _exchange(self, flat: Tensor, ranks: SumRanks) -> tuple[Tensor, Tensor]:

@@ -7,17 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from foreshard.transport.compression.compressor import Compressor, Shapes, SumRanks, joined_bytes
+from foreshard.transport.compression.compressor import Compressor, Shapes, SumRanks, WarmUp, joined_bytes
 
 
 class TopK(Compressor):
     """Sums the largest entries of each rank's bucket.
 
-    Every rank gathers those of all others, so that what arrives grows with the number of ranks.
+    Every rank gathers those of all others, so that what arrives grows with the number of ranks. After a
+    warm-up the fraction falls from 1 over as many steps again.
 
     Parameters
     ----------
     shapes : Shapes
+    warm_up : WarmUp, optional
     fraction : float
         Of the entries, above 0 and at most 1.
 
@@ -26,12 +28,12 @@ class TopK(Compressor):
     Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent".
     """
 
-    def __init__(self, shapes: Shapes, fraction: float):
-        super().__init__(shapes)
+    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None, *, fraction: float):
+        super().__init__(shapes, warm_up)
         self._fraction = fraction
 
     def _exchange(self, flat: Tensor, ranks: SumRanks) -> tuple[Tensor, Tensor]:
-        count = max(1, math.ceil(self._fraction * flat.numel()))
+        count = max(1, math.ceil(self.warm_up.density(self._fraction) * flat.numel()))
         places = torch.topk(flat.abs(), count, sorted=False).indices
         values = flat[places]
         mine = joined_bytes([values.view(1, -1), places.to(torch.int32).view(1, -1)]).view(-1)
