@@ -15,6 +15,7 @@ import numpy as np
 from foreshard.catalog.stacks import running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
+from foreshard.comm.jobs.job import TrainingJob
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
@@ -55,7 +56,8 @@ class PlannedRun:
 
     `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
     `framework` has the attention kernel that runs on the devices, `declared` the one it names. `costs` is the
-    source of kernel times, as `catalog.kernels.kernel_model` takes it.
+    source of kernel times, as `catalog.kernels.kernel_model` takes it. `other_jobs` are on the same cluster:
+    a network that transfers share carries theirs too.
     """
 
     model: Model
@@ -63,6 +65,7 @@ class PlannedRun:
     plan: Plan
     framework: Framework
     costs: str = "auto"
+    other_jobs: tuple[TrainingJob, ...] = ()
     stated: Plan = field(init=False)
     declared: Framework = field(init=False)
 

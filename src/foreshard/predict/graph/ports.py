@@ -4,7 +4,7 @@ Symmetric ranks send the same bytes at the same time, so one of them tells how l
 devices of a node or a leaf have in common (a NIC, an uplink) every device has an even part of, as in the
 closed forms; the parts add up to the whole, which therefore binds nowhere else. A link between racks is one
 resource in each direction for all stages: a transfer there stands for those of all devices that drive the
-link with it.
+link with it. Other jobs on the cluster leave less of these links, and of the NICs of nodes that they share.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from foreshard.comm.fabric import Fabric
+from foreshard.comm.jobs.background import IN, OUT, BackgroundLoad
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import PlannedRun, crossed_by, crossed_by_gradients
 from foreshard.predict.graph.prices import GroupPrices, first_of_equals
 from foreshard.sim.contention import SharedNetwork
 
-OUT, IN = 0, 1
 _SLOWER = 1.0 - 1e-9
 
 
@@ -63,12 +63,15 @@ class StepNetwork:
         self._ports: dict[tuple[int, int], _Ports] = {}
         self._paths: dict[tuple[int, int, str, str], int] = {}
         self._ranks: dict[tuple[int, int], int] = {}
+        self._others = BackgroundLoad(case.cluster, case.other_jobs)
         self._links = [
             tuple(
-                self.network.resource(f"link {a} to {b}", link.bandwidth_bytes_per_s)
-                for a, b in (link.between, link.between[::-1])
+                self.network.resource(
+                    f"link {a} to {b}", link.bandwidth_bytes_per_s, self._others.link_share(index, way)
+                )
+                for way, (a, b) in enumerate((link.between, link.between[::-1]))
             )
-            for link in case.cluster.links
+            for index, link in enumerate(case.cluster.links)
         ]
         for price in prices:
             for s, stage in enumerate(price.group.stages):
@@ -78,14 +81,15 @@ class StepNetwork:
     def _new(self, case: PlannedRun, price: GroupPrices, s: int) -> _Ports:
         fabric, rank = price.machines[s].fabric, price.group.stages[s].ranks[0]
         link, nic = float(fabric.intra_bytes_per_s), _share(fabric)
-        slower = self._slower.get((price.index, s), 1.0)
+        slower, ranks = self._slower.get((price.index, s), 1.0), price.group.stages[s].ranks
+        free = [self._others.nic_share(ranks, way) for way in (OUT, IN)]
 
-        def add(name: str, bytes_per_s: float) -> int:
-            return self.network.resource(name, bytes_per_s / slower)
+        def add(name: str, bytes_per_s: float, left: float = 1.0) -> int:
+            return self.network.resource(name, bytes_per_s / slower, left)
 
         return _Ports(
             link=(add(f"rank {rank} links out", link), add(f"rank {rank} links in", link)),
-            nic=(add(f"rank {rank} NIC out", nic), add(f"rank {rank} NIC in", nic)),
+            nic=(add(f"rank {rank} NIC out", nic, free[OUT]), add(f"rank {rank} NIC in", nic, free[IN])),
             link_bytes_per_s=link,
             nic_bytes_per_s=nic,
             over_pcie=case.cluster.node_group_of(rank).nvlink_domain <= 1,
