@@ -33,9 +33,9 @@ from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import KernelModel, kernel_constants, kernel_model
 from foreshard.catalog.learned import NATIVE_ATTENTION, datasheet_features, share_of
 from foreshard.catalog.training import training_constants
-from foreshard.predict import predict
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.interval import interval_evidence, step_interval
+from foreshard.validation.predictors import predict_run
 from foreshard.validation.rows import TrainingRow
 from foreshard.validation.validate import validate
 
@@ -124,16 +124,7 @@ def errors(
         return change(kernels, native)
 
     def predicted(row: TrainingRow) -> Any:
-        found = predict(
-            row.model,
-            row.cluster,
-            row.plan,
-            framework=row.framework,
-            engine="analytical",
-            constants=training_constants(),
-            timeline=False,
-            checked=False,
-        )
+        found = predict_run(row, constants=training_constants(), engine="analytical")
         alone = {nodes.device.name for nodes in row.cluster.nodes} == {device}
         if alone and row.plan.precision in ("bf16", "fp16"):
             case = PlannedRun(model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework)

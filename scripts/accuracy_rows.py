@@ -11,10 +11,9 @@ from typing import Any
 
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import InfeasibleError, SpecError
-from foreshard.predict import predict
 from foreshard.spec.prediction import Prediction
 from foreshard.validation.mixed_rows import mixed_rows
-from foreshard.validation.predictors import left_out_constants
+from foreshard.validation.predictors import left_out_constants, predict_run
 from foreshard.validation.rows import Skipped, TrainingRow, table_rows
 from foreshard.validation.scoring import APART, RowOutcome
 from foreshard.validation.tables import TRAINING, read_table
@@ -76,17 +75,7 @@ def run_row(
     """Predict one row."""
     made, reason, refused = None, None, False
     try:
-        made = predict(
-            row.model,
-            row.cluster,
-            row.plan,
-            framework=row.framework,
-            engine=engine,
-            fidelity=fidelity,
-            constants=None if fidelity == "datasheet" else constants,
-            timeline=False,
-            checked=False,
-        )
+        made = predict_run(row, constants=constants, engine=engine, fidelity=fidelity)
     except (SpecError, InfeasibleError) as error:
         reason, refused = str(error), isinstance(error, InfeasibleError)
     if row.oom and refused:  # said not to fit, as it did not

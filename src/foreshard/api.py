@@ -493,7 +493,15 @@ def calibrate(
     )
 
 
-def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | None = None) -> Prediction:
+def predict_measured(
+    costs: str,
+    cluster: str,
+    plan: Plan,
+    *,
+    tokens: float | None = None,
+    engine: str = "graph",
+    noise: Noise | None = None,
+) -> Prediction:
     """Return the prediction of a step by measured costs.
 
     Parameters
@@ -504,11 +512,15 @@ def predict_measured(costs: str, cluster: str, plan: Plan, *, tokens: float | No
         As for :func:`load_cluster`, or the TOML file of a lab.
     plan : Plan
     tokens : float, optional
+    engine : {'graph', 'event'}
+    noise : Noise, optional
+        How ranks differ (event engine).
     """
     from foreshard.predict.measured.costs import load_costs
     from foreshard.predict.measured.engine import predict_measured as predicted
 
-    return predicted(load_costs(costs), _lab_or_cluster(cluster), plan, tokens=tokens)
+    target = _lab_or_cluster(cluster)
+    return predicted(load_costs(costs), target, plan, tokens=tokens, engine=engine, noise=noise)
 
 
 def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, Cluster]:
@@ -563,7 +575,13 @@ def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def predict_traced(
-    module: TracedModule, cluster: Cluster, plan: Plan, *, fidelity: str = "zero-shot"
+    module: TracedModule,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    fidelity: str = "zero-shot",
+    engine: str = "graph",
+    noise: Noise | None = None,
 ) -> Prediction:
     """Return the prediction of a step of a traced module.
 
@@ -574,6 +592,9 @@ def predict_traced(
     plan : Plan
         Cuts the chain of traced layers.
     fidelity : {'zero-shot', 'datasheet'}
+    engine : {'graph', 'event'}
+    noise : Noise, optional
+        How ranks differ (event engine).
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.memory import counts_of
@@ -588,7 +609,7 @@ def predict_traced(
     }
     devices = [nodes.device for nodes in cluster.nodes]
     costs = traced_costs(module, devices, micro_batches=sizes, optimizer=plan.optimizer, fidelity=fidelity)
-    return predicted(costs, cluster, plan)
+    return predicted(costs, cluster, plan, engine=engine, noise=noise)
 
 
 def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:
@@ -620,23 +641,13 @@ def validate(
         Use the constants that were fitted without this family.
     """
     from foreshard.catalog.training import training_constants
-    from foreshard.predict import predict
+    from foreshard.validation.predictors import predict_run
     from foreshard.validation.rows import TrainingRow
     from foreshard.validation.validate import validate
 
     constants = training_constants(exclude_calibration)
 
     def predicted(row: TrainingRow) -> Any:
-        return predict(
-            row.model,
-            row.cluster,
-            row.plan,
-            framework=row.framework,
-            engine=engine,
-            costs=costs,
-            constants=constants,
-            timeline=False,
-            checked=False,
-        )
+        return predict_run(row, constants=constants, engine=engine, costs=costs)
 
     return validate(files, exclude_calibration=exclude_calibration, predictor=predicted)

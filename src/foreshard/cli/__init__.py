@@ -1,7 +1,7 @@
 """The command line: one file per verb, which parses, calls `api` and prints.
 
 In goes the argument list; out come an answer on standard output, everything else on standard error, and an
-exit code. ``verbs.py`` lists the verbs, ``program.py`` runs them and turns every failure into its exit code,
+exit code. A new verb is one file and a line of ``verbs.py``; ``program.py`` runs them and turns every failure into its exit code,
 ``options/`` has what verbs share. Read ``program.py`` first, then ``predict.py``.
 """
 

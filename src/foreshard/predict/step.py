@@ -129,7 +129,7 @@ def predict_timeline(
     started = time.perf_counter()
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
     network = checked_network(network, engine)
-    _check_noise(noise, engine)
+    check_noise(noise, engine)
     speeds = _checked_speeds(speeds, engine, network)
     _check_other_jobs(other_jobs, plan, network)
     checked_costs(costs, fidelity)
@@ -241,7 +241,8 @@ def _checked_speeds(speeds: Mapping[str, float] | None, engine: str, network: st
     return checked_speeds(speeds)
 
 
-def _check_noise(noise: Noise | None, engine: str) -> None:
+def check_noise(noise: Noise | None, engine: str) -> None:
+    """Refuse noise for an engine whose ranks are alike."""
     if noise is not None and engine != "event":
         raise SpecError(
             f"the {engine} engine has one rank for all that are alike",

@@ -49,6 +49,18 @@ class Phases:
     route: np.ndarray
     beside: np.ndarray
 
+    @classmethod
+    def alone(cls, program: Program) -> Phases:
+        """Return one phase without bytes for each task: its duration, whatever else runs."""
+        count = program.num_tasks
+        return cls(
+            task=np.arange(count),
+            delay_s=program.duration_s,
+            num_bytes=np.zeros(count),
+            route=np.full(count, -1),
+            beside=np.zeros(count, dtype=bool),
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class SharedNetwork:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,35 @@ class StepDistribution:
     slow_links_s: float
     steps: int
     seed: int
+
+    @classmethod
+    def of(
+        cls, all_s: Sequence[float], *, alike_s: float, jitter_s: float, slow_links_s: float, seed: int
+    ) -> StepDistribution:
+        """Return that of the steps drawn; what jitter and links do not add to their mean is slow ranks'."""
+        ordered = sorted(all_s)
+        mean_s = math.fsum(ordered) / len(ordered)
+        p50_s, p90_s, p99_s = (_quantile(ordered, level) for level in (0.5, 0.9, 0.99))
+        return cls(
+            mean_s=mean_s,
+            p50_s=p50_s,
+            p90_s=p90_s,
+            p99_s=p99_s,
+            alike_s=alike_s,
+            jitter_s=jitter_s,
+            slow_ranks_s=mean_s - alike_s - slow_links_s - jitter_s,
+            slow_links_s=slow_links_s,
+            steps=len(ordered),
+            seed=seed,
+        )
+
+
+def _quantile(ordered: Sequence[float], level: float) -> float:
+    """Return the quantile between the two nearest of ordered values."""
+    place = level * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

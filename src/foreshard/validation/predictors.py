@@ -21,6 +21,8 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
+from foreshard.spec.prediction import Prediction
+from foreshard.validation.rows import TrainingRow
 
 SIBLING = {"megatronbridge_memory": "megatronbridge"}
 """Families of the same code and machines as another, whose constants they take."""
@@ -83,22 +85,35 @@ def engine_predictors() -> tuple[StepPredictor, ...]:
     return (*formulas, _engine("graph", "learned", "zero-shot"), _engine("graph", "formula", "datasheet"))
 
 
-def _engine(engine: str, costs: str, fidelity: str) -> StepPredictor:
+def predict_run(
+    run: RunInputs | TrainingRow,
+    *,
+    constants: TrainingConstants,
+    engine: str = "graph",
+    costs: str = "formula",
+    fidelity: str = "zero-shot",
+) -> Prediction:
+    """Predict a run, or a measured one, as it is: what a plan may not be is not asked, nothing is drawn."""
     from foreshard.predict import predict
 
+    return predict(
+        run.model,
+        run.cluster,
+        run.plan,
+        framework=run.framework,
+        engine=engine,
+        costs=costs,
+        fidelity=fidelity,
+        constants=None if fidelity == "datasheet" else constants,
+        timeline=False,
+        checked=False,
+    )
+
+
+def _engine(engine: str, costs: str, fidelity: str) -> StepPredictor:
     def answer(run: RunInputs) -> StepAnswer:
-        constants = None if fidelity == "datasheet" else left_out_constants(run.family)
-        made = predict(
-            run.model,
-            run.cluster,
-            run.plan,
-            framework=run.framework,
-            engine=engine,
-            costs=costs,
-            fidelity=fidelity,
-            constants=constants,
-            timeline=False,
-            checked=False,
+        made = predict_run(
+            run, constants=left_out_constants(run.family), engine=engine, costs=costs, fidelity=fidelity
         )
         return StepAnswer(
             step_time_s=made.step_time_s,

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreshard.cli.options.answer import say
+from foreshard.cli.options.varying import NOISE, noise_of
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
     from foreshard.spec.prediction import Prediction
 
-_PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine"}
+_PREDICTS = {"model", "cluster", "plan", "costs", "tokens", "engine", *NOISE}
 _PLANS = {
     "global_batch",
     "seq_len",
@@ -40,7 +41,12 @@ def predict(values: dict[str, Any], others: dict[str, Any]) -> Prediction:
     if not values.get("plan"):
         raise _refused("no plan", "--plan", None, "Give --plan FILE, or find one with foreshard plan")
     return api.predict_measured(
-        values["costs"], values["cluster"], api.load_plan(values["plan"]), tokens=values.get("tokens")
+        values["costs"],
+        values["cluster"],
+        api.load_plan(values["plan"]),
+        tokens=values.get("tokens"),
+        engine=values.get("engine") or "graph",
+        noise=noise_of(values),
     )
 
 
@@ -50,6 +56,8 @@ def plan(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]
 
     _reject_unknown({**asked, **others}, _PLANS)
     _same_model(model, asked["costs"])
+    if asked.get("engine") not in (None, "graph"):
+        raise _refused("another engine than graph", "--engine", asked["engine"], "Leave --engine out")
     if asked.get("objective", ("time",)) != ("time",):
         value, fix = ",".join(asked["objective"]), "Leave --objective out"
         raise _refused("another objective than time", "--objective", value, fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from foreshard.advise.request import flag_of
+from foreshard.cli.options.varying import NOISE, noise_of
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _PREDICTS = {
     *("model", "cluster", "plan", "dp", "pp", "zero", "micro_batch", "global_batch", "schedule"),
-    *("precision", "optimizer", "recompute", "engine", "costs", "fidelity"),
+    *("precision", "optimizer", "recompute", "engine", "costs", "fidelity", *NOISE),
 }
 _PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
 _RULE = "A traced module takes dp, pp, zero 0-2, micro-batch, recompute, schedule, dtype and optimizer"
@@ -59,7 +60,14 @@ def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]
             framework="ddp",
             **stated,
         )
-    return api.predict_traced(module, cluster, plan, fidelity=values.get("fidelity") or "zero-shot")
+    return api.predict_traced(
+        module,
+        cluster,
+        plan,
+        fidelity=values.get("fidelity") or "zero-shot",
+        engine=values.get("engine") or "graph",
+        noise=noise_of(values),
+    )
 
 
 def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: dict[str, Any]) -> PlanResult:
@@ -67,6 +75,8 @@ def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: 
     from foreshard import api
 
     _reject_unknown({**asked, **others}, _PLANS)
+    if asked.get("engine") not in (None, "graph"):
+        raise _refused("--engine", asked["engine"])
     if asked.get("objective", ("time",)) != ("time",):
         raise _refused("--objective", ",".join(asked["objective"]))
     kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if name in asked}

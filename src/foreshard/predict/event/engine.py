@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from foreshard.errors import SpecError
 from foreshard.predict.batch import Batch, PlannedRun
 from foreshard.predict.event.noise import NoisyStep
@@ -127,19 +125,8 @@ def _distribution(
     else:
         usual_s = ranks_wait_s(batch, alike_s)
         alike_s, all_s = alike_s + usual_s, all_s + usual_s
-    mean_s = float(all_s.mean())
-    p50_s, p90_s, p99_s = np.quantile(all_s, (0.5, 0.9, 0.99)).tolist()
-    return StepDistribution(
-        mean_s=mean_s,
-        p50_s=p50_s,
-        p90_s=p90_s,
-        p99_s=p99_s,
-        alike_s=alike_s,
-        jitter_s=jitter_s,
-        slow_ranks_s=mean_s - alike_s - links_s - jitter_s,
-        slow_links_s=links_s,
-        steps=len(all_s),
-        seed=noise.seed,
+    return StepDistribution.of(
+        all_s.tolist(), alike_s=alike_s, jitter_s=jitter_s, slow_links_s=links_s, seed=noise.seed
     )
 
 
@@ -172,17 +159,5 @@ def simulated(
     if network == "flow":
         shared = SharedPorts.of(case, batch, slow_link).run(step, compiled=compiled)
         return EventStep(step=step, times=shared.run.times, shared=shared)
-    alone = contention.run(step.program, _alone(step), SharedNetwork(), compiled=compiled)
+    alone = contention.run(step.program, Phases.alone(step.program), SharedNetwork(), compiled=compiled)
     return EventStep(step=step, times=alone.times, shared=None)
-
-
-def _alone(step: Step) -> Phases:
-    """Return one phase without bytes for each task: its seconds by the closed forms."""
-    count = step.program.num_tasks
-    return Phases(
-        task=np.arange(count),
-        delay_s=step.program.duration_s,
-        num_bytes=np.zeros(count),
-        route=np.full(count, -1),
-        beside=np.zeros(count, dtype=bool),
-    )

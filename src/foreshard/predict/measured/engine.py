@@ -12,10 +12,15 @@ from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.lowering import MeasuredStep, lower_measured
 from foreshard.predict.measured.memory import measured_memory
-from foreshard.sim import critical_path
+from foreshard.predict.measured.noise import step_distribution
+from foreshard.predict.step import ENGINES, check_noise
+from foreshard.sim import contention, critical_path
+from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import one_of
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import TIME_PARTS, Prediction
+from foreshard.spec.variation import Noise
 from foreshard.units import number_of
 
 COVERAGE = 0.9  # of the interval: passes between their 5th and 95th percentile
@@ -45,19 +50,44 @@ class RankTimes:
 
 
 def predict_measured(
-    costs: MeasuredCosts, cluster: Cluster, plan: Plan, *, tokens: float | None = None
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    tokens: float | None = None,
+    engine: str = "graph",
+    noise: Noise | None = None,
 ) -> Prediction:
     """Return the prediction of a step.
 
-    The devices of the cluster were measured, or are stated to be slower by `costs.slow`; the plan cuts layers
-    0 to len(costs.layers). `tokens` are those of the whole run.
+    Parameters
+    ----------
+    costs : MeasuredCosts
+    cluster : Cluster
+        Its devices were measured, or are stated to be slower by `costs.slow`.
+    plan : Plan
+        Cuts layers 0 to len(costs.layers).
+    tokens : float, optional
+        Of the whole run.
+    engine : {'graph', 'event'}
+    noise : Noise, optional
+        How ranks differ; the step becomes a distribution, its time the mean (event engine).
+
+    Raises
+    ------
+    SpecError
+        For a plan or noise that the costs cannot price, or an engine without tasks.
     """
     started = time.perf_counter()
     _check(costs, cluster, plan)
+    _check_engine(engine, noise)
     step = lower_measured(costs, cluster, plan)
-    times = critical_path.run(step.program)
+    times, distribution = _executed(step, engine), None
     critical = max(_rank_times(step, times), key=lambda r: (r.end_s, -r.rank))
-    step_s = times.makespan_s
+    step_s = alike_s = times.makespan_s
+    if noise is not None:
+        distribution = step_distribution(step, noise, alike_s)
+        step_s = distribution.mean_s
     parts = dict.fromkeys(TIME_PARTS, 0.0) | {
         "compute": critical.compute_s,
         "recompute": critical.recompute_s,
@@ -65,7 +95,8 @@ def predict_measured(
         "bubble": critical.waiting_s,
         "data_comm": critical.sync_s,
         "optimizer": critical.optimizer_s,
-        "host": step_s - critical.end_s,
+        "host": alike_s - critical.end_s,
+        "straggler": step_s - alike_s,
     }
     samples_per_s = plan.global_batch / step_s
     tokens_per_s = samples_per_s * costs.tokens_per_sample
@@ -99,7 +130,8 @@ def predict_measured(
         model=costs.model,
         cluster=cluster.name,
         framework=plan.framework if costs.by_formula else "foreshard",
-        engine="graph",
+        step_time_distribution=distribution,
+        engine=engine,
         costs="formula" if costs.by_formula else costs.path,
         cost_sources={"formula" if costs.by_formula else "measured": 1.0},
         fidelity="zero-shot" if costs.by_formula else "calibrated",
@@ -107,6 +139,26 @@ def predict_measured(
         evidence=_evidence(costs, cluster, plan),
         predict_s=time.perf_counter() - started,
     )
+
+
+def _check_engine(engine: str, noise: Noise | None) -> None:
+    if engine == "analytical":
+        raise SpecError(
+            "the analytical engine has no tasks",
+            key="--engine",
+            value=engine,
+            rule="Measured and traced layers are executed in the order of the schedule",
+            fix="Use --engine graph or --engine event",
+        )
+    one_of(engine, ENGINES, key="--engine", name="engine")
+    check_noise(noise, engine)
+
+
+def _executed(step: MeasuredStep, engine: str) -> critical_path.TaskTimes:
+    """Return when the tasks of a step run: by the longest path, or from event to event."""
+    if engine == "graph":
+        return critical_path.run(step.program)
+    return contention.run(step.program, Phases.alone(step.program), SharedNetwork()).times
 
 
 def _utilisation(

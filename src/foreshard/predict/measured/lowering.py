@@ -37,20 +37,31 @@ class RankTasks:
         return whole and not self.gradients.keys().isdisjoint(layers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Tasks that are so many passes of a stage, and the ranks that run them."""
+
+    tasks: tuple[int, ...]
+    count: int
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredStep:
-    """The program of a step, and the tasks of every rank in it."""
+    """The program of a step, the tasks of every rank in it, and which tasks are passes."""
 
     program: Program
     ranks: dict[int, RankTasks]
+    passes: list[Passes]
 
 
 def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> MeasuredStep:
     """Return the program of one step of a plan."""
     builder = ProgramBuilder()
     ranks: dict[int, RankTasks] = {}
+    passes: list[Passes] = []
     for g, group in enumerate(plan.groups):
-        ranks |= _add_group(builder, costs, cluster, g, group)
+        ranks |= _add_group(builder, costs, cluster, g, group, passes)
     _add_rings(builder, costs, cluster, ranks)
     for rank, tasks in sorted(ranks.items()):
         stage, after = tasks.stage, set(tasks.gradients.values())
@@ -63,22 +74,31 @@ def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Measur
         everyone = sorted(ranks)
         vote_s = float(costs.ring_s(cluster, everyone, 0.0))
         builder.add("vote", vote_s, [ranks[rank].optimizer for rank in everyone])
-    return MeasuredStep(program=builder.build(), ranks=ranks)
+    return MeasuredStep(program=builder.build(), ranks=ranks, passes=passes)
 
 
 def _add_group(
-    builder: ProgramBuilder, costs: MeasuredCosts, cluster: Cluster, g: int, group: Group
+    builder: ProgramBuilder,
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    g: int,
+    group: Group,
+    found: list[Passes],
 ) -> dict[int, RankTasks]:
-    """Append the pipeline of a group; return its ranks."""
+    """Append the pipeline of a group and, to `found`, its passes; return its ranks."""
     passes = PassSeconds(costs, cluster, group)
     if passes.forward.shape[:2] == (1, 1):  # a stage alone waits for nothing: its passes are one task
-        own_s = float(passes.forward.sum() + passes.backward.sum())
+        own_s, ranks = float(passes.forward.sum() + passes.backward.sum()), group.stages[0].ranks
+        count = 2 * len(passes.sizes)
         if costs.bucket_bytes:
             last_s = float(passes.backward[0, 0, -1])
             start = builder.add(f"group{g}", own_s - last_s)
             gradients = _last_backward(builder, costs, cluster, g, group, last_s, start)
+            found.append(Passes(tasks=(start,), count=count - 1, ranks=ranks))
+            found.append(Passes(tasks=tuple(gradients.values()), count=1, ranks=ranks))
             return _ranks_of(group, passes, [gradients])
         chunks = [(builder.add(f"group{g}", own_s),)]
+        found.append(Passes(tasks=chunks[0], count=count, ranks=ranks))
     else:
         shape = pipeline_shape(
             group.schedule,
@@ -99,7 +119,11 @@ def _add_group(
             send_backward_s=_sends(costs, cluster, group, passes.sizes[0], forward=False),
             **backward_s,
         )
-        last = add_pipeline(builder, shape, seconds, group=g).ops.max(axis=(0, 3))
+        ops = add_pipeline(builder, shape, seconds, group=g).ops
+        for s, stage in enumerate(group.stages):
+            tasks = ops[:, s][ops[:, s] >= 0].tolist()
+            found += [Passes(tasks=(task,), count=1, ranks=stage.ranks) for task in tasks]
+        last = ops.max(axis=(0, 3))
         chunks = [tuple(row) for row in last.tolist()]
     gradients_of = [
         {layer: task for task, span in zip(row, stage.layers, strict=True) for layer in range(*span)}
