@@ -70,6 +70,7 @@ def fake_predict(
     usd_per_device_hour=None,
     observed_step_s=None,
     speeds=None,
+    other_jobs=(),
     timeline=False,
 ):
     parts = _times(plan)

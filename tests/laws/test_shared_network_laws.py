@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.flow.bounds import resource_times_s
@@ -28,7 +29,7 @@ from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.spec.prediction import TIME_PARTS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from planned_runs import built, faster, relabelled, runs
+from planned_runs import built, cluster_of, faster, model_of, relabelled, runs
 
 FRAMEWORKS = ("megatron-core", "megatron-bridge@26.06", "composer", "megatron-deepspeed@2022")
 CLUSTERS = (
@@ -37,6 +38,7 @@ CLUSTERS = (
     "2x8xa100-sxm-80gb@100Gb/s",
     "4x8xh100-sxm@400Gb/s",
     "2x8xl40s@100Gb/s",
+    str(Path(__file__).parent / "two_racks.toml"),
 )
 SWITCHES = st.fixed_dictionaries(
     {name: st.booleans() for name in ("grad_overlap", "param_gather_overlap", "p2p_overlap", "tp_overlap")}
@@ -234,3 +236,47 @@ def test_transfers_on_one_nic_take_as_long_as_all_their_bytes():
     run = contention.run(builder.build(), phases, network)
     assert run.times.end_s.tolist() == pytest.approx([2.0, 4.0])
     assert run.longer_s.tolist() == pytest.approx([1.0, 1.0])
+
+
+def across_racks(bandwidth: float, order: list[int]) -> PlannedRun:
+    """Two stages of eight ranks, taken in an order, over two racks that a link joins."""
+    cluster = cluster_of(str(Path(__file__).parent / "two_racks.toml"))
+    cluster = replace(cluster, links=(replace(cluster.links[0], bandwidth_bytes_per_s=bandwidth),))
+    made = api.make_plan(model_of("llama3-8b"), cluster, tp=1, pp=2, global_batch=32, seq_len=1024, zero=0)
+    plan = replace(relabelled(made, lambda rank: order[rank]), comm={"grad_overlap": False})
+    framework = load_framework(plan.framework)
+    return PlannedRun(model=model_of("llama3-8b"), cluster=cluster, plan=plan, framework=framework)
+
+
+BOTH_IN_BOTH = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+"""Half of each stage in each rack: the gradients of both stages cross the link."""
+
+
+def test_stages_whose_gradients_cross_a_link_share_it():
+    """A link so slow that nothing else counts: alone each stage would take half of what both need."""
+    step, shared = shared_run(across_racks(1e6, BOTH_IN_BOTH))
+    program, gradients = shared.run.program, shared.label == COLLECTIVES.index("gradient_reduce")
+    names = [name for name in shared.resources if name.startswith("link ")]
+    assert names == ["link r0 to r1", "link r1 to r0"]
+    busy_s = dict(zip(shared.resources, resource_times_s(program), strict=True))
+    alone_s = shared.transfer_s[gradients]
+    assert gradients.sum() == 2 and alone_s.sum() == pytest.approx(busy_s["link r0 to r1"], rel=1e-3)
+    makespan_s = shared.run.times.makespan_s
+    assert makespan_s == pytest.approx(alone_s.sum(), rel=0.01) and makespan_s > 1.5 * alone_s.max()
+    assert critical_path.run(step.program).makespan_s == pytest.approx(alone_s.max(), rel=0.01)
+
+
+def test_messages_cross_a_link_in_their_direction_and_inside_racks_not_at_all():
+    _, shared = shared_run(across_racks(12.5e9, list(range(16))))
+    busy_s = dict(zip(shared.resources, resource_times_s(shared.run.program), strict=True))
+    forward, backward = busy_s["link r0 to r1"], busy_s["link r1 to r0"]
+    assert forward > 0.0 and forward == pytest.approx(backward, rel=1e-9)
+    _, beside = shared_run(across_racks(12.5e9, BOTH_IN_BOTH))
+    pipeline = beside.phases.route[beside.label == COLLECTIVES.index("pipeline_comm")]
+    flows = beside.run.program
+    used = {
+        beside.resources[one]
+        for route in pipeline.tolist()
+        for one in flows.route_resources[slice(*flows.route_indptr[route : route + 2])].tolist()
+    }
+    assert not any(name.startswith("link ") for name in used)

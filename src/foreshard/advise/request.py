@@ -33,6 +33,7 @@ from foreshard.spec.variation import Noise, Reliability
 
 if TYPE_CHECKING:
     from foreshard.catalog.training import Calibration, TrainingConstants
+    from foreshard.comm.jobs.job import TrainingJob
     from foreshard.predict.batch import PlannedRun
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp")
@@ -66,6 +67,7 @@ ASKED = (
     "usd_per_device_hour",
     "observed_step_s",
     "speeds",
+    "other_jobs",
 )
 """What a request asks of the predictor, besides the run."""
 COSTS = ("formula", "learned")
@@ -97,8 +99,8 @@ class Request:
     `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
     what is not in it takes the default. With `plan`, read from `plan_file`, `choices` is empty. `lora` is
     RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen. `speeds` makes parts of
-    the step so many times as fast, a question of what if. `prices` hold for what a change brings; the cluster
-    has them already.
+    the step so many times as fast, a question of what if. `other_jobs` run on other ranks of the cluster.
+    `prices` hold for what a change brings; the cluster has them already.
     """
 
     model: Model
@@ -118,6 +120,7 @@ class Request:
     usd_per_device_hour: float | None = None
     observed_step_s: float | None = None
     speeds: Mapping[str, float] = field(default_factory=dict)
+    other_jobs: tuple[TrainingJob, ...] = ()
     prices: Prices | None = None
 
     def __post_init__(self) -> None:
@@ -174,6 +177,7 @@ class Request:
             plan=plan,
             framework=load_framework(plan.framework),
             costs=self.costs,
+            other_jobs=self.other_jobs,
         )
 
     def to_plan(self) -> Plan:
@@ -244,7 +248,8 @@ class Request:
 
         asked = {**self._asked(), "engine": engine or self.engine}
         if asked["engine"] != self.engine:
-            asked |= {"network": None, "noise": None}  # other engines share less, and have one rank for all
+            # other engines share less, and have one rank for all
+            asked |= {"network": None, "noise": None, "other_jobs": ()}
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)

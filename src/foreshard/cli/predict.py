@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 @verb_command("predict", describing_a_run)
 @click.option("--trace", metavar="OUT.json.gz", help="Write a Chrome/Perfetto trace of the step.")
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
+@click.option(
+    "--other-jobs",
+    metavar="FILE",
+    help="With --network flow: jobs on other ranks that share links and NICs, as 'comm jobs' takes them.",
+)
 @click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
 @target.to_target
 @click.pass_context
@@ -34,6 +40,7 @@ def command(
     report: str | None,
     explain: bool,
     to_target: str | None,
+    other_jobs: str | None,
     **values: Any,
 ) -> None:
     """Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
@@ -46,13 +53,19 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     others = {"trace": trace, "report": report, "explain": explain}
     if measured.is_file(values.get("costs")):
+        _refuse_other_jobs(other_jobs, "measured costs")
         _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others))
         return
     module = traced.traced(values["model"], values.get("precision"))
     if module is not None:
+        _refuse_other_jobs(other_jobs, "a traced module")
         _answer(ctx, values, to_target, lambda stated: traced.predict(module, stated, others))
         return
     request, runs = to_request(values), None
+    if other_jobs is not None:
+        from foreshard.cli.options.other_jobs import other_jobs as jobs_in
+
+        request = replace(request, other_jobs=jobs_in(other_jobs, request.cluster))
     if to_target is not None:
         runs = target.predicted_request(to_target, request)
         request = runs.answer
@@ -65,7 +78,7 @@ def command(
         from foreshard.advise.nearest_fit import nearest_fit
 
         fit = nearest_fit(request, prediction)
-    elif report or not wants_json():
+    elif (report or not wants_json()) and other_jobs is None:
         from foreshard.advise.advice import improvements
 
         advice = improvements(request, prediction)
@@ -142,6 +155,13 @@ def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] |
             "tried": fit.num_tried,
         }
     return data
+
+
+def _refuse_other_jobs(file: str | None, what: str) -> None:
+    if file is not None:
+        rule = "Jobs share the network of a step whose transfers are tasks with bytes"
+        fix = "Leave it out, or predict a model of the catalog with --network flow"
+        raise SpecError(f"other jobs beside {what}", key="--other-jobs", value=file, rule=rule, fix=fix)
 
 
 def _write_trace(path: str, prediction: Prediction, timeline: Timeline | None) -> None:

@@ -204,6 +204,25 @@ def fabric_between(
     return _between(cluster, tuple(touched), devices, nccl, fidelity, sharing, collectives)
 
 
+def crossed_links(cluster: Cluster, ranks: Iterable[int], *, concurrent: int = 1) -> dict[int, float]:
+    """Return the links between racks that a group of ranks crosses, and how many streams each carries.
+
+    The devices of one domain drive a link together, and so do `concurrent` groups: with the rate of
+    one of their streams the link carries so many of them, as `fabric_between` divides it. Keys are indices
+    of ``cluster.links``.
+    """
+    wanted = {int(rank) for rank in ranks}
+    racks = {cluster.node_group_of(rank).rack for rank in wanted} if cluster.links else set()
+    if len(racks) < 2:
+        return {}
+    domain = float(fabric_between(cluster, wanted).domain)
+    return {
+        index: concurrent * min(len(wanted), domain)
+        for index, link in enumerate(cluster.links)
+        if set(link.between) <= racks
+    }
+
+
 @lru_cache(maxsize=1024)
 def _between(
     cluster: Cluster,

@@ -14,7 +14,8 @@ import numpy as np
 
 from foreshard.catalog.stacks import running
 from foreshard.catalog.training import TrainingConstants
-from foreshard.comm.fabric import Fabric, fabric_between, fabric_of
+from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
+from foreshard.comm.jobs.job import TrainingJob
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
@@ -55,7 +56,8 @@ class PlannedRun:
 
     `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
     `framework` has the attention kernel that runs on the devices, `declared` the one it names. `costs` is the
-    source of kernel times, as `catalog.kernels.kernel_model` takes it.
+    source of kernel times, as `catalog.kernels.kernel_model` takes it. `other_jobs` are on the same cluster:
+    a network that transfers share carries theirs too.
     """
 
     model: Model
@@ -63,6 +65,7 @@ class PlannedRun:
     plan: Plan
     framework: Framework
     costs: str = "auto"
+    other_jobs: tuple[TrainingJob, ...] = ()
     stated: Plan = field(init=False)
     declared: Framework = field(init=False)
 
@@ -196,6 +199,35 @@ def _fabrics(
         "sync": joined or inside,
         "link": _fabric(setup, cluster, near, len(own.ranks)),
     }
+
+
+def crossed_by(case: PlannedRun, where: tuple[int, int], to: int | None = None) -> dict[int, float]:
+    """Return the links between racks that transfers of one stage cross: how many streams each carries.
+
+    Those of its own collectives; with `to` those of messages to that stage. As in `_fabrics`, but of this
+    stage alone: other stages add streams of their own.
+    """
+    cluster, stages = case.cluster, case.plan.groups[where[0]].stages
+    own, smallest = stages[where[1]], min(nodes.per_node for nodes in cluster.nodes)
+    if to is None:
+        return crossed_links(cluster, own.ranks)
+    pair = (*own.ranks, *stages[to].ranks)
+    if _racks(cluster, own.ranks) == _racks(cluster, stages[to].ranks):
+        return {}
+    return crossed_links(cluster, pair, concurrent=-(-len(own.ranks) // min(len(pair), smallest)))
+
+
+def crossed_by_gradients(case: PlannedRun, where: tuple[int, int]) -> dict[int, float]:
+    """Return the same of gradient collectives, which may be over all groups."""
+    cluster, own = case.cluster, case.plan.groups[where[0]].stages[where[1]]
+    if len(case.plan.groups) == 1:
+        return crossed_links(cluster, own.ranks)
+    devices = min(len(case.plan.ranks), min(nodes.per_node for nodes in cluster.nodes))
+    return crossed_links(cluster, case.plan.ranks, concurrent=-(-own.tp // devices))
+
+
+def _racks(cluster: Cluster, ranks: Sequence[int]) -> set[str | None]:
+    return {cluster.node_group_of(rank).rack for rank in ranks}
 
 
 def layer_counts(model: Model, stage: Stage, kinds: dict[Block, int]) -> tuple[float, ...]:

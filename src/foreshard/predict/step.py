@@ -13,6 +13,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import COSTS, kernel_evidence
 from foreshard.catalog.stacks import check_attention, not_measured
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
+from foreshard.comm.jobs.job import TrainingJob
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
 from foreshard.predict.analytical.engine import slowest_parts, step_times
@@ -79,6 +80,7 @@ def predict_timeline(
     usd_per_device_hour: float | None = None,
     observed_step_s: float | None = None,
     speeds: Mapping[str, float] | None = None,
+    other_jobs: tuple[TrainingJob, ...] = (),
     constants: TrainingConstants | None = None,
     calibration: Calibration | None = None,
     timeline: bool = True,
@@ -113,6 +115,8 @@ def predict_timeline(
     speeds : mapping of str to float, optional
         What if these parts of a step, or classes of kernels, were so many times as fast (engine graph,
         closed-form).
+    other_jobs : tuple of TrainingJob
+        On other ranks of the cluster; links and NICs that both use carry theirs too (network flow).
     constants : TrainingConstants, optional
         Instead of the shipped ones, as leave-out validation does.
     calibration : Calibration, optional
@@ -131,6 +135,7 @@ def predict_timeline(
     network = checked_network(network, engine)
     check_noise(noise, engine)
     speeds = _checked_speeds(speeds, engine, network)
+    _check_other_jobs(other_jobs, plan, network)
     checked_costs(costs, fidelity)
     fidelity = one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
     _number("--tokens", tokens)
@@ -146,7 +151,9 @@ def predict_timeline(
         constants = calibration.training
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
-    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework, costs=costs)
+    case = PlannedRun(
+        model=model, cluster=cluster, plan=plan, framework=framework, costs=costs, other_jobs=other_jobs
+    )
     batch = build_batch([case], constants, fidelity=fidelity)
     found = _times(case, batch, engine, network, timeline, noise, speeds)
     prediction = _assemble(
@@ -162,6 +169,10 @@ def predict_timeline(
         observed_step_s=observed_step_s,
         calibration=calibration,
     )
+    if other_jobs:
+        said = ", ".join(job.name for job in other_jobs)
+        note = f"other jobs send their bytes evenly over their iterations: {said}"
+        prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
     if speeds:
         from foreshard.predict.graph.edits import words_of
 
@@ -305,6 +316,28 @@ def checked_costs(costs: str, fidelity: str = "zero-shot") -> str:
             fix="Leave out one of --costs and --fidelity",
         )
     return costs
+
+
+def _check_other_jobs(jobs: tuple[TrainingJob, ...], plan: Plan, network: str) -> None:
+    """Refuse other jobs where transfers share no network, and on ranks of the plan."""
+    if jobs and network != "flow":
+        raise SpecError(
+            "other jobs where transfers share no network",
+            key="--other-jobs",
+            value=jobs[0].name,
+            rule="The closed forms know one run by itself",
+            fix="Add --network flow",
+        )
+    for job in jobs:
+        for rank in job.ranks:
+            if rank in plan.ranks:
+                raise SpecError(
+                    f"rank {rank} is one of the plan's and of {job.name!r}",
+                    key="--other-jobs",
+                    value=job.name,
+                    rule="A device runs one job",
+                    fix="Give a plan file that leaves out its ranks, or the job other ranks",
+                )
 
 
 def checked_network(network: str | None, engine: str) -> str:

@@ -64,16 +64,21 @@ class Phases:
 
 @dataclass(slots=True, kw_only=True)
 class SharedNetwork:
-    """Resources by name, and routes over them: how many bytes each carries for a byte of a transfer."""
+    """Resources by name, and routes over them: how many bytes each carries for a byte of a transfer.
+
+    Of a capacity others may use a part; what is `left` transfers share.
+    """
 
     names: list[str] = field(default_factory=list)
     capacity_bytes_per_s: list[float] = field(default_factory=list)
+    left_bytes_per_s: list[float] = field(default_factory=list)
     routes: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = field(default_factory=dict)
 
-    def resource(self, name: str, bytes_per_s: float) -> int:
-        """Add a resource and return its number."""
+    def resource(self, name: str, bytes_per_s: float, left: float = 1.0) -> int:
+        """Add a resource, of which others leave a part, and return its number."""
         self.names.append(name)
         self.capacity_bytes_per_s.append(bytes_per_s)
+        self.left_bytes_per_s.append(bytes_per_s * left)
         return len(self.names) - 1
 
     def route(self, resources: Sequence[int], usage: Sequence[float]) -> int:
@@ -159,9 +164,15 @@ def run(
         program=flow_program,
         flows=flows,
         phase=places.phase,
-        longer_s=np.maximum(end_s - start_s - flow_program.alone_s[places.phase], 0.0),
+        longer_s=np.maximum(end_s - start_s - _alone_s(phases, network), 0.0),
         waited_s=_waited_s(phases, places, flows),
     )
+
+
+def _alone_s(phases: Phases, network: SharedNetwork) -> np.ndarray:
+    """Return what phases take that have the whole capacity to themselves."""
+    rate = np.append(network.alone_bytes_per_s(), 1.0)[phases.route]
+    return phases.delay_s + np.where(phases.route >= 0, phases.num_bytes / rate, 0.0)
 
 
 def _places(phases: Phases) -> _Places:
@@ -195,7 +206,7 @@ def _ends(program: Program, phases: Phases, places: _Places) -> tuple[np.ndarray
 
 
 def _flow_program(program: Program, phases: Phases, network: SharedNetwork, places: _Places) -> FlowProgram:
-    builder = FlowProgramBuilder(np.array(network.capacity_bytes_per_s))
+    builder = FlowProgramBuilder(np.array(network.left_bytes_per_s))
     for resources, usage in network.routes:
         builder.route(resources, usage)
     queue = np.full(places.num_tasks, -1)

@@ -69,7 +69,7 @@ def command(file: str, policy: tuple[str, ...] | None, seeds: int) -> None:
             rule="Seeds are those of a [draw] table",
             fix="Leave --seeds out",
         )
-    where = stated.path_of(stated.cluster) if _is_path(stated) else stated.cluster
+    where = cluster_in(stated)
     try:
         topology, _ = topology_at(where, stated.rates)
     except SpecError as error:
@@ -89,8 +89,10 @@ def command(file: str, policy: tuple[str, ...] | None, seeds: int) -> None:
     give(data, lambda: _screen(data, seeds))
 
 
-def _is_path(stated: JobsFile) -> bool:
-    return Path(stated.cluster).suffix.lower() in (".toml", ".json", ".xml", ".yml", ".yaml")
+def cluster_in(stated: JobsFile) -> str:
+    """Return the cluster that a jobs file names; a file lies beside it."""
+    is_path = Path(stated.cluster).suffix.lower() in (".toml", ".json", ".xml", ".yml", ".yaml")
+    return stated.path_of(stated.cluster) if is_path else stated.cluster
 
 
 def _jobs(stated: JobsFile, topology: Topology, where: str, seed: int) -> tuple[TrainingJob, ...]:
@@ -107,11 +109,11 @@ def _jobs(stated: JobsFile, topology: Topology, where: str, seed: int) -> tuple[
         if job.model is None and job.plan is None:
             found.append(stated_job(job, file=stated.file, key=key, num_ranks=topology.num_ranks))
         else:
-            found.append(_planned_job(stated, i, where))
+            found.append(planned_job(stated, i, where))
     return tuple(sorted(found, key=lambda job: job.arrival_s))
 
 
-def _planned_job(stated: JobsFile, index: int, where: str) -> TrainingJob:
+def planned_job(stated: JobsFile, index: int, where: str) -> TrainingJob:
     """Return the job of a model and a plan file."""
     from foreshard import api
     from foreshard.predict.job_profile import job_of_plan

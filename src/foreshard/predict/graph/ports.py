@@ -2,7 +2,9 @@
 
 Symmetric ranks send the same bytes at the same time, so one of them tells how long a port is busy. What the
 devices of a node or a leaf have in common (a NIC, an uplink) every device has an even part of, as in the
-closed forms; the parts add up to the whole, which therefore binds nowhere else.
+closed forms; the parts add up to the whole, which therefore binds nowhere else. A link between racks is one
+resource in each direction for all stages: a transfer there stands for those of all devices that drive the
+link with it. Other jobs on the cluster leave less of these links, and of the NICs of nodes that they share.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from foreshard.comm.fabric import Fabric
+from foreshard.comm.jobs.background import IN, OUT, BackgroundLoad
 from foreshard.graph.program import Kind
-from foreshard.predict.batch import PlannedRun
+from foreshard.predict.batch import PlannedRun, crossed_by, crossed_by_gradients
 from foreshard.predict.graph.prices import GroupPrices, first_of_equals
 from foreshard.sim.contention import SharedNetwork
 
-OUT, IN = 0, 1
 _SLOWER = 1.0 - 1e-9
 
 
@@ -54,12 +56,23 @@ class StepNetwork:
     ):
         """Build the ports of a step; ranks of `slow_link` carry so many times less."""
         self.network = SharedNetwork()
+        self._case = case
         self._slower = _slower(case, slow_link or {})
         self.machines = {price.index: price.machines for price in prices}
         self._crosses = {price.index: price.crosses for price in prices}
         self._ports: dict[tuple[int, int], _Ports] = {}
         self._paths: dict[tuple[int, int, str, str], int] = {}
         self._ranks: dict[tuple[int, int], int] = {}
+        self._others = BackgroundLoad(case.cluster, case.other_jobs)
+        self._links = [
+            tuple(
+                self.network.resource(
+                    f"link {a} to {b}", link.bandwidth_bytes_per_s, self._others.link_share(index, way)
+                )
+                for way, (a, b) in enumerate((link.between, link.between[::-1]))
+            )
+            for index, link in enumerate(case.cluster.links)
+        ]
         for price in prices:
             for s, stage in enumerate(price.group.stages):
                 self._ranks[price.index, s] = stage.ranks[0]
@@ -68,14 +81,15 @@ class StepNetwork:
     def _new(self, case: PlannedRun, price: GroupPrices, s: int) -> _Ports:
         fabric, rank = price.machines[s].fabric, price.group.stages[s].ranks[0]
         link, nic = float(fabric.intra_bytes_per_s), _share(fabric)
-        slower = self._slower.get((price.index, s), 1.0)
+        slower, ranks = self._slower.get((price.index, s), 1.0), price.group.stages[s].ranks
+        free = [self._others.nic_share(ranks, way) for way in (OUT, IN)]
 
-        def add(name: str, bytes_per_s: float) -> int:
-            return self.network.resource(name, bytes_per_s / slower)
+        def add(name: str, bytes_per_s: float, left: float = 1.0) -> int:
+            return self.network.resource(name, bytes_per_s / slower, left)
 
         return _Ports(
             link=(add(f"rank {rank} links out", link), add(f"rank {rank} links in", link)),
-            nic=(add(f"rank {rank} NIC out", nic), add(f"rank {rank} NIC in", nic)),
+            nic=(add(f"rank {rank} NIC out", nic, free[OUT]), add(f"rank {rank} NIC in", nic, free[IN])),
             link_bytes_per_s=link,
             nic_bytes_per_s=nic,
             over_pcie=case.cluster.node_group_of(rank).nvlink_domain <= 1,
@@ -88,8 +102,10 @@ class StepNetwork:
         """
         machine, ports = self.machines[group][stage], self._ports[group, stage]
         fabric = machine.sync if whole else machine.fabric
-        sides = [(ports, OUT), (ports, IN)]
-        return self._moved(sides, (group, stage, "gradients"), fabric, link_s, nic_s)
+        sides, where = [(ports, OUT), (ports, IN)], (group, stage)
+        streams = crossed_by_gradients(self._case, where) if whole else crossed_by(self._case, where)
+        crossed = {way: count for index, count in streams.items() for way in self._links[index]}
+        return self._moved(sides, (*where, "gradients"), fabric, link_s, nic_s, crossed)
 
     def message(self, group: int, stage: int, kind: int, link_s: float, nic_s: float) -> PortTransfer:
         """Return what a message to the next stage, or to the one before, moves."""
@@ -99,8 +115,16 @@ class StepNetwork:
         here, there = self._ports[group, stage], self._ports[group, to]
         if self._crosses[group][boundary] and not here.over_pcie:
             link_s = min(link_s, 0.0)  # from the device to its NIC, past the links to its neighbours
-        fabric = self.machines[group][stage].link
-        return self._moved([(here, OUT), (there, IN)], (group, stage, "messages"), fabric, link_s, nic_s)
+        fabric, rack = self.machines[group][stage].link, self._rack(group, stage)
+        crossed = {
+            self._links[index][rack != self._case.cluster.links[index].between[0]]: count
+            for index, count in crossed_by(self._case, (group, stage), to).items()
+        }
+        sides = [(here, OUT), (there, IN)]
+        return self._moved(sides, (group, stage, "messages"), fabric, link_s, nic_s, crossed)
+
+    def _rack(self, group: int, stage: int) -> str | None:
+        return self._case.cluster.node_group_of(self._ranks[group, stage]).rack
 
     def _moved(
         self,
@@ -109,8 +133,12 @@ class StepNetwork:
         fabric: Fabric,
         link_s: float,
         nic_s: float,
+        crossed: Mapping[int, float],
     ) -> PortTransfer:
-        """Return bytes and route of what occupies links and NICs of a fabric for so many seconds."""
+        """Return bytes and route of what occupies links and NICs of a fabric for so many seconds.
+
+        `crossed` are links between racks, with the streams like this one that each carries.
+        """
         alone_s = max(link_s, nic_s)
         if alone_s <= 0.0:
             return NOTHING
@@ -131,6 +159,9 @@ class StepNetwork:
         for name, rate, own, num_bytes in zip(("links", "NIC"), rates, slowest, moved, strict=True):
             if rate < own * _SLOWER and num_bytes > 0.0:
                 usage[self._path(path, name, rate)] = num_bytes
+        for resource, streams in crossed.items():
+            most = alone_s * self.network.capacity_bytes_per_s[resource]
+            usage[resource] = min(streams * moved[1], most)
         used = {one: value / unit for one, value in usage.items() if value > 0.0}
         route = self.network.route(tuple(used), tuple(used.values()))
         return PortTransfer(num_bytes=unit, route=route, alone_s=alone_s)

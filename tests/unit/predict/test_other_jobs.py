@@ -1,0 +1,127 @@
+"""Other jobs on the links and NICs of a predicted step: what they leave, and what follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreshard import api
+from foreshard.comm.jobs.background import IN, OUT, BackgroundLoad, left_by
+from foreshard.comm.jobs.job import IterationPhase, TrainingJob, collective_transfers
+from foreshard.errors import SpecError
+from foreshard.spec.plan_file import parse_plan
+
+RACKS = str(Path(__file__).parents[2] / "laws" / "two_racks.toml")
+LINK, NIC = 12.5e9, 8 * 50e9
+PLAN = parse_plan(
+    {
+        "global_batch": 16,
+        "seq_len": 1024,
+        "framework": "megatron-core",
+        "defaults": {"zero": 0},
+        "groups": [
+            {
+                "share": 16,
+                "micro_batch": 8,
+                "stages": [{"ranks": [0, 1, 2, 3, 8, 9, 10, 11], "layers": [[0, 50]]}],
+            }
+        ],
+    }
+)
+"""Four devices in either rack; the others are free."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    return api.load_cluster(RACKS)
+
+
+def job(size: float, ranks: tuple[int, ...] = (4, 12), compute_s: float = 0.01) -> TrainingJob:
+    transfers = collective_transfers("all-reduce", size, ranks)
+    phase = IterationPhase(compute_s=compute_s, transfers=transfers)
+    return TrainingJob(name="beside", ranks=ranks, phases=(phase,), num_iterations=1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_left_is_max_min_fair(seed):
+    """The level at which all that ask, and one that always does, together take the whole."""
+    draw = np.random.default_rng(seed)
+    demands = draw.exponential(3.0, draw.integers(0, 6)).tolist()
+    low, high = 0.0, 10.0
+    for _ in range(80):
+        level = (low + high) / 2
+        too_much = level + sum(min(one, level) for one in demands) > 10.0
+        low, high = (low, level) if too_much else (level, high)
+    assert left_by(10.0, demands) == pytest.approx(level, rel=1e-9)
+
+
+def test_a_job_sends_its_bytes_evenly_over_an_iteration(cluster):
+    """100 MB each way over a link of 12.5 GB/s: 8 ms after 10 ms of computation."""
+    load = BackgroundLoad(cluster, [job(100e6)])
+    rate = 100e6 / 0.018
+    for way in (0, 1):
+        assert load.link_share(0, way) == pytest.approx(1 - rate / LINK)
+    assert load.nic_share([0], OUT) == load.nic_share([9], IN) == pytest.approx(1 - rate / NIC)
+    inside = BackgroundLoad(cluster, [job(100e6, (4, 5))])
+    assert inside.link_share(0, 0) == inside.nic_share([0], OUT) == 1.0
+
+
+def step_s(cluster, *jobs: TrainingJob) -> tuple[float, float]:
+    """Seconds of the step, and of its gradient collectives."""
+    found = api.request("gpt2-xl", cluster, PLAN, network="flow", other_jobs=jobs).predict()
+    return found.step_time_s, sum(one.flow_s for one in found.collectives)
+
+
+def test_a_gradient_waits_for_what_others_leave_of_the_link(cluster):
+    alone, gradients = step_s(cluster)
+    closed = api.request("gpt2-xl", cluster, PLAN, network="closed-form").predict().step_time_s
+    assert alone == pytest.approx(closed, rel=1e-9), "without others as before"
+    shared, longer = step_s(cluster, job(100e6))
+    assert longer / gradients == pytest.approx(1 / (1 - 100e6 / 0.018 / LINK), rel=5e-3)
+    assert shared - alone == pytest.approx(longer - gradients, rel=1e-3)
+
+
+def test_more_load_is_never_faster(cluster):
+    times = [step_s(cluster, *jobs)[0] for jobs in [(), *[(job(size),) for size in (1e6, 1e8, 1e10)]]]
+    times.append(step_s(cluster, job(1e10), job(1e10, (5, 13)))[0])
+    assert times == sorted(times) and times[-1] > 1.5 * times[0]
+    half = step_s(cluster, job(1e10))[1]
+    assert half / step_s(cluster)[1] <= 2.0 + 1e-9, "one other job gets at most half"
+
+
+def test_what_other_jobs_cannot_be_is_refused(cluster):
+    for jobs, more, says in (
+        ((job(1e6, (3, 12)),), {"network": "flow"}, "rank 3"),
+        ((job(1e6),), {}, "share no network"),
+        ((job(1e6),), {"engine": "analytical"}, "share no network"),
+    ):
+        with pytest.raises(SpecError, match=says) as caught:
+            api.request("gpt2-xl", cluster, PLAN, other_jobs=jobs, **more).predict()
+        assert caught.value.key == "--other-jobs"
+
+
+def test_the_command_reads_jobs_of_the_same_cluster(tmp_path):
+    from click.testing import CliRunner
+
+    from foreshard.cli.predict import command
+
+    plan, jobs = tmp_path / "plan.json", tmp_path / "jobs.toml"
+    plan.write_text(json.dumps(PLAN.to_dict()))
+    text = f'cluster = "{RACKS}"\n[[jobs]]\nname = "beside"\nranks = [4, 12]\niterations = 9\n'
+    jobs.write_text(text + '[[jobs.phases]]\ncompute = "10 ms"\ncollective = "all-reduce"\nsize = "100 MB"\n')
+
+    def run(*flags: str):
+        words = ["gpt2-xl", RACKS, "--plan", str(plan), "--other-jobs", str(jobs), "--json", *flags]
+        return CliRunner().invoke(command, words)
+
+    found = json.loads(run("--network", "flow").stdout)
+    assert found["step_time_s"] == pytest.approx(step_s(api.load_cluster(RACKS), job(100e6))[0], rel=1e-9)
+    assert "beside" in found["assumptions"][0]
+    missing = run().exception
+    assert isinstance(missing, SpecError) and "--network flow" in missing.fix
+    jobs.write_text(jobs.read_text().replace(RACKS, "2x8xh100-sxm"))
+    other = run("--network", "flow").exception
+    assert isinstance(other, SpecError) and other.key == "cluster"
