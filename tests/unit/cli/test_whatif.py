@@ -45,8 +45,9 @@ def test_an_unknown_key_or_value_exits_2(shell, change):
     assert answer.code == 2 and "error" in answer.json
 
 
-def test_without_changes_exits_2(shell):
-    assert shell(*RUN).code == 2
+def test_without_changes_it_diagnoses(shell):
+    answer = shell(*RUN)
+    assert answer.code == 0 and answer.json["effects"] == [] and "diagnosis" in answer.json
 
 
 def test_a_batch_that_follows_the_change_is_said(shell):
