@@ -194,7 +194,8 @@ def intervals_part(sets: Sets, rows: Sequence[TrainingRow], engine: str) -> list
         "Other levels, cross-fitted over all runs:",
         "",
         *level_table(residuals),
-        "The same runs predicted as if nobody had measured their device, and runs that no fit has seen. "
+        "The same runs predicted otherwise, and runs that no fit has seen. *Table*: products from the "
+        "measured table of aiconfigurator. The others as if nobody had measured their device. "
         "*Architecture*: kernels of relatives with whole kernel tables (Blackwell has some). *Learned*: "
         "16-bit kernels by learned costs trained without the device "
         "(`scripts/accuracy_learned_steps.py`). *Datasheet*: the whole architecture has neither a curve nor "

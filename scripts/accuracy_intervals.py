@@ -26,6 +26,7 @@ from residual_classes import (
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_constants
 from foreshard.catalog.stacks import running
+from foreshard.cost.tables import load_tables
 from foreshard.predict.interval import (
     EVIDENCE,
     LEVEL,
@@ -40,8 +41,10 @@ from foreshard.predict.run_setup import _kernel_model
 from foreshard.spec.device import Device
 from foreshard.spec.plan import ATTENTIONS
 from foreshard.validation.predictors import fitted_families
+from foreshard.validation.tables import measured_folder
 
 RESIDUALS = ROOT / "src/foreshard/catalog/data/residuals.json"
+PRODUCTS = "kernel_aiconfigurator_gemm.csv.gz"
 LEARNED = ROOT / "docs/data/learned_steps.json"
 TOLERANCE = 1e-3  # of a log residual or a feature: what `--check` lets pass
 LARGE = 40  # rows from which a class is held to the goal
@@ -194,6 +197,15 @@ def unmeasured_rows(
     return found
 
 
+def tabled_rows(rows: Sequence[TrainingRow], engine: str) -> list[LeftOut]:
+    """Return the runs as predicted with products from a measured table, by constants of other families."""
+    tables = load_tables(str(measured_folder() / PRODUCTS))
+    known = {name for name, _ in tables.products}
+    mine = [row for row in rows if in_fit(row) and {device.name for device in row.cluster.devices} <= known]
+    made = left_out_rows(run_all(mine, engine=engine, left_out=True, costs=tables))
+    return [run for run in made if run.classes[0].endswith(":table")]
+
+
 def never_fitted_rows(rows: Sequence[TrainingRow], engine: str) -> list[LeftOut]:
     """Return the runs of a framework, or on an architecture, of which no run was in a fit."""
     runs = run_all([row for row in rows if outside_fit(row)], engine=engine)
@@ -293,6 +305,7 @@ def row_as(evidence: str, row: LeftOut) -> LeftOut:
 def unseen_rows(rows: Sequence[TrainingRow], engine: str) -> dict[str, list[LeftOut]]:
     """Return the runs on devices taken for unknown, by what their kernel times rest on then."""
     return {
+        "table": tabled_rows(rows, engine),
         "architecture": unmeasured_rows(rows, engine, whole_architecture=False),
         "learned": learned_rows(),
         "datasheet": unmeasured_rows(rows, engine),

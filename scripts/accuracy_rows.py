@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreshard.catalog.kernels import Tables
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.prediction import Prediction
@@ -75,7 +76,7 @@ def run_row(
     engine: str,
     constants: TrainingConstants,
     fidelity: str = "zero-shot",
-    costs: str = "auto",
+    costs: str | Tables = "auto",
 ) -> Run:
     """Predict one row."""
     made, reason, refused = None, None, False
@@ -94,7 +95,7 @@ def run_all(
     engine: str,
     fidelity: str = "zero-shot",
     left_out: bool = False,
-    costs: str = "auto",
+    costs: str | Tables = "auto",
 ) -> list[Run]:
     """Predict every row; with `left_out` by constants that never saw its family."""
     whole = training_constants()

@@ -142,20 +142,28 @@ def request(
     return Request(model=source, cluster=target, plan=plan, choices=stated, **asked)
 
 
+_TABLES = (".csv", ".csv.gz")
+
+
 def is_costs_file(costs: str | None) -> bool:
     """Return whether a cost source is a file rather than a name."""
-    return costs is not None and ("/" in costs or costs.endswith(".json"))
+    return costs is not None and ("/" in costs or costs.endswith((".json", *_TABLES)))
 
 
 def costs_kind(path: str) -> str:
     """Return what a costs file says that it is, empty where it says nothing."""
+    if path.endswith(_TABLES):
+        return KERNEL_TABLE
     from foreshard.spec.codec import parse_json, read_text
 
     data = parse_json(read_text(path), file=path)
     return str(data.get("kind", "")) if isinstance(data, dict) else ""
 
 
-def _cost_source(costs: str | None) -> dict[str, Any]:
+KERNEL_TABLE = "kernel table"
+
+
+def _cost_source(costs: Any) -> dict[str, Any]:
     """Return the options of a prediction that a cost source means: a name, or what its file holds.
 
     Raises
@@ -165,11 +173,15 @@ def _cost_source(costs: str | None) -> dict[str, Any]:
     """
     if costs is None:
         return {}
-    if not is_costs_file(costs):
+    if not isinstance(costs, str) or not is_costs_file(costs):
         return {"costs": costs}
     from foreshard.catalog.training import CALIBRATED, load_calibration
 
     kind = costs_kind(costs)
+    if kind == KERNEL_TABLE:
+        from foreshard.cost.tables import load_tables
+
+        return {"costs": load_tables(costs)}
     if kind == CALIBRATED:
         return {"calibration": load_calibration(costs)}
     raise SpecError(
@@ -177,7 +189,7 @@ def _cost_source(costs: str | None) -> dict[str, Any]:
         file=costs,
         key="costs",
         value=costs,
-        rule=f"Models of the catalog are priced with {CALIBRATED}; measured layers price the job they are of",
+        rule=f"Models of the catalog take {CALIBRATED} and tables of kernels; layers price their own job",
         fix="Make it with foreshard calibrate --steps, or use predict_measured",
     )
 
@@ -493,6 +505,45 @@ def profile(
     return record(made, out=Path(out), through=through, tell=tell, parts=parts, **options)
 
 
+def profile_products(
+    out: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    sizes: Sequence[int] = (),
+    repeats: int = 15,
+    threads: int = 1,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Time matrix products here into a table that ``--costs`` takes; one that was begun here goes on.
+
+    Parameters
+    ----------
+    out : str
+        A `.csv` file.
+    device : {'cpu', 'cuda'}
+    dtype : {'fp32', 'bf16', 'fp16'}
+    sizes : sequence of int
+        Rows, columns and inner sizes; those of `profile.product_times.SIZES` by default.
+    repeats, threads : int
+    tell : callable of text
+        Progress.
+    """
+    from foreshard.profile.product_times import SIZES, bench_on, time_products
+
+    bench, asked = bench_on(device, dtype, threads), tuple(sizes) or SIZES[device]
+    timed = time_products(bench, Path(out), dtype=dtype, sizes=asked, repeats=repeats, tell=tell)
+    rows = len(set(asked)) ** 3
+    return {
+        "schema_version": 1,
+        "device": bench.name,
+        "dtype": dtype,
+        "timed": timed,
+        "rows": rows,
+        "file": out,
+    }
+
+
 def calibrate(
     profiles: Mapping[str, str],
     *,
@@ -724,9 +775,9 @@ def validate(
     from foreshard.validation.rows import TrainingRow
     from foreshard.validation.validate import validate
 
-    constants = training_constants(exclude_calibration)
+    constants, source = training_constants(exclude_calibration), _cost_source(costs)
 
     def predicted(row: TrainingRow) -> Any:
-        return predict_run(row, constants=constants, engine=engine, costs=costs)
+        return predict_run(row, constants=constants, engine=engine, **source)
 
     return validate(files, exclude_calibration=exclude_calibration, predictor=predicted)

@@ -32,6 +32,7 @@ from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
 
 if TYPE_CHECKING:
+    from foreshard.catalog.kernels import Tables
     from foreshard.catalog.training import Calibration, TrainingConstants
     from foreshard.comm.jobs.job import TrainingJob
     from foreshard.predict.batch import PlannedRun
@@ -111,7 +112,7 @@ class Request:
     lora: str | None = None
     engine: str = "graph"
     network: str | None = None
-    costs: str = "auto"
+    costs: str | Tables = "auto"
     calibration: Calibration | None = None
     fidelity: str = "zero-shot"
     noise: Noise | None = None

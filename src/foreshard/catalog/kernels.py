@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from foreshard.catalog.learned import fitted_devices, learned_constants, learned_kernels
 from foreshard.catalog.shipped import shipped
@@ -32,6 +32,18 @@ _CURVE = {
     "mxfp8": "fp8",
     "nvfp4": "fp4",
 }
+
+
+class Tables(Protocol):
+    """Measured tables of products (`cost.tables.KernelTables`)."""
+
+    def number(self, device: Device, precision: str) -> float:
+        """Return the number by which arrays name the table of a device and precision; 0 without one."""
+        ...
+
+    def __hash__(self) -> int:
+        """Return the hash: tables are themselves."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +99,12 @@ class KernelModel:
     attn_learned: Any = 0.0
     """0 none, 1 kernels of training libraries, 2 those of TensorRT-LLM."""
     grouped_learned: Any = 0.0
+    gemm_table: Any = 0.0
+    """Number of the measured table of products (`cost.tables`), 0 without one; the same in 16 bit below."""
+    gemm16_table: Any = 0.0
+    gemm_slower: Any = 1.0
+    """Times as long as alone that products take in a step, where a table gives their time alone."""
+    gemm16_slower: Any = 1.0
 
 
 def kernel_constants() -> dict[str, Any]:
@@ -142,7 +160,7 @@ def kernel_model(
     attention: str = "fa2",
     fidelity: str = "zero-shot",
     sustained: bool = True,
-    costs: str = "formula",
+    costs: str | Tables = "formula",
 ) -> KernelModel:
     """Return the kernel constants of a device for matrix products in `precision`.
 
@@ -160,10 +178,10 @@ def kernel_model(
         power limit allows, at most at the one that the datasheet's peak is stated for: cards run above
         their boost clock for a while only. False: a kernel timed alone, which slows down only when it is
         long.
-    costs : str
+    costs : str or Tables
         formula; learned: the kinds of kernels in which learned costs are better on devices left out, formula
         for the others; auto: the same, but the formula alone on a device that any of its constants was
-        fitted on.
+        fitted on; measured tables: for the products that they cover, and auto for the rest.
 
     Raises
     ------
@@ -177,6 +195,8 @@ def kernel_model(
     _check("precision", precision, tuple(_CURVE))
     _check("attention", attention, ATTENTION_KERNELS)
     _check("fidelity", fidelity, FIDELITIES)
+    tables = None if isinstance(costs, str) else costs
+    costs = costs if isinstance(costs, str) else "auto"
     _check("costs", costs, COSTS)
     rates = {
         "peak_flops_per_s": float(device.peak(precision)),
@@ -189,6 +209,9 @@ def kernel_model(
     values = _fitted(device, precision, attention)
     if costs != "formula":
         values |= learned_constants(device, precision, attention, learned_kinds(device, costs))
+    if tables is not None:
+        values["gemm_table"] = tables.number(device, precision)
+        values["gemm16_table"] = tables.number(device, _wide(device, precision))
     if keeps_rate(device, precision):
         values["gemm_sag"] = 0.0
     elif sustained:

@@ -153,7 +153,7 @@ def _vendors() -> tuple[str, ...]:
 @click.option(
     "--costs",
     metavar="auto|formula|learned|FILE",
-    help="Where kernel times come from (default auto), or costs measured by calibrate.",
+    help="Where kernel times come from (default auto): a name, or a file of calibrate or profile.",
 )
 @click.option(
     "--compare-with",

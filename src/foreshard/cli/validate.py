@@ -37,7 +37,7 @@ _SCORES = (
     default="graph",
     help="What predicts.",
 )
-@click.option("--costs", metavar="SOURCE", default="formula", help="Cost source.")
+@click.option("--costs", metavar="SOURCE|FILE", default="formula", help="Cost source.")
 @click.option("--exclude-calibration", metavar="FAMILY", help="Use constants fitted without this family.")
 @click.option(
     "--max-mape", type=Amount(), help="Exit 5 when the mean error, skipped rows as 1.0, is above this."

@@ -8,6 +8,7 @@ import numpy as np
 
 from foreshard.cost.kernels import CLOCK_SAG_S, TILES, KernelModel
 from foreshard.cost.learned import corrected_s, gemm_features
+from foreshard.cost.tables import tabled_s
 
 _LARGEST_TILE = max(rows * columns for rows, columns in TILES)
 
@@ -31,7 +32,7 @@ def gemm_s(
     when m, n, k or batch grows, nor when a peak or the bandwidth falls. `bytes_per_element` of operands and
     result count for the memory roof, or `moved_bytes` where given: a convolution never forms its patches.
     `sixteen_bit` takes that rate and curve although the precision is narrower. Learned kernels correct the
-    time by trees (`cost.learned`).
+    time by trees (`cost.learned`); a measured table (`cost.tables`) gives that of the sizes that it covers.
 
     Source
     ------
@@ -53,6 +54,10 @@ def gemm_s(
         with np.errstate(divide="ignore"):
             features = gemm_features(m, n, k, batch, kernels.num_sms)
         time_s = corrected_s("gemm_16bit", time_s, features, learned)
+    table = kernels.gemm16_table if sixteen_bit else kernels.gemm_table
+    if np.count_nonzero(table) and moved_bytes is None:
+        slower = kernels.gemm16_slower if sixteen_bit else kernels.gemm_slower
+        time_s = tabled_s(time_s, np.where(batch == 1, table, 0.0), (m, n, k), slower)
     if all(np.count_nonzero(size) == size.size for size in (m, n, k, batch)):
         return np.asarray(time_s)
     return np.where((m > 0) & (n > 0) & (k > 0) & (batch > 0), time_s, 0.0)

@@ -36,6 +36,8 @@ def grouped_gemm_s(
     tokens = np.asarray(tokens, dtype=np.float64) * imbalance
     active = np.minimum(np.asarray(num_groups, dtype=np.float64), np.ceil(tokens))
     rows = tokens / np.maximum(active, 1.0)
+    if np.count_nonzero(kernels.gemm_table):  # of products alone, not of those of experts
+        kernels = replace(kernels, gemm_table=0.0)
     if looped:
         return gemm_s(rows, n, k, kernels, bytes_per_element=bytes_per_element) * active
     learned = kernels.grouped_learned

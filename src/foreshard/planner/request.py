@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.kernels import Tables
 from foreshard.catalog.stacks import check_attention, running
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
@@ -66,7 +67,7 @@ class PlanRequest:
     attention: str | None = None
     engine: str = "graph"
     network: str = "closed-form"
-    costs: str = "auto"
+    costs: str | Tables = "auto"
     calibration: Calibration | None = None
     best_buckets: bool = False
     chooses_later: bool = False  # plans are timed once more, so neighbours of the best are kept
@@ -157,7 +158,7 @@ def checked_request(
     optimizer: str = "adamw",
     engine: str = "graph",
     network: str | None = None,
-    costs: str = "auto",
+    costs: str | Tables = "auto",
     calibration: Calibration | None = None,
     top: int = 5,
     budget_s: float = 60.0,

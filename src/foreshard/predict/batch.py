@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import Tables
 from foreshard.catalog.stacks import running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
@@ -64,7 +65,7 @@ class PlannedRun:
     cluster: Cluster
     plan: Plan
     framework: Framework
-    costs: str = "auto"
+    costs: str | Tables = "auto"
     other_jobs: tuple[TrainingJob, ...] = ()
     stated: Plan = field(init=False)
     declared: Framework = field(init=False)

@@ -43,11 +43,13 @@ FEATURES = (
 HOST_BOUND = 0.05  # share of host time from which an uncertain host floor moves the step
 MIN_CLASS = 19  # smallest class: its 95 % quantile is still one of its residuals
 _NARROW = ("fp8", "mxfp8", "nvfp4")
-EVIDENCE = ("fitted", "architecture", "learned", "datasheet", "unseen")
-"""What a step rests on: kernels of the device, of relatives, curves learned over the datasheets of others, or
-the datasheet alone, where runs of the framework on the architecture were in a fit; unseen where none was.
+EVIDENCE = ("fitted", "table", "architecture", "learned", "datasheet", "unseen")
+"""What a step rests on: kernels of the device by formulas or by a measured table, kernels of relatives,
+curves learned over the datasheets of others, or the datasheet alone, where runs of the framework on the
+architecture were in a fit; unseen where none was.
 """
 SURER = {
+    "table": ("fitted",),
     "architecture": ("fitted",),
     "learned": ("fitted",),
     "datasheet": ("fitted", "architecture"),

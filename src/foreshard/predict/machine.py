@@ -50,11 +50,12 @@ def sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
     sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
     if np.count_nonzero(t.static):
         sixteen = np.where(t.static > 0, slower, sixteen)
+    wide = {"gemm16_eff": kernels.gemm16_eff / sixteen, "gemm16_slower": sixteen}
     if not np.count_nonzero(rank.low):
-        return replace(kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm16_eff=kernels.gemm16_eff / sixteen)
+        return replace(kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm_slower=sixteen, **wide)
     narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit) * power
     own = np.where(rank.low > 0, narrow, sixteen)
-    return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm16_eff=kernels.gemm16_eff / sixteen)
+    return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm_slower=own, **wide)
 
 
 def kv_share(layer: LayerShape, machine: Machine) -> Any:

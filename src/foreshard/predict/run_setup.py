@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.catalog.kernels import kernel_model
+from foreshard.catalog.kernels import Tables, kernel_model
 from foreshard.catalog.stacks import attention_on
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import CHANNELS, StageLoad, optimizer_state_bytes, table_state_bytes
@@ -63,7 +63,7 @@ class RunSetup:
     # what is hidden otherwise than the framework does by default
     comm: Mapping[str, bool] = field(default_factory=dict)
     fidelity: str = "zero-shot"
-    costs: str = "auto"
+    costs: str | Tables = "auto"
 
     @property
     def nccl(self) -> str:
@@ -203,7 +203,9 @@ class RunSetup:
 
 
 @lru_cache(maxsize=256)
-def _kernel_model(device: Device, precision: str, attention: str, fidelity: str, costs: str) -> KernelModel:
+def _kernel_model(
+    device: Device, precision: str, attention: str, fidelity: str, costs: str | Tables
+) -> KernelModel:
     return kernel_model(device, precision, attention=attention, fidelity=fidelity, costs=costs)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from foreshard.catalog.devices import catalog_version
 from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.kernels import COSTS, kernel_evidence
+from foreshard.catalog.kernels import COSTS, Tables, kernel_evidence
 from foreshard.catalog.stacks import check_attention, not_measured
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.comm.jobs.job import TrainingJob
@@ -72,7 +72,7 @@ def predict_timeline(
     framework: Framework | None = None,
     engine: str = "graph",
     network: str | None = None,
-    costs: str = "auto",
+    costs: str | Tables = "auto",
     fidelity: str = "zero-shot",
     noise: Noise | None = None,
     reliability: Reliability | None = None,
@@ -97,7 +97,7 @@ def predict_timeline(
     network : {'closed-form', 'flow'}, optional
         'flow': all transfers of the step share links and NICs in one flow simulation, the default of the
         event engine; 'closed-form': each takes its own time, the default of the others.
-    costs : {'auto', 'formula', 'learned'}
+    costs : {'auto', 'formula', 'learned'} or KernelTables
         Where kernel times come from: fitted formulas; learned corrections where they are better on devices
         left out; 'auto' takes these only on devices that no constant of the formulas was fitted on.
     fidelity : {'zero-shot', 'datasheet'}
@@ -203,6 +203,16 @@ def _check_calibration(calibration: Calibration, plan: Plan, cluster: Cluster, f
             )
 
 
+def _tabled_words(shares: Mapping[str, float], devices: list[str]) -> str:
+    """Return how much of a step the measured table gave, in one sentence."""
+    if "table" in shares:
+        return (
+            f"products as measured within the sizes of the table ({shares['table']:.0%} of the step), as "
+            "much slower in a step as the formula's; beyond them and for other kernels the next source"
+        )
+    return f"the table has no product of this step on {' and '.join(dict.fromkeys(devices))}: it gave nothing"
+
+
 def _calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...]:
     """Return what was calibrated, in a sentence or two."""
     moved = ", ".join(
@@ -297,8 +307,13 @@ def check_noise(noise: Noise | None, engine: str) -> None:
         )
 
 
-def checked_costs(costs: str, fidelity: str = "zero-shot") -> str:
-    """Return the name of a cost source of kernels, or raise SpecError."""
+def checked_costs(costs: str | Tables, fidelity: str = "zero-shot") -> str | Tables:
+    """Return a cost source of kernels, a name or measured tables, or raise SpecError."""
+    if not isinstance(costs, str):
+        if fidelity == "datasheet":
+            what, rule = "measured tables at the fidelity of a datasheet", "It uses no measured kernel"
+            raise SpecError(what, key="--costs", rule=rule, fix="Leave out one of --costs and --fidelity")
+        return costs
     if costs not in COSTS:
         raise SpecError(
             f"unknown cost source {costs!r}",
@@ -445,6 +460,8 @@ def _assemble(
     plan, parts = case.stated, found.parts
     shares = source_shares(batch, parts)
     kernels = "learned" if "learned" in shares else _kernel_evidence(case)
+    if kernels == "fitted" and "table" in shares:
+        kernels = "table"
     step_s = sum(parts.values())
     devices = [device for device, _ in devices_of(case)]
     unmeasured = not_measured(case.framework, devices)
@@ -457,6 +474,8 @@ def _assemble(
         intervals = calibrated_intervals(
             case, step_s, parts, residuals=calibration.residuals, points=calibration.points
         )
+    if not isinstance(case.costs, str):
+        learned += (_tabled_words(shares, [device.name for device in devices]),)
     if observed_step_s is not None:
         learned += (_learned(step_s, intervals[LEVEL], float(observed_step_s)),)
         parts, step_s, fidelity = _scaled(parts, observed_step_s), float(observed_step_s), "calibrated"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from foreshard.catalog.kernels import Tables
 from foreshard.catalog.training import Calibration, TrainingConstants
 from foreshard.predict.analytical.engine import StepTimes, slowest_parts, step_times
 from foreshard.predict.batch import PlannedRun, build_batch
@@ -50,7 +51,7 @@ class FormulaSteps:
     constants: TrainingConstants
     engine: str = "graph"
     network: str = "closed-form"
-    costs: str = "auto"
+    costs: str | Tables = "auto"
     calibration: Calibration | None = None
     usd_per_device_hour: float | None = None
 

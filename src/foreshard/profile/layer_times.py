@@ -87,7 +87,7 @@ def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:
         "job": Path(job.path).name if job.path else "",
         "layers": job.num_layers,
         "device": device.type,
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -98,7 +98,8 @@ def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return what the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

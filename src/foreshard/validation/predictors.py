@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from foreshard.catalog.kernels import Tables
 from foreshard.catalog.shipped import shipped
-from foreshard.catalog.training import TrainingConstants, training_constants
+from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import SpecError
 from foreshard.predict.step import ENGINES
 from foreshard.spec.cluster import Cluster
@@ -90,8 +91,9 @@ def predict_run(
     *,
     constants: TrainingConstants,
     engine: str = "graph",
-    costs: str = "formula",
+    costs: str | Tables = "formula",
     fidelity: str = "zero-shot",
+    calibration: Calibration | None = None,
 ) -> Prediction:
     """Predict a run, or a measured one, as it is: what a plan may not be is not asked, nothing is drawn."""
     from foreshard.predict import predict
@@ -105,6 +107,7 @@ def predict_run(
         costs=costs,
         fidelity=fidelity,
         constants=None if fidelity == "datasheet" else constants,
+        calibration=calibration,
         timeline=False,
         checked=False,
     )

@@ -28,11 +28,12 @@ _PLANS = {
 
 
 def is_file(costs: str | None) -> bool:
-    """Return whether a cost source is a file of measured layers, neither a name nor a file of constants."""
+    """Return whether a cost source is a file of measured layers: no name, constants or table."""
     from foreshard import api
     from foreshard.catalog.training import CALIBRATED
 
-    return costs is not None and api.is_costs_file(costs) and api.costs_kind(costs) != CALIBRATED
+    known = (CALIBRATED, api.KERNEL_TABLE)
+    return costs is not None and api.is_costs_file(costs) and api.costs_kind(costs) not in known
 
 
 def predict(values: dict[str, Any], others: dict[str, Any]) -> Prediction:

@@ -150,7 +150,7 @@ def _question_options(with_engine: bool) -> list[click.Option]:
         click.Option(
             ["--costs"],
             metavar="auto|formula|learned|FILE",
-            help="Where kernel times come from (default auto), or costs measured by calibrate.",
+            help="Where kernel times come from (default auto): a name, or a file of calibrate or profile.",
         ),
     ]
     return [

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import Tables
 from foreshard.catalog.offers import Offers, offers_of
 from foreshard.catalog.training import TrainingConstants
 from foreshard.planner.choices import Choices
@@ -66,7 +67,7 @@ class GridRequest:
     choices: Choices = field(default_factory=Choices)
     objective: str = "time"
     max_step_s: float = np.inf
-    costs: str = "auto"
+    costs: str | Tables = "auto"
     _rows: dict[tuple[int, bool, bool], _Choices] = field(init=False, default_factory=dict, compare=False)
 
     def priced(self, table: PlanTable) -> TableStages:

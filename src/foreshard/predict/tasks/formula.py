@@ -204,6 +204,14 @@ class EndTimes:
     head_tensor: Any
 
 
+def head_sizes(vocab: Any, head_rows: Any, machine: Machine) -> tuple[Any, Any]:
+    """Return rows and columns of the product with the head."""
+    rows = np.asarray(head_rows, dtype=float)
+    rows = np.where(rows > 0, machine.rank.micro_batch * rows, tokens_of(machine))
+    multiple = machine.traits.vocab_multiple
+    return rows, np.ceil(vocab / (multiple * machine.rank.tp)) * multiple
+
+
 def end_times(
     hidden: Any,
     vocab: Any,
@@ -221,9 +229,8 @@ def end_times(
     `speeds` as of :func:`layer_times`.
     """
     rank, c = machine.rank, machine.constants
-    tokens, own = tokens_of(machine), own_tokens(machine)
-    rows = np.where(np.asarray(head_rows) > 0, rank.micro_batch * np.asarray(head_rows, dtype=float), tokens)
-    padded = np.ceil(vocab / (machine.traits.vocab_multiple * rank.tp)) * machine.traits.vocab_multiple
+    own = own_tokens(machine)
+    rows, padded = head_sizes(vocab, head_rows, machine)
     product = gemm_s(rows, padded, hidden, sustained(machine), sixteen_bit=True)
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
     loss = stream_s(rows * padded * per_logit, machine.kernels)

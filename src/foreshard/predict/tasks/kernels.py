@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.state_space_scan import scan_s
+from foreshard.cost.tables import tabled
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.machine import Machine, kv_share, own_tokens, sustained, tokens_of
 
@@ -100,13 +101,28 @@ def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndar
 
     Shape (3, len(sizes), ...): of (m, n, k, _) itself, of its input gradient and of its weight gradient.
     """
+    m, n, k = all_products(sizes)
+    return gemm_s(m, n, k, sustained(machine), bytes_per_element=machine.rank.matrix_bytes)
+
+
+def all_products(sizes: list[tuple[Any, Any, Any, str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows, columns and inner sizes of products, of their input gradients and weight gradients."""
     shape = np.broadcast_shapes(*{np.shape(x) for size in sizes for x in size[:3]})
     m, n, k = (np.empty((3, len(sizes), *shape)) for _ in range(3))
     for i, size in enumerate(sizes):
         m[0, i], n[0, i], k[0, i] = size[:3]
     m[1], n[1], k[1] = m[0], k[0], n[0]
     m[2], n[2], k[2] = n[0], k[0], m[0]
-    return gemm_s(m, n, k, sustained(machine), bytes_per_element=machine.rank.matrix_bytes)
+    return m, n, k
+
+
+def tabled_share(layer: LayerShape, machine: Machine) -> Any:
+    """Return the share of the seconds of a layer's products, all passes, that measured tables give."""
+    sizes = linear_sizes(layer, machine)
+    covered = tabled(machine.kernels.gemm_table, all_products(sizes))
+    seconds = _matrix(sizes, machine)
+    whole = seconds.sum((0, 1))
+    return np.where(whole > 0, (seconds * covered).sum((0, 1)) / np.where(whole > 0, whole, 1.0), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +185,9 @@ def adapter_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
         return 0.0, 0.0
     tokens = tokens_of(machine)
     r, h, tp = layer.lora_rank, layer.hidden, machine.rank.tp
-    down = gemm_s(tokens, r, h, machine.kernels, sixteen_bit=True)
-    up = gemm_s(tokens, h / tp, r, machine.kernels, sixteen_bit=True)
+    kernels = replace(machine.kernels, gemm16_table=0.0)  # too thin for any
+    down = gemm_s(tokens, r, h, kernels, sixteen_bit=True)
+    up = gemm_s(tokens, h / tp, r, kernels, sixteen_bit=True)
     plain = machine.traits.plain_code > 0
     sizes = tokens * h / tp
     add = stream_s(np.where(plain, _PLAIN_ADAPTER, _ADAPTER) * sizes, machine.kernels)

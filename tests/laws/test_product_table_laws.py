@@ -1,0 +1,89 @@
+"""Laws of measured tables of products: exact at their points, rising, continuous, nothing beyond them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreshard.catalog.devices import resolve_device
+from foreshard.catalog.kernels import kernel_model
+from foreshard.cost.gemm import gemm_s
+from foreshard.cost.tables import KernelTables, product_table, rising
+
+AXES = ((64.0, 256.0, 1024.0, 8192.0), (128.0, 512.0, 4096.0), (128.0, 1024.0, 2048.0, 4096.0))
+SIZES = np.array([(m, n, k) for m in AXES[0] for n in AXES[1] for k in AXES[2]])
+H100 = resolve_device("h100-sxm")
+
+
+def seconds(noise=0.0):
+    """Return times of a law of our own, with errors that let some larger products be faster."""
+    m, n, k = SIZES.T
+    off = np.random.default_rng(0).normal(0.0, noise, len(SIZES))
+    return (3e-6 + m * n * k * 4e-15 + (m * n) * 1e-12) * np.exp(off)
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    return product_table(SIZES, seconds(0.4))
+
+
+def test_a_table_that_never_falls_gives_its_points_exactly():
+    table = product_table(SIZES, seconds())
+    assert table.seconds(*SIZES.T) == pytest.approx(seconds(), rel=1e-12)
+    again = product_table(np.concatenate([SIZES, SIZES]), np.concatenate([seconds(), seconds()]))
+    assert again.seconds(*SIZES.T) == pytest.approx(seconds(), rel=1e-12)
+
+
+def test_between_two_points_the_logarithm_is_linear_in_that_of_the_size():
+    table = product_table(SIZES, seconds())
+    ends = table.seconds([256.0, 1024.0], 512.0, 2048.0)
+    assert table.seconds(512.0, 512.0, 2048.0) == pytest.approx(np.sqrt(ends[0] * ends[1]))
+
+
+@given(
+    st.tuples(*(st.floats(axis[0], axis[-1]) for axis in AXES)),
+    st.tuples(*(st.floats(1.0, 8.0) for _ in AXES)),
+)
+def test_a_larger_product_is_never_faster_whatever_the_noise(noisy, size, growth):
+    larger = [min(x * g, axis[-1]) for x, g, axis in zip(size, growth, AXES, strict=True)]
+    assert noisy.seconds(*larger) >= noisy.seconds(*size) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("edge", [256.0, 1024.0])
+def test_times_are_continuous_across_cells(noisy, edge):
+    at, before, after = (noisy.seconds(edge * factor, 700.0, 1500.0) for factor in (1.0, 1 - 1e-9, 1 + 1e-9))
+    assert before == pytest.approx(at, rel=1e-6) and after == pytest.approx(at, rel=1e-6)
+
+
+def test_no_size_beyond_the_table_or_beside_a_hole_is_covered(noisy):
+    inside = noisy.covered(*SIZES.T)
+    assert inside.all()
+    for size in ((32.0, 512.0, 2048.0), (64.0, 512.0, 8192.0), (8193.0, 128.0, 128.0), (0.0, 512.0, 2048.0)):
+        assert not noisy.covered(*size) and np.isnan(noisy.seconds(*size))
+    hole = ~((SIZES == (1024.0, 512.0, 2048.0)).all(axis=1))
+    table = product_table(SIZES[hole], seconds()[hole])
+    assert not table.covered(1024.0, 512.0, 2048.0) and not table.covered(900.0, 500.0, 2000.0)
+    assert table.covered(256.0, 512.0, 2048.0) and table.covered(100.0, 200.0, 2000.0)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=12))
+def test_a_rising_grid_stays_and_every_grid_rises(values):
+    grid = np.array(values)
+    assert (np.diff(rising(grid)) >= -1e-12).all()
+    kept = np.sort(grid)
+    assert rising(kept) == pytest.approx(kept)
+    assert grid.min() <= rising(grid).min() and rising(grid).max() <= grid.max()
+
+
+def test_beyond_the_table_products_cost_what_they_cost_without_it():
+    """The stated order: the table within its sizes, else the source that would be asked without it."""
+    tables = KernelTables(path="t.csv", products={("h100-sxm", "16bit"): product_table(SIZES, seconds())})
+    own = kernel_model(H100, "bf16", sustained=False, costs=tables)
+    plain = kernel_model(H100, "bf16", sustained=False, costs="auto")
+    assert gemm_s(*SIZES.T, own) == pytest.approx(seconds(), rel=1e-12)
+    for size in ((16384.0, 512.0, 512.0), (256.0, 512.0, 100.0)):
+        assert gemm_s(*size, own) == gemm_s(*size, plain)
+    other = kernel_model(resolve_device("a100-sxm-80gb"), "bf16", sustained=False, costs=tables)
+    assert other == kernel_model(resolve_device("a100-sxm-80gb"), "bf16", sustained=False, costs="auto")
+    assert kernel_model(H100, "fp8", costs=tables).gemm_table == 0.0  # of 16-bit products only
+    assert kernel_model(H100, "fp8", costs=tables).gemm16_table > 0.0

@@ -1,0 +1,98 @@
+"""Products timed into a table: resumed, refused elsewhere, and taken by --costs."""
+
+import csv
+
+import pytest
+
+from foreshard import api
+from foreshard.cost.tables import load_tables
+from foreshard.errors import SpecError
+from foreshard.profile.product_times import COLUMNS, Bench, time_products
+
+
+class Machine:
+    """A device with a clock of its own: launches queue up and `wait` runs them, as CUDA does."""
+
+    def __init__(self, name="NVIDIA H100 80GB HBM3"):
+        self.seconds, self.queued, self.made = 0.0, 0.0, []
+        self.bench = Bench(name=name, prepare=self.prepare, wait=self.wait, now=lambda: self.seconds)
+
+    def prepare(self, m, n, k):
+        self.made.append((m, n, k))
+
+        def launch():
+            self.seconds += 1e-6  # of the host
+            self.queued += m * n * k * 1e-12
+
+        return launch
+
+    def wait(self):
+        self.seconds, self.queued = self.seconds + self.queued, 0.0
+
+
+def timed(machine, out, sizes=(128, 256), **more):
+    return time_products(machine.bench, out, dtype="bf16", sizes=sizes, repeats=3, **more)
+
+
+def rows_of(out):
+    with out.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_every_product_of_the_grid_gets_the_seconds_of_one(tmp_path):
+    out, told = tmp_path / "products.csv", []
+    assert timed(Machine(), out, tell=told.append) == 8
+    rows = rows_of(out)
+    assert len(rows) == 8 and tuple(rows[0]) == COLUMNS and "1 of 8" in told[0]
+    for row in rows:
+        work = int(row["m"]) * int(row["n"]) * int(row["k"]) * 1e-12
+        assert float(row["latency_ms"]) == pytest.approx(1e3 * (work + 1e-6), rel=1e-4)
+    table = load_tables(str(out)).products[("h100-sxm", "16bit")]
+    assert table.seconds(128.0, 256.0, 128.0) == pytest.approx(128 * 256 * 128 * 1e-12 + 1e-6, rel=1e-4)
+
+
+def test_an_interrupted_table_goes_on_where_it_stopped(tmp_path):
+    out, again = tmp_path / "products.csv", Machine()
+    timed(Machine(), out)
+    whole = out.read_text(encoding="utf-8")
+    lines = whole.splitlines(keepends=True)
+    out.write_text("".join(lines[:4]) + lines[4][:-9], encoding="utf-8")  # stopped while a row was written
+    assert timed(again, out) == 5
+    assert again.made == [(128, 256, 256), (256, 128, 128), (256, 128, 256), (256, 256, 128), (256, 256, 256)]
+    assert out.read_text(encoding="utf-8") == whole
+    assert timed(Machine(), out) == 0
+    assert timed(Machine(), out, sizes=(128, 512)) == 7  # a larger grid keeps what it has
+
+
+@pytest.mark.parametrize("key", ["device", "dtype", "torch"])
+def test_a_table_of_another_device_or_software_is_refused(tmp_path, key):
+    out = tmp_path / "products.csv"
+    timed(Machine(), out)
+    rows = rows_of(out)
+    rows[0][key] = "other"
+    text = "\n".join([",".join(COLUMNS), *(",".join(row.values()) for row in rows)]) + "\n"
+    out.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=f"a table of {key} 'other'") as caught:
+        timed(Machine(), out)
+    assert caught.value.key == key and "-o" in caught.value.fix
+    assert out.read_text(encoding="utf-8") == text
+
+
+def test_another_file_is_not_written_over(tmp_path):
+    out = tmp_path / "notes.csv"
+    out.write_text("a,b\n1,2\n", encoding="utf-8")
+    with pytest.raises(SpecError, match="no table of timed products"):
+        timed(Machine(), out)
+    assert out.read_text(encoding="utf-8") == "a,b\n1,2\n"
+
+
+def test_the_processor_is_timed_and_a_missing_gpu_is_said(tmp_path, monkeypatch):
+    import torch
+
+    out = tmp_path / "products.csv"
+    made = api.profile_products(str(out), sizes=(8, 16), repeats=1)
+    assert made["timed"] == made["rows"] == 8 and len(rows_of(out)) == 8
+    assert all(float(row["latency_ms"]) > 0 for row in rows_of(out))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SpecError, match="no CUDA device here"):
+        api.profile_products(str(out), device="cuda")
