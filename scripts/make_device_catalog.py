@@ -379,6 +379,8 @@ VARIANTS = [
     ),
 ]
 
+# Boost clocks where the table has the clock at which the peak is quoted; its notes say "max clock 1980".
+BOOST_MHZ = dict.fromkeys(("h100-sxm", "h100-sxm-96gb", "h200-sxm", "gh200-96gb", "gh200-144gb"), 1980.0)
 # Memory sizes by which tables and vendors also call a device (GB); the first column's size is always one.
 OTHER_SIZES = {
     "b200-sxm": [179, 192],
@@ -463,7 +465,7 @@ def device(name: str, family: str, form: str, arch: str, row: dict, links: dict,
         "capacity_bytes": gib * GIB,
         "memory_bytes_per_s": number(row, "mem_bw_gbps") * 1e9,
         "num_sms": int(number(row, "sm_or_cu")),
-        "clock_hz": number(row, "boost_mhz") * 1e6,
+        "clock_hz": BOOST_MHZ.get(name, number(row, "boost_mhz")) * 1e6,
         "l2_bytes": number(row, "l2_mb") * 2**20,
         "link": row["link"],
         "link_bytes_per_s": number(row, "link_gbps_per_dir") * 1e9,

@@ -79,8 +79,15 @@ def test_links_of_the_chapter_lead_to_files():
         assert (ROOT / "docs" / target).exists(), target
 
 
-NEEDED = ("foreshard validate", "foreshard run", "--algorithm library", "sweep.log", "measured.toml")
-"""In commands that take published tables, a job, several GPUs, or files that those wrote."""
+NEEDED = (
+    "foreshard validate",
+    "foreshard run",
+    "--algorithm library",
+    "sweep.log",
+    "measured.toml",
+    "racks.toml",
+)
+"""In commands that take published tables, a job, several GPUs, files that those wrote, or a cluster file."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
