@@ -565,6 +565,7 @@ def instance(row: dict) -> dict:
     notes = "; ".join(
         part
         for part in (
+            "made for inference" if row["gpu"].startswith("Inferentia") else "",
             row["notes"].strip("; ").replace("same remark", SAME_REMARK),
             "network is an upper bound ('up to')" if "up to" in row["network_gbps"] else "",
             "the source does not say which H100; taken as SXM" if row["gpu"] == "H100" else "",
@@ -580,7 +581,7 @@ def instance(row: dict) -> dict:
         "intra_link": row["intra_node_link"],
         "usd_per_h": float(row["on_demand_usd_per_h"]) if row["on_demand_usd_per_h"] else None,
         "price_region": row["price_region"],
-        "price_date": row["price_date"] or None,
+        "price_date": row["price_date"].replace("undated page in corpus", "undated") or None,
         "price_source": row["price_source"],
         "spec_source": row["spec_source"],
         "notes": notes,
