@@ -114,7 +114,7 @@ _OPTIMIZER_BYTES = {
     "adafactor": -14.0,
     "muon": -8.0,
     "lion": -8.0,
-    "sgd": -16.0,
+    "sgd": -8.0,
 }
 
 

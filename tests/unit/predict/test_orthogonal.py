@@ -70,19 +70,21 @@ def test_step_and_memory_of_muon():
     tables = model.embedding_params + model.head_params
     found = {
         (name, engine): api.predict(model, "8xh100-sxm", optimizer=name, engine=engine, **asked)
-        for name in ("adamw", "muon", "lion")
+        for name in ("adamw", "muon", "lion", "sgd")
         for engine in ("analytical", "graph")
     }
     states = {
-        name: found[name, "graph"].memory.breakdown_bytes["optimizer"] for name in ("adamw", "muon", "lion")
+        name: found[name, "graph"].memory.breakdown_bytes["optimizer"]
+        for name in ("adamw", "muon", "lion", "sgd")
     }
     assert states["adamw"] - states["lion"] == pytest.approx(4 * model.num_params, rel=1e-3)
     assert states["muon"] - states["lion"] == pytest.approx(4 * tables, rel=1e-3)
     for engine in ("analytical", "graph"):
         parts = {
-            name: found[name, engine].time_breakdown_s["optimizer"] for name in ("adamw", "muon", "lion")
+            name: found[name, engine].time_breakdown_s["optimizer"]
+            for name in ("adamw", "muon", "lion", "sgd")
         }
-        assert parts["muon"] > parts["adamw"] > parts["lion"]
+        assert parts["muon"] > parts["adamw"] > parts["lion"] == parts["sgd"]
     more = [found["muon", engine].time_breakdown_s["optimizer"] for engine in ("analytical", "graph")]
     assert more[0] == pytest.approx(more[1], rel=1e-6)
     assert optimizer_state_bytes("muon") == optimizer_state_bytes("lion") == 4
