@@ -27,8 +27,8 @@ from charts import heat_map
 from fixed_plans import FixedPlan, Hindsight
 
 from foreshard.control import orders
-from foreshard.control.baselines import GreedyReplanning, replicas_by_speed
 from foreshard.control.controller import Controller
+from foreshard.control.policies import GreedyReplanning, replicas_by_speed
 from foreshard.control.search import slot_search
 from foreshard.control.search.pipelines import PipelineStates
 from foreshard.control.slots import DP_OVER_MP, Budget, Chain, Choice, State, Structure
@@ -36,8 +36,8 @@ from foreshard.simulate.dynamics import Path
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.evaluation import KEPT, half_width
 from foreshard.simulate.hindsight import violation
-from foreshard.simulate.policies import SpeedShare, on_subset
 from foreshard.simulate.policy_adapter import PolicyAdapter
+from foreshard.simulate.reference_policies import SpeedShare, on_subset
 from foreshard.simulate.slot_loop import Rule, Run, play
 from foreshard.simulate.workload import Workload
 from foreshard.spec.plan import Group, Plan, Stage

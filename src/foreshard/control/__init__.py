@@ -5,6 +5,6 @@ Facts come in as `spec.online` events (measured steps, prices, ranks lost or bac
 `budgets` the weights of time and of each cost that keep long-term budgets, `search` which structure is best
 at these weights; `controller` decides whether changing to it pays, and `experts` whether to keep a plan that
 stays instead, because forecasts were wrong of late. Read `controller` first, then `slots`, which has the
-model of one step that everything shares. Other policies are in `baselines`; a new policy is a class there,
+model of one step that everything shares. Other policies are in `policies`; a new policy is a class there,
 which gets the same events and orders plans as the controller does.
 """

@@ -15,8 +15,8 @@ from foreshard.simulate.clairvoyant_bound import Bound, bound_of
 from foreshard.simulate.dynamics import describe, draw
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.hindsight import best_subset, violation
-from foreshard.simulate.policies import BY_SHARES, BankedBudget, Greedy, WholeClusterPlan, on_subset
 from foreshard.simulate.policy_adapter import MOST_STAGES, controller_rule
+from foreshard.simulate.reference_policies import BY_SHARES, BankedBudget, Greedy, WholeClusterPlan, on_subset
 from foreshard.simulate.slot_loop import Rule, Run, play
 from foreshard.simulate.workload import Workload, cluster_of, model_of, workload
 from foreshard.spec.cluster import Cluster

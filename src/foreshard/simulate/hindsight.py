@@ -11,7 +11,7 @@ from foreshard.control.search.subsets import SubsetClasses
 from foreshard.control.slots import Budget, State
 from foreshard.simulate.dynamics import Path
 from foreshard.simulate.environment import Environment
-from foreshard.simulate.policies import BY_SHARES, on_subset
+from foreshard.simulate.reference_policies import BY_SHARES, on_subset
 from foreshard.simulate.slot_loop import Run, play
 
 _TRIED = 24

@@ -13,7 +13,7 @@ from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.search.subsets import balanced_shares
 from foreshard.control.slots import DP_OVER_MP, J_PER_KWH, MP_OVER_DP, Budget, Structure
 from foreshard.simulate.environment import Environment
-from foreshard.simulate.policies import Decision
+from foreshard.simulate.reference_policies import Decision
 from foreshard.simulate.slot_loop import Observation, SlotOutcome
 from foreshard.spec.online import (
     CarbonChanged,

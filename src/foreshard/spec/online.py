@@ -13,7 +13,7 @@ from typing import Protocol
 from foreshard.spec.plan import Plan
 
 RUN_POLICIES = ("static", "lyapunov", "lb-bsp", "greedy")
-"""What `run --policy` and simulated labs take: no policy, the controller, and `control.baselines`."""
+"""What `run --policy` and simulated labs take: no policy, the controller, and `control.policies`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

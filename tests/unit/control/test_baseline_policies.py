@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreshard.control import orders
-from foreshard.control.baselines import GreedyReplanning, LbBsp
+from foreshard.control.policies import GreedyReplanning, LbBsp
 from foreshard.control.search.pricing import evaluate
 from foreshard.control.slots import Budget, Chain, State, Structure, WorkerPipeline
 from foreshard.errors import SpecError

@@ -10,7 +10,8 @@ from foreshard.control.options import ControllerOptions
 from foreshard.control.slots import MP_OVER_DP, Budget
 from foreshard.simulate.clairvoyant_bound import bound_of
 from foreshard.simulate.hindsight import best_subset, violation
-from foreshard.simulate.policies import (
+from foreshard.simulate.policy_adapter import controller_rule
+from foreshard.simulate.reference_policies import (
     BY_SHARES,
     BankedBudget,
     EqualShare,
@@ -18,7 +19,6 @@ from foreshard.simulate.policies import (
     WholeClusterPlan,
     on_subset,
 )
-from foreshard.simulate.policy_adapter import controller_rule
 from foreshard.simulate.slot_loop import Observation, play
 from foreshard.spec.scenario import Scenario
 

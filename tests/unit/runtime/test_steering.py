@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from foreshard.control.baselines import BASELINE_POLICIES
+from foreshard.control.policies import BASELINE_POLICIES
 from foreshard.errors import SpecError
 from foreshard.lab.lab import load_lab
 from foreshard.runtime.adaptive.controller_config import ControllerConfig

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.control.baselines import BASELINE_POLICIES, LastMeasured
 from foreshard.control.budgets.queues import Queues
 from foreshard.control.controller import Controller
 from foreshard.control.estimation.estimates import Estimates
 from foreshard.control.orders import reading_of
+from foreshard.control.policies import BASELINE_POLICIES, LastMeasured
 from foreshard.control.search.pricing import largest_micro_batch
 from foreshard.control.slots import MP_OVER_DP, Chain, WorkerPipeline
 from foreshard.errors import SpecError

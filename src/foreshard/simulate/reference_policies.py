@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from foreshard.control.baselines import replicas_by_speed
+from foreshard.control.policies import replicas_by_speed
 from foreshard.control.search.subsets import SubsetClasses, even_shares
 from foreshard.control.slots import Budget, Structure
 from foreshard.simulate.environment import Environment
@@ -59,7 +59,7 @@ class EqualShare(_Simple):
 
 
 class SpeedShare(_Simple):
-    """LB-BSP: everyone, shares by the speeds last seen (`control.baselines.replicas_by_speed`)."""
+    """LB-BSP: everyone, shares by the speeds last seen (`control.policies.replicas_by_speed`)."""
 
     def decide(self, seen: Observation) -> Decision:
         """Return shares by last speeds."""
