@@ -55,7 +55,7 @@ def label_paths(
     cost_limit : float
         Most by which the dual price of a path's devices may exceed the samples it processes.
     least_samples, grain, batch : float
-        A path of several stages processes at least so many, each whole grains, and at most the batch.
+        A path processes at least so many, whole grains, and at most the batch.
     size, chunks : float, int
         Samples of a micro-batch, each counted once for each chunk. With several chunks they come in rounds
         of as many as a path has stages, the last one of a round whole or shorter by whole grains.
@@ -241,7 +241,7 @@ def label_paths(
                 rest //= counts[k] + 1
             # The slowest stage alone takes a micro-batch (of a chunk), whatever the others add.
             through = reach - max(value_of[i] - price, size / chunks)
-            if depth > 1 and through < least_samples * (1.0 - 1e-9):
+            if through < least_samples * (1.0 - 1e-9):
                 continue
             if chunks > 1:
                 through += spared[depth]

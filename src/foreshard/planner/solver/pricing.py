@@ -77,7 +77,7 @@ class PipelineBox:
     def seconds(self, net_samples: float) -> float:
         """Return a time before which no pipeline of the box processes so many samples beyond its cost."""
         least = self.bottleneck_s[0]
-        return self.tail_s[0] + least * max((net_samples + self.cost) / self.family.micro_batch - 1.0, 0.0)
+        return self.tail_s[0] + least * max((net_samples + self.cost) / self.family.micro_batch - 1.0, 1.0)
 
 
 def same_limits(one: PipelineBox, other: PipelineBox) -> bool:
@@ -216,8 +216,7 @@ class Pricing:
             spared = most_spared(self.problem, box.family.micro_batch, own.grain, len(own.times_s))
         passes = (net_samples + own.cost - spared) / box.family.micro_batch
         once_s = self._once_s(own, (slowest_s, slowest_s))
-        least_s = slowest_s if len(own.times_s) > 1 else 0.0
-        return own.tail_s + max(once_s + slowest_s * (passes - 1.0), least_s)
+        return own.tail_s + max(once_s + slowest_s * (passes - 1.0), slowest_s)
 
     def _once_s(self, own: _PathTimes, bottleneck_s: tuple[float, float]) -> float:
         """Return what filling and a micro-batch take of a pipeline, its slowest stage between limits."""
