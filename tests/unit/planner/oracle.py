@@ -80,7 +80,7 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         drained, shadowed = most * before + behind, slowest - fewest * times[:, 0]
         chunks, together = problem.chunks, stages if problem.chunks > 1 else 1
         slowest, micro, grain = chunks * slowest, chunks * micro, problem.grain[options].max(1)
-        shadowed = 1e9 if chunks > 1 and filling != "least" else shadowed
+        shadowed = 1e9 if chunks > 1 else shadowed
         row = (takes, fill, slowest, micro, grain, drained, shadowed + 0.0 * slowest)
         hidden = most * (np.cumsum(times, axis=1) - times)
         tail = np.where(up_to | (filling != "least"), np.maximum(tails - hidden, 0.0), 0.0).max(2)

@@ -107,23 +107,9 @@ def test_search_by_whole_numbers_ends_at_the_optimum(seed, monkeypatch):
     problem = replace(drawn, hop_s=np.zeros_like(drawn.hop_s), jitter=0.0)
     best = best_by_force(problem)
     if np.isfinite(best):
-        solution = solving.solve(problem, budget_s=10.0, target_gap=1e-3, filling="full")
+        solution = solving.solve(problem, budget_s=10.0, target_gap=1e-3)
         assert best * (1 - 1e-9) <= solution.step_time_s <= best * (1 + 1e-3)
         assert best / 1.002 <= solution.lower_bound_s <= best * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_no_bound_of_the_general_search_is_above_the_least_that_plans_take(seed, monkeypatch):
-    """Stages behind the slowest fill while it works, which the full cost of filling does not know."""
-    pytest.importorskip("scipy")
-    pytest.importorskip("numba")
-    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
-    drawn = random_problem(seed)
-    problem = replace(drawn, hop_s=np.zeros_like(drawn.hop_s), jitter=0.0)
-    least = best_by_force(problem, "least")
-    if np.isfinite(least):
-        solution = solving.solve(problem, budget_s=0.5, target_gap=0.0)
-        assert solution.lower_bound_s <= least * (1 + 1e-9)
 
 
 def test_a_search_without_any_plan_ends(monkeypatch):

@@ -53,6 +53,6 @@ def test_the_general_search_finds_the_cuts_that_messages_ask_for(monkeypatch):
     monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
     problem = random_problem(323)
     solving.solve(problem, budget_s=30.0)  # loads the compiled loops
-    solution = solving.solve(problem, budget_s=4.0, target_gap=0.0, filling="full")
+    solution = solving.solve(problem, budget_s=4.0, target_gap=0.0)
     assert solution.step_time_s == pytest.approx(best_by_force(problem), rel=1e-9)
     assert solution.gap < 0.03

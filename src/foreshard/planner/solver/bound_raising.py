@@ -150,7 +150,7 @@ def _duals_of_whole_samples(
     state: SearchState, pipelines: tuple[int, int], seconds: float
 ) -> np.ndarray | None:
     """Return the duals of devices when the columns, mixed in fractions, process whole samples each."""
-    table = state.table(state.filling)
+    table = state.table()
     samples = table.whole_samples(seconds - table.tails(state.problem, pipelines[0]))
     mix = fractional_mix(table.takes, samples, state.problem.counts, pipelines)
     return None if mix is None else mix.device_duals
@@ -169,7 +169,7 @@ def _bound_slack(
     columns: ColumnEnumeration, table: LabelTable, row: int, pipelines: tuple[int, int]
 ) -> float:
     """Return by how many samples the bound on a pipeline exceeds what it processes."""
-    problem, filling = columns.pricing.problem, columns.pricing.filling
+    problem = columns.pricing.problem
     template = columns.template(int(table.at[row]), int(table.row[row]))
-    left = columns.seconds - tail_seconds(problem, template, pipelines[0], filling=filling)
-    return float(table.samples[row]) - pipeline_rate(problem, template, filling=filling).samples(left)
+    left = columns.seconds - tail_seconds(problem, template, pipelines[0])
+    return float(table.samples[row]) - pipeline_rate(problem, template).samples(left)

@@ -22,7 +22,6 @@ from foreshard.planner.solver.pricing import (
     PricedStages,
     Pricing,
     same_limits,
-    spared_by_depth,
     stages_of,
     template_of,
 )
@@ -32,9 +31,8 @@ from foreshard.planner.solver.time_budget import TimeBudget
 _SLACK = 0.5
 """Samples, by chunk, that the bound of a box may have of slack on its own pipeline when its pipelines are
 listed."""
-_NARROW = 0.01
-"""Part by which a box's longest slowest stage exceeds its shortest, by chunk, from which on it is listed
-whatever its slack."""
+_NARROW = 1.01
+"""Ratio of a box's longest to shortest slowest stage from which on it is listed whatever its slack."""
 _LABELS = 400_000
 """Labels of the path search: 20 MB; where they do not do, an enumeration takes longer than it is worth."""
 _DEMANDS = 8_000_000
@@ -185,23 +183,21 @@ class ColumnEnumeration:
     def _is_tight(self, box: PipelineBox) -> bool:
         least, most = box.bottleneck_s
         own, tail = self.pricing.extremes(box.family, box.path)
-        rate, chunks = box.family.micro_batch / least, self.pricing.problem.chunks
+        rate = box.family.micro_batch / least
         slack = self._reach(box) * (1.0 - least / own) + rate * (tail - box.tail_s[0])
-        slack += rate * self.pricing.loose_s(box, box.path)
-        narrow = most < least * (1.0 + _NARROW / chunks) and rate * (box.tail_s[1] - box.tail_s[0]) < 1.0
-        return narrow or slack < _SLACK * chunks
+        narrow = most < least * _NARROW and rate * (box.tail_s[1] - box.tail_s[0]) < 1.0
+        return narrow or slack < _SLACK * self.pricing.problem.chunks
 
     def _columns_of(self, box: PipelineBox) -> list[BoxColumns] | None:
         """Return the pipelines of a box that may be in a plan, by grain; None when there are too many."""
         problem, memory = self.pricing.problem, self.memory
         found = []
         for choices in memory.choices(self.pricing, box.family):
-            stages, size = choices.stages, box.family.micro_batch
+            stages = choices.stages
             number, codes, samples, options, stops = _label_paths()(
                 stages.types,
                 stages.options,
                 stages.times_s,
-                self.pricing.behind_in(box, stages.times_s),
                 stages.tail_s,
                 stages.rooms,
                 choices.classes,
@@ -209,8 +205,7 @@ class ColumnEnumeration:
                 self.pricing.duals,
                 memory.counts,
                 choices.most,
-                size / box.bottleneck_s[0],
-                box.bottleneck_s[0] * (1 - 1e-12) if self.pricing.filling == "least" else 0.0,
+                box.family.micro_batch / box.bottleneck_s[0],
                 box.bottleneck_s[1] * (1 + 1e-12),
                 box.tail_s[1] * (1 + 1e-12),
                 stages.deepest,
@@ -221,9 +216,8 @@ class ColumnEnumeration:
                 float(box.family.micro_batch),
                 float(choices.grain),
                 float(problem.global_batch),
-                float(size * problem.chunks),
-                problem.chunks,
-                spared_by_depth(problem, stages, choices.grain, self.pricing.filling),
+                float(box.family.micro_batch * problem.chunks),
+                problem.chunks > 1,
                 memory.slot,
                 memory.pool,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from foreshard.planner.solver.pipeline_mix import fractional_mix
-from foreshard.planner.solver.problem import Filling, Problem
+from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.search_state import SearchState
 
 _NEWTON_STEPS = 12
@@ -22,12 +22,10 @@ def pipeline_dual(problem: Problem, duals: np.ndarray, pipelines: tuple[int, int
     return left / (pipelines[1] if left > 0 else pipelines[0])
 
 
-def duals_at(
-    state: SearchState, pipelines: tuple[int, int], low_s: float, *, filling: Filling
-) -> tuple[float, np.ndarray] | None:
+def duals_at(state: SearchState, pipelines: tuple[int, int], low_s: float) -> tuple[float, np.ndarray] | None:
     """Return the step time in which fractions of the columns process the batch, and the duals there."""
     problem = state.problem
-    table = state.table(filling)
+    table = state.table()
     tails = table.tails(problem, pipelines[0])
     rates = table.rates[2] / table.rates[1]  # samples a second of pipelines that are full
     seconds, high, duals = low_s, np.inf, np.zeros(len(problem.counts))

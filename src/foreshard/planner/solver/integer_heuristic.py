@@ -32,7 +32,7 @@ def offer_whole(
 
     With `closely`, then for times between what fractions need and the best so far.
     """
-    found = duals_at(state, pipelines, bound_s, filling="full") if state.columns else None
+    found = duals_at(state, pipelines, bound_s) if state.columns else None
     if found is None:
         return
     low, duals = found

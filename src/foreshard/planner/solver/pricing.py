@@ -1,10 +1,10 @@
 """The pricing problem of column generation: the best pipeline at given duals, with a bound on all others.
 
-A pipeline of micro-batch m with slowest stage b and tail w of its first stage processes at most
-m * ((T - w - sum of what stages add to the filling) / b + 1) samples in T seconds. With b and w held between
-limits, the sum over stages is all that is left, so a shortest path over cuts gives the best pipeline of such
-a *box* and a bound on every pipeline in it. Boxes are split, the most promising first, until the bound is met
-by a pipeline that exists.
+A pipeline of micro-batch m with slowest stage b and tail w processes
+m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w held between limits, the sum
+over stages is all that is left, so a shortest path over cuts gives the best pipeline of such a *box* and a
+bound on every pipeline in it. Boxes are split, the most promising first, until the bound is met by a pipeline
+that exists.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foreshard.planner.solver.compiled import compiled
-from foreshard.planner.solver.problem import (
-    Filling,
-    PipelineFamily,
-    Problem,
-    StageSpan,
-    Template,
-    rounds_of,
-)
+from foreshard.planner.solver.problem import PipelineFamily, Problem, StageSpan, Template, rounds_of
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 _ENOUGH = 48
@@ -35,8 +28,6 @@ _WIDE = 1.001
 """Ratio of limits of the slowest stage up to which a box is not cut at their mean as well."""
 _RATIO = 1.3
 """Ratio of limits of the slowest stage of the first boxes; narrower ones follow where they matter."""
-_THIN = 1.003
-"""Ratio of limits of the slowest stage up to which a box is not cut to know the filling better."""
 _CLOCK_EVERY = 64
 """Boxes split between two looks at the clock."""
 
@@ -55,11 +46,10 @@ def template_of(path: Path) -> Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineBox:
-    """Pipelines of one family whose slowest stage and first tail lie between limits, seconds.
+    """Pipelines of one family whose slowest stage and tail lie between limits, seconds.
 
     cost : least dual price of devices plus samples lost to filling, over the pipelines of the box
     path : of the pipeline of that cost
-    part : of the bounds on what stages behind the slowest add (:func:`behind_slowest_s`)
     """
 
     family: PipelineFamily
@@ -67,7 +57,6 @@ class PipelineBox:
     tail_s: tuple[float, float]
     cost: float
     path: Path
-    part: float
 
     @property
     def template(self) -> Template:
@@ -86,21 +75,12 @@ def same_limits(one: PipelineBox, other: PipelineBox) -> bool:
 
 
 class _PathTimes(NamedTuple):
-    """Of a pipeline: seconds of its stages and its tail, what its devices cost, the grain of its ranks."""
+    """Seconds of the slowest stage, of a micro-batch alone and of the longest tail; what devices cost."""
 
-    times_s: np.ndarray
+    slowest_s: float
+    once_s: float
     tail_s: float
     cost: float
-    grain: int
-
-    @property
-    def slowest_s(self) -> float:
-        """Return the time of the slowest stage."""
-        return float(self.times_s.max())
-
-    def behind_s(self, lower_s: float) -> np.ndarray:
-        """Return the times of the stages behind the last one that takes so long."""
-        return self.times_s[int(np.flatnonzero(self.times_s >= lower_s * (1 - 1e-12)).max(initial=-1)) + 1 :]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,8 +96,6 @@ class Pricing:
         Worth of a device of each kind.
     longest_s : float
         No stage takes longer.
-    filling : str
-        By what cost of filling pipelines are priced: "least" for bounds, "full" to find good ones.
     stages : dict, optional
         Of earlier questions with the same tails.
     """
@@ -126,7 +104,6 @@ class Pricing:
     pipelines: tuple[int, int]
     duals: np.ndarray
     longest_s: float
-    filling: Filling = "least"
     boxes: dict[int, PipelineBox] = field(default_factory=dict)
     solved: int = 0
     stages: dict[PipelineFamily, PricedStages] = field(default_factory=dict)
@@ -137,11 +114,7 @@ class Pricing:
     def __post_init__(self) -> None:
         """Look up the tails and what options cost."""
         tails = self.problem.tail_between(self.pipelines)
-        counts = self.problem.is_first | (self.filling == "full")
-        self.tails = {
-            family: np.where(counts, self.problem.tails_in(family, tails), 0.0)
-            for family in self.problem.families
-        }
+        self.tails = {family: self.problem.tails_in(family, tails) for family in self.problem.families}
         self.option_cost = (self.problem.takes @ self.duals).astype(float)
 
     def start(self) -> None:
@@ -158,7 +131,8 @@ class Pricing:
         for family in problem.families:
             tails = self.tails[family][usable]
             for upper, lower in pairwise(edges):
-                self._add(family, (lower, upper), (float(tails.min()), float(tails.max())))
+                if self._add(family, (lower, upper), (float(tails.min()), float(tails.max()))) is None:
+                    break
 
     def earliest(
         self,
@@ -210,31 +184,8 @@ class Pricing:
     def _seconds(self, box: PipelineBox, net_samples: float) -> float:
         """Return when a box's own pipeline has processed that, fractions of a grain included."""
         own = self._of(box.family, box.path)
-        slowest_s = own.slowest_s
-        spared = 0.0
-        if self.filling == "least":
-            spared = most_spared(self.problem, box.family.micro_batch, own.grain, len(own.times_s))
-        passes = (net_samples + own.cost - spared) / box.family.micro_batch
-        once_s = self._once_s(own, (slowest_s, slowest_s))
-        return own.tail_s + max(once_s + slowest_s * (passes - 1.0), slowest_s)
-
-    def _once_s(self, own: _PathTimes, bottleneck_s: tuple[float, float]) -> float:
-        """Return what filling and a micro-batch take of a pipeline, its slowest stage between limits."""
-        if self.filling == "full":
-            return float(own.times_s.sum())
-        behind_s = own.behind_s(bottleneck_s[0])
-        added_s = behind_slowest_s(self.problem, behind_s, bottleneck_s[1], 1.0).sum()
-        return float(own.times_s.sum() - behind_s.sum() + max(0.0, added_s))
-
-    def behind_in(self, box: PipelineBox, times_s: np.ndarray) -> np.ndarray:
-        """Return what stages behind the slowest of a pipeline of a box add to its filling."""
-        return np.asarray(behind_slowest_s(self.problem, times_s, box.bottleneck_s[1], box.part))
-
-    def loose_s(self, box: PipelineBox, path: Path) -> float:
-        """Return how much of a pipeline's filling is lost to the upper limit of a box's slowest stage."""
-        own, (lower, upper) = self._of(box.family, path), box.bottleneck_s
-        most_s = self._once_s(own, (own.slowest_s, own.slowest_s))
-        return most_s - self._once_s(own, (lower, upper))
+        passes = max((net_samples + own.cost) / box.family.micro_batch, 1.0)
+        return own.tail_s + own.once_s + own.slowest_s * (passes - 1.0)
 
     def parts(self, box: PipelineBox, net_samples: float) -> list[PipelineBox]:
         """Return the parts of a box below and above its own pipeline, by what loosens the bound more.
@@ -244,15 +195,11 @@ class Pricing:
         """
         lower, upper = box.bottleneck_s
         least, most = box.tail_s
-        path = self._of(box.family, box.path)
-        own, own_tail = path.slowest_s, path.tail_s
+        own, _, own_tail, cost = self._of(box.family, box.path)
         size = box.family.micro_batch
         del self.boxes[id(box)]
-        by_bottleneck = ((net_samples + path.cost) / size - 1.0) * (own - lower)
+        by_bottleneck = ((net_samples + cost) / size - 1.0) * (own - lower)
         by_tail = own_tail - least
-        by_width = self.loose_s(box, box.path)
-        if by_width > max(by_bottleneck, by_tail) and upper > max(own, lower) * _THIN:
-            return self._cut_bottleneck(box, (max(own, lower) * upper) ** 0.5)
         if by_bottleneck >= by_tail:
             cut = min(max(own, lower), upper)
             if upper > lower * _WIDE and cut > lower * (1 + 1e-9):
@@ -276,7 +223,7 @@ class Pricing:
         return [part for part in parts if part is not None]
 
     def extremes(self, family: PipelineFamily, path: Path) -> tuple[float, float]:
-        """Return a pipeline's slowest stage, messages between kinds not counted, and its first tail."""
+        """Return a pipeline's slowest stage, messages between kinds not counted, and its longest tail."""
         own = self._of(family, path)
         return own.slowest_s, own.tail_s
 
@@ -285,10 +232,6 @@ class Pricing:
         own, tail = self.extremes(box.family, path)
         lower, least = box.bottleneck_s[0], box.tail_s[0]
         by_bottleneck, by_tail = (seconds - least) * (1.0 - lower / own), tail - least
-        by_width, upper = self.loose_s(box, path), box.bottleneck_s[1]
-        if by_width > max(by_bottleneck, by_tail) and upper > max(own, lower) * _THIN:
-            self.boxes.pop(id(box), None)
-            return self._cut_bottleneck(box, (max(own, lower) * upper) ** 0.5)
         if by_bottleneck >= by_tail and own > lower * (1 + 1e-8):
             self.boxes.pop(id(box), None)
             return self._cut_bottleneck(box, min(own, box.bottleneck_s[1]))
@@ -308,10 +251,10 @@ class Pricing:
             times = [float(table[stage]) for stage in stages]
             tails = self.tails[family]
             found = self._times[family, path] = _PathTimes(
-                times_s=np.array(times),
+                slowest_s=max(times),
+                once_s=sum(times),
                 tail_s=max(float(tails[stage]) for stage in stages),
                 cost=sum(float(self.option_cost[option]) for option in options),
-                grain=max(int(self.problem.grain[option]) for option in options),
             )
         return found
 
@@ -321,49 +264,14 @@ class Pricing:
         """Keep the box of these limits unless it is empty."""
         if family not in self.stages:
             self.stages[family] = stages_of(self.problem, self.tails[family], family)
-        solution = self._least_cost(family, bottleneck, tail[1])
+        solution = path_among(self.problem, self.stages[family], self.option_cost, bottleneck, tail[1])
+        self.solved += 1
         if solution is None:
             return None
-        cost, path, part = solution
-        box = PipelineBox(
-            family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path, part=part
-        )
+        cost, path = solution
+        box = PipelineBox(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path)
         self.boxes[id(box)] = box
         return box
-
-    def _least_cost(
-        self, family: PipelineFamily, bottleneck: tuple[float, float], longest_tail_s: float
-    ) -> tuple[float, Path, float] | None:
-        """Return the least cost of the pipelines of a box, and the part of the filling that it is at.
-
-        Stages behind the slowest hide more than themselves where they are quick, but no more than there is:
-        a bound with all of what they add is too low where the sum is less than nothing, one with none of it
-        elsewhere. The best part of it is where the paths that are cheapest at both ends cost the same.
-        """
-        rate = family.micro_batch / bottleneck[0]
-
-        def solved(part: float) -> tuple[float, Path, float, float] | None:
-            stages, least = self.stages[family], self.filling == "least"
-            limits = bottleneck, longest_tail_s
-            found = path_among(self.problem, stages, self.option_cost, limits, part=part if least else None)
-            self.solved += 1
-            if found is None:
-                return None
-            cost, path = found
-            behind_s = self._of(family, path).behind_s(bottleneck[0])
-            added_s = behind_slowest_s(self.problem, behind_s, bottleneck[1], 1.0).sum()
-            return cost, path, part, rate * float(added_s)
-
-        first = solved(1.0)
-        if first is None or self.filling == "full" or self.problem.chunks > 1 or first[3] >= 0.0:
-            return None if first is None else first[:3]
-        other = solved(0.0)
-        assert other is not None
-        if other[3] <= 0.0:
-            return other[:3]
-        middle = solved((first[0] - first[3] - other[0]) / (other[3] - first[3]))
-        assert middle is not None
-        return max(first, other, middle, key=lambda one: one[0])[:3]
 
 
 def cheapest_path(
@@ -376,8 +284,6 @@ def cheapest_path(
     known: dict[PipelineFamily, PricedStages] | None = None,
 ) -> tuple[float, Template] | None:
     """Return the pipeline that costs least in devices and filling, no stage or tail above its limit.
-
-    The filling is the full one.
 
     Parameters
     ----------
@@ -403,8 +309,7 @@ def cheapest_path(
     known = {} if known is None else known
     if asked not in known:
         known[asked] = stages_of(problem, tail_s, asked)
-    limits = bottleneck_s, longest_tail_s
-    found = path_among(problem, known[asked], problem.takes @ duals, limits)
+    found = path_among(problem, known[asked], problem.takes @ duals, bottleneck_s, longest_tail_s)
     return None if found is None else (found[0], template_of(found[1]))
 
 
@@ -425,7 +330,6 @@ class PricedStages:
     units: np.ndarray
     limit: int
     deepest: int
-    grain: int
 
 
 def stages_of(
@@ -462,32 +366,7 @@ def stages_of(
         units=units[kept],
         limit=limit,
         deepest=deepest,
-        grain=int(problem.grain[options].min(initial=family.micro_batch * problem.chunks)),
     )
-
-
-def behind_slowest_s(problem: Problem, times_s: Any, longest_s: float, part: float) -> Any:
-    """Return a `part` of what stages behind the slowest one add to the filling of a pipeline, seconds.
-
-    Each adds its time twice, less what the slowest stage does meanwhile. The sum may be less than nothing,
-    which is a bound as well, and so is every part. Interleaved pipelines hide all of it.
-    """
-    return (0.0 if problem.chunks > 1 else part) * (2.0 * times_s - longest_s)
-
-
-def spared_by_depth(problem: Problem, stages: PricedStages, grain: int, filling: Filling) -> np.ndarray:
-    """Return :func:`most_spared` of pipelines of up to as many stages as there can be, none in full."""
-    size, depths = stages.family.micro_batch, range(1, stages.deepest + 1)
-    spared = [most_spared(problem, size, grain, n) if filling == "least" else 0.0 for n in depths]
-    return np.array([0.0, *spared])
-
-
-def most_spared(problem: Problem, micro_batch: int, grain: int, num_stages: int) -> float:
-    """Return the samples by which a short last micro-batch may let a pipeline process more, at most.
-
-    Its last pass of the slowest stage may be spared, or what it takes less than others on every other stage.
-    """
-    return min(micro_batch - grain / problem.chunks, micro_batch * (num_stages - 1) / num_stages)
 
 
 def _beaten(times: np.ndarray, tails: np.ndarray, rooms: np.ndarray, usable: np.ndarray) -> np.ndarray:
@@ -507,35 +386,23 @@ def path_among(
     problem: Problem,
     stages: PricedStages,
     option_cost: np.ndarray,
-    limits_s: tuple[tuple[float, float], float],
-    *,
-    part: float | None = None,
+    bottleneck_s: tuple[float, float],
+    longest_tail_s: float,
 ) -> tuple[float, Path] | None:
-    """Return the path over some stages that costs least, as :func:`cheapest_path`.
-
-    Limits are of the slowest stage and the first tail. The filling is the least, with that `part` of
-    :func:`behind_slowest_s`, or the full one without.
-    """
-    (lower_s, upper_s), longest_tail_s = limits_s
+    """Return the path over some stages that costs least, as :func:`cheapest_path`."""
     if not len(stages.types):
         return None
-    size = stages.family.micro_batch
-    filling: Filling = "full" if part is None else "least"
-    longest_s = min(upper_s, float(stages.times_s.max()))
     best, depth, options, stops = _shortest_path()(
         stages.types,
         stages.options,
         stages.times_s,
-        behind_slowest_s(problem, stages.times_s, longest_s, part or 0.0),
         stages.tail_s,
         stages.rooms,
         stages.units,
         option_cost.astype(float),
-        spared_by_depth(problem, stages, stages.grain, filling),
         stages.limit,
-        size / lower_s,
-        0.0 if part is None else lower_s * (1 - 1e-12),
-        upper_s * (1 + 1e-12),
+        stages.family.micro_batch / bottleneck_s[0],
+        bottleneck_s[1] * (1 + 1e-12),
         longest_tail_s * (1 + 1e-12),
         stages.deepest,
         problem.bands,

@@ -83,8 +83,6 @@ class Problem:
         `types` by start and length less one; -1 past the end.
     lengths : ndarray of int, shape (types,)
         Layers of the longest stage of each type.
-    is_first : ndarray of bool, shape (types,)
-        Whether only first stages are of a type.
     far_s : ndarray, shape (options, types)
         Times of stages of pipelines that no link domain holds.
     """
@@ -111,7 +109,6 @@ class Problem:
     max_pipelines: int | None = None
     bands: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
-    is_first: np.ndarray = field(init=False)
     far_s: np.ndarray = field(init=False)
     _by_family: dict[PipelineFamily, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(
         init=False, default_factory=dict
@@ -128,8 +125,6 @@ class Problem:
         _, length = np.nonzero(types >= 0)
         np.maximum.at(lengths, types[types >= 0], length + 1)
         object.__setattr__(self, "lengths", lengths)
-        later = np.unique(types[1:])
-        object.__setattr__(self, "is_first", ~np.isin(np.arange(len(lengths)), later))
         far = self.time_s if self.leave_s is None else self.time_s + self.leave_s
         object.__setattr__(self, "far_s", far)
 
@@ -306,14 +301,9 @@ class PipelineColumns(NamedTuple):
         return PipelineColumns(*(np.concatenate(pair, axis=1) for pair in pairs))
 
     def samples(self, seconds: np.ndarray) -> np.ndarray:
-        """Return what each processes in so many seconds, tail excluded, fractions of a sample included.
-
-        What a short last micro-batch spares at most is taken as spared.
-        """
-        fill, bottleneck, size, _, _, drained, shadowed, _ = self.rates
-        spared = drained * shadowed / np.maximum(drained + shadowed, 1e-300)
-        passes = (seconds - fill) / bottleneck
-        return np.where(passes > 0.0, size * (passes + spared / bottleneck), 0.0)
+        """Return what each processes in so many seconds, tail excluded, fractions of a sample included."""
+        fill, bottleneck, size, *_ = self.rates
+        return size * np.maximum((seconds - fill) / bottleneck, 0.0)
 
     def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return the whole samples each processes, as :meth:`PipelineRate.samples`."""
@@ -333,13 +323,13 @@ def pipeline_columns(
 ) -> PipelineColumns:
     """Return how pipelines go.
 
-    In `full` a pipeline fills and drains once with all its stages, and the longest tail follows: exact for
-    equal stages. In truth the stages behind the slowest do so less the work that it has meanwhile: a
-    micro-batch for each of them, half before its first backward, half after its last forward. The tail of a
-    stage begins earlier than that of the first by the backwards of the stages before it, and a short last
-    micro-batch drains faster. That is the `typical` cost, where backwards take twice as long as forwards. The
-    `least` holds whatever part of a stage's time its backward takes; tails behind the slowest stage do not
-    count in it, since they may begin earlier still.
+    In `full` a pipeline fills and drains once with all its stages, and the longest tail follows: what column
+    generation can count, exact for equal stages. In truth the stages behind the slowest do so less the work
+    that it has meanwhile: a micro-batch for each of them, half before its first backward, half after its last
+    forward. The tail of a stage begins earlier than that of the first by the backwards of the stages before
+    it, and a short last micro-batch drains faster. That is the `typical` cost, where backwards take twice as
+    long as forwards. The `least` holds whatever part of a stage's time its backward takes; tails behind the
+    slowest stage do not count in it, since they may begin earlier still.
 
     Source
     ------
@@ -406,7 +396,7 @@ class _Pipelines(NamedTuple):
         chunks, stages = problem.chunks, self.times_s.shape[1]
         together = np.full(len(slowest_s), stages if chunks > 1 else 1)
         size, pass_s = chunks * micro_batch, chunks * slowest_s
-        if filling == "typical" and chunks > 1:  # all is spared: what comes up last is not known
+        if chunks > 1:  # how soon the micro-batch before a short one comes up is not known: all is spared
             shadowed_s = drained_s * size / grain
         return np.array([fill_s, pass_s, size, grain, shortest, drained_s, shadowed_s, together])
 

@@ -33,7 +33,7 @@ def fractional_bound(
     tried for several times.
     """
     problem = state.problem
-    bound, found = floor_s, duals_at(state, pipelines, floor_s, filling=state.filling)
+    bound, found = floor_s, duals_at(state, pipelines, floor_s)
     for round_ in range(_ROUNDS):
         reached, duals = found or (np.inf, state.rates * max(bound, 1e-12) * 2.0**round_)
         pricing = state.pricing(pipelines, duals)
@@ -54,9 +54,7 @@ def fractional_bound(
         state.learn(fresh)
         if state.is_closed(bound) or state.is_late or bound >= reached * (1.0 - 2.0 * tolerance):
             break
-        before = found
-        if fresh or found is None:
-            found = duals_at(state, pipelines, bound, filling=state.filling)
+        before, found = found, duals_at(state, pipelines, bound) if fresh or found is None else found
         if (not fresh and before is not None) or (found is None and round_ >= _ROUNDS_WITHOUT_MIX):
             break
     if not state.is_closed(bound):

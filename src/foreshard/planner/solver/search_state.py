@@ -40,8 +40,6 @@ class SearchState:
         Of the present part of the search.
     target_gap : float
         Proven gap at which a range of pipelines is closed.
-    filling : str
-        The cost of filling that bounds are by: the least, or the full one, which is usual and no bound.
     best, best_s : Arrangement or None, float
     beat_s : float
         Step time known from elsewhere: only what is faster is worth finding.
@@ -62,7 +60,6 @@ class SearchState:
     problem: Problem
     budget: TimeBudget
     target_gap: float
-    filling: Filling = "least"
     best: Arrangement | None = None
     best_s: float = np.inf
     beat_s: float = np.inf
@@ -72,7 +69,7 @@ class SearchState:
     stages: dict[tuple[int, int], dict[PipelineFamily, PricedStages]] = field(default_factory=dict)
     evaluated: int = 0
     pricings: dict[tuple[int, int], tuple[float, Pricing]] = field(default_factory=dict)
-    _tables: dict[Filling, PipelineColumns] = field(default_factory=dict)
+    _table: PipelineColumns | None = None
     _spread: tuple[float, float] | None = None
     _work: float | None = None
 
@@ -99,7 +96,6 @@ class SearchState:
             pipelines=pipelines,
             duals=duals,
             longest_s=self.longest_s,
-            filling=self.filling,
             stages=self.stages.setdefault(pipelines, {}),
         )
 
@@ -109,13 +105,12 @@ class SearchState:
         self.columns.update(fresh)
         self.columns.update(dict.fromkeys(recut(self.problem, fresh)))
 
-    def table(self, filling: Filling = "full") -> PipelineColumns:
+    def table(self) -> PipelineColumns:
         """Return all columns as arrays, in the order in which they were generated."""
-        known = self._tables.get(filling) or pipeline_columns(self.problem, [], filling=filling)
+        known = pipeline_columns(self.problem, []) if self._table is None else self._table
         fresh = list(islice(self.columns, known.takes.shape[1], None))
-        made = pipeline_columns(self.problem, fresh, filling=filling) if fresh else None
-        self._tables[filling] = known.followed_by(made) if made else known
-        return self._tables[filling]
+        self._table = known.followed_by(pipeline_columns(self.problem, fresh)) if fresh else known
+        return self._table
 
     def is_closed(self, bound_s: float) -> bool:
         """Return whether a bound is within the target gap of the best arrangement."""

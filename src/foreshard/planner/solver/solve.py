@@ -94,7 +94,6 @@ def solve(
     target_gap: float = 0.01,
     columns: Sequence[Template] = (),
     beat_s: float = np.inf,
-    filling: Filling = "least",
 ) -> Solution:
     """Return the best arrangement found and a bound that no arrangement beats.
 
@@ -109,11 +108,9 @@ def solve(
         Pipelines to begin with, such as those of an earlier solution.
     beat_s : float
         Step time known from elsewhere, seconds: what cannot beat it is not worked out.
-    filling : str
-        As for :class:`ProblemSearch`.
     """
     budget = TimeBudget.of(budget_s)
-    search = ProblemSearch(problem, target_gap=target_gap, columns=columns, beat_s=beat_s, filling=filling)
+    search = ProblemSearch(problem, target_gap=target_gap, columns=columns, beat_s=beat_s)
     interrupted = False
     try:
         while search.is_open and not (budget.is_over and search.has_plan):
@@ -144,9 +141,6 @@ class ProblemSearch:
     columns : sequence of Template
     beat_s : float
         As for :func:`solve`; `state.beat_s` may fall between steps.
-    filling : str
-        The cost of filling that bounds are by. With the full one, which suits most plans, it finds plans and
-        proves nothing.
     """
 
     def __init__(
@@ -156,13 +150,11 @@ class ProblemSearch:
         target_gap: float,
         columns: Sequence[Template] = (),
         beat_s: float = np.inf,
-        filling: Filling = "least",
     ) -> None:
         self.state = SearchState(
             problem=least_hops_in_times(problem),
             budget=TimeBudget(0.0),
             target_gap=target_gap,
-            filling=filling,
             beat_s=beat_s,
             columns=dict.fromkeys(columns),
         )
