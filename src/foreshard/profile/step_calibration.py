@@ -62,6 +62,12 @@ def _range_sd(constant: str) -> float:
     return math.log(entry["high"] / entry["low"]) / 4.0
 
 
+def _alone(constant: str) -> ConstantTerm:
+    """Return the term of one constant, under its name and meaning."""
+    meaning = term_metadata()[constant]["meaning"]
+    return ConstantTerm(name=constant, meaning=meaning, constants=(constant,), sd=_range_sd(constant))
+
+
 _HOST = tuple(
     name
     for name in term_metadata()
@@ -104,30 +110,15 @@ TERMS = (
     ConstantTerm(
         name="host", meaning="host seconds of launches", constants=_HOST, sd=_range_sd("host_eager")
     ),
-    ConstantTerm(
-        name="tensor_comm",
-        meaning="tensor-parallel collectives in training over isolated",
-        constants=("tensor_comm",),
-        sd=_range_sd("tensor_comm"),
-    ),
+    _alone("tensor_comm"),
     ConstantTerm(
         name="pipeline_comm",
         meaning="messages between stages in training over isolated",
         constants=("pipeline_comm",),
         sd=_range_sd("pipeline_comm"),
     ),
-    ConstantTerm(
-        name="data_comm",
-        meaning="gradient collectives in training over isolated",
-        constants=("data_comm",),
-        sd=_range_sd("data_comm"),
-    ),
-    ConstantTerm(
-        name="expert_comm",
-        meaning="expert all-to-all in training over isolated",
-        constants=("expert_comm",),
-        sd=_range_sd("expert_comm"),
-    ),
+    _alone("data_comm"),
+    _alone("expert_comm"),
     ConstantTerm(
         name="fixed",
         meaning="seconds of a step outside layers, and of the optimizer per layer",

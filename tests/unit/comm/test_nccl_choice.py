@@ -135,16 +135,7 @@ def test_the_pick(comms, name, num_bytes, picked):
     ],
 )
 def test_the_estimates_are_those_that_nccl_printed(collective, algorithm, logged):
-    comm = Communicator(
-        num_ranks=2,
-        num_nodes=2,
-        capability=120,
-        nvlink=False,
-        switched=False,
-        ring=Channels(count=2, intra_bytes_per_s=1.2 * GB, inter_bytes_per_s=1.2 * GB),
-        tree=Channels(count=2, intra_bytes_per_s=2.4 * GB, inter_bytes_per_s=1.2 * GB),
-        switch=None,
-    )
+    comm = replace(SOCKETS, far_cards=False)
     for protocol, (latency, bandwidth) in logged.items():
         # The table leaves out what depends on the size: a size below all corrections.
         found = estimate(collective, 63, algorithm, protocol, comm)
