@@ -32,7 +32,8 @@ class TrainingConstants:
     gemm_derate: float = _term(1.16, 1.0, 1.6, "16-bit matrix products in training over isolated ones")
     gemm_derate_hopper: float = _term(1.0, 0.8, 1.4, "further factor on Hopper, whose clocks fall under load")
     gemm_derate_blackwell: float = _term(1.0, 0.8, 1.4, "further factor on Blackwell")
-    gemm_power: float = _term(0.5, 0.0, 3.0, "slowdown per share of power a FLOP lacks against an H100-SXM")
+    # Above 1 a kernel that reaches more alone would be slower in a step.
+    gemm_power: float = _term(0.5, 0.0, 1.0, "slowdown per share of power a FLOP lacks against an H100-SXM")
     gemm_derate_8bit: float = _term(1.0, 0.7, 1.6, "8-bit matrix products in training over isolated ones")
     gemm_derate_4bit: float = _term(0.8, 0.3, 1.6, "4-bit matrix products in training over isolated ones")
     flash_forward: float = _term(1.15, 0.8, 1.8, "flash attention forward in training over isolated")

@@ -13,6 +13,8 @@ from foreshard.cost.kernels import KernelModel
 from foreshard.graph.shapes import LayerShape, RankShape
 from foreshard.predict.traits import Traits
 
+_H100_J_PER_FLOP = 700.0 / (0.716 * 989.4e12)  # 700 W; share of the peak: its curve of 16-bit products
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -45,17 +47,29 @@ def sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
     A TPU keeps its clock, and its links move data on their own (docs/derivations/step.md).
     """
     c, t, rank, kernels = machine.constants, machine.traits, machine.rank, machine.kernels
-    power = slower * (1.0 + c.gemm_power * t.power)
-    sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0)) * power
+    sixteen = c.gemm_derate * (1.0 + t.hopper * (c.gemm_derate_hopper - 1.0))
+    sixteen = sixteen * slower * (1.0 + c.gemm_power * _short_of_power(kernels.gemm16_eff, machine))
     sixteen = sixteen * (1.0 + t.blackwell * (c.gemm_derate_blackwell - 1.0))
     if np.count_nonzero(t.static):
         sixteen = np.where(t.static > 0, slower, sixteen)
     wide = {"gemm16_eff": kernels.gemm16_eff / sixteen, "gemm16_slower": sixteen}
     if not np.count_nonzero(rank.low):
         return replace(kernels, gemm_eff=kernels.gemm_eff / sixteen, gemm_slower=sixteen, **wide)
-    narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit) * power
+    narrow = np.where(rank.four_bit > 0, c.gemm_derate_4bit, c.gemm_derate_8bit)
+    narrow = narrow * slower * (1.0 + c.gemm_power * _short_of_power(kernels.gemm_eff, machine))
     own = np.where(rank.low > 0, narrow, sixteen)
     return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm_slower=own, **wide)
+
+
+def _short_of_power(reached: Any, machine: Machine) -> Any:
+    """Return the share of an H100-SXM's energy per FLOP that a device lacks at its power limit.
+
+    `reached` is the share of the peak that products alone reach, which measurements of kernels tell: what a
+    peak promises and no kernel reaches takes no power. Peaks of narrower formats are multiples of the 16-bit
+    one, and so are their FLOPs a joule.
+    """
+    given = machine.traits.watts / np.maximum(reached * machine.kernels.bf16_peak_flops_per_s, 1.0)
+    return np.where(machine.traits.watts > 0, np.maximum(0.0, 1.0 - given / _H100_J_PER_FLOP), 0.0)
 
 
 def kv_share(layer: LayerShape, machine: Machine) -> Any:

@@ -76,7 +76,7 @@ class Traits:
     uneven_routing: Any
     dropped: Any
     fast_dispatch: Any  # a kernel that sends each token once per node
-    power: Any  # shortfall of watts per 16-bit FLOP/s against an H100-SXM, 0 where it has as many
+    watts: Any  # power limit of the device, 0 where it is not published
     dispatch_bytes: Any  # of an element on its way to an expert, 0 for those of an activation
     dispatch_sms: Any
     gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
@@ -89,21 +89,11 @@ class Traits:
     host_link_bytes_per_s: Any  # between a device and its host, one direction
 
 
-_H100_J_PER_FLOP = 700.0 / 989.4e12
-
-
 def _host_link(device: Device) -> float:
     for name, rate in _C2C.items():
         if device.name.startswith(name):
             return rate
     return float(device.pcie_bytes_per_s) or _PCIE_4
-
-
-def _power_shortfall(device: Device) -> float:
-    peak = device.peak_flops_per_s.get("bf16") or device.peak_flops_per_s.get("fp16") or 0.0
-    if not peak or not device.tdp_w:
-        return 0.0
-    return max(0.0, 1.0 - device.tdp_w / peak / _H100_J_PER_FLOP)
 
 
 _GRAPHS = {"none": 0.0, "partial": 0.5, "full": 1.0}
@@ -168,7 +158,7 @@ def traits_of(
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),
         fast_dispatch=float(framework.dispatcher in ("deepep", "hybridep")),
-        power=_power_shortfall(device),
+        watts=float(device.tdp_w or 0.0),
         dispatch_bytes=float(framework.dispatch_bytes),
         dispatch_sms=float(framework.dispatch_sms),
         gather_tokens=float(framework.dispatcher == "allgather"),

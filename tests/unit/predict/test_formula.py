@@ -423,3 +423,35 @@ def test_weights_gathered_in_8_bit_are_half_the_bytes():
     assert (wide.traits.param_bytes, narrow.traits.param_bytes) == (2.0, 1.0)
     other = batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)[1].machine
     assert other.traits.param_bytes == 2.0, "products in 16 bit read weights in 16 bit"
+
+
+def eff_of(machine, kernels):
+    return float(sustained(replace(machine, kernels=kernels)).gemm16_eff.item())
+
+
+def test_power_counts_for_the_flops_that_kernels_reach():
+    """A device that reaches less of its peak needs less power: the limit then costs it less, never more."""
+    _, batch = batch_of(cluster="1x8xb200-sxm", precision="bf16")
+    machine, kernels = batch.machine, batch.machine.kernels
+    lost = [
+        share / eff_of(machine, replace(kernels, gemm16_eff=np.array([share])))
+        for share in (0.3, 0.5, 0.7, 0.9)
+    ]
+    assert lost == sorted(lost) and lost[0] < lost[-1]
+    # Joules a FLOP of an H100-SXM or more: no power is short, and more watts change nothing.
+    enough = np.array([1e4])
+    rich = replace(machine, traits=replace(machine.traits, watts=enough))
+    assert eff_of(rich, kernels) > eff_of(machine, kernels)
+    assert eff_of(rich, kernels) == eff_of(
+        replace(rich, traits=replace(rich.traits, watts=2 * enough)), kernels
+    )
+
+
+def test_what_a_flop_takes_is_that_of_an_h100():
+    """The reference is the power limit of an H100-SXM over what its curve reaches, so it lacks nothing."""
+    _, batch = batch_of(precision="bf16")
+    machine = batch.machine
+    poor = replace(machine, traits=replace(machine.traits, watts=machine.traits.watts * 0.98))
+    rich = replace(machine, traits=replace(machine.traits, watts=machine.traits.watts * 1.02))
+    assert eff_of(poor, machine.kernels) < eff_of(rich, machine.kernels)
+    assert eff_of(machine, machine.kernels) == pytest.approx(eff_of(rich, machine.kernels), rel=1e-3)
