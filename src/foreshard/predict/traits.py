@@ -43,6 +43,7 @@ class Traits:
     static: Any  # 1 where neither load nor collectives slow the arithmetic
     eager: Any
     norm_cast: Any
+    drops: Any  # dropout runs unless arguments say otherwise, whatever the model says
     plain_code: (
         Any  # the model code of transformers and peft: norms, rotary embeddings, adapters kernel by kernel
     )
@@ -133,8 +134,9 @@ def traits_of(
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),
-        eager=float(framework.elementwise in ("eager", "jit")),
+        eager=float(framework.elementwise == "eager"),
         norm_cast=float(framework.norm_cast),
+        drops=float(memory_profile(framework.memory).default_dropout),
         plain_code=float(memory_profile(framework.memory).eager_norm),
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(device.name.startswith(_GRACE)),

@@ -455,3 +455,30 @@ def test_what_a_flop_takes_is_that_of_an_h100():
     rich = replace(machine, traits=replace(machine.traits, watts=machine.traits.watts * 1.02))
     assert eff_of(poor, machine.kernels) < eff_of(rich, machine.kernels)
     assert eff_of(machine, machine.kernels) == pytest.approx(eff_of(rich, machine.kernels), rel=1e-3)
+
+
+def test_dropout_of_arguments_is_priced_where_memory_keeps_its_masks():
+    """Megatron-LM drops 0.1 unless told otherwise: 5 bytes a score, twice 5 an element, both ways."""
+    _, batch = batch_of("gpt3-1.3b", "1x8xa100-sxm-80gb", "megatron-deepspeed", tp=1)
+    layer, machine = batch.kinds[0], batch.machine
+    still = replace(machine, traits=replace(machine.traits, drops=np.zeros_like(machine.traits.drops)))
+    assert float(machine.traits.drops.item()) == 1.0
+    bytes_per_s = float((machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s).item())
+    tokens = tokens_of(batch)
+    scores = 16 * 1024 * tokens
+    for with_drop, without in zip(
+        attention_times(layer, machine), attention_times(layer, still), strict=True
+    ):
+        more = float((with_drop - without).item()) - float(machine.kernels.stream_launch_s.item())
+        assert more == pytest.approx(CONSTANTS.unfused * 5 * scores / bytes_per_s, rel=0.02)
+    pairs = zip(elementwise_times(layer, machine), elementwise_times(layer, still), strict=True)
+    for with_drop, without in list(pairs)[:2]:
+        expected = CONSTANTS.fused_traffic * 2 * 5 * tokens * 2048 / bytes_per_s
+        assert float((with_drop - without).item()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_kernels_that_torchscript_fuses_move_what_fused_ones_do():
+    """Megatron-LM fuses bias, GeLU, dropout and residual (megatron/model/fused_bias_gelu.py): not eager."""
+    _, batch = batch_of("gpt3-1.3b", "1x8xa100-sxm-80gb", "megatron-lm", tp=1)
+    _, eager = batch_of("gpt3-1.3b", "1x8xa100-sxm-80gb", "torchtitan", tp=1)
+    assert batch.machine.traits.eager.item() == 0.0 and eager.machine.traits.eager.item() == 1.0

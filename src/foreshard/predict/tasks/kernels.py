@@ -280,12 +280,17 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
             length,
             layer.head_dim,
             machine.kernels,
-            dropout=np.asarray(layer.dropout) > 0,
+            dropout=_drops(layer, machine),
             bytes_per_element=rank.element_bytes,
         )
         forward = np.where(traits.flash > 0, forward, plain * c.unfused)
         backward = np.where(traits.flash > 0, backward, plain_back * c.unfused)
     return forward * (1.0 + layer.cross_attention), backward * (1.0 + layer.cross_attention)
+
+
+def _drops(layer: LayerShape, machine: Machine) -> Any:
+    """Return 1 where dropout runs, 0 elsewhere."""
+    return np.maximum(np.asarray(layer.dropout, dtype=float), machine.traits.drops)
 
 
 def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
@@ -296,7 +301,7 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     wide = own * layer.hidden
     joins = layer.mixers
     norm = layer.num_norms * wide
-    drop = 2.0 * np.asarray(layer.dropout, dtype=float) * wide * _DROPOUT
+    drop = 2.0 * _drops(layer, machine) * wide * _DROPOUT
     turned = tokens * (layer.query_width + layer.key_width) / rank.tp
     rope = turned * _ROPE
     routed = layer.top_k * tokens / rank.tp
