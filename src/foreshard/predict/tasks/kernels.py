@@ -305,7 +305,9 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     turned = tokens * (layer.query_width + layer.key_width) / rank.tp
     rope = turned * _ROPE
     routed = layer.top_k * tokens / rank.tp
-    inner = tokens * (layer.ffn + layer.shared_ffn) / rank.tp + routed * layer.expert_ffn
+    # The kernel of a scan applies its gate.
+    dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
+    inner = tokens * dense / rank.tp + routed * layer.expert_ffn
     # Eager code runs the activation and the product of a gated MLP as kernels of their own.
     split = 1.0 + traits.eager * np.asarray(layer.gated, dtype=float) * _SPLIT_GATE
     # Routed tokens are permuted before and after the experts: read and write of 16 bit each.
