@@ -13,7 +13,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.plan import ATTENTIONS
 
 CHOICES = {
-    "attention": ATTENTIONS,
+    "attention": (*ATTENTIONS, "sdpa"),
     "elementwise": ("eager", "jit", "fused", "compiled"),
     "nccl": ("old", "2.1x", "2.2x"),
     "fsdp": ("none", "fsdp1", "fsdp2", "megatron-fsdp", "zero3"),

@@ -21,6 +21,23 @@ _INSTEAD = {"ampere": "fa2", "ada": "fa2", "hopper": "cudnn", "blackwell": "cudn
 """What runs instead of a flash kernel that an architecture has not."""
 
 
+_CUDNN_FIRST = ("hopper", "blackwell", "rubin")
+"""Where torch prefers cuDNN: 9.0 and 10.x, which consumer Blackwell is not."""
+
+
+def _named(framework: Framework, device: Device) -> str:
+    """Return the kernel that a framework asks for on a device; torch's own order decides where it says sdpa.
+
+    Source
+    ------
+    torch 2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention.
+    """
+    if framework.attention != "sdpa":
+        return framework.attention
+    first = device.vendor == _OWN and device.arch in _CUDNN_FIRST and not device.name.startswith("rtx")
+    return "cudnn" if first else "fa2"
+
+
 def _vendor_of(device: Device) -> Mapping[str, Any] | None:
     """Return the entry of the devices whose vendor brings its own software."""
     for entry in shipped("stacks.toml")["devices"]:
@@ -54,7 +71,7 @@ def attention_on(framework: Framework, device: Device) -> str:
     under frameworks that call its ``scaled_dot_product_attention``, else separate products. Devices of other
     vendors run a fused kernel of their own at the rates of the framework's.
     """
-    wanted = framework.attention
+    wanted = _named(framework, device)
     known = kernels_on(device)
     if wanted in known or (device.vendor != _OWN and wanted != "efficient"):
         return wanted
@@ -149,8 +166,8 @@ def attention_assumptions(framework: Framework, devices: Iterable[Device]) -> tu
                 f"attention on {device.name}: PyTorch's memory-efficient kernel, at the rates of fa1 "
                 "(no measurement shipped)"
             )
-        elif kernel != framework.attention:
-            found.append(f"attention on {device.name}: {kernel}, as it has no {framework.attention}")
+        elif kernel != (wanted := _named(framework, device)):
+            found.append(f"attention on {device.name}: {kernel}, as it has no {wanted}")
         elif vendor is not None and kernel != "unfused":
             found.append(f"attention on {device.name}: {vendor['attention']}, at the rates of {kernel}")
     return tuple(found)

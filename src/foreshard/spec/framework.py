@@ -10,7 +10,8 @@ from typing import Any
 class Framework:
     """Capabilities of one framework at one release (booleans, dtypes, names), with source.
 
-    attention : unfused | efficient | fa1 | fa2 | fa3 | cudnn; what runs is up to the device (catalog.stacks)
+    attention : unfused | efficient | fa1 | fa2 | fa3 | cudnn | sdpa (what torch prefers); what runs is up
+        to the device (catalog.stacks)
     sdpa : attention is torch's scaled_dot_product_attention, which also has a memory-efficient kernel
     keeps_scores : on some device attention keeps all scores in memory, whatever `attention` is
     elementwise : eager | jit | fused | compiled   how norms, activations and residuals run

@@ -22,6 +22,26 @@ def test_no_device_before_ampere_runs_a_kernel_of_later_ones(name):
         assert attention_on(framework, device) not in {"fa2", "fa3", "cudnn"}
 
 
+@pytest.mark.parametrize(
+    ("device", "kernel"),
+    [
+        ("a100-sxm-80gb", "fa2"),
+        ("h100-sxm", "cudnn"),
+        ("gb200-nvl72", "cudnn"),
+        ("rtx-5090", "fa2"),
+        ("l40s", "fa2"),
+        ("mi300x", "fa2"),
+        ("v100-sxm-16gb", "efficient"),
+    ],
+)
+def test_torch_chooses_by_the_device(device, kernel):
+    """Recent torch tries cuDNN first on 9.0 and 10.x, elsewhere flash attention 2; in 2024 it did not."""
+    for name in ("torchtitan@0.3", "hf", "ddp"):
+        assert attention_on(load_framework(name), resolve_device(device)) == kernel
+    if kernel == "cudnn":
+        assert attention_on(load_framework("torchtitan@2024"), resolve_device(device)) == "fa2"
+
+
 def test_fa3_is_for_hopper_alone():
     assert {device.arch for device in devices().values() if "fa3" in kernels_on(device)} == {"hopper"}
 
