@@ -40,10 +40,14 @@ def load_model(text: str) -> Model:
     Raises
     ------
     SpecError
-        For an unknown name or architecture, with what is known.
+        For an unknown name or architecture, with what is known, and for a network that is traced.
     """
     from foreshard.catalog.models import load_model
+    from foreshard.profile.networks.catalog import NETWORKS
 
+    if str(text).lower() in NETWORKS:
+        rule = "Networks for images are traced by foreshard predict and plan, and by foreshard.api.trace"
+        raise SpecError(f"{text} is a network that is traced", key="model", value=str(text), rule=rule)
     return load_model(text)
 
 
