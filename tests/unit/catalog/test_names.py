@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from foreshard import api
+from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.models import _key, _names, near_models
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
@@ -108,3 +109,71 @@ def test_nothing_is_suggested_where_nothing_is_near(name):
 )
 def test_a_family_gets_its_sizes_and_a_slip_its_name(name, near):
     assert near in near_models(name)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("A100", "a100-sxm-80gb"),
+        ("a100-80g", "a100-sxm-80gb"),
+        ("H100 SXM", "h100-sxm"),
+        ("h100-80gb-hbm3", "h100-sxm"),
+        ("RTX A6000", "rtx-a6000"),
+        ("RTX 6000 Ada", "rtx-6000-ada"),
+        ("RTX PRO 6000", "rtx-pro-6000-server"),
+        ("GeForce RTX 4080", "rtx-4080"),
+        ("RTX 5080", "rtx-5080"),
+        ("RTX 3060", "rtx-3060"),
+        ("TITAN V", "titan-v"),
+        ("L20", "l20"),
+        ("MI250X", "mi250x"),
+        ("Ironwood", "tpu-v7x"),
+        ("Gaudi3", "gaudi-3"),
+    ],
+)
+def test_devices_by_the_names_that_people_type(typed, meant):
+    assert resolve_device(typed).name == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("BM.GPU.H100.8", (1, 8, "h100-sxm", 3200)),
+        ("4xBM.GPU.A100-v2.8", (4, 8, "a100-sxm-80gb", 1600)),
+        ("Standard_NC24s_v3", (1, 4, "v100-pcie-16gb", 24)),
+        ("DGX-1", (1, 8, "v100-sxm-16gb", 400)),
+        ("DGX-H100", (1, 8, "h100-sxm", 3200)),
+        ("trn2u.48xlarge", (1, 16, "trainium-2", 3200)),
+        ("a2-highgpu-4g", (1, 4, "a100-sxm-40gb", 50)),
+        ("8x4090", (1, 8, "rtx-4090", 100)),
+        ("TPU v4-64", (8, 4, "tpu-v4", 100)),
+        ("2x8xh100@3.2Tb/s", (2, 8, "h100-sxm", 3200)),
+        ("2x8xa100@100 Gbps", (2, 8, "a100-sxm-80gb", 100)),
+    ],
+)
+def test_clusters_by_the_names_that_people_type(typed, meant):
+    (group,) = api.load_cluster(typed).nodes
+    gigabits = round(group.nic_bytes_per_s * 8e-9)
+    assert (group.count, group.per_node, group.device.name, gigabits) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("M3 Max", "a chip of Apple"),
+        ("8xM3 Max", "a chip of Apple"),
+        ("Jetson Orin", "inference at the edge"),
+        ("4xCS-3", "a wafer"),
+    ],
+)
+def test_what_is_no_device_of_the_catalog_says_what_it_is(typed, said):
+    with pytest.raises(SpecError, match=said) as caught:
+        api.load_cluster(typed)
+    assert "[[devices]]" in caught.value.fix
+
+
+def test_no_device_of_another_line_is_suggested():
+    for name in ("VR200", "B580", "MTT S4000"):
+        with pytest.raises(SpecError) as caught:
+            resolve_device(name)
+        assert "Did you mean" not in caught.value.fix
