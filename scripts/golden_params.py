@@ -1,5 +1,6 @@
-"""Count the parameters of public configurations with transformers, on the meta device.
+"""Count the parameters of public configurations with transformers, and the FLOPs of small ones with torch.
 
+Parameters are counted on the meta device, FLOPs of a forward on the processor.
 Writes tests/golden/model_params.json: what the catalog is tested against. Needs torch and transformers; run
 again when a family is added: ``python scripts/golden_params.py``.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -246,6 +248,22 @@ VARIANTS = {
         "n_positions": 64,
         "vocab_size": 500,
     },
+    "bloom small": {
+        "model_type": "bloom",
+        "hidden_size": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 5000,
+        "seq_length": 128,
+    },
+    "mpt small": {
+        "model_type": "mpt",
+        "d_model": 256,
+        "n_layers": 2,
+        "n_heads": 4,
+        "vocab_size": 5000,
+        "max_seq_len": 128,
+    },
     "gpt_neox without biases": {**_LLAMA, "model_type": "gpt_neox", "attention_bias": False},
     "opt without biases": {**_OPT, "enable_bias": False},
     "opt with projections and final norm": {**_OPT, "word_embed_proj_dim": 128},
@@ -359,15 +377,40 @@ VARIANTS = {
 }
 
 
-def count(config: dict) -> int:
-    """Return what transformers counts for the model with its usual head."""
+TOKENS = 32  # of the forward whose FLOPs are counted
+UNLIKE = ("llama4_text", "mamba2", "nemotron_h", "vit")
+"""Not counted alike: all experts run densely there, a scan is written as products of chunks, a class token
+passes no patch embedding."""
+
+
+def made(config: dict, device: str) -> torch.nn.Module:
+    """Return the model with its usual head, attention and experts as plain products."""
     kind = ALIKE.get(config["model_type"], config["model_type"])
     # positions have no parameters, and the catalog keeps only kind and factor of their scaling
     sizes = {key: value for key, value in config.items() if key not in ("model_type", "rope_scaling")}
     loaded = AutoConfig.for_model(kind, **sizes)
+    loaded._attn_implementation = loaded._experts_implementation = "eager"
     head = HEADS.get(kind, transformers.AutoModelForCausalLM)
-    with torch.device("meta"):
-        model = head.from_config(loaded)
+    with torch.device(device):
+        model: torch.nn.Module = head.from_config(loaded)
+    return model.eval()
+
+
+def forward_flops(config: dict) -> int:
+    """Return the FLOPs of products in a forward of one sequence."""
+    tokens = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
+    if config["model_type"] in ("bart", "t5"):
+        tokens["decoder_input_ids"] = tokens["input_ids"]
+    counted = FlopCounterMode(display=False)
+    model = made(config, "cpu")
+    with counted, torch.no_grad():
+        model(**tokens)
+    return counted.get_total_flops()
+
+
+def count(config: dict) -> int:
+    """Return what transformers counts for the model with its usual head."""
+    model = made(config, "meta")
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -383,8 +426,11 @@ def main() -> None:
             continue
         seen[key] = name
         rows.append({"name": name, "num_params": count(config), "config": config})
+        if name in VARIANTS and config["model_type"] not in UNLIKE:
+            rows[-1]["forward_flops"] = forward_flops(config)
         print(name, rows[-1]["num_params"], file=sys.stderr)
     head = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    head["tokens"] = TOKENS
     body = ",\n".join(json.dumps(row) for row in rows)
     GOLDEN.write_text(f'{json.dumps(head)[:-1]}, "cases": [\n{body}\n]}}\n', "utf-8")
 

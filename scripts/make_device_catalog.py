@@ -737,7 +737,7 @@ SAME_REMARK = (
     "is recalled (unverified), not reflected"
 )
 
-# Instances that the table lacks, without prices: name, device, devices, Gb/s of a node, network, links inside.
+# Instances that the table lacks, without prices: name, device, devices, Gb/s of a node, network, inner links.
 RECALLED_INSTANCES = [
     ("aws-g5.24xlarge", "a10g", 4, 50, "ENA", "PCIe4"),
     ("aws-g6.24xlarge", "l4", 4, 50, "ENA", "PCIe4"),

@@ -16,6 +16,16 @@ def test_parameter_count_equals_that_of_transformers(case):
     assert model_from_config(case["config"], name=case["name"]).num_params == case["num_params"]
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in GOLDEN["cases"] if "forward_flops" in case], ids=lambda case: case["name"]
+)
+def test_forward_flops_equal_those_that_torch_counts(case):
+    """All pairs of the attention: eager kernels compute what a mask then hides."""
+    tokens = GOLDEN["tokens"]
+    model = model_from_config(case["config"], name=case["name"])
+    assert model.forward_flops_per_token(tokens, False) * tokens == case["forward_flops"]
+
+
 def test_every_family_is_in_the_golden_table():
     assert {case["config"]["model_type"] for case in GOLDEN["cases"]} == set(FAMILIES)
 
