@@ -25,18 +25,13 @@ from typing import Any
 from foreshard.api import load_cluster, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError
-from foreshard.profile.networks.catalog import NETWORKS, network
+from foreshard.profile.networks.catalog import NETWORKS, network, network_name
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.traced_module import TracedModule
 
 ROOT = Path(__file__).resolve().parents[1]
 RESIDUALS = ROOT / "src/foreshard/catalog/data/network_residuals.json"
-ALIASES = {
-    "mobilenetv2_100": "mobilenet_v2",
-    "resnet50v1.5": "resnet50",
-    "resnext101-32x4d": "resnext101_32x4d",
-}
 DLE_BATCH = {"mixed": 256, "tf32": 128, "fp32": 128}  # of the README's commands; tables leave it out
 DLE_DEVICE = {"A100": "a100-sxm-80gb", "V100 16GB": "v100-sxm-16gb", "V100 32GB": "v100-sxm-32gb"}
 
@@ -65,7 +60,7 @@ def timm(row: dict[str, str]) -> Measured | None:
     """Return a row of timm's training benchmark."""
     return Measured(
         source="timm",
-        network=ALIASES.get(row["model"], row["model"]),
+        network=network_name(row["model"]) or row["model"],
         device=resolve_device(row["gpu"]).name,
         precision="fp16",
         layout=row["layout"],
@@ -82,7 +77,7 @@ def examples(row: dict[str, str]) -> Measured | None:
         return None
     return Measured(
         source="DeepLearningExamples",
-        network=ALIASES.get(row["model"].lower(), row["model"].lower()),
+        network=network_name(row["model"]) or row["model"].lower(),
         device=DLE_DEVICE[row["gpu_model"]],
         precision={"mixed": "fp16"}.get(row["precision"], row["precision"]),
         layout="nhwc" if row["precision"] == "mixed" else "nchw",

@@ -1,5 +1,6 @@
-"""Count the parameters of public configurations with transformers, on the meta device.
+"""Count the parameters of public configurations with transformers, and the FLOPs of small ones with torch.
 
+Parameters are counted on the meta device, FLOPs of a forward on the processor.
 Writes tests/golden/model_params.json: what the catalog is tested against. Needs torch and transformers; run
 again when a family is added: ``python scripts/golden_params.py``.
 """
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CATALOG = ROOT / "src/foreshard/catalog/data/models.json"
 GOLDEN = ROOT / "tests/golden/model_params.json"
+_MASKED = ("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta")
 HEADS = {
-    "bert": transformers.AutoModelForMaskedLM,
+    **dict.fromkeys(_MASKED, transformers.AutoModelForMaskedLM),
+    "bart": transformers.AutoModelForSeq2SeqLM,
     "t5": transformers.AutoModelForSeq2SeqLM,
     "vit": transformers.AutoModelForImageClassification,
 }
@@ -109,6 +113,54 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 24,
 }
+_GPTJ = {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 500}
+_SPARSE = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+_DISTILBERT = {
+    "model_type": "distilbert",
+    "dim": 256,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 1000,
+    "vocab_size": 5000,
+    "max_position_embeddings": 128,
+}
+_MODERNBERT = {
+    "model_type": "modernbert",
+    "hidden_size": 256,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "intermediate_size": 300,
+    "vocab_size": 5000,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+_MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 64,
+    "state_size": 32,
+    "n_groups": 2,
+    "vocab_size": 5000,
+}
+_NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "intermediate_size": 600,
+    "vocab_size": 5000,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 192,
+}
 VARIANTS = {
     "llama with biases": {**_LLAMA, "attention_bias": True, "mlp_bias": True},
     "llama with wide heads, tied": {**_LLAMA, "head_dim": 96, "tie_word_embeddings": True},
@@ -196,6 +248,22 @@ VARIANTS = {
         "n_positions": 64,
         "vocab_size": 500,
     },
+    "bloom small": {
+        "model_type": "bloom",
+        "hidden_size": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 5000,
+        "seq_length": 128,
+    },
+    "mpt small": {
+        "model_type": "mpt",
+        "d_model": 256,
+        "n_layers": 2,
+        "n_heads": 4,
+        "vocab_size": 5000,
+        "max_seq_len": 128,
+    },
     "gpt_neox without biases": {**_LLAMA, "model_type": "gpt_neox", "attention_bias": False},
     "opt without biases": {**_OPT, "enable_bias": False},
     "opt with projections and final norm": {**_OPT, "word_embed_proj_dim": 128},
@@ -223,16 +291,126 @@ VARIANTS = {
         "num_experts_per_tok": 1,
         "moe_layers": [1],
     },
+    "cohere": {**_LLAMA, "model_type": "cohere"},
+    "cohere with norms of heads and biases, untied": {
+        **_LLAMA,
+        "model_type": "cohere",
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "cohere2": {**_LLAMA, "model_type": "cohere2", "num_hidden_layers": 5},
+    "starcoder2": {**_LLAMA, "model_type": "starcoder2"},
+    "starcoder2 without biases, untied": {
+        **_LLAMA,
+        "model_type": "starcoder2",
+        "use_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "phi with norms of heads": {**_LLAMA, "model_type": "phi", "qk_layernorm": True},
+    "gptj": {**_GPTJ, "model_type": "gptj", "rotary_dim": 16},
+    "gpt_bigcode": {**_GPTJ, "model_type": "gpt_bigcode"},
+    "gpt_bigcode with all heads": {
+        **_GPTJ,
+        "model_type": "gpt_bigcode",
+        "multi_query": False,
+        "n_inner": 700,
+    },
+    "granite with biases": {**_LLAMA, "model_type": "granite", "attention_bias": True, "mlp_bias": True},
+    "granitemoe": {**_SPARSE, "model_type": "granitemoe"},
+    "olmoe with biases": {**_MOE, "model_type": "olmoe", "attention_bias": True},
+    "phimoe with biases": {
+        **_SPARSE,
+        "model_type": "phimoe",
+        "lm_head_bias": True,
+        "attention_bias": True,
+    },
+    "minimax_m2": {**_SPARSE, "model_type": "minimax_m2", "head_dim": 96},
+    "glm4": {**_GLM, "model_type": "glm4"},
+    "glm4_moe with norms and biases": {
+        **_LLAMA,
+        "model_type": "glm4_moe",
+        "head_dim": 96,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 2,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "roberta one type": {**_BERT, "model_type": "roberta", "type_vocab_size": 1},
+    "roberta untied": {**_BERT, "model_type": "roberta", "tie_word_embeddings": False},
+    "xlm-roberta": {**_BERT, "model_type": "xlm-roberta", "type_vocab_size": 1},
+    "camembert": {**_BERT, "model_type": "camembert", "type_vocab_size": 1},
+    "distilbert": _DISTILBERT,
+    "distilbert untied": {**_DISTILBERT, "tie_word_embeddings": False},
+    "modernbert": _MODERNBERT,
+    "modernbert with biases": {
+        **_MODERNBERT,
+        "norm_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "classifier_bias": True,
+        "decoder_bias": False,
+    },
+    "bart uneven stacks": {
+        "model_type": "bart",
+        "d_model": 256,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 500,
+        "decoder_ffn_dim": 600,
+        "vocab_size": 5000,
+        "max_position_embeddings": 128,
+    },
+    "mamba2": _MAMBA2,
+    "mamba2 one group, tied": {**_MAMBA2, "n_groups": 1, "tie_word_embeddings": True},
+    "nemotron_h by letters": {**_NEMOTRON_H, "hybrid_override_pattern": "M*-ME"},
+    "nemotron_h by names, latent experts": {
+        **_NEMOTRON_H,
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "moe_latent_size": 64,
+    },
 }
+
+
+TOKENS = 32  # of the forward whose FLOPs are counted
+UNLIKE = ("llama4_text", "mamba2", "nemotron_h", "vit")
+"""Not counted alike: all experts run densely there, a scan is written as products of chunks, a class token
+passes no patch embedding."""
+
+
+def made(config: dict, device: str) -> torch.nn.Module:
+    """Return the model with its usual head, attention and experts as plain products."""
+    kind = ALIKE.get(config["model_type"], config["model_type"])
+    # positions have no parameters, and the catalog keeps only kind and factor of their scaling
+    sizes = {key: value for key, value in config.items() if key not in ("model_type", "rope_scaling")}
+    loaded = AutoConfig.for_model(kind, **sizes)
+    loaded._attn_implementation = loaded._experts_implementation = "eager"
+    head = HEADS.get(kind, transformers.AutoModelForCausalLM)
+    with torch.device(device):
+        model: torch.nn.Module = head.from_config(loaded)
+    return model.eval()
+
+
+def forward_flops(config: dict) -> int:
+    """Return the FLOPs of products in a forward of one sequence."""
+    tokens = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
+    if config["model_type"] in ("bart", "t5"):
+        tokens["decoder_input_ids"] = tokens["input_ids"]
+    counted = FlopCounterMode(display=False)
+    model = made(config, "cpu")
+    with counted, torch.no_grad():
+        model(**tokens)
+    return counted.get_total_flops()
 
 
 def count(config: dict) -> int:
     """Return what transformers counts for the model with its usual head."""
-    kind = ALIKE.get(config["model_type"], config["model_type"])
-    loaded = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
-    head = HEADS.get(kind, transformers.AutoModelForCausalLM)
-    with torch.device("meta"):
-        model = head.from_config(loaded)
+    model = made(config, "meta")
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -248,8 +426,11 @@ def main() -> None:
             continue
         seen[key] = name
         rows.append({"name": name, "num_params": count(config), "config": config})
+        if name in VARIANTS and config["model_type"] not in UNLIKE:
+            rows[-1]["forward_flops"] = forward_flops(config)
         print(name, rows[-1]["num_params"], file=sys.stderr)
     head = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    head["tokens"] = TOKENS
     body = ",\n".join(json.dumps(row) for row in rows)
     GOLDEN.write_text(f'{json.dumps(head)[:-1]}, "cases": [\n{body}\n]}}\n', "utf-8")
 

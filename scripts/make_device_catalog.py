@@ -377,6 +377,191 @@ VARIANTS = [
         "rx-7900-xtx",
         "fp16 through WMMA",
     ),
+    (
+        "rtx-3060",
+        "RTX 3080 10GB",
+        dict(
+            fp32_tflops=12.7,
+            tf32_tflops=12.7,
+            fp16_tflops=25.5,
+            bf16_tflops=25.5,
+            int8_tops=102,
+            mem_gb=12,
+            mem_bw_gbps=360,
+            l2_mb=3,
+            sm_or_cu=28,
+            boost_mhz=1777,
+            tdp_w=170,
+            year=2021,
+            mem_type="GDDR6",
+        ),
+        "rtx-3060",
+        "FP32-accumulate rates",
+    ),
+    (
+        "rtx-3070",
+        "RTX 3080 10GB",
+        dict(
+            fp32_tflops=20.3,
+            tf32_tflops=20.3,
+            fp16_tflops=40.6,
+            bf16_tflops=40.6,
+            int8_tops=163,
+            mem_gb=8,
+            mem_bw_gbps=448,
+            l2_mb=4,
+            sm_or_cu=46,
+            boost_mhz=1725,
+            tdp_w=220,
+            year=2020,
+            mem_type="GDDR6",
+        ),
+        "rtx-3070",
+        "FP32-accumulate rates",
+    ),
+    (
+        "rtx-4070",
+        "RTX 4090",
+        dict(
+            fp32_tflops=29.1,
+            tf32_tflops=29.1,
+            fp16_tflops=58.3,
+            bf16_tflops=58.3,
+            fp8_tflops=116.6,
+            int8_tops=233.2,
+            mem_gb=12,
+            mem_bw_gbps=504,
+            l2_mb=36,
+            sm_or_cu=46,
+            boost_mhz=2475,
+            tdp_w=200,
+            year=2023,
+        ),
+        "rtx-4070",
+        "FP32-accumulate rates",
+    ),
+    (
+        "rtx-4070-ti",
+        "RTX 4090",
+        dict(
+            fp32_tflops=40.1,
+            tf32_tflops=40.1,
+            fp16_tflops=80.2,
+            bf16_tflops=80.2,
+            fp8_tflops=160.4,
+            int8_tops=320.7,
+            mem_gb=12,
+            mem_bw_gbps=504,
+            l2_mb=48,
+            sm_or_cu=60,
+            boost_mhz=2610,
+            tdp_w=285,
+            year=2023,
+        ),
+        "rtx-4070-ti",
+        "FP32-accumulate rates",
+    ),
+    (
+        "rtx-4080",
+        "RTX 4090",
+        dict(
+            fp32_tflops=48.7,
+            tf32_tflops=48.7,
+            fp16_tflops=97.5,
+            bf16_tflops=97.5,
+            fp8_tflops=194.9,
+            int8_tops=389.9,
+            mem_gb=16,
+            mem_bw_gbps=717,
+            l2_mb=64,
+            sm_or_cu=76,
+            boost_mhz=2505,
+            tdp_w=320,
+            year=2022,
+        ),
+        "rtx-4080",
+        "FP32-accumulate rates",
+    ),
+    (
+        "rtx-5070-ti",
+        "RTX 5090",
+        dict(
+            fp32_tflops=43.9,
+            tf32_tflops=43.9,
+            fp16_tflops=87.9,
+            bf16_tflops=87.9,
+            fp8_tflops=175.8,
+            fp4_tflops=703,
+            int8_tops=351.5,
+            mem_gb=16,
+            mem_bw_gbps=896,
+            l2_mb=48,
+            sm_or_cu=70,
+            boost_mhz=2452,
+            tdp_w=300,
+            year=2025,
+        ),
+        "rtx-5070-ti",
+        "FP32-accumulate rates",
+    ),
+    (
+        "rtx-5080",
+        "RTX 5090",
+        dict(
+            fp32_tflops=56.3,
+            tf32_tflops=56.3,
+            fp16_tflops=112.6,
+            bf16_tflops=112.6,
+            fp8_tflops=225.1,
+            fp4_tflops=900.4,
+            int8_tops=450.2,
+            mem_gb=16,
+            mem_bw_gbps=960,
+            l2_mb=64,
+            sm_or_cu=84,
+            boost_mhz=2617,
+            tdp_w=360,
+            year=2025,
+        ),
+        "rtx-5080",
+        "FP32-accumulate rates",
+    ),
+    (
+        "l20",
+        "L40",
+        dict(
+            fp32_tflops=59.8,
+            tf32_tflops=59.8,
+            fp16_tflops=119.5,
+            bf16_tflops=119.5,
+            fp8_tflops=239,
+            int8_tops=239,
+            mem_gb=48,
+            mem_bw_gbps=864,
+            l2_mb=96,
+            sm_or_cu=92,
+            boost_mhz=2520,
+            tdp_w=275,
+            year=2023,
+        ),
+        "l20",
+        "",
+    ),
+    (
+        "titan-v",
+        "V100 PCIe 16/32GB",
+        dict(
+            fp32_tflops=14.9,
+            fp64_tflops=7.45,
+            fp16_tflops=119.2,
+            mem_gb=12,
+            mem_bw_gbps=653,
+            l2_mb=4.5,
+            boost_mhz=1455,
+        ),
+        "titan-v",
+        "",
+    ),
 ]
 
 # Boost clocks where the table has the clock at which the peak is quoted; its notes say "max clock 1980".
@@ -552,6 +737,46 @@ SAME_REMARK = (
     "is recalled (unverified), not reflected"
 )
 
+# Instances that the table lacks, without prices: name, device, devices, Gb/s of a node, network, inner links.
+RECALLED_INSTANCES = [
+    ("aws-g5.24xlarge", "a10g", 4, 50, "ENA", "PCIe4"),
+    ("aws-g6.24xlarge", "l4", 4, 50, "ENA", "PCIe4"),
+    ("aws-g6e.24xlarge", "l40s", 4, 200, "EFA", "PCIe4"),
+    ("aws-trn2u.48xlarge", "trainium-2", 16, 3200, "EFAv3", "NeuronLink"),
+    ("azure-nc6s-v3", "v100-pcie-16gb", 1, 6, "Ethernet", "none"),
+    ("azure-nc12s-v3", "v100-pcie-16gb", 2, 12, "Ethernet", "PCIe3"),
+    ("azure-nc24s-v3", "v100-pcie-16gb", 4, 24, "Ethernet", "PCIe3"),
+    ("gcp-a2-highgpu-2g", "a100-sxm-40gb", 2, 32, "Ethernet", "NVLink3/NVSwitch"),
+    ("gcp-a2-highgpu-4g", "a100-sxm-40gb", 4, 50, "Ethernet", "NVLink3/NVSwitch"),
+    ("gcp-a2-ultragpu-4g", "a100-sxm-80gb", 4, 50, "Ethernet", "NVLink3/NVSwitch"),
+    ("nvidia-dgx-1", "v100-sxm-16gb", 8, 400, "InfiniBand EDR", "NVLink2 hybrid cube mesh"),
+    ("oci-bm.gpu4.8", "a100-sxm-40gb", 8, 1600, "RoCE", "NVLink3/NVSwitch"),
+    ("oci-bm.gpu.a100-v2.8", "a100-sxm-80gb", 8, 1600, "RoCE", "NVLink3/NVSwitch"),
+    ("oci-bm.gpu.h100.8", "h100-sxm", 8, 3200, "RoCE", "NVLink4/NVSwitch"),
+    ("oci-bm.gpu.h200.8", "h200-sxm", 8, 3200, "RoCE", "NVLink4/NVSwitch"),
+    ("oci-bm.gpu.b200.8", "b200-sxm", 8, 3200, "RoCE", "NVLink5/NVSwitch"),
+    ("oci-bm.gpu.mi300x.8", "mi300x", 8, 3200, "RoCE", "Infinity Fabric"),
+    ("oci-bm.gpu.l40s.4", "l40s", 4, 800, "RoCE", "PCIe4"),
+]
+
+
+def recalled_instance(name: str, device: str, count: int, gbps: float, network: str, links: str) -> dict:
+    """Return an instance known by its vendor's pages only."""
+    return {
+        "name": name,
+        "device": device,
+        "per_node": count,
+        "nic_bytes_per_s": gbps * 1e9 / 8,
+        "network": network,
+        "intra_link": links,
+        "usd_per_h": None,
+        "price_region": "",
+        "price_date": None,
+        "price_source": "",
+        "spec_source": "pages of the vendor (recalled, not re-read)",
+        "notes": "",
+    }
+
 
 def instance(row: dict) -> dict:
     slug = (
@@ -598,7 +823,8 @@ def make_instances() -> list[dict]:
             first["notes"] += (
                 f"; second source {entry['price_date']}: {entry['usd_per_h']} USD/h, {entry['price_source']}"
             )
-    return sorted(made.values(), key=lambda item: item["name"])
+    more = [recalled_instance(*sizes) for sizes in RECALLED_INSTANCES]
+    return sorted([*made.values(), *more], key=lambda item: item["name"])
 
 
 def write(name: str, rows: list[dict]) -> None:

@@ -41,11 +41,22 @@ def load_model(text: str) -> Model:
     Raises
     ------
     SpecError
-        For an unknown name or architecture, with what is known.
+        For an unknown name or architecture, with what is known, and for a network that is traced.
     """
     from foreshard.catalog.models import load_model
+    from foreshard.profile.networks.catalog import near_networks, network_name
 
-    return load_model(text)
+    try:
+        return load_model(text)
+    except SpecError as error:
+        near = near_networks(str(text))
+        if error.fix and error.fix.startswith("See ") and near:
+            error.fix = f"Did you mean {' or '.join(map(repr, near))}?"
+        if not network_name(str(text)):
+            raise
+        rule = "Networks for images are traced by foreshard predict and plan, and by foreshard.api.trace"
+        what = f"{text} is a network that is traced"
+        raise SpecError(what, key="model", value=str(text), rule=rule) from None
 
 
 def load_cluster(text: str) -> Cluster:
@@ -688,7 +699,7 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     ----------
     model : str
         ``module.py:factory``, where the factory returns ``(module, example inputs)`` or ``(module, example
-        inputs, loss)``, or the name of a network (`profile.networks.catalog.NETWORKS`).
+        inputs, loss)``, or the name of a network (`profile.networks.catalog.network_name`).
     precision : str
         fp32, tf32, fp16 or bf16.
 
@@ -700,18 +711,18 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
         If the module cannot be traced.
     """
     from foreshard.catalog.models import load_module
-    from foreshard.profile.networks.catalog import NETWORKS, network
+    from foreshard.profile.networks.catalog import network, network_name
 
-    name = model.lower()
-    if name not in NETWORKS and not model.rpartition(":")[0].endswith(".py"):
+    name = network_name(model)
+    if name is None and not model.rpartition(":")[0].endswith(".py"):
         return None
-    made = (*_with_torch(lambda: network(name)), None) if name in NETWORKS else load_module(model)
+    made = load_module(model) if name is None else (*_with_torch(lambda: network(name)), None)
     if made is None:
         return None
     from foreshard.profile.tracing.trace import trace_module
 
     module, inputs, loss = made
-    title = name if name in NETWORKS else model.rpartition(":")[2]
+    title = name or model.rpartition(":")[2]
     return trace_module(module, inputs, loss=loss, precision=precision, name=title, where=model)
 
 

@@ -97,7 +97,7 @@ def test_a_hub_name_has_the_shapes_of_the_catalog(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["mistralai/Mistral-7B-v0.3", "unsloth/Llama-3.1-8B-bnb-4bit", "Qwen/Qwen9-1B"]
+    "text", ["mistralai/Mistral-7B-v0.9", "unsloth/Llama-3.1-8B-bnb-4bit", "Qwen/Qwen9-1B"]
 )
 def test_another_version_is_not_taken_for_the_one_that_is_known(text):
     with pytest.raises(SpecError, match="nothing is downloaded"):

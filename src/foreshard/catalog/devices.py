@@ -201,13 +201,32 @@ def device_assumption(name: str) -> str | None:
     return said if canonical or name[-1:] not in ("s", "S") else _find(name[:-1])[1]
 
 
+def _near(key: str) -> list[str]:
+    """Return the names nearest in spelling: of the same line of devices, or a slip of a letter."""
+    line = re.match("[a-z]*", key)
+    known = [*devices(), *_aliases()["exact"]]
+    same = [name for name in known if (other := re.match("[a-z]*", name)) and line and other[0] == line[0]]
+    near = get_close_matches(key, same, n=3, cutoff=0.6)
+    return near or get_close_matches(key, known, n=3, cutoff=0.8)
+
+
+def why_unresolvable(name: str) -> str | None:
+    """Return what a known name is that means no device of the catalog; None for every other name."""
+    first = normalise(name[:_MAX_CHARS]).partition("-")[0]
+    known: str | None = _aliases()["unresolvable"].get(name) or _aliases()["unresolvable_families"].get(first)
+    return known
+
+
 def _unknown(name: str, candidates: tuple[str, ...]) -> SpecError:
     shown = name if len(name) <= _MAX_CHARS else name[:_MAX_CHARS] + "..."
     key = _short(normalise(name[:_MAX_CHARS]))
-    near = list(candidates) or get_close_matches(key, [*devices(), *_aliases()["exact"]], n=3, cutoff=0.6)
-    why = _aliases()["unresolvable"].get(name)
+    near = list(candidates) or _near(key)
+    why = why_unresolvable(name)
     listed = " or ".join(repr(name) for name in near)
     hint = f"{'Write ' + listed + '.' if candidates else 'Did you mean ' + listed + '?'} " if near else ""
     what = f"device name '{shown}' fits several devices" if candidates else f"unknown device '{shown}'"
     rule = f"It is {why}" if why else "A device name means one device of the catalog"
-    return SpecError(what, key="device", value=shown, rule=rule, fix=f"{hint}See 'foreshard devices'")
+    fix = f"{hint}See 'foreshard devices'"
+    if why and not near:
+        fix = "See 'foreshard devices', or describe it under [[devices]] of a cluster file"
+    return SpecError(what, key="device", value=shown, rule=rule, fix=fix)

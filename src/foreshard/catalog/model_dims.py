@@ -45,6 +45,7 @@ def model_from_dims(
     style: str | None = None,
     tied: bool | None = None,
     num_norms: int = 2,
+    relative_positions: bool = False,
     source: str = "",
     assumptions: tuple[str, ...] = (),
 ) -> Model:
@@ -52,7 +53,8 @@ def model_from_dims(
 
     What dimensions do not say follows from the style: a gated MLP makes it llama-like (RMS norms, no biases,
     untied), a plain one GPT-like as in Megatron-LM (layer norms, biases, learned positions, tied). With
-    experts, `ffn` is the width of one expert and `dense_ffn` that of the leading `dense_layers`.
+    experts, `ffn` is the width of one expert and `dense_ffn` that of the leading `dense_layers`. With
+    `relative_positions` every layer has a square matrix for positions, as in Transformer-XL.
     """
     sizes = {"n_layers": n_layers, "hidden": hidden, "ffn": ffn, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
     for key, value in (sizes | {"vocab": vocab, "seq_len": seq_len}).items():
@@ -76,6 +78,7 @@ def model_from_dims(
         "value_head_dim": width,
         "gated": gated,
         "num_norms": num_norms,
+        "other_params": relative_positions * hidden**2,
         **chosen["block"],
     }
     if n_experts:

@@ -27,8 +27,11 @@ _HUB_ADDRESS = re.compile(
     r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|^(?:hf|huggingface)(?:://|:)"
 )
 # Endings of models that were tuned from another and have its shapes.
-_TUNED = re.compile(r"(?:[-_](?:instruct|chat|it|base|pt|hf))+(?=$|-v[0-9])", re.IGNORECASE)
+_TUNED = re.compile(
+    r"(?:[-_](?:instruct|chat|it|base|pt|hf|deduped|thinking|reasoning|sft|dpo))+(?=$|-v[0-9])", re.IGNORECASE
+)
 _QUANTISED = re.compile(r"[-_](?:bnb|awq|gptq|gguf|fp8|int[48]|[48]bit|nf4)\b", re.IGNORECASE)
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/NAME
 _RULE = "A model is a catalog name, a config.json or module.py:factory"
 _FACTORY = "The factory is a function without arguments in that file"
 
@@ -56,6 +59,14 @@ def _names() -> dict[str, str]:
 @functools.cache
 def _not_modelled() -> dict[str, str]:
     return {_key(name): why for name, why in shipped("models.json")["not_modelled"].items()}
+
+
+def _why_not(name: str) -> str | None:
+    """Return why no model is made of a name whose family is known: by its longest beginning."""
+    table: dict[str, str] = shipped("models.json")["families_not_modelled"]
+    key = _key(name)
+    known = [start for start in table if key.startswith(start)]
+    return table[max(known, key=len)] if known else None
 
 
 def hub_model(text: str) -> Model | None:
@@ -158,9 +169,12 @@ def _config_of(path: str) -> str:
 def _unknown(text: str) -> SpecError:
     """Return the error of a model that is neither in the catalog nor a file, with those that come nearest."""
     name = text.strip("/").rpartition("/")[2][:100]
+    why = _why_not(name)
+    if why:
+        return SpecError(f"{name!r} is not modelled", key="model", value=name, rule=f"It is {why}")
     near = near_models(_QUANTISED.split(_TUNED.sub("", name))[0])
     fix = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'."
-    if "/" in text and "://" not in text and not near:
+    if "/" in text and "://" not in text and not near and not _ON_HUB.fullmatch(text):
         read_config(text)  # raises: a path without such a file
     if _is_cluster(text):
         return _wrong(
@@ -169,7 +183,7 @@ def _unknown(text: str) -> SpecError:
     if "/" not in text:
         return _wrong(f"unknown model {text[:100]!r}", text, fix)
     more = "; weights are trained in the precision of the run" if _QUANTISED.search(name) else ""
-    fix = f"{fix} Or fetch its config.json and give the path"
+    fix = f"{fix if near else ''} {'Or fetch' if near else 'Fetch'} its config.json and give the path".strip()
     return _wrong(f"no file {text[:100]!r}", text, fix, f"; nothing is downloaded{more}")
 
 
@@ -184,32 +198,49 @@ def _is_cluster(text: str) -> bool:
 
 
 def near_models(name: str) -> list[str]:
-    """Return the catalog models nearest in meaning: first those of its family and size, then by spelling.
+    """Return the catalog models nearest in meaning: of its family, first those of its version and size.
+
+    A family alone gets its sizes. What shares no family is near only in spelling, or there is none.
 
     Examples
     --------
     >>> near_models("llama-405b")[0], near_models("qwen3-8")[0]
     ('llama3.1-405b', 'qwen3-8b')
+    >>> near_models("resnet152"), near_models("lama3-8b")[0]
+    ([], 'llama3-8b')
     """
     low = re.sub(r"(?<=[0-9])_(?=[0-9])", ".", name.lower())
-    words = _words(low)
+    words, family = _words(low), _family(low)
+    scored = []
+    for known in shipped("models.json")["models"]:
+        other = _family(known)
+        if family == other or (len(other) > 1 and other in words) or _ratio(family, other) >= 0.85:
+            shared = sum(map(_weight, words & _words(known)))
+            scored.append((shared, _ratio(low, known), known))
+    scored.sort(key=lambda entry: entry[:2], reverse=True)
+    sizes = any(word[-1] in "bm" for word in words if word[0].isdigit())
+    return [known for shared, _, known in scored if shared >= scored[0][0]][: 3 if sizes else 8]
 
-    def nearness(known: str) -> tuple[float, float]:
-        shared = sum(
-            3.0 if word.isalpha() else 2.0 if word[-1] in "bm" else 1.0 for word in words & _words(known)
-        )
-        return shared, difflib.SequenceMatcher(None, low, known).ratio()
 
-    scored = sorted(((nearness(known), known) for known in models()), key=lambda pair: pair[0], reverse=True)
-    best = scored[0][0]
-    return [
-        known for (shared, ratio), known in scored if shared >= best[0] and (ratio >= 0.5 or shared >= 2)
-    ][:3]
+def _weight(word: str) -> float:
+    if word.isalpha():
+        return 3.0 * (len(word) > 1)
+    return 2.0 if word[-1] in "bm" else 1.0
 
 
 def _words(name: str) -> frozenset[str]:
     """Return the parts of a model's name that mean something: its family, its version, its size."""
     return frozenset(re.findall(r"[0-9.]+x?[0-9.]*[bm]\b|[0-9.]+|[a-z]+", name))
+
+
+def _family(name: str) -> str:
+    """Return the first word of a name."""
+    found = re.search(r"[a-z]+", name)
+    return found[0] if found else ""
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def load_module(text: str | Path) -> tuple[Any, Any, Any] | None:

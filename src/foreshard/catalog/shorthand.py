@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from foreshard import units
 from foreshard.catalog.cluster_file import MAX_DEVICES
-from foreshard.catalog.devices import devices, resolve_device
+from foreshard.catalog.devices import devices, resolve_device, why_unresolvable
 from foreshard.catalog.instances import (
     Instance,
     instances,
@@ -174,6 +174,9 @@ def _term(text: str, term: str) -> Term:
                 if count is None
                 else Term(count=int(count), per_node=int(per_node), device=device, named=name)
             )
+    for name in (term, *(name for _, _, name in _readings(term))):
+        if why_unresolvable(name):
+            resolve_device(name)  # raises: what it is
     raise _unreadable(text, f"cannot read '{term[:80]}'")
 
 

@@ -54,6 +54,7 @@ class Model:
     rope_percent: float = 1.0
     rope_scaling: tuple[float | str, ...] | None = None  # kind, factor; of yarn also its mscales
     norm_eps: float | None = None
+    scaled: bool = False  # fixed factors on embeddings, residuals, attention scores or logits
 
     def __repr__(self) -> str:
         """Return name and sizes on one line; fields and `block_kinds` have the rest."""
@@ -215,6 +216,7 @@ def decoder(
     embedding_dim: int = 0,
     embedding_norm: bool = False,
     final_norm: bool = True,
+    head_bias: bool = False,
     **fields: Any,
 ) -> Model:
     """Return a decoder-only language model around these blocks.
@@ -235,7 +237,7 @@ def decoder(
         embedding_dim=embedding_dim,
         embedding_params=vocab * width + projection + positions + embedding_norm * norm,
         embedding_matmul_params=projection,
-        head_params=vocab * width + projection,
+        head_params=vocab * (width + head_bias) + projection,
         head_matmul_params=vocab * width + projection,
         final_norm_params=final_norm * norm,
     )

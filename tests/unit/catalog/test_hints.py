@@ -59,11 +59,14 @@ def test_what_a_framework_does_not_offer_is_warned_of(stated, missing, capsys):
 
 def test_a_hub_name_is_not_a_missing_file():
     with pytest.raises(SpecError) as caught:
-        load_model("mistralai/Mistral-7B-v0.3")
-    assert "Did you mean 'mistral-7b'" in caught.value.fix and "nothing is downloaded" in caught.value.rule
-    with pytest.raises(SpecError, match="cannot read") as caught:
+        load_model("mistralai/Mistral-7B-v0.9")
+    assert "'mistral-7b'" in caught.value.fix and "nothing is downloaded" in caught.value.rule
+    with pytest.raises(SpecError, match="no file 'folder/nothing-like-it'") as caught:
         load_model("folder/nothing-like-it")
-    assert caught.value.file == "folder/nothing-like-it"
+    assert caught.value.fix == "Fetch its config.json and give the path"
+    with pytest.raises(SpecError, match="cannot read") as caught:
+        load_model("folder/below/nothing-like-it")
+    assert caught.value.file == "folder/below/nothing-like-it"
 
 
 def test_an_empty_config_says_what_a_config_is(tmp_path):

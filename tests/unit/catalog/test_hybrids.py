@@ -4,6 +4,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.hf.hybrids import hybrid_model
+from foreshard.catalog.hf.load import model_from_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.predict import predict
@@ -43,6 +44,56 @@ def test_size_is_the_published_one(name, billions, active):
     assert model.num_params / 1e9 == pytest.approx(billions, rel=0.005)
     assert model.active_params / 1e9 == pytest.approx(active, rel=0.01)
     assert any("scan" in line for line in model.assumptions)
+
+
+NEMOTRON_H_8B = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "intermediate_size": 21504,
+    "vocab_size": 131072,
+    "max_position_embeddings": 8192,
+}
+MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 5000,
+}
+
+
+def test_a_configuration_gives_the_model_that_the_catalog_has():
+    read, known = model_from_config(NEMOTRON_H_8B, name="x"), load_model("nemotronh-8b")
+    assert read.blocks == known.blocks and read.num_params == known.num_params
+    named = {"M": "mamba", "*": "attention", "-": "mlp"}
+    layers = [named[letter] for letter in NEMOTRON_H_8B["hybrid_override_pattern"]]
+    assert model_from_config(NEMOTRON_H_8B | {"layers_block_type": layers}, name="x").blocks == known.blocks
+    assert any("scan" in line for line in read.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (MAMBA2 | {"num_heads": 9}, "num_heads"),
+        (MAMBA2 | {"use_bias": True}, "use_bias"),
+        (MAMBA2 | {"conv_kernel": 5}, "conv_kernel"),
+        (NEMOTRON_H_8B | {"hybrid_override_pattern": "MXM"}, "layers_block_type"),
+        (NEMOTRON_H_8B | {"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_configurations_that_are_not_modelled_name_their_key(config, key):
+    with pytest.raises(SpecError) as caught:
+        model_from_config(config, name="x")
+    assert caught.value.key == key
 
 
 def test_parameters_of_a_scan_by_hand():

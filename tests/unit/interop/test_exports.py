@@ -254,6 +254,24 @@ def test_megatron_names_norms_that_it_has_not(model_type, reason):
         export(made, "megatron", model=model)
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "granite", "rope_theta": 1e4, "embedding_multiplier": 12.0}, "fixed factors"),
+        ({"model_type": "phi", "rope_theta": 1e4}, "a bias of the head"),
+        ({"model_type": "cohere", "rope_theta": 1e4}, "read the same input"),
+        ({"model_type": "mamba2", "num_heads": 16, "head_dim": 64}, "state-space scans"),
+        ({"model_type": "roberta", "max_position_embeddings": 130}, "no decoder"),
+    ],
+)
+def test_megatron_names_what_else_no_flag_builds(config, reason):
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
+    model = model_from_config(sizes | {"vocab_size": 1000} | config, name="x")
+    made = plan_from_degrees(4, 16, global_batch=64, seq_len=128)
+    with pytest.raises(SpecError, match=reason):
+        export(made, "megatron", model=model)
+
+
 def test_unknown_targets_list_the_known_ones():
     with pytest.raises(SpecError, match="unknown target") as caught:
         export(plan(), "nemo")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from foreshard.errors import SpecError
-from foreshard.profile.networks.catalog import NETWORKS, network
+from foreshard.profile.networks.catalog import NETWORKS, network, network_name
 from foreshard.profile.tracing.trace import trace_module
 
 # torchvision's and timm's published parameter counts
@@ -30,6 +30,65 @@ PARAMETERS = {
     "densenet161": 28_681_000,
     "densenet169": 14_149_480,
     "densenet201": 20_013_928,
+    "alexnet": 61_100_840,
+    "googlenet": 6_624_904,
+    "inception_v3": 23_834_568,
+    "squeezenet1_0": 1_248_424,
+    "squeezenet1_1": 1_235_496,
+    "shufflenet_v2_x0_5": 1_366_792,
+    "shufflenet_v2_x1_0": 2_278_604,
+    "shufflenet_v2_x1_5": 3_503_624,
+    "shufflenet_v2_x2_0": 7_393_996,
+    "mobilenet_v3_large": 5_483_032,
+    "mobilenet_v3_small": 2_542_856,
+    "mnasnet1_0": 4_383_312,
+    "efficientnet_b0": 5_288_548,
+    "efficientnet_b1": 7_794_184,
+    "efficientnet_b2": 9_109_994,
+    "efficientnet_b3": 12_233_232,
+    "efficientnet_b4": 19_341_616,
+    "efficientnet_b5": 30_389_784,
+    "efficientnet_b6": 43_040_704,
+    "efficientnet_b7": 66_347_960,
+    "efficientnet_v2_s": 21_458_488,
+    "efficientnet_v2_m": 54_139_356,
+    "efficientnet_v2_l": 118_515_272,
+    "convnext_tiny": 28_589_128,
+    "convnext_small": 50_223_688,
+    "convnext_base": 88_591_464,
+    "convnext_large": 197_767_336,
+    "regnet_x_400mf": 5_495_976,
+    "regnet_x_800mf": 7_259_656,
+    "regnet_x_1_6gf": 9_190_136,
+    "regnet_x_3_2gf": 15_296_552,
+    "regnet_x_8gf": 39_572_648,
+    "regnet_x_16gf": 54_278_536,
+    "regnet_x_32gf": 107_811_560,
+    "regnet_y_400mf": 4_344_144,
+    "regnet_y_800mf": 6_432_512,
+    "regnet_y_1_6gf": 11_202_430,
+    "regnet_y_3_2gf": 19_436_338,
+    "regnet_y_8gf": 39_381_472,
+    "regnet_y_16gf": 83_590_140,
+    "regnet_y_32gf": 145_046_770,
+    "swin_t": 28_288_354,
+    "swin_s": 49_606_258,
+    "swin_b": 87_768_224,
+    "resnext101_64x4d": 83_455_272,
+    "vgg13_bn": 133_053_736,
+}
+# torchvision's published multiply-adds of one image, in billions, at the side that the network has by default
+MULTIPLY_ADDS = {
+    "alexnet": 0.714,
+    "googlenet": 1.498,
+    "inception_v3": 5.713,
+    "squeezenet1_1": 0.349,
+    "shufflenet_v2_x1_0": 0.145,
+    "mobilenet_v3_large": 0.217,
+    "efficientnet_b0": 0.386,
+    "regnet_y_400mf": 0.402,
+    "convnext_tiny": 4.456,
+    "swin_t": 4.491,
 }
 
 
@@ -159,9 +218,76 @@ def test_networks_have_the_published_parameters(name):
     assert sum(parameter.numel() for parameter in module.parameters()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", MULTIPLY_ADDS)
+def test_networks_have_the_published_multiply_adds(name):
+    module, image = network(name)
+    counted = FlopCounterMode(display=False)
+    with counted, torch.no_grad():
+        module.eval()(image)
+    assert counted.get_total_flops() / 2e9 == pytest.approx(MULTIPLY_ADDS[name], abs=0.003, rel=0.002)
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "swin_t", "shufflenet_v2_x0_5"])
+def test_newer_networks_are_traced_whole(name):
+    """Three times the forward, less the gradient of the image (torch counts groups forward only)."""
+    module, image = network(name, side=96)
+    traced = trace_module(module, image, precision="fp32")
+    meta, given = on_meta(module, image, 3)
+    stem = next(part for part in meta.modules() if isinstance(part, nn.Conv2d))
+    flops = []
+    for part in (meta, stem):
+        counted = FlopCounterMode(display=False)
+        with counted, torch.no_grad():
+            part(*given)
+        flops.append(counted.get_total_flops())
+    assert traced.flops(3) == 3 * flops[0] - flops[1]
+    assert sum(layer.parameters > 0 for layer in traced.layers) >= 10  # cut into its blocks
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("ResNet-50", "resnet50"),
+        ("EfficientNet-B0", "efficientnet_b0"),
+        ("mobilenetv3_large_100", "mobilenet_v3_large"),
+        ("regnety_032", "regnet_y_3_2gf"),
+        ("swin_tiny_patch4_window7_224", "swin_t"),
+        ("InceptionV3", "inception_v3"),
+        ("ConvNeXt-Base", "convnext_base"),
+        ("llama3-8b", None),
+        ("resnet", None),
+    ],
+)
+def test_networks_are_known_by_names_of_other_places(typed, name):
+    assert network_name(typed) == name
+
+
+def test_every_network_has_a_published_count():
+    assert set(NETWORKS) - PARAMETERS.keys() <= {
+        "resnext101_32x4d",
+        "wide_resnet101_2",
+        "vgg13",
+        "vgg11_bn",
+        "vgg19_bn",
+    }
+
+
+OF_EACH_KIND = (
+    "resnet18",
+    "resnet50",
+    "resnext50_32x4d",
+    "wide_resnet50_2",
+    "vgg11",
+    "vgg16_bn",
+    "densenet121",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*OF_EACH_KIND, "mobilenet_v2", "mobilenet_v3_small", "mnasnet1_0", *MULTIPLY_ADDS]
+)
 def test_networks_can_be_cut_and_end_in_classes(name):
-    module, image = network(name, side=64)
+    module, image = network(name, side=96)
     assert module(image.to("meta").expand(2, -1, -1, -1)).shape == (2, 1000)
 
 

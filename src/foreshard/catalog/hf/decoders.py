@@ -189,7 +189,8 @@ def _expert_layers(reader: Reader, experts: Entry, layers: int) -> list[bool]:
 
 def _whole_norms(reader: Reader, block: Entry) -> dict[str, Any]:
     """Norms of all channels of queries and keys; a block counts one head of each."""
-    return {"other_params": (block["num_heads"] + block["num_kv_heads"] - 2) * block["head_dim"]}
+    heads = block["num_heads"] + block["num_kv_heads"] - 2
+    return {"other_params": block["qk_norm"] * heads * block["head_dim"]}
 
 
 def _stablelm(reader: Reader, block: Entry) -> dict[str, Any]:
@@ -211,6 +212,10 @@ def _falcon(reader: Reader, block: Entry) -> dict[str, Any]:
     return {"parallel": parallel or grouped, "num_norms": norms, "num_kv_heads": kv_heads}
 
 
+def _multi_query(reader: Reader, block: Entry) -> dict[str, Any]:
+    return {"num_kv_heads": 1 if reader.flag("multi_query", True) else block["num_heads"]}
+
+
 def _mpt(reader: Reader, block: Entry) -> dict[str, Any]:
     if not reader.flag("no_bias", True):
         rule = "Published MPT models have none"
@@ -221,6 +226,7 @@ def _mpt(reader: Reader, block: Entry) -> dict[str, Any]:
 _BLOCK_RULES: Mapping[str, Callable[[Reader, Entry], dict[str, Any]]] = {
     "falcon": _falcon,
     "mpt": _mpt,
+    "multi_query": _multi_query,
     "sinks": lambda reader, block: {"other_params": block["num_heads"]},
     "stablelm": _stablelm,
     "whole_norms": _whole_norms,
@@ -256,7 +262,9 @@ def _chunks(reader: Reader, block: Entry) -> dict[str, Any]:
 _END_RULES: Mapping[str, Callable[[Reader, Entry], dict[str, Any]]] = {
     "bloom": lambda reader, block: {"embedding_norm": True},
     "chunks": _chunks,
+    "head_bias": lambda reader, block: {"head_bias": True},
     "next_token": _next_token,
     "opt": _opt,
+    "stated_head_bias": lambda reader, block: {"head_bias": reader.flag("lm_head_bias", False)},
 }
 """Arguments of `decoder` beside the blocks, by the name that an entry gives the rule."""

@@ -1,4 +1,4 @@
-"""Models with an encoder: bert (masked language model), t5 (encoder-decoder), vit (image classifier)."""
+"""Models with an encoder: bert and its like (masked language models), t5 and bart, vit (image classifier)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def _model(reader: Reader, blocks: tuple[Block, ...], *assumptions: str, **count
     return Model(**counts, blocks=blocks, assumptions=(*reader.assumptions, *assumptions))
 
 
-_WIDTHS = {"hidden": ["hidden_size"], "num_heads": ["num_attention_heads"]}
+_WIDTHS = {"hidden": ["hidden_size", "dim"], "num_heads": ["num_attention_heads", "n_heads"]}
 
 
 def _encoder(reader: Reader, *, qkv_bias: bool = True, dropout: float) -> tuple[Block, ...]:
     """Return the blocks of an encoder whose attention sees the whole sequence."""
-    ffn = reader.size("intermediate_size")
+    ffn = reader.size("intermediate_size", "hidden_dim")
     block = Block(
         **attention_sizes(reader, _WIDTHS),
         ffn=ffn,
@@ -32,29 +32,122 @@ def _encoder(reader: Reader, *, qkv_bias: bool = True, dropout: float) -> tuple[
         causal=False,
         dropout=dropout,
     )
-    return (block,) * reader.layers("num_hidden_layers")
+    return (block,) * reader.layers("num_hidden_layers", "n_layers")
 
 
-def bert(reader: Reader) -> Model:
-    """BERT with the masked-language-model head: a dense layer, a norm, and the tied table with a bias."""
-    blocks = _encoder(reader, dropout=reader.fraction("hidden_dropout_prob", default=0.1))
+def bert(
+    reader: Reader, *, token_types: int = 2, spare_positions: int = 0, second_bias: bool = True
+) -> Model:
+    """BERT with the masked-language-model head: a dense layer, a norm, and the tied table with a bias.
+
+    Parameters
+    ----------
+    reader : Reader
+    token_types : int
+        Rows of that table where the file does not say; 0 of a model without it.
+    spare_positions : int
+        Rows of the table of positions that no token uses.
+    second_bias : bool
+        Whether transformers keeps a second bias when the table is not tied.
+    """
+    blocks = _encoder(reader, dropout=reader.fraction("hidden_dropout_prob", "dropout", default=0.1))
     hidden, vocab = blocks[0].hidden, reader.size("vocab_size")
     positions = reader.positions("max_position_embeddings")
     tied = reader.flag("tie_word_embeddings", True)
-    bias = vocab * (2 - tied)  # transformers keeps a second bias when the table is not tied
-    tables = (vocab + positions + reader.size("type_vocab_size", default=2)) * hidden
+    bias = vocab * (1 + (second_bias and not tied))
+    types = reader.size("type_vocab_size", default=token_types) if token_types else 0
     return _model(
         reader,
         blocks,
         vocab=vocab,
         tied_embeddings=tied,
-        max_seq_len=positions,
+        max_seq_len=positions - spare_positions,
         learned_positions=positions,
-        embedding_params=tables + 2 * hidden,
+        embedding_params=(vocab + positions + types) * hidden + 2 * hidden,
         head_params=vocab * hidden + bias + hidden * hidden + hidden + 2 * hidden,
         head_matmul_params=vocab * hidden + hidden * hidden,
         final_norm_params=0,
         kind="encoder",
+    )
+
+
+def modernbert(reader: Reader) -> Model:
+    """ModernBERT with its masked-language-model head: gated MLPs, windows in two of three layers."""
+    layers = reader.layers("num_hidden_layers")
+    every = reader.layers("global_attn_every_n_layers", default=3)
+    window = reader.size("local_attention", default=128)
+    bias, head_bias = reader.flag("norm_bias", False), reader.flag("classifier_bias", False)
+    attention = reader.flag("attention_bias", False)
+    block = Block(
+        **attention_sizes(reader, _WIDTHS),
+        ffn=reader.size("intermediate_size"),
+        gated=True,
+        norm_params=1 + bias,
+        qkv_bias=attention,
+        proj_bias=attention,
+        mlp_bias=reader.flag("mlp_bias", False),
+        causal=False,
+    )
+    reach = reader.layer_windows(layers, window, [layer % every > 0 for layer in range(layers)])
+    kinds = {width: replace(block, window=width) for width in set(reach)}
+    # the norm before the first attention is that of the embedding
+    blocks = (replace(kinds[reach[0]], num_norms=1), *(kinds[width] for width in reach[1:]))
+    hidden, vocab, norm = block.hidden, reader.size("vocab_size"), block.norm_params * block.hidden
+    more = vocab * reader.flag("decoder_bias", True) + hidden * (hidden + head_bias) + norm
+    return _model(
+        reader,
+        blocks,
+        vocab=vocab,
+        tied_embeddings=reader.flag("tie_word_embeddings", True),
+        max_seq_len=reader.positions("max_position_embeddings"),
+        embedding_params=vocab * hidden + norm,
+        head_params=vocab * hidden + more,
+        head_matmul_params=vocab * hidden + hidden * hidden,
+        final_norm_params=norm,
+        kind="encoder",
+    )
+
+
+def bart(reader: Reader) -> Model:
+    """BART: blocks of the encoder, then of the decoder, each stack with learned positions and a norm."""
+    hidden, vocab = reader.size("d_model", "hidden_size"), reader.size("vocab_size")
+    stacks = []
+    for side in ("encoder", "decoder"):
+        heads = reader.heads(hidden, f"{side}_attention_heads")
+        decodes = side == "decoder"
+        block = Block(
+            hidden=hidden,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=hidden // heads,
+            value_head_dim=hidden // heads,
+            ffn=reader.size(f"{side}_ffn_dim"),
+            gated=False,
+            norm_params=2,
+            num_norms=2 + decodes,
+            qkv_bias=True,
+            proj_bias=True,
+            mlp_bias=True,
+            causal=decodes,
+            cross_attention=decodes,
+            dropout=reader.fraction("dropout", default=0.1),
+        )
+        stacks += [block] * reader.layers(f"{side}_layers")
+    positions = reader.positions("max_position_embeddings", default=1024)
+    rows = positions + 2  # two spare rows, as in OPT
+    return _model(
+        reader,
+        tuple(stacks),
+        "encoder and decoder sequences are equally long",
+        vocab=vocab,
+        tied_embeddings=reader.flag("tie_word_embeddings", True),
+        max_seq_len=positions,
+        learned_positions=rows,
+        embedding_params=vocab * hidden + 2 * rows * hidden + 4 * hidden,
+        head_params=vocab * hidden,
+        head_matmul_params=vocab * hidden,
+        final_norm_params=0,
+        kind="encoder-decoder",
     )
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from foreshard.catalog.hf.decoders import decoder_of
-from foreshard.catalog.hf.encoders import bert, t5, vit
+from foreshard.catalog.hf.encoders import bart, bert, modernbert, t5, vit
+from foreshard.catalog.hf.hybrids import mamba2, nemotron_h
 from foreshard.catalog.hf.numerics import numerics_of
 from foreshard.catalog.hf.reader import Reader
 from foreshard.catalog.shipped import inherited, shipped
@@ -25,7 +26,21 @@ _DECODERS: dict[str, Callable[[Reader], Model]] = {
     for name, own in _TABLE["decoders"].items()
     if "abstract" not in own
 }
-FAMILIES = dict(sorted((_DECODERS | {"bert": bert, "t5": t5, "vit": vit}).items()))
+_ROBERTA = partial(bert, spare_positions=2)
+_OTHERS: dict[str, Callable[[Reader], Model]] = {
+    "bart": bart,
+    "bert": bert,
+    "camembert": _ROBERTA,
+    "distilbert": partial(bert, token_types=0, second_bias=False),
+    "mamba2": mamba2,
+    "modernbert": modernbert,
+    "nemotron_h": nemotron_h,
+    "roberta": _ROBERTA,
+    "t5": t5,
+    "vit": vit,
+    "xlm-roberta": _ROBERTA,
+}
+FAMILIES = dict(sorted((_DECODERS | _OTHERS).items()))
 """The reader of a configuration, by model_type."""
 MAX_CONFIG_BYTES = 4 * 2**20  # published files have some kilobytes; more is another file
 _HINT = "Fetch the file again, or see 'foreshard models' for those that need none"

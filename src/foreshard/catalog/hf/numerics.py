@@ -1,4 +1,4 @@
-"""What a configuration says beyond sizes: rotary positions and the epsilon of norms."""
+"""What a configuration says beyond sizes: rotary positions, the epsilon of norms, fixed factors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ _EPSILONS = (
 )
 _PERCENTS = ("partial_rotary_factor", "rotary_pct")
 _MSCALES = ("mscale", "mscale_all_dim")
+_FACTORS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "residual_multiplier",
+)
 
 
 def numerics_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_base, rope_percent, rope_scaling and norm_eps as far as a configuration states them."""
+    """Return rope_base, rope_percent, rope_scaling, norm_eps and scaled as far as a configuration says."""
     rope = config.get("rope_parameters")
     stated = {**(rope if isinstance(rope, Mapping) else {}), **config}
     scaling = config.get("rope_scaling") or rope
@@ -27,6 +34,7 @@ def numerics_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_percent": _number(stated, *_PERCENTS),
         "norm_eps": _number(stated, *_EPSILONS),
         "rope_scaling": _scaling(scaling) if isinstance(scaling, Mapping) else None,
+        "scaled": True if any(config.get(key) not in (None, 1, 1.0) for key in _FACTORS) else None,
     }
     return {name: value for name, value in found.items() if value is not None}
 

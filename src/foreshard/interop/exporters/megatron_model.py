@@ -22,6 +22,12 @@ def model_gaps(model: Model) -> Iterator[str]:
         yield "attention and MLP that read the same input"
     if any(block.window for block in kinds):
         yield "windowed attention"
+    if model.scaled:
+        yield "fixed factors on embeddings, residuals, attention or logits"
+    if model.head_params > model.head_matmul_params:
+        yield "a bias of the head"
+    if any(block.scan_state for block in kinds):
+        yield "state-space scans"
     if model.embedding_dim not in (0, model.hidden):
         yield "a token table narrower than the model"
     if any(block.num_norms != 2 for block in kinds):

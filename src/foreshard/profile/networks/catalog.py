@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-_BY_FAMILY: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
+_FIRES = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256), (64, 256))
+_BY_FUNCTION: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
     "resnet": {
         "resnet18": (((2, 2, 2, 2),), {"basic": True}),
         "resnet34": (((3, 4, 6, 3),), {"basic": True}),
@@ -16,6 +18,7 @@ _BY_FAMILY: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
         "resnext50_32x4d": (((3, 4, 6, 3),), {"groups": 32, "group_width": 4}),
         "resnext101_32x4d": (((3, 4, 23, 3),), {"groups": 32, "group_width": 4}),
         "resnext101_32x8d": (((3, 4, 23, 3),), {"groups": 32, "group_width": 8}),
+        "resnext101_64x4d": (((3, 4, 23, 3),), {"groups": 64, "group_width": 4}),
         "wide_resnet50_2": (((3, 4, 6, 3),), {"group_width": 128}),
         "wide_resnet101_2": (((3, 4, 23, 3),), {"group_width": 128}),
     },
@@ -25,30 +28,166 @@ _BY_FAMILY: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
         "vgg16": (((2, 2, 3, 3, 3),), {}),
         "vgg19": (((2, 2, 4, 4, 4),), {}),
         "vgg11_bn": (((1, 1, 2, 2, 2),), {"batch_norm": True}),
+        "vgg13_bn": (((2, 2, 2, 2, 2),), {"batch_norm": True}),
         "vgg16_bn": (((2, 2, 3, 3, 3),), {"batch_norm": True}),
         "vgg19_bn": (((2, 2, 4, 4, 4),), {"batch_norm": True}),
     },
-    "mobilenet": {"mobilenet_v2": ((), {})},
     "densenet": {
         "densenet121": (((6, 12, 24, 16),), {}),
         "densenet161": (((6, 12, 36, 24),), {"growth": 48, "stem": 96}),
         "densenet169": (((6, 12, 32, 32),), {}),
         "densenet201": (((6, 12, 48, 32),), {}),
     },
+    "alexnet": {"alexnet": ((), {})},
+    "googlenet": {"googlenet": ((), {})},
+    "inception_v3": {"inception_v3": ((), {})},
+    "squeezenet": {
+        "squeezenet1_0": ((96, 7, (_FIRES[:3], _FIRES[3:7], _FIRES[7:])), {}),
+        "squeezenet1_1": ((64, 3, (_FIRES[:2], _FIRES[2:4], _FIRES[4:])), {}),
+    },
+    "shufflenet": {
+        "shufflenet_v2_x0_5": (((48, 96, 192, 1024),), {}),
+        "shufflenet_v2_x1_0": (((116, 232, 464, 1024),), {}),
+        "shufflenet_v2_x1_5": (((176, 352, 704, 1024),), {}),
+        "shufflenet_v2_x2_0": (((244, 488, 976, 2048),), {}),
+    },
+    "mobilenet_v2": {"mobilenet_v2": ((), {})},
+    "mobilenet_v3": {
+        "mobilenet_v3_large": ((), {"large": True}),
+        "mobilenet_v3_small": ((), {"large": False}),
+    },
+    "mnasnet": {"mnasnet1_0": ((), {})},
+    "efficientnet": {
+        "efficientnet_b0": ((), {}),
+        "efficientnet_b1": ((), {"depth": 1.1}),
+        "efficientnet_b2": ((), {"width": 1.1, "depth": 1.2}),
+        "efficientnet_b3": ((), {"width": 1.2, "depth": 1.4}),
+        "efficientnet_b4": ((), {"width": 1.4, "depth": 1.8}),
+        "efficientnet_b5": ((), {"width": 1.6, "depth": 2.2}),
+        "efficientnet_b6": ((), {"width": 1.8, "depth": 2.6}),
+        "efficientnet_b7": ((), {"width": 2.0, "depth": 3.1}),
+    },
+    "efficientnet_v2": {f"efficientnet_v2_{size}": ((size,), {}) for size in "sml"},
+    "regnet": {
+        "regnet_x_400mf": ((22, 24, 24.48, 2.54, 16), {}),
+        "regnet_x_800mf": ((16, 56, 35.73, 2.28, 16), {}),
+        "regnet_x_1_6gf": ((18, 80, 34.01, 2.25, 24), {}),
+        "regnet_x_3_2gf": ((25, 88, 26.31, 2.25, 48), {}),
+        "regnet_x_8gf": ((23, 80, 49.56, 2.88, 120), {}),
+        "regnet_x_16gf": ((22, 216, 55.59, 2.1, 128), {}),
+        "regnet_x_32gf": ((23, 320, 69.86, 2.0, 168), {}),
+        "regnet_y_400mf": ((16, 48, 27.89, 2.09, 8), {"squeezed": True}),
+        "regnet_y_800mf": ((14, 56, 38.84, 2.4, 16), {"squeezed": True}),
+        "regnet_y_1_6gf": ((27, 48, 20.71, 2.65, 24), {"squeezed": True}),
+        "regnet_y_3_2gf": ((21, 80, 42.63, 2.66, 24), {"squeezed": True}),
+        "regnet_y_8gf": ((17, 192, 76.82, 2.19, 56), {"squeezed": True}),
+        "regnet_y_16gf": ((18, 200, 106.23, 2.48, 112), {"squeezed": True}),
+        "regnet_y_32gf": ((20, 232, 115.89, 2.53, 232), {"squeezed": True}),
+    },
+    "convnext": {
+        "convnext_tiny": ((96, (3, 3, 9, 3)), {}),
+        "convnext_small": ((96, (3, 3, 27, 3)), {}),
+        "convnext_base": ((128, (3, 3, 27, 3)), {}),
+        "convnext_large": ((192, (3, 3, 27, 3)), {}),
+    },
+    "swin": {
+        "swin_t": ((96, (2, 2, 6, 2), (3, 6, 12, 24)), {}),
+        "swin_s": ((96, (2, 2, 18, 2), (3, 6, 12, 24)), {}),
+        "swin_b": ((128, (2, 2, 18, 2), (4, 8, 16, 32)), {}),
+    },
 }
-NETWORKS = tuple(name for family in _BY_FAMILY.values() for name in family)
+"""Arguments of each network by the function that makes it."""
+_MODULES = {
+    **dict.fromkeys(("googlenet", "inception_v3"), "inception"),
+    **dict.fromkeys(("mobilenet_v2", "mobilenet_v3", "mnasnet"), "mobilenet"),
+    **dict.fromkeys(("efficientnet", "efficientnet_v2"), "mobilenet"),
+}
+"""The module of a function where it is not of its name."""
+NETWORKS = tuple(name for family in _BY_FUNCTION.values() for name in family)
 """Names of networks for images of three channels and 1,000 classes."""
+_SIDES = {
+    "inception_v3": 299,
+    "efficientnet_b1": 240,
+    "efficientnet_b2": 288,
+    "efficientnet_b3": 300,
+    "efficientnet_b4": 380,
+    "efficientnet_b5": 456,
+    "efficientnet_b6": 528,
+    "efficientnet_b7": 600,
+    "efficientnet_v2_s": 384,
+    "efficientnet_v2_m": 480,
+    "efficientnet_v2_l": 480,
+}
+"""Pixels of the side of an image where they are not 224."""
+_NAMES = {
+    "mobilenetv2_100": "mobilenet_v2",
+    "mobilenetv3_large_100": "mobilenet_v3_large",
+    "mobilenetv3_small_100": "mobilenet_v3_small",
+    "mobilenet_v3": "mobilenet_v3_large",
+    "mnasnet_100": "mnasnet1_0",
+    "efficientnetv2_s": "efficientnet_v2_s",
+    "efficientnetv2_m": "efficientnet_v2_m",
+    "efficientnetv2_l": "efficientnet_v2_l",
+    "regnetx_004": "regnet_x_400mf",
+    "regnetx_008": "regnet_x_800mf",
+    "regnetx_016": "regnet_x_1_6gf",
+    "regnetx_032": "regnet_x_3_2gf",
+    "regnetx_080": "regnet_x_8gf",
+    "regnetx_160": "regnet_x_16gf",
+    "regnetx_320": "regnet_x_32gf",
+    "regnety_004": "regnet_y_400mf",
+    "regnety_008": "regnet_y_800mf",
+    "regnety_016": "regnet_y_1_6gf",
+    "regnety_032": "regnet_y_3_2gf",
+    "regnety_080": "regnet_y_8gf",
+    "regnety_160": "regnet_y_16gf",
+    "regnety_320": "regnet_y_32gf",
+    "resnet50v1.5": "resnet50",
+    "squeezenet": "squeezenet1_0",
+    "swin_tiny_patch4_window7_224": "swin_t",
+    "swin_small_patch4_window7_224": "swin_s",
+    "swin_base_patch4_window7_224": "swin_b",
+    "inceptionv3": "inception_v3",
+}
+"""Networks by the names of timm and of papers."""
 
 
-def network(name: str, *, side: int = 224) -> tuple[Any, Any]:
+def network_name(text: str) -> str | None:
+    """Return the name of a network as `NETWORKS` spells it, None for what is none.
+
+    Examples
+    --------
+    >>> network_name("ResNet-50"), network_name("mobilenetv3_large_100"), network_name("llama3-8b")
+    ('resnet50', 'mobilenet_v3_large', None)
+    """
+    low = text.lower()
+    spelled = {re.sub(r"[^a-z0-9.]", "", name): name for name in NETWORKS}
+    known = {re.sub(r"[^a-z0-9.]", "", name): meant for name, meant in _NAMES.items()}
+    key = re.sub(r"[^a-z0-9.]", "", low)
+    return low if low in NETWORKS else (spelled | known).get(key)
+
+
+def near_networks(text: str) -> list[str]:
+    """Return networks of the family that a name begins with.
+
+    Examples
+    --------
+    >>> near_networks("convnext_huge")[0], near_networks("llama3")
+    ('convnext_tiny', [])
+    """
+    found = re.match(r"[a-z]{4,}", text.lower())
+    return [name for name in NETWORKS if found and name.startswith(found[0])][:8]
+
+
+def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
     """Return a network on the meta device and one example image, with channels first.
 
     Parameters
     ----------
     name : str
         One of `NETWORKS`.
-    side : int
-        Of the image, pixels.
+    side : int, optional
+        Of the image, pixels; by default what the network is trained or evaluated with.
 
     Examples
     --------
@@ -58,11 +197,10 @@ def network(name: str, *, side: int = 224) -> tuple[Any, Any]:
     """
     import torch
 
-    family = next(family for family, known in _BY_FAMILY.items() if name in known)
-    positional, named = _BY_FAMILY[family][name]
-    make = getattr(import_module(f"foreshard.profile.networks.{family}"), _FUNCTION.get(family, family))
+    function = next(function for function, known in _BY_FUNCTION.items() if name in known)
+    positional, named = _BY_FUNCTION[function][name]
+    module = _MODULES.get(function, function)
+    make = getattr(import_module(f"foreshard.profile.networks.{module}"), function)
+    side = side or _SIDES.get(name, 224)
     with torch.device("meta"):
         return make(*positional, **named), torch.empty(1, 3, side, side)
-
-
-_FUNCTION = {"mobilenet": "mobilenet_v2"}

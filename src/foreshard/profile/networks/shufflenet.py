@@ -1,0 +1,53 @@
+"""Split, convolve one half, shuffle channels: Ma et al. 2018 (ShuffleNet V2, arXiv 1807.11164)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def _normed(inside: int, outside: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return [convolution, nn.BatchNorm2d(outside)]
+
+
+class Shuffled(nn.Module):
+    """One half of the channels passes three convolutions, or all do at stride 2, beside a short path."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.halves, half = stride == 1, outside // 2
+        read = inside // 2 if self.halves else inside
+        short = [] if self.halves else [*_normed(inside, inside, 3, 2, inside), *_normed(inside, half, 1)]
+        self.short = nn.Sequential(*short, *([nn.ReLU(inplace=True)] if short else []))
+        self.path = nn.Sequential(
+            *_normed(read, half, 1),
+            nn.ReLU(inplace=True),
+            *_normed(half, half, 3, stride, half),
+            *_normed(half, half, 1),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return both halves with their channels interleaved."""
+        kept, read = x.chunk(2, dim=1) if self.halves else (x, x)
+        return (
+            torch.cat([self.short(kept), self.path(read)], 1)
+            .unflatten(1, (2, -1))
+            .transpose(1, 2)
+            .flatten(1, 2)
+        )
+
+
+def shufflenet(widths: Sequence[int]) -> nn.Module:
+    """Return a ShuffleNet V2 of these widths (stages, then the last convolution) for 1,000 classes."""
+    layers: list[nn.Module] = [*_normed(3, 24, 3, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    inside = 24
+    for outside, count in zip(widths, (4, 8, 4), strict=False):
+        for i in range(count):
+            layers.append(Shuffled(inside, outside, 2 if i == 0 else 1))
+            inside = outside
+    layers += [*_normed(inside, widths[-1], 1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1000))
