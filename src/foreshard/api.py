@@ -129,10 +129,14 @@ def request(
     stated = {name: value for name, value in _named(choices).items() if value is not None}
     stated |= _cost_source(stated.pop("costs", None))
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
-    for name, kind in (("noise", Noise), ("reliability", Reliability)):
-        given = {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
-        if given:
-            asked[name] = kind(**given)
+    noise, reliability = (
+        {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
+        for kind in (Noise, Reliability)
+    )
+    if noise:
+        asked["noise"] = Noise.stated(noise)
+    if reliability:
+        asked["reliability"] = Reliability(**reliability)
     if isinstance(plan, str):
         asked, plan = {"plan_file": plan, **asked}, load_plan(plan)
     source, target = _loaded(model, cluster)

@@ -117,7 +117,7 @@ def _distribution(
     if noise.slow_link:
         run = simulated(case, batch, network=network, compiled=compiled, slow_link=noise.slow_link)
     links_s = run.times.makespan_s - alike_s
-    step = NoisyStep.of(case, run.step, run.times)
+    step = NoisyStep.of(case, run.step, run.times, run.shared, compiled=compiled)
     all_s, jitter_s = step.seconds(noise), 0.0
     if noise.jitter > 0.0:
         even = step.seconds(noise.without_slow_ranks()) if noise.slow else all_s
@@ -126,7 +126,12 @@ def _distribution(
         usual_s = ranks_wait_s(batch, alike_s)
         alike_s, all_s = alike_s + usual_s, all_s + usual_s
     return StepDistribution.of(
-        all_s.tolist(), alike_s=alike_s, jitter_s=jitter_s, slow_links_s=links_s, seed=noise.seed
+        all_s.tolist(),
+        alike_s=alike_s,
+        jitter_s=jitter_s,
+        slow_links_s=links_s,
+        seed=noise.seed,
+        contention=step.contention(noise),
     )
 
 
