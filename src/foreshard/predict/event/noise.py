@@ -101,6 +101,8 @@ class NoisyStep:
             work[lowered.first[0] : lowered.last[-1] + 1] = np.repeat(
                 lowered.first, lowered.last - lowered.first + 1
             )
+            for pieces, launches in lowered.launches:  # the host of a slow pass is slow with it
+                work[launches] = work[pieces]
         return cls(
             case=case,
             replicated=ReplicatedProgram(
@@ -252,6 +254,8 @@ def _computed_s(step: Step) -> np.ndarray:
         ops = ops[program.kind[ops] <= Kind.BACKWARD_WEIGHT]
         own_s = program.duration_s[ops] - step.data_s[ops]
         seconds[ops] = own_s * _computed_share(step, lowered, ops)
+        for _, launches in lowered.launches:
+            seconds[launches] = program.duration_s[launches]
     return seconds
 
 
