@@ -214,10 +214,10 @@ def _tabled_words(shares: Mapping[str, float], devices: list[str]) -> str:
     """Return how much of a step the measured table gave, in one sentence."""
     if "table" in shares:
         return (
-            f"products as measured within the sizes of the table ({shares['table']:.0%} of the step), as "
+            f"kernels as measured within the sizes of the table ({shares['table']:.0%} of the step), as "
             "much slower in a step as the formula's; beyond them and for other kernels the next source"
         )
-    return f"the table has no product of this step on {' and '.join(dict.fromkeys(devices))}: it gave nothing"
+    return f"the table has no kernel of this step on {' and '.join(dict.fromkeys(devices))}: it gave nothing"
 
 
 def _calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...]:

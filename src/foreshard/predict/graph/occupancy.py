@@ -107,4 +107,5 @@ def _instant(kernels: KernelModel) -> KernelModel:
     """Return kernels that take no time."""
     values: dict[str, Any] = {name: _FAST * getattr(kernels, name) for name in _RATES}
     values |= {f.name: 0.0 * getattr(kernels, f.name) for f in fields(kernels) if f.name.endswith("launch_s")}
+    values |= {f.name: 0.0 for f in fields(kernels) if f.name.endswith("_table")}
     return replace(kernels, **values)

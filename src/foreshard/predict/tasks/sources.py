@@ -1,7 +1,7 @@
 """Which cost source each kernel's time comes from, and the share of a step that is.
 
 Sources are asked in a fixed order for every kernel: a measured table that covers its size, learned where the
-request and the device allow it, else the formula. Collectives, the optimizer and the host have formulas only.
+request and the device allow it, else the formula. Collectives and the host have formulas only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from foreshard.predict.tasks.kernels import (
     attention_times,
     expert_times,
     linear_times,
-    tabled_share,
 )
+from foreshard.predict.tasks.tabled_shares import tabled_shares
 
 ORDER = ("table", "learned", "formula")
 """Sources of kernel times, the first asked first."""
@@ -63,7 +63,9 @@ def sources_text(shares: Mapping[str, float], asked: str | Tables) -> str:
 def _has_others(machine: Machine) -> bool:
     kernels = machine.kernels
     flags = (kernels.gemm_learned, kernels.gemm16_learned, kernels.attn_learned, kernels.grouped_learned)
-    return any(np.count_nonzero(flag) for flag in (*flags, kernels.gemm_table, kernels.gemm16_table))
+    products = (kernels.gemm_table, kernels.gemm16_table, kernels.grouped_table)
+    others = (kernels.attn_table, kernels.attn_back_table, kernels.stream_table)
+    return any(np.count_nonzero(flag) for flag in (*flags, *products, *others))
 
 
 def other_shares_of_kernels(batch: Batch) -> tuple[float, float]:
@@ -77,12 +79,12 @@ def other_shares_of_kernels(batch: Batch) -> tuple[float, float]:
         products = linear.forward + linear.input_gradient + linear.weight_gradient
         wide = np.where(flash, kernels.attn_learned, kernels.gemm16_learned)
         experts = np.where(is_grouped, kernels.grouped_learned, kernels.gemm_learned)
-        weight = count * batch.multiplicity
-        found += _parted(products, tabled_share(layer, machine), kernels.gemm_learned, weight)
+        weight, tabled_parts = count * batch.multiplicity, tabled_shares(layer, machine)
+        found += _parted(products, tabled_parts.products, kernels.gemm_learned, weight)
         found += _parted(sum(adapter_times(layer, machine)), 0.0, kernels.gemm16_learned, weight)
-        found += _parted(sum(attention_times(layer, machine)), 0.0, wide, weight)
-        found += _parted(sum(expert_times(layer, machine)), 0.0, experts, weight)
-        found += _parted(_streams_s(layer, machine), 0.0, 0.0, weight)
+        found += _parted(sum(attention_times(layer, machine)), tabled_parts.attention, wide, weight)
+        found += _parted(sum(expert_times(layer, machine)), tabled_parts.experts, experts, weight)
+        found += _parted(_streams_s(layer, machine), tabled_parts.streams, 0.0, weight)
     pipe = batch.pipeline
     ends = end_times(pipe.hidden, pipe.vocab, pipe.head_rows, machine, heads=pipe.heads)
     head = (*head_sizes(pipe.vocab, pipe.head_rows, machine), pipe.hidden)
