@@ -65,7 +65,7 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.comm.flow.places import routing_of
     from foreshard.comm.flow.schedule_run import run_schedule, send_times
-    from foreshard.interop.schedules.send_trace import send_trace
+    from foreshard.interop.collective_schedules.send_trace import send_trace
 
     topology, per_node = topology_at(cluster, rates)
     if not size > 0:
