@@ -41,6 +41,10 @@ class Tables(Protocol):
         """Return the tables of a device as fields of `KernelModel`."""
         ...
 
+    def collectives(self, device: Device) -> dict[str, Any]:
+        """Return the tables of a device as fields of `comm.fabric.Fabric`."""
+        ...
+
     def __hash__(self) -> int:
         """Return the hash: tables are themselves."""
         ...

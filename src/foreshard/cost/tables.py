@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -33,10 +33,15 @@ COLUMNS = {
     "attention_backward": ATTENTION,
     "experts": ("experts", *SIZES),
     "stream": ("bytes",),
+    "all_reduce": ("ranks", "bytes"),
+    "all_gather": ("ranks", "bytes"),
+    "all_to_all": ("ranks", "bytes"),
 }
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 """Kinds of kernels that a table may hold (column `op`, products where it is empty), and their sizes.
 
 Attention is causal, of whole sequences. `experts` has so many products of (m, k) by (k, n) in one launch.
+Collectives are between devices of one scale-up domain, their bytes as nccl-tests print them.
 """
 _WIDTHS = {
     "bf16": "16bit",
@@ -70,6 +75,10 @@ class SizeTable:
         """Return the seconds of kernels, NaN where they are not covered."""
         return np.exp(self._log_time(sizes))
 
+    def slower(self, factor: float) -> SizeTable:
+        """Return the table of kernels that take so many times as long."""
+        return replace(self, log_s=self.log_s + np.log(factor))
+
     def _log_time(self, stated: tuple[Any, ...]) -> Array:
         with np.errstate(divide="ignore"):
             sizes = np.broadcast_arrays(*(np.log(np.asarray(size, float)) for size in stated))
@@ -97,13 +106,15 @@ class SizeTable:
         return np.where(inside, found, np.nan)
 
 
-def size_table(sizes: Array, seconds: Array) -> SizeTable:
+def size_table(sizes: Array, seconds: Array, rises: Sequence[int] | None = None) -> SizeTable:
     """Return the table of measured kernels, repeats of a size as their median.
 
     Parameters
     ----------
     sizes : array, shape (rows, sizes of a kernel)
     seconds : array, shape (rows,)
+    rises : sequence of int, optional
+        Sizes in which the time never falls; all of them unless given.
     """
     distinct, where = np.unique(sizes, axis=0, return_inverse=True)
     where = where.ravel()
@@ -113,13 +124,13 @@ def size_table(sizes: Array, seconds: Array) -> SizeTable:
     grid = np.full(tuple(map(len, axes)), np.nan)
     index = tuple(np.searchsorted(axis, column) for axis, column in zip(axes, distinct.T, strict=True))
     grid[index] = [np.median(group) for group in groups]
-    return SizeTable(axes=tuple(np.log(axis) for axis in axes), log_s=rising(grid))
+    return SizeTable(axes=tuple(np.log(axis) for axis in axes), log_s=rising(grid, rises))
 
 
-def rising(grid: Array) -> Array:
-    """Return a grid that never falls along an axis: itself where it does not; NaN stays.
+def rising(grid: Array, axes: Sequence[int] | None = None) -> Array:
+    """Return a grid that never falls along axes, all unless given: itself where it does not; NaN stays.
 
-    The middle of the largest value below and the smallest above, in every axis.
+    The middle of the largest value below and the smallest above, in these axes.
 
     Examples
     --------
@@ -127,7 +138,7 @@ def rising(grid: Array) -> Array:
     [1.0, 2.5, 2.5, 4.0]
     """
     below, above = grid, grid
-    for axis in range(grid.ndim):
+    for axis in range(grid.ndim) if axes is None else axes:
         below = np.fmax.accumulate(below, axis=axis)
         above = np.flip(np.fmin.accumulate(np.flip(above, axis=axis), axis=axis), axis=axis)
     return np.where(np.isnan(grid), np.nan, (below + above) / 2.0)
@@ -163,6 +174,9 @@ class DeviceTables:
     attention_backward: AttentionTable | float = 0.0
     experts: SizeTable | float = 0.0
     stream: SizeTable | float = 0.0
+    all_reduce: SizeTable | float = 0.0
+    all_gather: SizeTable | float = 0.0
+    all_to_all: SizeTable | float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,6 +203,14 @@ class KernelTables:
             "attn_table": beside.attention,
             "attn_back_table": beside.attention_backward,
             "stream_table": next((stream for stream in (beside.stream, *streams) if stream), 0.0),
+        }
+
+    def collectives(self, device: Device) -> dict[str, Any]:
+        """Return the tables of a device as fields of `Fabric`: bytes are as fast in any width."""
+        own = [tables for (name, _), tables in self.devices.items() if name == device.name]
+        return {
+            f"{name}_table": next((getattr(one, name) for one in own if getattr(one, name)), 0.0)
+            for name in COLLECTIVES
         }
 
 
@@ -282,7 +304,10 @@ def _check_columns(row: Mapping[str, str], names: tuple[str, ...], path: str) ->
 def _table_of(op: str, columns: Array) -> Any:
     """Return the table of one kind of kernels from its sizes and seconds."""
     sizes, seconds = columns[:, :-1], columns[:, -1]
-    return attention_table(sizes, seconds) if op.startswith("attention") else size_table(sizes, seconds)
+    if op.startswith("attention"):
+        return attention_table(sizes, seconds)
+    # More ranks may be faster: they bring links of their own, and a switch may sum.
+    return size_table(sizes, seconds, rises=[1] if op in COLLECTIVES else None)
 
 
 def attention_table(sizes: Array, seconds: Array) -> AttentionTable:

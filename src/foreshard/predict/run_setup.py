@@ -73,7 +73,13 @@ class RunSetup:
     @property
     def fabric_options(self) -> dict[str, Any]:
         """Return what links and networks are priced by, as `comm.fabric` takes it."""
-        return {"nccl": self.nccl, "fidelity": self.fidelity, "collectives": self.framework.collectives}
+        tables = None if isinstance(self.costs, str) else self.costs
+        return {
+            "nccl": self.nccl,
+            "fidelity": self.fidelity,
+            "collectives": self.framework.collectives,
+            "tables": tables,
+        }
 
     def kernels(self, device: Device) -> KernelModel:
         """Return the kernel constants of a device; attention outside flash kernels has its own formula."""
