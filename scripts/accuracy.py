@@ -268,7 +268,8 @@ def page(
         "## Kernels and collectives",
         "",
         "Every row of a table, flagged ones left aside, in the units it prints: fp8, fused and vendor-tuned "
-        "kernels that no formula here describes included.",
+        "kernels that no formula here describes included. Intervals are by residuals of other systems, "
+        "around the time with the system left out where there is one.",
         "",
         *kernels,
         "What the fits of kernels use, after `scripts/fit_kernels.py`:",

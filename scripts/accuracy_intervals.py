@@ -200,7 +200,7 @@ def unmeasured_rows(
 def tabled_rows(rows: Sequence[TrainingRow], engine: str) -> list[LeftOut]:
     """Return the runs as predicted with products from a measured table, by constants of other families."""
     tables = load_tables(str(measured_folder() / PRODUCTS))
-    known = {name for name, _ in tables.products}
+    known = {name for name, _ in tables.devices}
     mine = [row for row in rows if in_fit(row) and {device.name for device in row.cluster.devices} <= known]
     made = left_out_rows(run_all(mine, engine=engine, left_out=True, costs=tables))
     return [run for run in made if run.classes[0].endswith(":table")]

@@ -90,7 +90,7 @@ def kernel_part(folder: Path) -> tuple[list[str], KernelScores]:
             mine = [o for o in outcomes if o.family == family]
             lines.append(_line(name, family, mine, left.get(family)))
         lines.append(_line(name, "all", outcomes, None))
-    header = ("table", "system", "rows", "skipped", "in the fit", "system left out")
+    header = ("table", "system", "rows", "skipped", "in the fit", "system left out", "90 % holds (%)")
     return markdown(header, lines), KernelScores(**found)
 
 
@@ -98,6 +98,7 @@ def _line(
     name: str, family: str, mine: Sequence[RowOutcome], left: Sequence[RowOutcome] | None
 ) -> tuple[Any, ...]:
     scores = summarise(mine)
+    held = summarise(mine if left is None else left)["coverage"]  # by residuals of other systems
     return (
         name.partition(".")[0],
         family,
@@ -105,6 +106,7 @@ def _line(
         scores["skipped"],
         "-" if scores["median_ape"] is None else pair(scores),
         "-" if left is None else pair(summarise(left)),
+        "-" if held is None else f"{100 * held:.0f}",
     )
 
 
@@ -138,6 +140,7 @@ def _collectives(
             "",
             f"{percent(both[0])} median",
             f"{percent(both[1])} median",
+            "",
         )
     )
     return both

@@ -65,6 +65,7 @@ def fake_predict(
     calibration=None,
     fidelity="zero-shot",
     noise=None,
+    host_thread=False,
     reliability=None,
     tokens=None,
     usd_per_device_hour=None,

@@ -159,10 +159,14 @@ def request(
     stated = {name: value for name, value in _named(choices).items() if value is not None}
     stated |= _cost_source(stated.pop("costs", None))
     asked = {name: stated.pop(name) for name in (*ASKED, "lora", "plan_file") if name in stated}
-    for name, kind in (("noise", Noise), ("reliability", Reliability)):
-        given = {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
-        if given:
-            asked[name] = kind(**given)
+    noise, reliability = (
+        {one.name: stated.pop(one.name) for one in fields(kind) if one.name in stated}
+        for kind in (Noise, Reliability)
+    )
+    if noise:
+        asked["noise"] = Noise.stated(noise)
+    if reliability:
+        asked["reliability"] = Reliability(**reliability)
     if isinstance(plan, str):
         asked, plan = {"plan_file": plan, **asked}, load_plan(plan)
     source, target = _loaded(model, cluster)
@@ -535,17 +539,18 @@ def profile(
     return record(made, out=Path(out), through=through, tell=tell, parts=parts, **options)
 
 
-def profile_products(
+def profile_kernels(
     out: str,
     *,
     device: str = "cpu",
     dtype: str = "fp32",
+    kernels: Sequence[str] = (),
     sizes: Sequence[int] = (),
     repeats: int = 15,
     threads: int = 1,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Time matrix products here into a table that ``--costs`` takes; one that was begun here goes on.
+    """Time kernels here into a table that ``--costs`` takes; one that was begun here goes on.
 
     Parameters
     ----------
@@ -553,23 +558,24 @@ def profile_products(
         A `.csv` file.
     device : {'cpu', 'cuda'}
     dtype : {'fp32', 'bf16', 'fp16'}
+    kernels : sequence of {'product', 'attention', 'stream'}
+        Which kinds; all of them by default.
     sizes : sequence of int
-        Rows, columns and inner sizes; those of `profile.product_times.SIZES` by default.
+        Rows, columns and inner sizes of products; those of `profile.kernel_times.SIZES` by default.
     repeats, threads : int
     tell : callable of text
         Progress.
     """
-    from foreshard.profile.product_times import SIZES, bench_on, time_products
+    from foreshard.profile.kernel_times import KINDS, bench_on, kernels_of, time_kernels
 
-    bench, asked = bench_on(device, dtype, threads), tuple(sizes) or SIZES[device]
-    timed = time_products(bench, Path(out), dtype=dtype, sizes=asked, repeats=repeats, tell=tell)
-    rows = len(set(asked)) ** 3
+    bench, asked = bench_on(device, dtype, threads), kernels_of(tuple(kernels) or KINDS, device, sizes)
+    timed = time_kernels(bench, Path(out), asked, dtype=dtype, repeats=repeats, tell=tell)
     return {
         "schema_version": 1,
         "device": bench.name,
         "dtype": dtype,
         "timed": timed,
-        "rows": rows,
+        "rows": len(asked),
         "file": out,
     }
 

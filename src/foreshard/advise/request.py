@@ -63,6 +63,7 @@ ASKED = (
     "calibration",
     "fidelity",
     "noise",
+    "host_thread",
     "reliability",
     "tokens",
     "usd_per_device_hour",
@@ -116,6 +117,7 @@ class Request:
     calibration: Calibration | None = None
     fidelity: str = "zero-shot"
     noise: Noise | None = None
+    host_thread: bool = False
     reliability: Reliability | None = None
     tokens: float | None = None
     usd_per_device_hour: float | None = None
@@ -250,7 +252,7 @@ class Request:
         asked = {**self._asked(), "engine": engine or self.engine}
         if asked["engine"] != self.engine:
             # other engines share less, and have one rank for all
-            asked |= {"network": None, "noise": None, "other_jobs": ()}
+            asked |= {"network": None, "noise": None, "host_thread": False, "other_jobs": ()}
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)
@@ -260,7 +262,7 @@ class Request:
         from foreshard.predict.step import ENGINES
 
         return tuple(
-            replace(self, engine=engine, costs=costs, noise=None).predict()
+            replace(self, engine=engine, costs=costs, noise=None, host_thread=False).predict()
             for engine in ENGINES
             for costs in COSTS
         )

@@ -35,10 +35,14 @@ _CURVE = {
 
 
 class Tables(Protocol):
-    """Measured tables of products (`cost.tables.KernelTables`)."""
+    """Measured tables of kernels (`cost.tables.KernelTables`)."""
 
-    def number(self, device: Device, precision: str) -> float:
-        """Return the number by which arrays name the table of a device and precision; 0 without one."""
+    def of(self, device: Device, precision: str, wide: str) -> dict[str, Any]:
+        """Return the tables of a device as fields of `KernelModel`."""
+        ...
+
+    def collectives(self, device: Device) -> dict[str, Any]:
+        """Return the tables of a device as fields of `comm.fabric.Fabric`."""
         ...
 
     def __hash__(self) -> int:
@@ -50,7 +54,7 @@ class Tables(Protocol):
 class KernelModel:
     """What one device achieves, for one precision of its matrix products.
 
-    Every field is a float, or an ndarray that broadcasts to the rows of a batch.
+    Every field is a float, or an ndarray that broadcasts to the rows of a batch; a `*_table` is 0 or a table.
     `gemm_*` is the curve of the matrix precision. Attention and the head run in 16 bit beside 8 or 4-bit
     matrices: `bf16_peak_flops_per_s` and `gemm16_*`; beside wider ones the two are equal.
     """
@@ -100,8 +104,12 @@ class KernelModel:
     """0 none, 1 kernels of training libraries, 2 those of TensorRT-LLM."""
     grouped_learned: Any = 0.0
     gemm_table: Any = 0.0
-    """Number of the measured table of products (`cost.tables`), 0 without one; the same in 16 bit below."""
+    """Measured table of products (`cost.tables`), 0 without one; the same in 16 bit and of others below."""
     gemm16_table: Any = 0.0
+    attn_table: Any = 0.0
+    attn_back_table: Any = 0.0
+    grouped_table: Any = 0.0
+    stream_table: Any = 0.0
     gemm_slower: Any = 1.0
     """Times as long as alone that products take in a step, where a table gives their time alone."""
     gemm16_slower: Any = 1.0
@@ -210,8 +218,7 @@ def kernel_model(
     if costs != "formula":
         values |= learned_constants(device, precision, attention, learned_kinds(device, costs))
     if tables is not None:
-        values["gemm_table"] = tables.number(device, precision)
-        values["gemm16_table"] = tables.number(device, _wide(device, precision))
+        values |= tables.of(device, precision, _wide(device, precision))
     if keeps_rate(device, precision):
         values["gemm_sag"] = 0.0
     elif sustained:

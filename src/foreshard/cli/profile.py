@@ -1,4 +1,4 @@
-"""`foreshard profile`: time a job's layers on this machine, or without a job its matrix products."""
+"""`foreshard profile`: time a job's layers on this machine, or without a job its kernels."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ SIZES = Counts(65536)
 @click.option("--links/--no-links", default=True, help="Time links, where ranks are several.")
 @click.option("--threads", type=Count(1, 1024), default=1, help="Threads of torch, as the run will have.")
 @click.option(
+    "--kernels",
+    metavar="KIND,...",
+    help="Without a job: kinds of kernels, of product, attention and stream (default all).",
+)
+@click.option(
     "--sizes",
     type=SIZES,
     default=(),
     help="Without a job: rows, columns and inner sizes of products (default 64-1024, cuda 128-16384).",
 )
 @click.option("--seed", type=Count(0, 2**63 - 1), default=0, help="Of first values.")
-def command(job: str | None, sizes: tuple[int, ...], **options: Any) -> None:
+def command(job: str | None, sizes: tuple[int, ...], kernels: str | None, **options: Any) -> None:
     """Time the layers of JOB.py here and the links between ranks; `foreshard calibrate` makes costs of it.
 
-    Without JOB.py matrix products are timed, into a table that `foreshard predict --costs` takes.
+    Without JOB.py matrix products, attention and streaming kernels are timed, into a table that
+    `foreshard predict --costs` takes.
 
     An interrupted profile goes on where it stopped. With --local N the machine is kept as busy as N ranks
     will keep it, and links are timed between as many. Under torchrun its ranks are measured; the first of
@@ -53,18 +59,19 @@ def command(job: str | None, sizes: tuple[int, ...], **options: Any) -> None:
     foreshard profile examples/jobs/gpt_job.py -o profile.json
     foreshard profile job.py --local 4 -o profile.json
     torchrun --nproc-per-node 8 --no-python foreshard profile job.py --device cuda -o profile.json
-    foreshard profile --device cuda --dtype bf16 -o products.csv
+    foreshard profile --device cuda --dtype bf16 -o kernels.csv
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     needs_torch("profile", "Profiling")
     from foreshard import api
     from foreshard.report.measured_screen import profile_screen
 
     if job is None:
-        _products(sizes, **options)
+        _kernels(sizes, kernels, **options)
         return
-    if sizes:
-        rule = "Sizes are of products, which are timed without a job"
-        raise SpecError("is not taken here", key="--sizes", rule=rule, fix="Leave out JOB.py or --sizes")
+    for flag, value in (("--sizes", sizes), ("--kernels", kernels)):
+        if value:
+            rule = "Kernels are timed without a job"
+            raise SpecError("is not taken here", key=flag, rule=rule, fix=f"Leave out JOB.py or {flag}")
     meta = click.get_current_context().meta
     out = meta.pop("foreshard.output", None) or "profile.json"
     if 1 in options["tp"]:
@@ -75,22 +82,26 @@ def command(job: str | None, sizes: tuple[int, ...], **options: Any) -> None:
         give(made, lambda: profile_screen(made, out))
 
 
-_OF_PRODUCTS = ("device", "dtype", "repeats", "threads")
+_OF_KERNELS = ("device", "dtype", "repeats", "threads")
 
 
-def _products(sizes: tuple[int, ...], **options: Any) -> None:
-    """Time products into a table."""
+def _kernels(sizes: tuple[int, ...], kernels: str | None, **options: Any) -> None:
+    """Time kernels into a table."""
     from foreshard import api
 
     context = click.get_current_context()
     for name in options:
         stated = context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
-        if name not in _OF_PRODUCTS and stated:
+        if name not in _OF_KERNELS and stated:
             flag = f"--{name}"
-            rule = "Without JOB.py products are timed, which have none of a job's options"
+            rule = "Without JOB.py kernels are timed, which have none of a job's options"
             raise SpecError("is not taken here", key=flag, rule=rule, fix=f"Leave out {flag}, or name JOB.py")
-    out = context.meta.pop("foreshard.output", None) or "products.csv"
-    asked = {name: options[name] for name in _OF_PRODUCTS}
-    found = api.profile_products(out, sizes=sizes, tell=say, **asked)
-    said = f"{found['timed']} products timed on {found['device']}, {found['rows']} asked for, in {out}"
+    out = context.meta.pop("foreshard.output", None) or "kernels.csv"
+    kinds = tuple(word.strip() for word in kernels.split(",")) if kernels else ()
+    if sizes and kinds and "product" not in kinds:
+        rule, fix = "Sizes are those of products", "Leave out --sizes, or add product to --kernels"
+        raise SpecError("sizes without products", key="--sizes", rule=rule, fix=fix)
+    asked = {name: options[name] for name in _OF_KERNELS}
+    found = api.profile_kernels(out, sizes=sizes, kernels=kinds, tell=say, **asked)
+    said = f"{found['timed']} kernels timed on {found['device']}, {found['rows']} asked for, in {out}"
     give(found, lambda: Screen(header=(said,)))

@@ -120,6 +120,7 @@ def _systems(found: dict[str, Any]) -> Screen:
     columns = ["system", ">nodes", ">rows", ">skipped"]
     for model in found["pooled"]["models"]:
         columns += [f">{model}, median", ">p90", ">bias"]
+    columns.append(">90 % holds")
     skipped = [
         (model, entry["rows"], entry["reason"], ", ".join(entry["systems"]))
         for model, entries in found["skipped"].items()
@@ -132,4 +133,5 @@ def _systems(found: dict[str, Any]) -> Screen:
 def _system(name: str, nodes: str, models: dict[str, Any]) -> tuple[str | None, ...]:
     first = next(iter(models.values()))
     cells = [_cell(scores, key) for scores in models.values() for key in ("median_ape", "p90_ape", "bias")]
-    return (name, nodes, str(first["rows"]), str(first["skipped"]), *cells)
+    held = _cell(first, "coverage")  # of the closed form: NCCL's estimate has no interval
+    return (name, nodes, str(first["rows"]), str(first["skipped"]), *cells, held)

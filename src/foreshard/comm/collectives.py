@@ -2,7 +2,8 @@
 
 Sizes are the bytes that nccl-tests prints: the whole buffer of an all-reduce or broadcast, the gathered
 output of an all-gather, the input of a reduce-scatter, a rank's whole buffer in an all-to-all, the message
-of a send. All numeric arguments broadcast; results are float64 seconds; one rank or no bytes is 0.
+of a send. All numeric arguments broadcast; results are float64 seconds; one rank or no bytes is 0. Measured
+tables (`cost.tables`) give the time inside one domain where they cover it.
 Derivation, constants and their data: ``docs/derivations/collectives.md``.
 """
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreshard.comm.fabric import Fabric, PartialFabric
+from foreshard.cost.tables import tabled_s
 
 Times = NDArray[np.float64]
 
@@ -52,6 +54,30 @@ def _finish(time_s: Any, num_bytes: Any, ranks: Any) -> Times:
     return np.where(num_bytes * (ranks - 1.0) > 0.0, time_s, 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Measured:
+    """Measured tables of a collective, 0 where there is none or ranks are in several domains."""
+
+    tables: Any
+    ranks: Any
+
+
+def _measured(table: Any, spread: tuple[Any, Any, Any]) -> Measured | None:
+    """Return the tables of a group of ranks, None without any."""
+    if not np.count_nonzero(table):
+        return None
+    ranks, _, domains = spread
+    inside = np.broadcast_arrays(domains == 1.0, np.asarray(table, dtype=object))
+    return Measured(tables=np.where(inside[0], inside[1], 0.0), ranks=ranks)
+
+
+def _by_table(measured: Measured | None, num_bytes: Any, time_s: Any) -> Any:
+    """Return the time by the table where it covers ranks and bytes, else as it is."""
+    if measured is None:
+        return time_s
+    return tabled_s(time_s, measured.tables, (measured.ranks, num_bytes))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
     """A collective that passes chunks on while more arrive: its seconds as a function of its bytes."""
@@ -61,10 +87,12 @@ class Pipelined:
     per_byte_s: Any
     ramp: Any  # see :func:`_ramp_s`
     moves: Any  # whether there is more than one rank
+    measured: Measured | None = None
 
     def time_s(self, num_bytes: Any) -> Times:
         """Return the time for ``num_bytes``, 0 where nothing moves."""
-        return np.where(self.moves & (num_bytes > 0.0), self.busy_s(num_bytes), 0.0)
+        time_s = _by_table(self.measured, num_bytes, self.busy_s(num_bytes))
+        return np.where(self.moves & (num_bytes > 0.0), time_s, 0.0)
 
     def busy_s(self, num_bytes: Any) -> Any:
         """Return the time where something moves."""
@@ -79,6 +107,7 @@ class AllReduce:
     ring: Pipelined
     tree: Pipelined | None  # where nothing crosses domains and no switch reduces, none can win
     whole: AllReduce | None = None  # decides, where this one has a part of the fabric
+    measured: Measured | None = None
 
     def time_s(self, num_bytes: Any) -> Times:
         """Return the time for ``num_bytes``, 0 where nothing moves."""
@@ -89,6 +118,7 @@ class AllReduce:
                 time_s = np.minimum(time_s, by_tree_s)
             else:
                 time_s = np.where(self.whole.by_tree(num_bytes), by_tree_s, time_s)
+        time_s = _by_table(self.measured, num_bytes, time_s)
         return np.where(self.ring.moves & (num_bytes > 0.0), time_s, 0.0)
 
     def by_tree(self, num_bytes: Any) -> Any:
@@ -161,7 +191,8 @@ def all_reduce(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> AllRe
     if tree is not None and np.count_nonzero(fabric.tree_only):
         runs = (fabric.tree_only > 0.0) & np.isfinite(tree.start_s)
         ring = replace(ring, start_s=np.where(runs, np.inf, ring.start_s))
-    return AllReduce(ring=ring, tree=tree, whole=whole)
+    measured = _measured(fabric.all_reduce_table, spread)
+    return AllReduce(ring=ring, tree=tree, whole=whole, measured=measured)
 
 
 def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
@@ -174,7 +205,9 @@ def all_reduce_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, 
 
 def all_gather(num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Pipelined:
     """Return an all-gather by ring over a group, to be asked for the time of any size."""
-    return _ring(_spread(num_ranks, stride, fabric), fabric, passes=1.0, eff=fabric.gather_eff)
+    spread = _spread(num_ranks, stride, fabric)
+    ring = _ring(spread, fabric, passes=1.0, eff=fabric.gather_eff)
+    return replace(ring, measured=_measured(fabric.all_gather_table, spread))
 
 
 def all_gather_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, fabric: Fabric) -> Times:
@@ -193,7 +226,9 @@ def all_to_all_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, 
     spread = _spread(num_ranks, stride, fabric)
     ranks, inside, _ = spread
     each = num_bytes / ranks
-    return _exchange_s(each * (inside - 1.0), each * (ranks - inside), each, spread, fabric)
+    time_s = _exchange_s(each * (inside - 1.0), each * (ranks - inside), each, spread, fabric)
+    measured = _measured(fabric.all_to_all_table, spread)
+    return np.where(time_s > 0.0, _by_table(measured, num_bytes, time_s), 0.0)
 
 
 def token_exchange_s(

@@ -12,6 +12,7 @@ from foreshard.catalog.fabrics import LinkConstants, comm_constants, link_consta
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
+    from foreshard.catalog.kernels import Tables
     from foreshard.spec.cluster import Cluster, NodeGroup
 
 _IN_NETWORK = ("hopper", "blackwell", "rubin")
@@ -41,6 +42,10 @@ class Fabric(LinkConstants):
     # 1 where all-reduces run as a ring, or as a tree where there is one, whatever is faster
     ring_only: Any = 0.0
     tree_only: Any = 0.0
+    # measured tables of collectives inside one domain (`cost.tables`), 0 where there is none
+    all_reduce_table: Any = 0.0
+    all_gather_table: Any = 0.0
+    all_to_all_table: Any = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,9 @@ def _part(fabric: Fabric, **rates: Any) -> PartialFabric:
     """Return a fabric with these rates, without latency, pipeline filling and local copies."""
     values = {field.name: getattr(fabric, field.name) for field in fields(Fabric)}
     for name, value in values.items():
-        if name.endswith("ramp") or name.endswith("copy") or _is_seconds(name):
+        if name.endswith("_table"):
+            values[name] = 0.0
+        elif name.endswith("ramp") or name.endswith("copy") or _is_seconds(name):
             values[name] = 0.0 * value
     return PartialFabric(whole=fabric, **(values | rates))
 
@@ -98,13 +105,15 @@ def fabric_of(
     oversubscription: float = 1.0,
     exclude: str = "",
     collectives: str = "auto",
+    tables: Tables | None = None,
 ) -> Fabric:
     """Return the fabric of one group of equal nodes.
 
     `nccl` is the era of the library: ``2.2x`` (2.23 and later) or ``old`` (2.10 and before). The fidelity
     ``datasheet`` uses NCCL's own latency table and full link rate, others the fitted constants, without the
     family of measured rows to `exclude`. Oversubscription (edge over core bandwidth) divides the NIC rate.
-    `collectives` is the algorithm of all-reduces, ``auto`` for the faster of those there are.
+    `collectives` is the algorithm of all-reduces, ``auto`` for the faster of those there are; `tables` are
+    measured ones, which hold of whatever algorithm was measured.
 
     Raises
     ------
@@ -151,6 +160,8 @@ def fabric_of(
         fabric = replace(fabric, scaling=0.0, exchange_scaling=0.0)
     if group.collectives and not ideal:
         fabric = replace(fabric, **dict(group.collectives))
+    if tables is not None:
+        fabric = replace(fabric, **tables.collectives(device))
     if collectives == "auto":
         return fabric
     return replace(fabric, ring_only=1.0 * (collectives == "ring"), tree_only=1.0 * (collectives == "tree"))
@@ -184,6 +195,7 @@ def fabric_between(
     fidelity: str = "zero-shot",
     concurrent: int = 1,
     collectives: str = "auto",
+    tables: Tables | None = None,
 ) -> Fabric:
     """Return the fabric that a group of ranks sees: its slowest shared path.
 
@@ -201,7 +213,7 @@ def fabric_between(
     # How many ranks there are matters to links between racks alone.
     devices = len(wanted) if cluster.links and len(touched) > 1 else 0
     sharing = concurrent if devices else 1
-    return _between(cluster, tuple(touched), devices, nccl, fidelity, sharing, collectives)
+    return _between(cluster, tuple(touched), devices, nccl, fidelity, sharing, collectives, tables)
 
 
 def crossed_links(cluster: Cluster, ranks: Iterable[int], *, concurrent: int = 1) -> dict[int, float]:
@@ -232,11 +244,13 @@ def _between(
     fidelity: str,
     concurrent: int,
     collectives: str,
+    tables: Tables | None,
 ) -> Fabric:
     """Return the fabric of so many ranks on some node groups."""
     touched = [cluster.nodes[g] for g in use]
     over = cluster.network.oversubscription
-    options = {"nccl": nccl, "fidelity": fidelity, "collectives": collectives}
+    options: dict[str, Any] = {"nccl": nccl, "fidelity": fidelity}
+    options |= {"collectives": collectives, "tables": tables}
     fabric = slowest(fabric_of(g, oversubscription=over, **options) for g in touched)
     if len(touched) > 1:
         # Different boards share no NVLink domain: what two groups join over is the network.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from foreshard.comm.collectives import (
     send_s,
 )
 from foreshard.comm.fabric import Fabric, fabric_between
+from foreshard.comm.intervals import collective_evidence, collective_intervals
 from foreshard.comm.nccl.choice import MESSAGES, NcclChoice, nccl_choice
 from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
 from foreshard.comm.nccl.estimates import COLLECTIVES
@@ -48,6 +50,8 @@ class CollectivePrediction:
     communicator: Communicator | None  # None where the devices are not those of NCCL
     choice: NcclChoice | None
     library: str  # whose choice it is: NCCL or RCCL; empty where there is none
+    evidence: str  # what the time rests on, of `comm.intervals.EVIDENCE`
+    time_intervals_s: Mapping[float, tuple[float, float]]  # by level
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -102,11 +106,15 @@ def predict_collective(
         choice, library = nccl_choice(collective, num_bytes, communicator), "NCCL"
     elif has_rccl_model(cluster, ranks):
         choice, library = rccl_choice(collective, num_bytes, ranks), "RCCL"
+    time_s = float(collective_s(collective, num_bytes, ranks, fabric))
+    evidence = collective_evidence(cluster, ranks, float(fabric.domain))
     return CollectivePrediction(
         collective=collective,
         num_bytes=num_bytes,
         num_ranks=ranks,
-        time_s=float(collective_s(collective, num_bytes, ranks, fabric)),
+        time_s=time_s,
+        evidence=evidence,
+        time_intervals_s=collective_intervals(time_s, num_bytes, evidence),
         communicator=communicator,
         choice=choice,
         library=library,

@@ -10,6 +10,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.kernels import QUERY_TILE, KernelModel
 from foreshard.cost.learned import attention_features, corrected_s
+from foreshard.cost.tables import tabled_s
 
 BACKWARD_FLOPS = 2.5
 """Of a flash backward over its forward."""
@@ -60,7 +61,8 @@ def flash_attention_forward_s(
 
     Each query row costs its pairs plus half of `attn_s0`; the exponential of a score costs `attn_d0` head
     dimensions; the last `attn_tail` query tiles of full length find the other processors idle. Never less
-    than moving q, k, v and the output. Sizes are those on this rank; any zero gives 0 seconds.
+    than moving q, k, v and the output. Sizes are those on this rank; any zero gives 0 seconds. A measured
+    table (`cost.tables`) gives the time of the sizes that it covers.
 
     Source
     ------
@@ -85,7 +87,21 @@ def flash_attention_forward_s(
             )
         serving = np.asarray(kernels.attn_learned) > 1
         busy_s = corrected_s("attention", busy_s, [*features, serving], kernels.attn_learned)
+    if np.count_nonzero(kernels.attn_table):
+        form = whole_causal(q_len, kv_len, head_dim, value_head_dim, causal=causal, window=window)
+        sizes = (batch, num_heads, num_kv_heads, np.where(form, q_len, 0.0), head_dim)
+        busy_s = tabled_s(busy_s, kernels.attn_table, sizes)
     return np.where(rows * pairs * dims > 0, busy_s, 0.0)
+
+
+def whole_causal(
+    q_len: Any, kv_len: Any, head_dim: Any, value_head_dim: Any, *, causal: Any, window: Any = 0
+) -> Any:
+    """Return whether attention is of the kind that measured tables hold: causal, of a whole sequence."""
+    reach = np.asarray(0.0 if window is None else window, dtype=np.float64)
+    unmasked = (reach <= 0) | (reach >= kv_len)
+    same = (np.asarray(q_len) == kv_len) & (np.asarray(head_dim) == value_head_dim)
+    return np.asarray(causal, dtype=bool) & same & unmasked
 
 
 def backward_of_forward_s(forward_s: np.ndarray, kernels: KernelModel) -> np.ndarray:
@@ -97,6 +113,29 @@ def backward_of_forward_s(forward_s: np.ndarray, kernels: KernelModel) -> np.nda
     """
     busy_s = (forward_s - kernels.attn_launch_s) * (BACKWARD_FLOPS / kernels.attn_bwd_ratio)
     return np.where(forward_s > 0, busy_s + kernels.attn_launch_s, 0.0)
+
+
+def flash_attention_backward_s(
+    forward_s: np.ndarray, sizes: tuple[Any, ...], kernels: KernelModel, *, causal: Any, window: Any = 0
+) -> np.ndarray:
+    """Return seconds of the backward of a fused attention: by a measured table, else of its forward's.
+
+    Parameters
+    ----------
+    forward_s : ndarray
+        Of the forward alone.
+    sizes : tuple
+        Batch to dimension of a value, as `flash_attention_forward_s` takes them.
+    kernels : KernelModel
+    causal, window : array_like
+    """
+    backward_s = backward_of_forward_s(forward_s, kernels)
+    if not np.count_nonzero(kernels.attn_back_table):
+        return backward_s
+    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = sizes
+    form = whole_causal(q_len, kv_len, head_dim, value_dim, causal=causal, window=window)
+    asked = (batch, heads, kv_heads, np.where(form, q_len, 0.0), head_dim)
+    return np.where(backward_s > 0, tabled_s(backward_s, kernels.attn_back_table, asked), 0.0)
 
 
 def unfused_attention_s(

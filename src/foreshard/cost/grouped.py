@@ -10,6 +10,7 @@ import numpy as np
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.learned import corrected_s, grouped_features
+from foreshard.cost.tables import tabled_s
 
 
 def grouped_gemm_s(
@@ -27,7 +28,7 @@ def grouped_gemm_s(
 
     `tokens` are those routed to this rank over all its experts, times `imbalance` on the busiest one; experts
     beyond the tokens get none and cost nothing. `looped` is one launch per expert instead of one grouped
-    kernel: no expert fills the idle processors of another.
+    kernel: no expert fills the idle processors of another. A measured table gives the time of one launch.
 
     Source
     ------
@@ -36,6 +37,7 @@ def grouped_gemm_s(
     tokens = np.asarray(tokens, dtype=np.float64) * imbalance
     active = np.minimum(np.asarray(num_groups, dtype=np.float64), np.ceil(tokens))
     rows = tokens / np.maximum(active, 1.0)
+    table, slower = kernels.grouped_table, kernels.gemm_slower
     if np.count_nonzero(kernels.gemm_table):  # of products alone, not of those of experts
         kernels = replace(kernels, gemm_table=0.0)
     if looped:
@@ -46,9 +48,11 @@ def grouped_gemm_s(
         own = replace(kernels, gemm_learned=np.where(np.asarray(learned) > 0, 0.0, kernels.gemm_learned))
     grouped_s = gemm_s(rows, n, k, own, bytes_per_element=bytes_per_element, batch=active)
     grouped_s = grouped_s / kernels.grouped_eff
-    if not np.count_nonzero(learned):
-        return grouped_s
-    with np.errstate(divide="ignore", invalid="ignore"):
-        features = grouped_features(tokens, active, np.asarray(n), np.asarray(k), kernels.num_sms)
-    # Tokens are those of this rank, evenly routed: exponent 0, log of 1 rank.
-    return corrected_s("grouped", grouped_s, [*features, 0.0, 0.0], learned)
+    if np.count_nonzero(learned):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            features = grouped_features(tokens, active, np.asarray(n), np.asarray(k), kernels.num_sms)
+        # Tokens are those of this rank, evenly routed: exponent 0, log of 1 rank.
+        grouped_s = corrected_s("grouped", grouped_s, [*features, 0.0, 0.0], learned)
+    if np.count_nonzero(table):
+        grouped_s = tabled_s(grouped_s, table, (active, rows, n, k), slower)
+    return grouped_s

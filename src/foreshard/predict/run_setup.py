@@ -73,7 +73,13 @@ class RunSetup:
     @property
     def fabric_options(self) -> dict[str, Any]:
         """Return what links and networks are priced by, as `comm.fabric` takes it."""
-        return {"nccl": self.nccl, "fidelity": self.fidelity, "collectives": self.framework.collectives}
+        tables = None if isinstance(self.costs, str) else self.costs
+        return {
+            "nccl": self.nccl,
+            "fidelity": self.fidelity,
+            "collectives": self.framework.collectives,
+            "tables": tables,
+        }
 
     def kernels(self, device: Device) -> KernelModel:
         """Return the kernel constants of a device; attention outside flash kernels has its own formula."""
@@ -233,10 +239,22 @@ def stacked(items: Sequence[Any], cls: type[T]) -> T:
     rows = items if items and isinstance(items[0], list) else [[item] for item in items]
     distinct = {id(item): item for row in rows for item in row}
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    values = np.array(
-        [[getattr(item, name) for name in names] for item in distinct.values()], dtype=np.float64
-    )
+    table = [[getattr(item, name) for name in names] for item in distinct.values()]
+    try:
+        values = np.array(table, dtype=np.float64)
+    except TypeError:  # a field that is no number: a measured table
+        values = np.array(table, dtype=object)
     place = {key: i for i, key in enumerate(distinct)}
     where = np.array([[place[id(item)] for item in row] for row in rows]).T
-    columns = values.T[:, where if rows is items else where[0]]
+    columns = list(values.T[:, where if rows is items else where[0]])
+    if values.dtype == object:
+        columns = [_numeric(column) for column in columns]
     return cls(**dict(zip(names, columns, strict=True)))
+
+
+def _numeric(column: np.ndarray) -> np.ndarray:
+    """Return a column of numbers as such, any other as it is."""
+    try:
+        return column.astype(np.float64)
+    except TypeError:
+        return column

@@ -75,6 +75,7 @@ def predict_timeline(
     costs: str | Tables = "auto",
     fidelity: str = "zero-shot",
     noise: Noise | None = None,
+    host_thread: bool = False,
     reliability: Reliability | None = None,
     tokens: float | None = None,
     usd_per_device_hour: float | None = None,
@@ -104,6 +105,8 @@ def predict_timeline(
         'datasheet' uses no fitted constant.
     noise : Noise, optional
         How ranks differ: the step becomes a distribution, its time the mean (event engine).
+    host_thread : bool
+        Launches run on a thread of the host, ahead of the device, not as parts of each pass (event engine).
     reliability : Reliability, optional
         What interrupts the run; its goodput is predicted.
     tokens : float, optional
@@ -134,6 +137,7 @@ def predict_timeline(
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
     network = checked_network(network, engine)
     check_noise(noise, engine)
+    _check_host_thread(host_thread, engine)
     speeds = _checked_speeds(speeds, engine, network)
     _check_other_jobs(other_jobs, plan, network)
     checked_costs(costs, fidelity)
@@ -155,7 +159,7 @@ def predict_timeline(
         model=model, cluster=cluster, plan=plan, framework=framework, costs=costs, other_jobs=other_jobs
     )
     batch = build_batch([case], constants, fidelity=fidelity)
-    found = _times(case, batch, engine, network, timeline, noise, speeds)
+    found = _times(case, batch, engine, network, timeline, noise, speeds, host_thread)
     prediction = _assemble(
         case,
         batch,
@@ -172,6 +176,9 @@ def predict_timeline(
     if other_jobs:
         said = ", ".join(job.name for job in other_jobs)
         note = f"other jobs send their bytes evenly over their iterations: {said}"
+        prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
+    if host_thread:
+        note = "launches run ahead of the device, by at most 1,024 kernels of 5 us on the host"
         prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
     if speeds:
         from foreshard.predict.graph.edits import words_of
@@ -207,10 +214,10 @@ def _tabled_words(shares: Mapping[str, float], devices: list[str]) -> str:
     """Return how much of a step the measured table gave, in one sentence."""
     if "table" in shares:
         return (
-            f"products as measured within the sizes of the table ({shares['table']:.0%} of the step), as "
+            f"kernels as measured within the sizes of the table ({shares['table']:.0%} of the step), as "
             "much slower in a step as the formula's; beyond them and for other kernels the next source"
         )
-    return f"the table has no product of this step on {' and '.join(dict.fromkeys(devices))}: it gave nothing"
+    return f"the table has no kernel of this step on {' and '.join(dict.fromkeys(devices))}: it gave nothing"
 
 
 def _calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...]:
@@ -255,6 +262,7 @@ def _times(
     timeline: bool,
     noise: Noise | None,
     speeds: Mapping[str, float],
+    host_thread: bool,
 ) -> _Times:
     """Return what one engine finds of a step."""
     if engine == "analytical":
@@ -263,7 +271,9 @@ def _times(
     if engine == "event":
         from foreshard.predict.event.engine import event_times
 
-        found = event_times(case, batch, network=network, timeline=timeline, noise=noise)
+        found = event_times(
+            case, batch, network=network, timeline=timeline, noise=noise, host_thread=host_thread
+        )
         return _Times(
             parts=found.parts,
             timeline=found.timeline,
@@ -304,6 +314,17 @@ def check_noise(noise: Noise | None, engine: str) -> None:
             value=engine,
             rule="Ranks and steps that differ are simulated by the event engine",
             fix="Use --engine event, or leave out jitter and slow ranks",
+        )
+
+
+def _check_host_thread(host_thread: bool, engine: str) -> None:
+    """Refuse a thread of the host for an engine whose passes contain their launches."""
+    if host_thread and engine != "event":
+        raise SpecError(
+            f"a thread of the host under the {engine} engine",
+            key="--host-thread",
+            rule="Launches are tasks beside those of the device in the event engine",
+            fix="Use --engine event, or leave out --host-thread",
         )
 
 

@@ -148,6 +148,8 @@ def distribution_table(varied: StepDistribution) -> Table:
         ("99 of 100 steps within", quantity.seconds(varied.p99_s)),
     ]
     title = f"Steps whose ranks differ, {number_of(varied.steps, 'draw')} (seed {varied.seed})"
+    if varied.contention == "once":
+        title += "; sharing of links solved once, with all ranks alike"
     return table(title, ("step", ">time"), rows)
 
 

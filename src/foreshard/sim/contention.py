@@ -41,6 +41,8 @@ class Phases:
     route : ndarray of int, shape (P,)
         Row of the network's routes, -1 for a phase without bytes.
     beside : ndarray of bool, shape (P,)
+    computed_s : ndarray, shape (P,)
+        Part of the delay in which a rank computes, so that a slow one takes longer; all of it unless given.
     """
 
     task: np.ndarray
@@ -48,6 +50,12 @@ class Phases:
     num_bytes: np.ndarray
     route: np.ndarray
     beside: np.ndarray
+    computed_s: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    def __post_init__(self) -> None:
+        """Take all of the delay for computed where nothing else is stated."""
+        if len(self.computed_s) != len(self.delay_s):
+            object.__setattr__(self, "computed_s", self.delay_s)
 
     @classmethod
     def alone(cls, program: Program) -> Phases:
@@ -66,17 +74,20 @@ class Phases:
 class SharedNetwork:
     """Resources by name, and routes over them: how many bytes each carries for a byte of a transfer.
 
-    Of a capacity others may use a part; what is `left` transfers share.
+    Of a capacity others may use a part; what is `left` transfers share. A resource `of_all` ranks is one for
+    all of them: a transfer on it stands for theirs. Any other is of the one rank that stands for several.
     """
 
     names: list[str] = field(default_factory=list)
     capacity_bytes_per_s: list[float] = field(default_factory=list)
+    of_all: list[bool] = field(default_factory=list)
     left_bytes_per_s: list[float] = field(default_factory=list)
     routes: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = field(default_factory=dict)
 
-    def resource(self, name: str, bytes_per_s: float, left: float = 1.0) -> int:
+    def resource(self, name: str, bytes_per_s: float, left: float = 1.0, *, of_all: bool = False) -> int:
         """Add a resource, of which others leave a part, and return its number."""
         self.names.append(name)
+        self.of_all.append(of_all)
         self.capacity_bytes_per_s.append(bytes_per_s)
         self.left_bytes_per_s.append(bytes_per_s * left)
         return len(self.names) - 1
@@ -123,7 +134,7 @@ class ContendedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Places:
+class FlowPlaces:
     """Tasks of the flow program: of the phases, before and after those with others beside them."""
 
     phase: np.ndarray
@@ -152,12 +163,12 @@ def run(
     SpecError
         If tasks wait for each other in a circle.
     """
-    places = _places(phases)
+    places = places_of(phases)
     if compiled is None:
         compiled = places.num_tasks >= MIN_COMPILED_TASKS and is_worth_compiling(places.num_tasks)
     flow_program = _flow_program(program, phases, network, places)
     flows = simulate(flow_program, compiled=compiled)
-    first, last = _ends(program, phases, places)
+    first, last = ends_of(program, phases, places)
     start_s, end_s = flows.start_s[places.phase], flows.end_s[places.phase]
     return ContendedRun(
         times=TaskTimes(start_s=flows.start_s[first], end_s=flows.end_s[last]),
@@ -175,7 +186,7 @@ def _alone_s(phases: Phases, network: SharedNetwork) -> np.ndarray:
     return phases.delay_s + np.where(phases.route >= 0, phases.num_bytes / rate, 0.0)
 
 
-def _places(phases: Phases) -> _Places:
+def places_of(phases: Phases) -> FlowPlaces:
     """Return the numbers of the flow program's tasks, in the order in which queues run them."""
     count = len(phases.task)
     index = np.arange(count)
@@ -185,7 +196,7 @@ def _places(phases: Phases) -> _Places:
     has_others[host[phases.beside]] = True
     size = 1 + 2 * has_others
     start = np.cumsum(size) - size
-    return _Places(
+    return FlowPlaces(
         phase=start + has_others,
         before=np.where(has_others, start, -1),
         after=np.where(has_others, start + 2, -1),
@@ -194,7 +205,7 @@ def _places(phases: Phases) -> _Places:
     )
 
 
-def _ends(program: Program, phases: Phases, places: _Places) -> tuple[np.ndarray, np.ndarray]:
+def ends_of(program: Program, phases: Phases, places: FlowPlaces) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and the last flow task of each task."""
     tasks = np.arange(program.num_tasks)
     first = places.host[np.searchsorted(phases.task, tasks, side="left")]
@@ -205,10 +216,10 @@ def _ends(program: Program, phases: Phases, places: _Places) -> tuple[np.ndarray
     )
 
 
-def _flow_program(program: Program, phases: Phases, network: SharedNetwork, places: _Places) -> FlowProgram:
-    builder = FlowProgramBuilder(np.array(network.left_bytes_per_s))
-    for resources, usage in network.routes:
-        builder.route(resources, usage)
+def columns_of(
+    program: Program, phases: Phases, network: SharedNetwork, places: FlowPlaces
+) -> dict[str, np.ndarray]:
+    """Return the columns of the flow program's tasks; `queue` is the resource that a task works on."""
     queue = np.full(places.num_tasks, -1)
     on_queue = ~phases.beside
     queue_of = program.resource[phases.task]
@@ -226,12 +237,21 @@ def _flow_program(program: Program, phases: Phases, network: SharedNetwork, plac
     for where in (places.phase, places.before, places.after):
         known = on_queue & (where >= 0)
         queue[where[known]] = queue_of[known]
+    return {**filled, "queue": queue}
+
+
+def _flow_program(
+    program: Program, phases: Phases, network: SharedNetwork, places: FlowPlaces
+) -> FlowProgram:
+    builder = FlowProgramBuilder(np.array(network.left_bytes_per_s))
+    for resources, usage in network.routes:
+        builder.route(resources, usage)
     builder.new_queue(len(program.resource_names))
-    builder.add_many(queue=queue, **filled)
+    builder.add_many(**columns_of(program, phases, network, places))
     beside = np.flatnonzero(phases.beside)
     builder.depend(places.phase[beside], places.before[places.host[beside]])
     builder.depend(places.after[places.host[beside]], places.phase[beside])
-    first, last = _ends(program, phases, places)
+    first, last = ends_of(program, phases, places)
     task, before = np.repeat(np.arange(program.num_tasks), np.diff(program.indptr)), program.indices
     late = np.flatnonzero(program.lag_s) if len(program.lag_s) else np.empty(0, dtype=np.int64)
     waits = last[before]
@@ -243,7 +263,7 @@ def _flow_program(program: Program, phases: Phases, network: SharedNetwork, plac
     return builder.build()
 
 
-def _waited_s(phases: Phases, places: _Places, flows: FlowTimes) -> np.ndarray:
+def _waited_s(phases: Phases, places: FlowPlaces, flows: FlowTimes) -> np.ndarray:
     """Return the wait of tasks for the phase beside them that ends last, 0 for all other phases."""
     waited = np.zeros(len(phases.task))
     beside = np.flatnonzero(phases.beside)

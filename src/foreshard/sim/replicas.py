@@ -59,11 +59,11 @@ def last_end_s(
         Runs at once.
     """
     program, together = replicated.program, replicated.together
-    before = _before(program)
+    before = before_of(program)
     left = np.bincount(np.concatenate(before), minlength=program.num_tasks)
     end_s: dict[int, np.ndarray] = {}
     last_s = np.zeros(steps)
-    for task in _order(before, start_s):
+    for task in order_of(before, start_s):
         ready_s: np.ndarray | float = 0.0
         for one in before[task].tolist():
             seen = end_s[one]
@@ -84,7 +84,7 @@ def last_end_s(
     return last_s
 
 
-def _before(program: Program) -> list[np.ndarray]:
+def before_of(program: Program) -> list[np.ndarray]:
     """Return what each task waits for: its dependencies, and the task before it on its resource."""
     previous = np.full(program.num_tasks, -1)
     ordered = program.resource_tasks
@@ -97,7 +97,7 @@ def _before(program: Program) -> list[np.ndarray]:
     return found
 
 
-def _order(before: list[np.ndarray], start_s: np.ndarray) -> list[int]:
+def order_of(before: list[np.ndarray], start_s: np.ndarray) -> list[int]:
     """Return the tasks in the order of their starts, each behind all that it waits for."""
     behind: list[list[int]] = [[] for _ in before]
     waits = [len(found) for found in before]

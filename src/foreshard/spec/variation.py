@@ -12,6 +12,9 @@ from foreshard.spec.codec import invalid, one_of, whole
 
 AUTO_INTERVAL = "auto"
 TAILS = ("lognormal", "pareto")
+CONTENTIONS = ("none", "every step", "once")
+"""How often a network that transfers share was solved for ranks that differ: never, as none is shared; in
+each step drawn; once with all ranks alike, as so many ranks, passes and draws are too much."""
 MAX_JITTER = 1.0
 MAX_FACTOR = 1000.0
 MAX_STEPS = 10_000
@@ -61,6 +64,27 @@ class Noise:
                     rule = f"A factor is from 1 to {MAX_FACTOR:g}: how many times as slow"
                     raise invalid(factor, rule, key=flag, name=flag.strip("-"), fix="Write it like 12=1.5")
 
+    @classmethod
+    def stated(cls, given: Mapping[str, Any]) -> Noise:
+        """Return the noise of the values that were given.
+
+        Raises
+        ------
+        SpecError
+            Also for draws of which nothing is drawn.
+        """
+        idle = [name for name in ("jitter_tail", "seeds", "seed") if name in given]
+        if idle and not given.get("jitter"):
+            flag = f"--{idle[0].replace('_', '-')}"
+            raise SpecError(
+                f"{flag} without jitter",
+                key=flag,
+                value=given[idle[0]],
+                rule="Only jitter is drawn; slow ranks and links are as slow in every step",
+                fix=f"Add --jitter, or leave out {flag}",
+            )
+        return cls(**given)
+
     def check_ranks(self, ranks: Collection[int]) -> None:
         """Refuse ranks that are not among those of the plan.
 
@@ -101,6 +125,8 @@ class StepDistribution:
     steps : int
         How many were drawn.
     seed : int
+    contention : {'none', 'every step', 'once'}
+        As in `CONTENTIONS`.
     """
 
     mean_s: float
@@ -113,10 +139,18 @@ class StepDistribution:
     slow_links_s: float
     steps: int
     seed: int
+    contention: str = "none"
 
     @classmethod
     def of(
-        cls, all_s: Sequence[float], *, alike_s: float, jitter_s: float, slow_links_s: float, seed: int
+        cls,
+        all_s: Sequence[float],
+        *,
+        alike_s: float,
+        jitter_s: float,
+        slow_links_s: float,
+        seed: int,
+        contention: str = "none",
     ) -> StepDistribution:
         """Return that of the steps drawn; what jitter and links do not add to their mean is slow ranks'."""
         ordered = sorted(all_s)
@@ -133,6 +167,7 @@ class StepDistribution:
             slow_links_s=slow_links_s,
             steps=len(ordered),
             seed=seed,
+            contention=contention,
         )
 
 

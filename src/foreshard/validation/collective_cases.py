@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -27,6 +27,7 @@ from foreshard.comm.collectives import (
     send_s,
 )
 from foreshard.comm.fabric import Fabric, fabric_of
+from foreshard.comm.intervals import collective_evidence, collective_intervals, left_out_evidence
 from foreshard.comm.nccl.choice import nccl_choice
 from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
 from foreshard.comm.nccl.constants import releases
@@ -61,11 +62,16 @@ _ROUNDED = 0.02  # bandwidths of another number of ranks differ by more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCase:
-    """One measured time and the time predicted for it; `reason` says why there is none."""
+    """One measured time and the time predicted for it; `reason` says why there is none.
+
+    Intervals are by level, from residuals of other systems than the row's; `evidence` is what they rest on.
+    """
 
     measured_s: float | None
     predicted_s: float | None = None
     reason: str | None = None
+    intervals_s: Mapping[float, tuple[float, float]] = field(default_factory=dict)
+    evidence: str | None = None
 
 
 NOT_MODELLED = "not modelled"
@@ -213,7 +219,13 @@ def _estimate_s(kind: str, num_bytes: float, cluster: Cluster, ranks: int, libra
     return choice.best.time_s
 
 
-def _case(row: Mapping[str, str], exclude: str, model: str) -> TimedCase:
+def _evidence(row: Mapping[str, str]) -> str:
+    ranks, _ = _sizes(row)
+    cluster = _cluster(row["gpu"], ranks, integer(row, "num_nodes") or 1, row.get("inter_network", ""))
+    return collective_evidence(cluster, ranks, float(fabric_of(cluster.nodes[0]).domain))
+
+
+def _case(row: Mapping[str, str], family: str, exclude: str, model: str) -> TimedCase:
     measured = None
     try:
         measured = _measured_s(row)
@@ -223,7 +235,13 @@ def _case(row: Mapping[str, str], exclude: str, model: str) -> TimedCase:
     if measured is None or not np.isfinite(predicted):
         reason = "no time or bandwidth stated" if measured is None else "the prediction is not finite"
         return TimedCase(measured_s=measured, reason=reason)
-    return TimedCase(measured_s=measured, predicted_s=predicted)
+    if model == NCCL:
+        return TimedCase(measured_s=measured, predicted_s=predicted)
+    evidence, (_, num_bytes) = _evidence(row), _sizes(row)
+    if exclude == family:  # its generation may have no other system
+        evidence = left_out_evidence(family) or evidence
+    ends = collective_intervals(predicted, num_bytes, evidence, exclude=family)
+    return TimedCase(measured_s=measured, predicted_s=predicted, intervals_s=ends, evidence=evidence)
 
 
 def collective_cases(table: MeasuredTable, *, exclude: str = "", model: str = CLOSED_FORM) -> list[TimedCase]:
@@ -232,6 +250,6 @@ def collective_cases(table: MeasuredTable, *, exclude: str = "", model: str = CL
     `exclude` is a family of measured rows that the constants must not have seen, or `OWN`.
     """
     return [
-        _case(row, family if exclude == OWN else exclude, model)
+        _case(row, family, family if exclude == OWN else exclude, model)
         for row, family in zip(table.rows, table.families, strict=True)
     ]

@@ -15,6 +15,7 @@ from foreshard.validation.scoring import RowOutcome, summarise
 from foreshard.validation.tables import COLLECTIVE, MeasuredTable, read_table
 from foreshard.validation.validate import case_outcomes
 
+_SHOWN = ("rows", "skipped", "median_ape", "p90_ape", "bias", "coverage")
 LEAST_BYTES, MOST_BYTES = 2**10, 2**34
 OUTSIDE = "smaller than 1 KiB or larger than 16 GiB"
 
@@ -94,7 +95,9 @@ def _scores(outcomes: dict[str, list[RowOutcome]], family: str | None) -> dict[s
     for model, rows in outcomes.items():
         mine = [one for one in rows if family in (None, one.family)]
         summary = summarise(mine)
-        made[model] = {key: summary[key] for key in ("rows", "skipped", "median_ape", "p90_ape", "bias")}
+        made[model] = {
+            key: summary[key] for key in ("rows", "skipped", "median_ape", "p90_ape", "bias", "coverage")
+        }
     return {"models": made}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,9 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.errors import SpecError
+from foreshard.spec.device import Device
 from foreshard.validation.collective_cases import NOT_MODELLED, TimedCase, reason_of
+from foreshard.validation.kernel_intervals import kernel_group, kernel_half_widths
 from foreshard.validation.tables import MeasuredTable, table_rules
 from foreshard.words import spelled
 
@@ -142,8 +145,31 @@ def kernel_cases(table: MeasuredTable) -> list[TimedCase]:
     for cells, indices in groups.items():
         shared = dict(zip(rules["shared"], cells, strict=True))
         rows = [table.rows[i] for i in indices]
-        cases |= zip(indices, _cases(shared, rows, rules["sizes"], _LAYOUTS[table.layout]), strict=True)
+        made = _cases(shared, rows, rules["sizes"], _LAYOUTS[table.layout])
+        cases |= zip(indices, _with_intervals(made, table.layout, shared), strict=True)
     return [cases[i] for i in range(len(table.rows))]
+
+
+def _with_intervals(
+    cases: Iterator[TimedCase], layout: str, shared: Mapping[str, str]
+) -> Iterator[TimedCase]:
+    """Yield cases with intervals by the same kernels of other devices, where there are any."""
+    halves: Mapping[float, float] = {}
+    for case in cases:
+        if case.predicted_s is None:
+            yield case
+            continue
+        halves = halves or kernel_half_widths(kernel_group(layout, shared), _device_of(shared).name)
+        ends = {
+            level: (case.predicted_s * math.exp(-half), case.predicted_s * math.exp(half))
+            for level, half in halves.items()
+        }
+        yield replace(case, intervals_s=ends, evidence="fitted" if ends else None)
+
+
+def _device_of(shared: Mapping[str, str]) -> Device:
+    """Return the device of rows; DeepBench joins its words by underscores."""
+    return resolve_device(shared["device"].replace("_", " ").replace("NV ", ""))
 
 
 def _cases(shared: Mapping[str, str], rows: Rows, sizes: Sequence[str], cost: _Cost) -> Iterator[TimedCase]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from foreshard.errors import AccuracyError, InfeasibleError, SpecError, unknown
+from foreshard.predict.interval import LEVEL
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
 from foreshard.validation.kernel_cases import kernel_cases, not_modelled
@@ -95,6 +96,9 @@ def case_outcomes(table: MeasuredTable, cases: Sequence[TimedCase], predict_s: f
             reason=case.reason,
             measured_s=case.measured_s,
             predicted_s=case.predicted_s,
+            interval_s=case.intervals_s.get(LEVEL),
+            intervals_s=case.intervals_s,
+            evidence=case.evidence,
             predict_s=None if case.reason else each,
             config_key=_inputs(row),
         )

@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 CONTRACT = {
     "schema_version",
     "time_s",
+    "time_interval_s",
+    "time_intervals_s",
+    "evidence",
     "algbw_bytes_per_s",
     "busbw_bytes_per_s",
     "algorithm",
@@ -27,6 +30,8 @@ def test_the_object_of_a_prediction(shell):
     )
     assert found["algbw_bytes_per_s"] == pytest.approx(2**30 / found["time_s"])
     assert found["busbw_bytes_per_s"] == pytest.approx(found["algbw_bytes_per_s"] * 2 * 63 / 64)
+    low, high = found["time_interval_s"]
+    assert low < found["time_s"] < high and found["time_intervals_s"]["0.9"] == [low, high]
     assert len(found["candidates"]) == 21 and 0 < found["margin"] < 1
 
 

@@ -110,12 +110,14 @@ def test_mistakes_are_told(place, shell):
     assert shell("calibrate").code == 2
 
 
-def test_options_of_a_job_and_of_products_do_not_mix(tmp_path, shell):
+def test_options_of_a_job_and_of_kernels_do_not_mix(tmp_path, shell):
     pytest.importorskip("torch")
     out = str(tmp_path / "products.csv")
     alone = shell("profile", "--samples", "1", "-o", out, "--json")
     assert alone.code == 2 and alone.json["error"]["key"] == "--samples"
     job = shell("profile", "job.py", "--sizes", "8", "-o", out, "--json")
     assert job.code == 2 and job.json["error"]["key"] == "--sizes"
-    made = shell("profile", "--sizes", "8,16", "--repeats", "1", "-o", out, "--json")
+    idle = shell("profile", "--kernels", "stream", "--sizes", "8", "-o", out, "--json")
+    assert idle.code == 2 and idle.json["error"]["key"] == "--sizes"
+    made = shell("profile", "--kernels", "product", "--sizes", "8,16", "--repeats", "1", "-o", out, "--json")
     assert made.code == 0 and made.json["timed"] == 8

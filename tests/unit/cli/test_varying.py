@@ -26,7 +26,7 @@ def test_noise_and_failures_are_in_the_answer(capsys):
     assert sum(varied[name] for name in parts) == pytest.approx(varied["mean_s"])
     assert sum(found["time_breakdown_s"].values()) == pytest.approx(found["step_time_s"])
     assert found["run"]["goodput"] == found["goodput"] and 0.9 < found["goodput"] < 1.0
-    assert found["network"] == "flow"
+    assert found["network"] == "flow" and varied["contention"] == "every step"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,8 @@ def test_noise_and_failures_are_in_the_answer(capsys):
         ("--slow", ["--engine", "event", "--slow", "99=2"]),
         ("--slow", ["--engine", "event", "--slow", "1=0.5"]),
         ("--slow", ["--engine", "event", "--slow", "fast"]),
+        ("--seeds", ["--engine", "event", "--slow", "1=2", "--seeds", "8"]),
+        ("--jitter-tail", ["--engine", "event", "--jitter-tail", "pareto"]),
         ("--slow-link", ["--engine", "event", "--network", "closed-form", "--slow-link", "1=2"]),
         ("--restart-s", ["--mtbf-h", "1000", "--checkpoint-s", "5"]),
         ("--checkpoint-bandwidth", ["--mtbf-h", "1000", "--restart-s", "60"]),

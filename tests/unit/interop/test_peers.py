@@ -6,7 +6,7 @@ import pytest
 
 from foreshard import api
 from foreshard.errors import SpecError
-from foreshard.interop.peers import PEERS, calculon, llm_analysis, load_peer
+from foreshard.interop.peers import PEERS, calculon, llm_analysis, load_peer, simumax
 from foreshard.interop.peers.one_replica import one_replica
 from foreshard.validation.predictors import RefusedRun, RunInputs
 
@@ -129,6 +129,43 @@ def test_llm_analysis_gets_the_run_in_its_words():
     assert (plain["dp_size"], plain["rdp_size"], plain["sp_size"]) == (1, 4, 1)
 
 
+def test_simumax_gets_the_run_in_its_words():
+    run = inputs("mixtral-8x7b", "2x8xb200-sxm@400Gb/s", tp=2, pp=2, ep=4, recompute="full")
+    found = one_replica(run)
+    model, strategy = simumax.model_of(run, found), simumax.strategy_of(run, found)
+    assert (model["model_type"], model["expert_num"], model["topk"], model["layer_num"]) == ("moe", 8, 2, 32)
+    assert (model["kv_head_num"], model["intermediate_size"], model["use_swiglu"]) == (8, 14336, True)
+    asked = {
+        "world_size": 16,
+        "tp_size": 2,
+        "pp_size": 2,
+        "ep_size": 4,
+        "micro_batch_num": 4,
+        "enable_sequence_parallel": True,
+        "recompute_granularity": "full_block",
+        "recompute_layer_num": 32,
+    }
+    assert {key: strategy[key] for key in asked} == asked
+    system = {"num_per_node": 1, "networks": {"inter_node": {"bandwidth": {"gbps": 1}}}}
+    made = simumax.system_of({"b200-sxm": system}, found)
+    assert made["num_per_node"] == 8
+    assert made["networks"]["inter_node"]["bandwidth"]["gbps"] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("choices", "what"),
+    [
+        ({"zero": 3, "tp": 1, "pp": 1}, "ZeRO"),
+        ({"precision": "fp32"}, "precision fp32"),
+        ({"recompute": "every-2"}, "recompute every-2"),
+    ],
+)
+def test_simumax_refuses_what_it_cannot_express(choices, what):
+    run = inputs("llama2-7b", "2x8xb200-sxm", **({"tp": 2, "pp": 2} | choices))
+    with pytest.raises(RefusedRun, match=what):
+        simumax.strategy_of(run, one_replica(run))
+
+
 def test_devices_of_two_kinds_are_refused():
     run = inputs(cluster="1x8xa100-sxm-80gb+1x8xh100-sxm")
     with pytest.raises(RefusedRun, match="several kinds"):
@@ -152,6 +189,50 @@ def test_a_checkout_is_loaded_and_its_errors_are_refusals(tmp_path, monkeypatch)
         peer(inputs(cluster="2x8xrtx-3090", precision="fp16"))
 
 
+FAKE_SIMUMAX = """
+class Config:
+    @classmethod
+    def init_from_dict(cls, values):
+        return values
+
+ModelConfig = StrategyConfig = SystemConfig = Config
+"""
+FAKE_PERF = """
+from types import SimpleNamespace
+class PerfLLM:
+    def configure(self, strategy_config, model_config, system_config):
+        assert model_config["hidden_size"] > 4096, "too narrow"
+        self.strategy = strategy_config
+    def run_estimate(self):
+        print("much to say")
+    def analysis_cost(self):
+        return SimpleNamespace(data={"all_tokens_per_iter": 640.0, "throughput_per_accelerator": 5.0})
+"""
+
+
+def test_simumax_is_run_from_its_checkout_without_its_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "simumax" / "core").mkdir(parents=True)
+    (tmp_path / "configs" / "system").mkdir(parents=True)
+    for name, text in (
+        ("__init__", ""),
+        ("core/__init__", ""),
+        ("core/config", FAKE_SIMUMAX),
+        ("core/perf_llm", FAKE_PERF),
+    ):
+        (tmp_path / "simumax" / f"{name}.py").write_text(text)
+    for name in simumax.SYSTEMS.values():
+        path = tmp_path / "configs" / "system" / f"{name}.json"
+        path.write_text('{"networks": {"inter_node": {"bandwidth": {"gbps": 1}}}}')
+    peer = load_peer(f"simumax={tmp_path}")
+    assert peer(inputs(cluster="2x8xb200-sxm")).step_time_s == pytest.approx(640.0 / (5.0 * 16))
+    assert capsys.readouterr().out == ""
+    with pytest.raises(RefusedRun, match="SimuMax: too narrow"):
+        peer(inputs("llama2-7b", "2x8xb200-sxm", tp=2))
+    with pytest.raises(RefusedRun, match="no system file of a100-sxm-80gb"):
+        peer(inputs())
+
+
 @pytest.mark.parametrize("text", ["calculonn=/x", "calculon", "calculon=/no/such/folder", "simai=."])
 def test_a_peer_that_is_not_there_is_named(text):
     with pytest.raises(SpecError) as caught:
@@ -160,4 +241,4 @@ def test_a_peer_that_is_not_there_is_named(text):
 
 
 def test_every_peer_has_its_module():
-    assert set(PEERS) == {"calculon", "llm-analysis"}
+    assert set(PEERS) == {"calculon", "llm-analysis", "simumax"}

@@ -13,6 +13,7 @@ from foreshard.comm.jobs.background import IN, OUT, BackgroundLoad, left_by
 from foreshard.comm.jobs.job import IterationPhase, TrainingJob, collective_transfers
 from foreshard.errors import SpecError
 from foreshard.spec.plan_file import parse_plan
+from foreshard.spec.variation import Noise
 
 RACKS = str(Path(__file__).parents[2] / "laws" / "two_racks.toml")
 LINK, NIC = 12.5e9, 8 * 50e9
@@ -69,9 +70,9 @@ def test_a_job_sends_its_bytes_evenly_over_an_iteration(cluster):
     assert inside.link_share(0, 0) == inside.nic_share([0], OUT) == 1.0
 
 
-def step_s(cluster, *jobs: TrainingJob) -> tuple[float, float]:
+def step_s(cluster, *jobs: TrainingJob, **more) -> tuple[float, float]:
     """Seconds of the step, and of its gradient collectives."""
-    found = api.request("gpt2-xl", cluster, PLAN, network="flow", other_jobs=jobs).predict()
+    found = api.request("gpt2-xl", cluster, PLAN, network="flow", other_jobs=jobs, **more).predict()
     return found.step_time_s, sum(one.flow_s for one in found.collectives)
 
 
@@ -90,6 +91,15 @@ def test_more_load_is_never_faster(cluster):
     assert times == sorted(times) and times[-1] > 1.5 * times[0]
     half = step_s(cluster, job(1e10))[1]
     assert half / step_s(cluster)[1] <= 2.0 + 1e-9, "one other job gets at most half"
+
+
+@pytest.mark.parametrize("noise", [None, Noise(jitter=0.1, slow={8: 1.2}, seeds=4)])
+def test_so_it_is_in_the_event_engine_whether_ranks_differ_or_not(cluster, noise):
+    loads = [(), (job(1e6),), (job(1e8),), (job(1e10),), (job(1e10), job(1e10, (5, 13)))]
+    times = [step_s(cluster, *jobs, engine="event", noise=noise)[0] for jobs in loads]
+    assert times == sorted(times) and times[-1] > 1.3 * times[0]
+    if noise is None:
+        assert times == pytest.approx([step_s(cluster, *jobs)[0] for jobs in loads], rel=1e-9)
 
 
 def test_what_other_jobs_cannot_be_is_refused(cluster):

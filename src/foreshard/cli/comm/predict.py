@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 _OLD = (2, 10)  # the last release whose latencies are those of the era `old`
 _EARLY = (2, 19)  # and of `2.1x`
+INTERVAL = 0.9
+_RESTS_ON = {
+    "fitted": "systems left out of the fit, on links of which others were measured",
+    "unseen": "systems left out of the fit, on links of which no other was measured",
+    "network": "three systems of several nodes, which no fit has seen",
+}
 _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
 
 
@@ -89,6 +95,9 @@ def _object(found: CollectivePrediction, notes: list[str]) -> dict[str, Any]:
         "size_bytes": int(found.num_bytes),
         "num_ranks": found.num_ranks,
         "time_s": found.time_s,
+        "time_interval_s": list(found.time_intervals_s[INTERVAL]),
+        "time_intervals_s": {str(level): list(ends) for level, ends in found.time_intervals_s.items()},
+        "evidence": found.evidence,
         "algbw_bytes_per_s": found.algbw_bytes_per_s,
         "busbw_bytes_per_s": found.busbw_bytes_per_s,
         "algorithm": choice.algorithm if choice else None,
@@ -114,7 +123,10 @@ def _candidate(estimate: Estimate) -> dict[str, Any]:
 
 def _notes(found: CollectivePrediction, release: tuple[int, int] | None) -> list[str]:
     """Return what the answer rests on, in sentences."""
-    notes = ["The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md)."]
+    notes = [
+        "The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md); its "
+        f"interval is of {_RESTS_ON[found.evidence]}."
+    ]
     if found.choice is None:
         return [
             *notes,
@@ -161,7 +173,7 @@ def _notes_of_rccl(choice: NcclChoice) -> list[str]:
 def _screen(found: CollectivePrediction, notes: list[str]) -> Screen:
     header = f"{found.collective} of {_size(found.num_bytes)} over {found.num_ranks} ranks"
     boxes = [
-        Box(title="time", value=quantity.seconds(found.time_s)),
+        Box(title="time", value=quantity.seconds(found.time_s), note=_interval(found)),
         Box(title="algorithm bandwidth", value=f"{quantity.digits(found.algbw_bytes_per_s / GIGA)} GB/s"),
         Box(title="bus bandwidth", value=f"{quantity.digits(found.busbw_bytes_per_s / GIGA)} GB/s"),
     ]
@@ -173,6 +185,11 @@ def _screen(found: CollectivePrediction, notes: list[str]) -> Screen:
     tables = (_candidates(choice, found.library),) if choice.estimates else ()
     headers = (header,) if comm is None else (header, _seen(comm))
     return Screen(header=headers, boxes=tuple(boxes), tables=tables, notes=tuple(notes))
+
+
+def _interval(found: CollectivePrediction) -> str:
+    low, high = (quantity.seconds(end) for end in found.time_intervals_s[INTERVAL])
+    return f"{INTERVAL:.0%} within {low} to {high}"
 
 
 def _size(num_bytes: float) -> str:

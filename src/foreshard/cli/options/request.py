@@ -162,6 +162,12 @@ def _question_options(with_engine: bool) -> list[click.Option]:
             metavar="auto|formula|learned|FILE",
             help="Where kernel times come from (default auto): a name, or a file of calibrate or profile.",
         ),
+        click.Option(
+            ["--host-thread"],
+            is_flag=True,
+            default=None,
+            help="Launches run ahead of the device on a thread of the host (event engine).",
+        ),
     ]
     return [
         *([*engine, *varying_options()] if with_engine else []),

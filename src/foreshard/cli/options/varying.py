@@ -23,7 +23,7 @@ NOISE = tuple(one.name for one in fields(Noise))
 def noise_of(values: Mapping[str, Any]) -> Noise | None:
     """Return how ranks differ by the values of these options, None where none is given."""
     given = {name: values[name] for name in NOISE if values.get(name) is not None}
-    return Noise(**given) if given else None
+    return Noise.stated(given) if given else None
 
 
 class Part(click.ParamType):  # type: ignore[type-arg]

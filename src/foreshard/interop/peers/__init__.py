@@ -18,7 +18,7 @@ from foreshard.errors import ExtraMissingError, SpecError, unknown
 if TYPE_CHECKING:
     from foreshard.validation.predictors import StepPredictor
 
-PEERS = {"calculon": "calculon", "llm-analysis": "llm_analysis"}
+PEERS = {"calculon": "calculon", "llm-analysis": "llm_analysis", "simumax": "simumax"}
 """By name: the folder of a checkout that is imported, which is also the name of the module here."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -232,7 +233,7 @@ def _stride(members: Column, apart: Column, domain: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _fabric(node: NodeGroup, oversubscription: float, options: tuple[tuple[str, str], ...]) -> Fabric:
+def _fabric(node: NodeGroup, oversubscription: float, options: tuple[tuple[str, Any], ...]) -> Fabric:
     return fabric_of(node, oversubscription=oversubscription, **dict(options))
 
 

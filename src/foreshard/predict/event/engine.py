@@ -63,6 +63,7 @@ def event_times(
     network: str,
     timeline: bool,
     noise: Noise | None = None,
+    host_thread: bool = False,
     compiled: bool | None = None,
 ) -> EventTimes:
     """Return the times of a step.
@@ -76,6 +77,8 @@ def event_times(
         Whether to list when each task runs.
     noise : Noise, optional
         How ranks differ.
+    host_thread : bool
+        Whether launches are tasks of a thread that runs ahead of the device, or parts of each pass.
     compiled : bool, optional
         As in `sim.contention.run`.
 
@@ -84,12 +87,14 @@ def event_times(
     SpecError
         If the noise names ranks that are not in the plan, or slow links where none are shared.
     """
-    run = simulated(case, batch, network=network, compiled=compiled)
+    run = simulated(case, batch, network=network, host_thread=host_thread, compiled=compiled)
     parts, totals = step_parts(run.step, run.times, run.shared)
     alike_s = sum(parts.values())
     parts["straggler"], distribution = ranks_wait_s(batch, alike_s), None
     if noise is not None:
-        distribution = _distribution(case, batch, run, noise, network=network, compiled=compiled)
+        distribution = _distribution(
+            case, batch, run, noise, network=network, host_thread=host_thread, compiled=compiled
+        )
         parts["straggler"] = distribution.mean_s - alike_s
     step_s = sum(parts.values())
     events = None
@@ -106,6 +111,7 @@ def _distribution(
     noise: Noise,
     *,
     network: str,
+    host_thread: bool,
     compiled: bool | None,
 ) -> StepDistribution:
     """Return the seconds of a step over many draws, and what each kind of noise adds.
@@ -115,9 +121,16 @@ def _distribution(
     noise.check_ranks(case.plan.ranks)
     run, alike_s = alike, alike.times.makespan_s
     if noise.slow_link:
-        run = simulated(case, batch, network=network, compiled=compiled, slow_link=noise.slow_link)
+        run = simulated(
+            case,
+            batch,
+            network=network,
+            host_thread=host_thread,
+            compiled=compiled,
+            slow_link=noise.slow_link,
+        )
     links_s = run.times.makespan_s - alike_s
-    step = NoisyStep.of(case, run.step, run.times)
+    step = NoisyStep.of(case, run.step, run.times, run.shared, compiled=compiled)
     all_s, jitter_s = step.seconds(noise), 0.0
     if noise.jitter > 0.0:
         even = step.seconds(noise.without_slow_ranks()) if noise.slow else all_s
@@ -126,7 +139,12 @@ def _distribution(
         usual_s = ranks_wait_s(batch, alike_s)
         alike_s, all_s = alike_s + usual_s, all_s + usual_s
     return StepDistribution.of(
-        all_s.tolist(), alike_s=alike_s, jitter_s=jitter_s, slow_links_s=links_s, seed=noise.seed
+        all_s.tolist(),
+        alike_s=alike_s,
+        jitter_s=jitter_s,
+        slow_links_s=links_s,
+        seed=noise.seed,
+        contention=step.contention(noise),
     )
 
 
@@ -135,6 +153,7 @@ def simulated(
     batch: Batch,
     *,
     network: str,
+    host_thread: bool = False,
     compiled: bool | None = None,
     slow_link: Mapping[int, float] | None = None,
 ) -> EventStep:
@@ -155,7 +174,10 @@ def simulated(
             rule="The closed forms know links by kind, the flow network those of each stage",
             fix="Leave out --network, or use --network flow",
         )
-    step = lower(group_prices(case, batch), slowdown_beside(batch))
+    prices = group_prices(case, batch)
+    if host_thread:
+        prices = [price.on_host_thread() for price in prices]
+    step = lower(prices, slowdown_beside(batch))
     if network == "flow":
         shared = SharedPorts.of(case, batch, slow_link).run(step, compiled=compiled)
         return EventStep(step=step, times=shared.run.times, shared=shared)

@@ -1,8 +1,9 @@
 """A step whose ranks differ: how long it takes when every rank waits for the slowest.
 
-Contention is solved once, with ranks alike; then the passes of every rank get seconds of their own. Ranks
-that meet in every pass (tensor, context and expert parallel) are folded into the slowest of them, an order
-statistic; pipelines beside each other keep their own times until their gradients meet.
+The passes of every rank get seconds of their own. Ranks that meet in every pass (tensor, context and expert
+parallel) are folded into the slowest of them, an order statistic; pipelines beside each other keep their own
+times until their gradients meet. Where transfers share a network, every step drawn is simulated with links of
+their own for all pipelines; beyond `MAX_PHASES` contention is solved once, with ranks alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from foreshard.predict.batch import PlannedRun
 from foreshard.predict.event.jitter import slowest_of
 from foreshard.predict.graph.lowering import LoweredGroup, Step
 from foreshard.predict.graph.prices import first_of_equals
+from foreshard.predict.graph.transfers import SharedStep
+from foreshard.sim.contended_replicas import contended_end_s, num_copies
+from foreshard.sim.contention import MAX_PHASES
 from foreshard.sim.critical_path import TaskTimes
 from foreshard.sim.replicas import ALL, EACH, SET, ReplicatedProgram, last_end_s
 from foreshard.spec.plan import Group
@@ -58,6 +62,10 @@ class NoisyStep:
         Of the seconds of each task those that jitter and slow ranks lengthen.
     work : ndarray of int, shape (T,)
         Number of the pass that a task is a piece of: its pieces are slow together.
+    shared : SharedStep, optional
+        The same step where its transfers share a network.
+    compiled : bool, optional
+        As in `sim.contention.run`.
     """
 
     case: PlannedRun
@@ -66,9 +74,19 @@ class NoisyStep:
     times: TaskTimes
     computed_s: np.ndarray
     work: np.ndarray
+    shared: SharedStep | None = None
+    compiled: bool | None = None
 
     @classmethod
-    def of(cls, case: PlannedRun, step: Step, times: TaskTimes) -> NoisyStep:
+    def of(
+        cls,
+        case: PlannedRun,
+        step: Step,
+        times: TaskTimes,
+        shared: SharedStep | None = None,
+        *,
+        compiled: bool | None = None,
+    ) -> NoisyStep:
         """Return the step of a plan."""
         first = first_of_equals(case)
         passes = {
@@ -83,6 +101,8 @@ class NoisyStep:
             work[lowered.first[0] : lowered.last[-1] + 1] = np.repeat(
                 lowered.first, lowered.last - lowered.first + 1
             )
+            for pieces, launches in lowered.launches:  # the host of a slow pass is slow with it
+                work[launches] = work[pieces]
         return cls(
             case=case,
             replicated=ReplicatedProgram(
@@ -94,20 +114,43 @@ class NoisyStep:
             times=times,
             computed_s=_computed_s(step),
             work=work,
+            shared=shared,
+            compiled=compiled,
         )
+
+    def contention(self, noise: Noise) -> str:
+        """Return when transfers of ranks that differ share links: one of `spec.variation.CONTENTIONS`."""
+        if self.shared is None:
+            return "none"
+        phases = self._steps(noise) * num_copies(self.replicated, self.shared.phases)
+        return "every step" if phases <= MAX_PHASES else "once"
 
     def seconds(self, noise: Noise) -> np.ndarray:
         """Return the seconds of the step, one for each step drawn."""
-        steps = noise.seeds if noise.jitter > 0.0 else 1
+        steps, shared = self._steps(noise), self.shared
+        rng, slow_rng = (np.random.default_rng([noise.seed, stream]) for stream in (0, 1))
+        if shared is not None and self.contention(noise) == "every step":
+            draws = _Draws(self, noise, steps, rng, slow_rng)
+            return contended_end_s(
+                self.replicated,
+                shared.phases,
+                shared.network,
+                draws.added_s,
+                self.times.start_s,
+                steps=steps,
+                compiled=self.compiled,
+            )
         most = max(math.prod(found.shape) for found in self.passes.values())
         at_once = max(1, min(steps, _MAX_ROW // most))
-        rng, slow_rng = (np.random.default_rng([noise.seed, stream]) for stream in (0, 1))
         found = []
         for begin in range(0, steps, at_once):
             count = min(at_once, steps - begin)
             draws = _Draws(self, noise, count, rng, slow_rng)
             found.append(last_end_s(self.replicated, draws, self.times.start_s, steps=count))
         return np.concatenate(found)
+
+    def _steps(self, noise: Noise) -> int:
+        return noise.seeds if noise.jitter > 0.0 else 1
 
 
 class _Draws:
@@ -129,9 +172,13 @@ class _Draws:
 
     def __call__(self, task: int) -> np.ndarray:
         """Return the seconds of a task, shape (steps or 1, sets or 1, ranks or 1)."""
+        return self.alike_s[task] + self.added_s(task)  # type: ignore[no-any-return]
+
+    def added_s(self, task: int) -> np.ndarray:
+        """Return what a task takes beyond its seconds with ranks alike, of the same shape."""
         step = self.step
         if step.computed_s[task] <= 0.0:
-            return np.full((1, 1, 1), self.alike_s[task])
+            return np.zeros((1, 1, 1))
         work = int(step.work[task])
         if work not in self.factors:
             self.factors[work] = self._factors(task)
@@ -139,7 +186,7 @@ class _Draws:
         self.left[work] -= 1
         if self.left[work] == 0:
             del self.factors[work]
-        return self.alike_s[task] + (factors - 1.0) * step.computed_s[task]  # type: ignore[no-any-return]
+        return (factors - 1.0) * step.computed_s[task]  # type: ignore[no-any-return]
 
     def _factors(self, task: int) -> np.ndarray:
         program = self.step.replicated.program
@@ -207,6 +254,8 @@ def _computed_s(step: Step) -> np.ndarray:
         ops = ops[program.kind[ops] <= Kind.BACKWARD_WEIGHT]
         own_s = program.duration_s[ops] - step.data_s[ops]
         seconds[ops] = own_s * _computed_share(step, lowered, ops)
+        for _, launches in lowered.launches:
+            seconds[launches] = program.duration_s[launches]
     return seconds
 
 

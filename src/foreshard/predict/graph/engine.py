@@ -14,6 +14,7 @@ import numpy as np
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import Batch, PlannedRun
 from foreshard.predict.graph.edits import of_kernels, sped_up
+from foreshard.predict.graph.launches import launch_wait_s
 from foreshard.predict.graph.lowering import LoweredGroup, Step, lower
 from foreshard.predict.graph.prices import GroupPrices, group_prices
 from foreshard.predict.graph.transfers import SharedPorts, SharedStep, TransferTotals
@@ -178,6 +179,11 @@ def step_parts(
     parts["pipeline_comm"] += hidden
     parts["data_comm"] += either - hidden
     parts["bubble"] = max(0.0, float((gaps[:, 1] - gaps[:, 0]).sum()) - either)
+    if lowered.launches:
+        launching_s = launch_wait_s(step.program, times, on_rank, lowered.launches[stage][1])
+        launching_s = min(launching_s, parts["bubble"])
+        parts["host"] += launching_s
+        parts["bubble"] -= launching_s
     # Sums of a million terms differ in their last bits; the largest part takes the difference.
     parts["compute"] += times.makespan_s - sum(parts.values())
     return parts, None if shared is None else shared.totals(step, prices.index, stage)

@@ -14,6 +14,7 @@ from foreshard.graph.pipeline import PipelineShape, pipeline_durations, pipeline
 from foreshard.graph.pipeline_schedules import Op
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.predict.graph.buckets import Buckets, chunk_buckets, overlaps, slowdown_s
+from foreshard.predict.graph.launches import with_launches
 from foreshard.predict.graph.prices import GroupPrices, LayerUnits
 
 _LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
@@ -32,6 +33,8 @@ class LoweredGroup:
     data: list[list[int]] = field(default_factory=list)
     ends: list[list[int]] = field(default_factory=list)  # per stage: tasks that the optimizer waits for
     optimizer: list[int] = field(default_factory=list)
+    # per stage its pieces and their launches on the thread of the host, where that is a stream of its own
+    launches: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def op(self, op: int, stage: int, chunk: int, micro_batch: int) -> int:
         """Return the task of the shape, -1 where the schedule has no such op."""
@@ -90,11 +93,26 @@ def lower(prices: list[GroupPrices], contention: float) -> Step:
     for lowering in lowerings:
         lowering.add_tied()
     _add_end(builder, lowerings)
-    program = builder.build()
+    program = _launched(builder.build(), lowerings)
     data_s = np.zeros(program.num_tasks)
     for lowering in lowerings:
         data_s[lowering.first_task : lowering.first_task + len(lowering.data_s)] = lowering.data_s
     return Step(program=program, groups=[lowering.lowered for lowering in lowerings], data_s=data_s)
+
+
+def _launched(program: Program, lowerings: list[_GroupLowering]) -> Program:
+    """Return the program with the launches of the groups whose host is a stream of its own."""
+    streams: list[tuple[str, np.ndarray, np.ndarray]] = []
+    for lowering in lowerings:
+        streams += lowering.launch_streams(program)
+    if not streams:
+        return program
+    program, added = with_launches(program, streams)
+    of_stages = iter([(tasks, own) for (_, tasks, _), own in zip(streams, added, strict=True)])
+    for lowering in lowerings:
+        if lowering.prices.launch_s is not None:
+            lowering.lowered.launches = [next(of_stages) for _ in range(lowering.prices.num_stages)]
+    return program
 
 
 def _add_across(lowerings: list[_GroupLowering]) -> None:
@@ -258,6 +276,25 @@ class _GroupLowering:
             tax = slowdown_s(seconds, buckets.reduce_s, self.contention)
             cuts.append(_Cut(tasks=last.max(keepdims=True), shares=shares, data_s=tax))
         return cuts
+
+    def launch_streams(self, program: Program) -> list[tuple[str, np.ndarray, np.ndarray]]:
+        """Return for each stage the thread of its host, the pieces that it launches, and its seconds."""
+        launch_s, shape, lowered = self.prices.launch_s, self.lowered.shape, self.lowered
+        if launch_s is None:
+            return []
+        found = []
+        pieces = lowered.last - lowered.first + 1
+        for s in range(self.prices.num_stages):
+            ops = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
+            owner = np.repeat(ops, pieces[ops])
+            tasks = lowered.first[owner] + np.arange(len(owner))
+            tasks -= np.repeat(np.cumsum(pieces[ops]) - pieces[ops], pieces[ops])
+            # A piece has the part of its op's layers, about its part of the seconds.
+            whole_s = np.bincount(owner, program.duration_s[tasks], minlength=len(shape.kind))[owner]
+            part = np.divide(program.duration_s[tasks], whole_s, out=1.0 / pieces[owner], where=whole_s > 0.0)
+            seconds = launch_s[shape.kind[owner], s, shape.chunk[owner]] * part
+            found.append((f"group{self.index}.stage{s}.host", tasks, seconds))
+        return found
 
     def add_transfer(
         self, stage: int, seconds: float, after: list[int], kind: Kind, micro_batch: int = -1, chunk: int = -1

@@ -52,7 +52,7 @@ class PartialPrices:
         """
         views = [
             [
-                replace(price, group=lowered.prices.group)
+                replace(price, group=lowered.prices.group, launch_s=lowered.prices.launch_s)
                 for price, lowered in zip(prices, step.groups, strict=True)
             ]
             for prices in (self.links, self.network)
@@ -60,7 +60,7 @@ class PartialPrices:
         whole = step.program
         rows = np.stack([lower(prices, 0.0).program.duration_s for prices in views])
         moves = whole.kind > Kind.BACKWARD_WEIGHT
-        moves &= (whole.kind != Kind.OPTIMIZER) & (whole.duration_s > 0.0)
+        moves &= (whole.kind != Kind.OPTIMIZER) & (whole.kind != Kind.HOST) & (whole.duration_s > 0.0)
         rows[:, ~moves] = 0.0
         return Occupancy(
             transfer_s=_passing(rows),
@@ -107,4 +107,5 @@ def _instant(kernels: KernelModel) -> KernelModel:
     """Return kernels that take no time."""
     values: dict[str, Any] = {name: _FAST * getattr(kernels, name) for name in _RATES}
     values |= {f.name: 0.0 * getattr(kernels, f.name) for f in fields(kernels) if f.name.endswith("launch_s")}
+    values |= {f.name: 0.0 for f in fields(kernels) if f.name.endswith("_table")}
     return replace(kernels, **values)

@@ -67,7 +67,10 @@ class StepNetwork:
         self._links = [
             tuple(
                 self.network.resource(
-                    f"link {a} to {b}", link.bandwidth_bytes_per_s, self._others.link_share(index, way)
+                    f"link {a} to {b}",
+                    link.bandwidth_bytes_per_s,
+                    self._others.link_share(index, way),
+                    of_all=True,
                 )
                 for way, (a, b) in enumerate((link.between, link.between[::-1]))
             )

@@ -87,6 +87,9 @@ class GroupPrices:
     across_s: np.ndarray  # per stage: summing sharded gradients over the groups, once a step
     tied_s: float
     data_speed: float = 1.0  # of gradient and weight collectives, for what-if questions
+    # seconds that a thread of the host takes to launch each op, beside it; None: they are parts of the op;
+    # shape (4, stages, chunks)
+    launch_s: np.ndarray | None = None
 
     @property
     def num_stages(self) -> int:
@@ -119,6 +122,11 @@ class GroupPrices:
         group = self.group
         share = group.share - rounds * self.num_stages * group.micro_batch
         return replace(self, group=replace(group, share=share))
+
+    def on_host_thread(self) -> GroupPrices:
+        """Return the group with launches on a thread of the host, beside the ops."""
+        ops = replace(self.ops, host=0.0 * self.ops.host)
+        return replace(self, ops=ops, parts=ops.parts(), launch_s=self.ops.host)
 
     @property
     def op_s(self) -> np.ndarray:

@@ -104,10 +104,11 @@ def _shares(lowered: LoweredGroup) -> _Table:
 
 
 def _once_events(step: Step, lowered: LoweredGroup, times: TaskTimes, ranks: list[int]) -> Iterator[Event]:
-    """Yield collectives of gradients and weights, and the optimizer."""
+    """Yield collectives of gradients and weights, the optimizer, and launches on a thread of their own."""
     program, group = step.program, lowered.prices.index
     streams = [("optimizer", "compute", [task]) for task in lowered.optimizer]
     streams += [("data_comm", "", tasks) for tasks in lowered.data]
+    streams += [("host", "host", tasks.tolist()) for _, tasks in lowered.launches]
     for part, stream, tasks in streams:
         for task in tasks:
             start_s, end_s = float(times.start_s[task]), float(times.end_s[task])

@@ -20,7 +20,7 @@ from foreshard.predict.graph.lowering import LoweredGroup, Step
 from foreshard.predict.graph.occupancy import INLINE_PARTS, Occupancy, PartialPrices, partial_prices
 from foreshard.predict.graph.ports import PortTransfer, StepNetwork
 from foreshard.sim import contention
-from foreshard.sim.contention import MAX_PHASES, ContendedRun, Phases
+from foreshard.sim.contention import MAX_PHASES, ContendedRun, Phases, SharedNetwork
 from foreshard.spec.prediction import CollectiveTimes
 
 COLLECTIVES = (
@@ -40,8 +40,9 @@ _OF_KIND = {
 }
 _NONE = -1
 
-_Row = tuple[float, float, int, bool, int, float]
-"""Of a phase: delay, bytes, route, whether it is beside, class of transfer, its seconds of transfer alone."""
+_Row = tuple[float, float, int, bool, int, float, float]
+"""Of a phase: delay, bytes, route, whether it is beside, class of transfer, its seconds of transfer alone,
+and what of the delay is computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,14 +57,19 @@ class SharedStep:
         Place of each phase's transfer in `COLLECTIVES`, -1 for none.
     transfer_s : ndarray, shape (P,)
         Seconds of the transfer by the closed form.
-    resources : tuple of str
+    network : SharedNetwork
     """
 
     run: ContendedRun
     phases: Phases
     label: np.ndarray
     transfer_s: np.ndarray
-    resources: tuple[str, ...]
+    network: SharedNetwork
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """Names of the resources."""
+        return tuple(self.network.names)
 
     def added_s(self, tasks: np.ndarray) -> dict[str, float]:
         """Return what sharing adds to the ops of a stream, by part of the step."""
@@ -168,7 +174,7 @@ class SharedPorts:
             phases=phases,
             label=label,
             transfer_s=transfer_s,
-            resources=tuple(network.network.names),
+            network=network.network,
         )
 
 
@@ -179,7 +185,7 @@ def _phases(step: Step, occupancy: Occupancy, network: StepNetwork) -> tuple[Pha
     templates = [_rows(step, task, lowered, occupancy, network) for task in first_of.tolist()]
     length = np.array([len(rows) for rows in templates], dtype=np.int64)
     begin = np.cumsum(length) - length
-    table = np.array([row for rows in templates for row in rows], dtype=np.float64).reshape(-1, 6)
+    table = np.array([row for rows in templates for row in rows], dtype=np.float64).reshape(-1, 7)
     count = length[alike]
     if count.sum() > MAX_PHASES:
         raise SpecError(
@@ -191,13 +197,14 @@ def _phases(step: Step, occupancy: Occupancy, network: StepNetwork) -> tuple[Pha
         )
     task = np.repeat(np.arange(len(alike)), count)
     row = begin[alike][task] + np.arange(len(task)) - np.repeat(np.cumsum(count) - count, count)
-    delay_s, num_bytes, route, beside, label, transfer_s = table[row].T
+    delay_s, num_bytes, route, beside, label, transfer_s, computed_s = table[row].T
     phases = Phases(
         task=task,
         delay_s=delay_s,
         num_bytes=num_bytes,
         route=route.astype(np.int64),
         beside=beside > 0.0,
+        computed_s=computed_s,
     )
     return phases, label.astype(np.int64), transfer_s
 
@@ -231,14 +238,14 @@ def _rows(
         compute_s = duration_s - float(step.data_s[task])
         return _op_rows(lowered[group], occupancy, network, place, compute_s, float(step.data_s[task]))
     if kind not in _OF_KIND:
-        return [(duration_s, 0.0, -1, False, _NONE, 0.0)]
+        return [(duration_s, 0.0, -1, False, _NONE, 0.0, duration_s)]
     link_s, nic_s = (float(row[task]) for row in occupancy.transfer_s)
     if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
         moved = network.message(group, stage, kind, link_s, nic_s)
     else:
         moved = network.collective(group, stage, link_s, nic_s, whole=True)
     latency_s = max(duration_s - moved.alone_s, 0.0)
-    return [(latency_s, moved.num_bytes, moved.route, False, _OF_KIND[Kind(kind)], duration_s)]
+    return [(latency_s, moved.num_bytes, moved.route, False, _OF_KIND[Kind(kind)], duration_s, 0.0)]
 
 
 def _op_rows(
@@ -264,7 +271,7 @@ def _op_rows(
         moved.append(network.collective(prices.index, stage, link_s, nic_s, whole=name == "data_comm"))
     compute_s = max((own_s + data_s) / layers - sum(exposed_s), 0.0)
     if all(one.alone_s <= 1e-9 * compute_s for one in moved):
-        return [(own_s + data_s, 0.0, -1, False, _NONE, 0.0)]
+        return [(own_s + data_s, 0.0, -1, False, _NONE, 0.0, own_s + data_s)]
     return _layer_rows(compute_s, exposed_s, moved) * layers
 
 
@@ -281,8 +288,9 @@ def _layer_rows(compute_s: float, exposed_s: list[float], moved: list[PortTransf
             if seconds + delay_s > 0.0:
                 part = seconds / one.alone_s if one.alone_s > 0.0 else 0.0
                 route = one.route if part > 0.0 else -1
-                rows.append((delay_s, part * one.num_bytes, route, rows is hidden, label, seconds + delay_s))
+                flow_bytes, took_s = part * one.num_bytes, seconds + delay_s
+                rows.append((delay_s, flow_bytes, route, rows is hidden, label, took_s, 0.0))
     if not hidden and shown:
-        delay_s, *rest = shown[0]
-        return [(compute_s + delay_s, *rest), *shown[1:]]  # type: ignore[list-item]
-    return [*hidden, (compute_s, 0.0, -1, False, _NONE, 0.0), *shown]
+        delay_s, *rest, _ = shown[0]
+        return [(compute_s + delay_s, *rest, compute_s), *shown[1:]]  # type: ignore[list-item]
+    return [*hidden, (compute_s, 0.0, -1, False, _NONE, 0.0, compute_s), *shown]

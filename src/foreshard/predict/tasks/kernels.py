@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s, unfused_attention_s
-from foreshard.cost.elementwise import stream_s
+from foreshard.cost.attention import (
+    flash_attention_backward_s,
+    flash_attention_forward_s,
+    unfused_attention_s,
+)
+from foreshard.cost.elementwise import stream_rate, stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.state_space_scan import scan_s
-from foreshard.cost.tables import tabled
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.machine import Machine, kv_share, own_tokens, sustained, tokens_of
 
@@ -96,7 +99,7 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
     return sizes
 
 
-def _matrix(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
+def product_times(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
     """Return seconds of products, at the forward rate of the linear layers.
 
     Shape (3, len(sizes), ...): of (m, n, k, _) itself, of its input gradient and of its weight gradient.
@@ -114,15 +117,6 @@ def all_products(sizes: list[tuple[Any, Any, Any, str]]) -> tuple[np.ndarray, np
     m[1], n[1], k[1] = m[0], k[0], n[0]
     m[2], n[2], k[2] = n[0], k[0], m[0]
     return m, n, k
-
-
-def tabled_share(layer: LayerShape, machine: Machine) -> Any:
-    """Return the share of the seconds of a layer's products, all passes, that measured tables give."""
-    sizes = linear_sizes(layer, machine)
-    covered = tabled(machine.kernels.gemm_table, all_products(sizes))
-    seconds = _matrix(sizes, machine)
-    whole = seconds.sum((0, 1))
-    return np.where(whole > 0, (seconds * covered).sum((0, 1)) / np.where(whole > 0, whole, 1.0), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +141,7 @@ class Linear:
 def linear_times(layer: LayerShape, machine: Machine) -> Linear:
     """Price all per-token matrix products: forward, and the two products of backward."""
     sizes = linear_sizes(layer, machine)
-    forward, input_gradient, weight_gradient = _matrix(sizes, machine)
+    forward, input_gradient, weight_gradient = product_times(sizes, machine)
     trained = 1.0 - np.asarray(layer.frozen, dtype=float)
     again = 1.0 - machine.traits.pruned
 
@@ -196,25 +190,32 @@ def adapter_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     return count * (down + up + add), count * (2.0 * (down + up) + add_back)
 
 
+def expert_sizes(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
+    """Return tokens routed to a rank, its experts, the width of their first product and of the second's."""
+    rank = machine.rank
+    # Each tensor-parallel rank routes its own part of the tokens; etp ranks then share an expert.
+    routed = layer.top_k * tokens_of(machine) / rank.tp * rank.etp
+    local = np.maximum(1.0, layer.num_experts / rank.ep)
+    width = layer.expert_ffn / rank.etp
+    return routed, local, (1.0 + layer.gated) * width, width
+
+
+def routing_imbalance(machine: Machine) -> Any:
+    """Return tokens of the busiest rank over the mean; a rank that holds every expert has just the mean."""
+    spread = (machine.constants.expert_imbalance - 1.0) * (1.0 - 1.0 / machine.rank.ep)
+    return 1.0 + spread * machine.traits.uneven_routing
+
+
 def expert_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
     """Return forward, input-gradient and weight-gradient seconds of the routed experts."""
     if not np.count_nonzero(layer.num_experts):
         return 0.0, 0.0, 0.0
-    rank, c = machine.rank, machine.constants
-    tokens = tokens_of(machine)
-    # Each tensor-parallel rank routes its own part of the tokens; etp ranks then share an expert.
-    routed = layer.top_k * tokens / rank.tp * rank.etp
-    local = np.maximum(1.0, layer.num_experts / rank.ep)
-    width = layer.expert_ffn / rank.etp
-    wide = (1.0 + layer.gated) * width
-    h = layer.expert_hidden
-    # A balanced router needs no correction when one rank holds every expert.
-    imbalance = 1.0 + (c.expert_imbalance - 1.0) * (1.0 - 1.0 / rank.ep) * machine.traits.uneven_routing
-
-    kernels = sustained(machine, c.expert_products)
+    routed, local, wide, width = expert_sizes(layer, machine)
+    h, imbalance = layer.expert_hidden, routing_imbalance(machine)
+    kernels = sustained(machine, machine.constants.expert_products)
 
     def both(n: Any, k: Any) -> Any:
-        options = {"bytes_per_element": rank.matrix_bytes, "imbalance": imbalance}
+        options = {"bytes_per_element": machine.rank.matrix_bytes, "imbalance": imbalance}
         grouped = grouped_gemm_s(routed, local, n, k, kernels, **options)
         if np.all(machine.traits.grouped):
             return grouped
@@ -262,20 +263,19 @@ def scan_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
 def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[Any, Any]:
     """Return forward and backward seconds of attention over one sequence of `length` tokens."""
     rank, traits, c = machine.rank, machine.traits, machine.constants
-    heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
     forward: Any = 0.0
     backward: Any = 0.0
     if np.count_nonzero(traits.flash):
-        sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
-        mask = {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
+        sizes, mask = attention_sizes(layer, machine, length)
         new = 1.0 + traits.blackwell * (c.flash_blackwell - 1.0)
         alone = flash_attention_forward_s(*sizes, machine.kernels, **mask)
         forward = alone * (c.flash_forward * new)
-        backward = backward_of_forward_s(alone, machine.kernels) * (c.flash_backward * new)
+        backward = flash_attention_backward_s(alone, sizes, machine.kernels, **mask)
+        backward = backward * (c.flash_backward * new)
     if not np.all(traits.flash):
         plain, plain_back = unfused_attention_s(
             rank.micro_batch,
-            heads,
+            layer.num_heads / rank.tp,
             length,
             length,
             layer.head_dim,
@@ -291,6 +291,21 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
 def _drops(layer: LayerShape, machine: Machine) -> Any:
     """Return 1 where dropout runs, 0 elsewhere."""
     return np.maximum(np.asarray(layer.dropout, dtype=float), machine.traits.drops)
+
+
+def attention_sizes(
+    layer: LayerShape, machine: Machine, length: Any
+) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], dict[str, Any]]:
+    """Return sizes and mask of a layer's attention over sequences of `length` tokens on a rank."""
+    rank = machine.rank
+    heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
+    sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
+    return sizes, {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
+
+
+def norm_bytes(layer: LayerShape, machine: Machine) -> Any:
+    """Return bytes of the forward of a norm on a rank, the typical memory-bound kernel of a layer."""
+    return own_tokens(machine) * layer.hidden * _NORM * machine.rank.element_bytes / 2.0
 
 
 def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
@@ -335,9 +350,8 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
         back = back + plain * (plain_back - norm_back + plain_rope - rope)
         norm_forward = norm_forward + plain * (plain_norm - norm_forward)
     # The byte counts are those of 16 bit.
-    scale = (
-        factor * rank.element_bytes / (2.0 * machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
-    )
+    rate = stream_rate(norm_bytes(layer, machine), machine.kernels)
+    scale = factor * rank.element_bytes / (2.0 * rate)
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     return forward * scale, back * scale, norm_forward * scale, expert * scale
 

@@ -1,13 +1,19 @@
-"""Products timed into a table: resumed, refused elsewhere, and taken by --costs."""
+"""Kernels timed into a table: resumed, refused elsewhere, and taken by --costs."""
 
 import csv
+import math
 
 import pytest
 
 from foreshard import api
-from foreshard.cost.tables import load_tables
+from foreshard.cost.tables import ATTENTION, load_tables
 from foreshard.errors import SpecError
-from foreshard.profile.product_times import COLUMNS, Bench, time_products
+from foreshard.profile.kernel_times import HEADER, KINDS, Bench, kernels_of, time_kernels
+
+
+def work_s(sizes):
+    """Return the seconds of a kernel on the device."""
+    return 1e-12 * math.prod(sizes.values())
 
 
 class Machine:
@@ -17,12 +23,12 @@ class Machine:
         self.seconds, self.queued, self.made = 0.0, 0.0, []
         self.bench = Bench(name=name, prepare=self.prepare, wait=self.wait, now=lambda: self.seconds)
 
-    def prepare(self, m, n, k):
-        self.made.append((m, n, k))
+    def prepare(self, op, sizes):
+        self.made.append((op, *sizes.values()))
 
         def launch():
             self.seconds += 1e-6  # of the host
-            self.queued += m * n * k * 1e-12
+            self.queued += work_s(sizes)
 
         return launch
 
@@ -30,8 +36,9 @@ class Machine:
         self.seconds, self.queued = self.seconds + self.queued, 0.0
 
 
-def timed(machine, out, sizes=(128, 256), **more):
-    return time_products(machine.bench, out, dtype="bf16", sizes=sizes, repeats=3, **more)
+def timed(machine, out, sizes=(128, 256), kinds=("product",), **more):
+    kernels = kernels_of(kinds, "cuda", sizes)
+    return time_kernels(machine.bench, out, kernels, dtype="bf16", repeats=3, **more)
 
 
 def rows_of(out):
@@ -43,11 +50,11 @@ def test_every_product_of_the_grid_gets_the_seconds_of_one(tmp_path):
     out, told = tmp_path / "products.csv", []
     assert timed(Machine(), out, tell=told.append) == 8
     rows = rows_of(out)
-    assert len(rows) == 8 and tuple(rows[0]) == COLUMNS and "1 of 8" in told[0]
+    assert len(rows) == 8 and tuple(rows[0]) == HEADER and "1 of 8" in told[0]
     for row in rows:
         work = int(row["m"]) * int(row["n"]) * int(row["k"]) * 1e-12
         assert float(row["latency_ms"]) == pytest.approx(1e3 * (work + 1e-6), rel=1e-4)
-    table = load_tables(str(out)).products[("h100-sxm", "16bit")]
+    table = load_tables(str(out)).devices[("h100-sxm", "16bit")].product
     assert table.seconds(128.0, 256.0, 128.0) == pytest.approx(128 * 256 * 128 * 1e-12 + 1e-6, rel=1e-4)
 
 
@@ -58,7 +65,8 @@ def test_an_interrupted_table_goes_on_where_it_stopped(tmp_path):
     lines = whole.splitlines(keepends=True)
     out.write_text("".join(lines[:4]) + lines[4][:-9], encoding="utf-8")  # stopped while a row was written
     assert timed(again, out) == 5
-    assert again.made == [(128, 256, 256), (256, 128, 128), (256, 128, 256), (256, 256, 128), (256, 256, 256)]
+    sizes = [(128, 256, 256), (256, 128, 128), (256, 128, 256), (256, 256, 128), (256, 256, 256)]
+    assert again.made == [("product", *size) for size in sizes]
     assert out.read_text(encoding="utf-8") == whole
     assert timed(Machine(), out) == 0
     assert timed(Machine(), out, sizes=(128, 512)) == 7  # a larger grid keeps what it has
@@ -70,7 +78,7 @@ def test_a_table_of_another_device_or_software_is_refused(tmp_path, key):
     timed(Machine(), out)
     rows = rows_of(out)
     rows[0][key] = "other"
-    text = "\n".join([",".join(COLUMNS), *(",".join(row.values()) for row in rows)]) + "\n"
+    text = "\n".join([",".join(HEADER), *(",".join(row.values()) for row in rows)]) + "\n"
     out.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match=f"a table of {key} 'other'") as caught:
         timed(Machine(), out)
@@ -81,7 +89,7 @@ def test_a_table_of_another_device_or_software_is_refused(tmp_path, key):
 def test_another_file_is_not_written_over(tmp_path):
     out = tmp_path / "notes.csv"
     out.write_text("a,b\n1,2\n", encoding="utf-8")
-    with pytest.raises(SpecError, match="no table of timed products"):
+    with pytest.raises(SpecError, match="no table of timed kernels"):
         timed(Machine(), out)
     assert out.read_text(encoding="utf-8") == "a,b\n1,2\n"
 
@@ -90,9 +98,38 @@ def test_the_processor_is_timed_and_a_missing_gpu_is_said(tmp_path, monkeypatch)
     import torch
 
     out = tmp_path / "products.csv"
-    made = api.profile_products(str(out), sizes=(8, 16), repeats=1)
+    made = api.profile_kernels(str(out), sizes=(8, 16), kernels=["product"], repeats=1)
     assert made["timed"] == made["rows"] == 8 and len(rows_of(out)) == 8
     assert all(float(row["latency_ms"]) > 0 for row in rows_of(out))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SpecError, match="no CUDA device here"):
-        api.profile_products(str(out), device="cuda")
+        api.profile_kernels(str(out), device="cuda")
+
+
+def test_attention_and_streams_are_in_the_table_and_priced_by_it(tmp_path):
+    out = tmp_path / "kernels.csv"
+    count = timed(Machine(), out, kinds=KINDS)
+    assert len(rows_of(out)) == count and timed(Machine(), out, kinds=KINDS) == 0
+    tables = load_tables(str(out)).devices["h100-sxm", "16bit"]
+    for table in (tables.attention, tables.attention_backward):
+        sizes = dict(zip(ATTENTION, (1, 16, 4, 1024, 128), strict=True))
+        assert table.seconds(*sizes.values()) == pytest.approx(work_s(sizes) + 1e-6, rel=1e-4)
+        assert math.isnan(table.seconds(1, 16, 8, 1024, 128)) and math.isnan(
+            table.seconds(1, 16, 4, 128, 128)
+        )
+    assert tables.stream.seconds(2.0**20) == pytest.approx(2**20 * 1e-12 + 1e-6, rel=1e-4)
+    with pytest.raises(SpecError, match="unknown kind 'conv'"):
+        kernels_of(["conv"], "cpu")
+
+
+def test_the_processor_runs_each_kind(tmp_path, monkeypatch):
+    for name, few in (("HEADS", (4,)), ("LENGTHS", (16,)), ("BYTES", (3072,)), ("SIZES", (8,))):
+        monkeypatch.setattr(f"foreshard.profile.kernel_times.{name}", {"cpu": few})
+    out = tmp_path / "kernels.csv"
+    made = api.profile_kernels(str(out), repeats=1)
+    rows = rows_of(out)
+    assert made["timed"] == len(rows) == 1 + 1 + 2 * 2 * 2
+    assert all(float(row["latency_ms"]) > 0.0 for row in rows)
+    tables = load_tables(str(out))
+    (own,) = tables.devices.values()
+    assert own.attention.seconds(1, 4, 1, 16, 64) > 0.0 and own.stream.seconds(3072.0) > 0.0
