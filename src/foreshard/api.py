@@ -12,7 +12,7 @@ from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, Request
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ExtraMissingError, SpecError
-from foreshard.interop.exported import Exported
+from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
@@ -348,7 +348,7 @@ def export(
     SpecError
         When the target cannot express the plan, with every reason.
     """
-    from foreshard.interop import export
+    from foreshard.interop.exporters import export
     from foreshard.spec.checks import check_cut, check_plan
 
     if isinstance(plan, str):

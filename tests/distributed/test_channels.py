@@ -16,7 +16,7 @@ from rehearsal import gradients, rehearse, worst_error
 from small_jobs import gpt
 from small_plans import ALONE, PLANS
 
-from foreshard.graph.schedules import Op, stage_order
+from foreshard.graph.pipeline_schedules import Op, stage_order
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.engine.exchange import channels_of
 from foreshard.runtime.membership.fixed_membership import FixedMembership

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from foreshard.errors import SpecError
 from foreshard.graph.pipeline import pipeline_program, pipeline_shape
+from foreshard.graph.pipeline_schedules import BY_ORDER, FOLDED, ZERO_BUBBLE, Op, in_flight, stage_order
 from foreshard.graph.program import Program, ProgramBuilder
-from foreshard.graph.schedules import BY_ORDER, FOLDED, ZERO_BUBBLE, Op, in_flight, stage_order
 from foreshard.sim import critical_path
 from foreshard.spec.plan import SCHEDULES
 

@@ -14,7 +14,7 @@ import pytest
 import simpy
 
 from foreshard.graph.pipeline import pipeline_program
-from foreshard.graph.schedules import in_flight
+from foreshard.graph.pipeline_schedules import in_flight
 from foreshard.sim import critical_path
 
 F, B, W = "F", "B", "W"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foreshard.graph.pipeline import pipeline_program
-from foreshard.graph.schedules import FOLDED, Op, in_flight, stage_order
+from foreshard.graph.pipeline_schedules import FOLDED, Op, in_flight, stage_order
 from foreshard.sim import critical_path
 
 SIZES = [(2, 4), (2, 7), (3, 6), (4, 8), (4, 13), (6, 12), (8, 24)]

@@ -12,13 +12,13 @@ from foreshard.cli.options.sources import configurable
 from foreshard.cli.options.training import needs_torch
 from foreshard.cli.options.values import Amount, Count, Word
 from foreshard.errors import SpecError
-from foreshard.interop import TARGETS
+from foreshard.interop.exporters import TARGETS
 
 FORMATS = ("safetensors", "dcp")
 """What a run is exported to; the other targets take a plan."""
 
 if TYPE_CHECKING:
-    from foreshard.interop.exported import Exported
+    from foreshard.interop.exporters.exported import Exported
 
 
 @click.command("export")

@@ -12,8 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
+from foreshard.graph.pipeline_schedules import FOLDED, Op, stage_order, warm_up_counts
 from foreshard.graph.program import Kind, Program, ProgramBuilder
-from foreshard.graph.schedules import FOLDED, Op, stage_order, warm_up_counts
 from foreshard.graph.transfers import interleaved_ends, next_places, plain_ends, transfer_edges, transfers
 
 STREAMS = ("compute", "send_forward", "send_backward")

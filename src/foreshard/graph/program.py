@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 
 class Kind(IntEnum):
-    """What a task is; the first four are the codes of ``schedules.Op``."""
+    """What a task is; the first four are the codes of ``pipeline_schedules.Op``."""
 
     FORWARD = 0
     BACKWARD = 1

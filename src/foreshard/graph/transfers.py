@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.graph.schedules import Op
+from foreshard.graph.pipeline_schedules import Op
 from foreshard.spec.plan import TURNING
 
 

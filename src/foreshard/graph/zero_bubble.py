@@ -1,6 +1,6 @@
 """Orders of work of pipelines that split backwards: zb-h1, zb-h2 and zbv.
 
-Rows are (op, chunk, micro-batch), as in `graph.schedules`.
+Rows are (op, chunk, micro-batch), as in `graph.pipeline_schedules`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_
 from foreshard.comm.jobs.job import TrainingJob
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
-from foreshard.graph.schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
+from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
 from foreshard.graph.shapes import NO_LAYER, LayerShape, RankShape, layer_shape
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import (

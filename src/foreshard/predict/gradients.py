@@ -18,7 +18,7 @@ from foreshard.comm.collectives import AllReduce, all_reduce
 from foreshard.comm.fusion.priority import LayerWork
 from foreshard.comm.fusion.timeline import Gradients
 from foreshard.errors import SpecError
-from foreshard.graph.schedules import Op
+from foreshard.graph.pipeline_schedules import Op
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.prices import GroupPrices, LayerUnits, group_prices
 from foreshard.spec.block import Block

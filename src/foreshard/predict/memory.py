@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshard.cost.memory import MemoryParts, StageLoad, stage_memory
 from foreshard.cost.memory_activations import Recompute
-from foreshard.graph.schedules import BY_ORDER, held_chunks
+from foreshard.graph.pipeline_schedules import BY_ORDER, held_chunks
 from foreshard.graph.shapes import RankShape
 from foreshard.predict.batch import PlannedRun, layer_counts, rank_shape, stage_ends, stage_recompute
 from foreshard.predict.memory_interval import fits_probability, memory_interval

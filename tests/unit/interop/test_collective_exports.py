@@ -12,11 +12,11 @@ from foreshard.comm.nccl.choice import nccl_choice
 from foreshard.comm.nccl.communicator import communicator_of
 from foreshard.comm.schedules.verify import verify
 from foreshard.errors import SpecError
-from foreshard.interop import export
-from foreshard.interop.rank_sets import rank_sets
-from foreshard.interop.schedules.msccl import COLLECTIVE_NAMES
-from foreshard.interop.schedules.msccl_reader import schedule_of_msccl
-from foreshard.interop.schedules.nccl_tuner import tuner_choices
+from foreshard.interop.collective_schedules.msccl import COLLECTIVE_NAMES
+from foreshard.interop.collective_schedules.msccl_reader import schedule_of_msccl
+from foreshard.interop.collective_schedules.nccl_tuner import tuner_choices
+from foreshard.interop.exporters import export
+from foreshard.interop.exporters.rank_sets import rank_sets
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan_file import parse_plan
 

@@ -18,7 +18,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.hf.load import model_from_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
-from foreshard.interop import TARGETS, export
+from foreshard.interop.exporters import TARGETS, export
 from foreshard.planner.search import plan as search
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan

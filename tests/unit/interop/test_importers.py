@@ -12,10 +12,10 @@ from foreshard.api import import_plan
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
-from foreshard.interop import export
+from foreshard.interop.exporters import export
+from foreshard.interop.exporters.megatron import overlaps
 from foreshard.interop.importers import SOURCES
 from foreshard.interop.importers.launch_script import read_flags
-from foreshard.interop.megatron import overlaps
 from foreshard.spec.checks import check_plan
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan, Stage

@@ -12,8 +12,8 @@ from foreshard.comm.schedules.ring import ring
 from foreshard.comm.schedules.schedule import Chunk, ScheduleBuilder
 from foreshard.comm.schedules.verify import verify
 from foreshard.errors import SpecError
-from foreshard.interop.schedules.msccl import COLLECTIVE_NAMES, msccl_xml
-from foreshard.interop.schedules.msccl_reader import schedule_of_msccl
+from foreshard.interop.collective_schedules.msccl import COLLECTIVE_NAMES, msccl_xml
+from foreshard.interop.collective_schedules.msccl_reader import schedule_of_msccl
 
 CASES = [
     (collective, name)

@@ -25,8 +25,8 @@ from tests.unit.interop.frameworks import (
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
-from foreshard.interop import export
-from foreshard.interop.uniform import uniform
+from foreshard.interop.exporters import export
+from foreshard.interop.exporters.uniform import uniform
 from foreshard.predict.space import draw_plans
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.model import Model

@@ -17,9 +17,9 @@ from foreshard.comm.schedules.schedule_file import (
     schedule_object,
 )
 from foreshard.errors import SpecError
-from foreshard.interop.schedules.chakra import VERSION, chakra_traces
-from foreshard.interop.schedules.goal import goal_text
-from foreshard.interop.schedules.nccl_tuner import (
+from foreshard.interop.collective_schedules.chakra import VERSION, chakra_traces
+from foreshard.interop.collective_schedules.goal import goal_text
+from foreshard.interop.collective_schedules.nccl_tuner import (
     ALGORITHMS_OF,
     MAX_BYTES,
     NCCL_NAME,
@@ -27,7 +27,7 @@ from foreshard.interop.schedules.nccl_tuner import (
     nccl_tuner_csv,
     tuner_choices,
 )
-from foreshard.interop.schedules.send_trace import send_trace
+from foreshard.interop.collective_schedules.send_trace import send_trace
 
 CASES = [(collective, name) for name, one in ALGORITHMS.items() for collective in one.collectives]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshard.errors import SpecError
-from foreshard.graph.schedules import Op, stage_order
+from foreshard.graph.pipeline_schedules import Op, stage_order
 from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import LayerCost, MeasuredCosts, load_costs
 from foreshard.predict.measured.engine import predict_measured, rank_times, step_seconds

@@ -71,8 +71,8 @@ def _of_topology(what: str, target: str, rates: str) -> str:
 def _of_schedule(what: str, target: str, size: float | None) -> str:
     from foreshard.cli.options.answer import dump
     from foreshard.comm.schedules.schedule_file import schedule_object
-    from foreshard.interop.schedules.goal import goal_text
-    from foreshard.interop.schedules.msccl import msccl_xml
+    from foreshard.interop.collective_schedules.goal import goal_text
+    from foreshard.interop.collective_schedules.msccl import msccl_xml
 
     schedule = schedule_file(what)
     if target == "goal":
@@ -90,7 +90,7 @@ def _sized(size: float | None) -> float:
 def _write_chakra(what: str, size: float | None, output: str | None) -> None:
     """Write NAME.RANK.et for every rank."""
     from foreshard.cli.options.answer import save
-    from foreshard.interop.schedules.chakra import chakra_traces
+    from foreshard.interop.collective_schedules.chakra import chakra_traces
 
     if output is None:
         rule, fix = "Chakra has a file for each rank", "Give -o NAME; NAME.0.et and so on are written"
@@ -107,7 +107,7 @@ def _tuner_file(cluster: str) -> str:
     """Return the picks of NCCL's model for a communicator of all devices of a cluster."""
     from foreshard import api
     from foreshard.comm.nccl.communicator import communicator_of
-    from foreshard.interop.schedules.nccl_tuner import nccl_tuner_csv, picked_choices
+    from foreshard.interop.collective_schedules.nccl_tuner import nccl_tuner_csv, picked_choices
 
     loaded = api.load_cluster(cluster)
     return nccl_tuner_csv(picked_choices(communicator_of(loaded, loaded.num_devices)))

@@ -55,7 +55,7 @@ def schedule_named(
 def schedule_file(path: str) -> Schedule:
     """Return the schedule of a JSON or MSCCL file; both readers prove it right."""
     from foreshard.comm.schedules.schedule_file import load_schedule
-    from foreshard.interop.schedules.msccl_reader import schedule_of_msccl
+    from foreshard.interop.collective_schedules.msccl_reader import schedule_of_msccl
     from foreshard.spec.codec import read_text
 
     if Path(path).suffix.lower() == ".xml":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foreshard.interop.uniform import Uniform, uniform
+from foreshard.interop.exporters.uniform import Uniform, uniform
 from foreshard.spec.block import Block
 from foreshard.spec.cluster import NodeGroup
 from foreshard.validation.predictors import RefusedRun, RunInputs

@@ -12,7 +12,7 @@ from itertools import product
 
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import InfeasibleError, LimitError, SpecError
-from foreshard.graph.schedules import BY_ORDER
+from foreshard.graph.pipeline_schedules import BY_ORDER
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes, predicted
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult

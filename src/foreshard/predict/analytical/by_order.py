@@ -11,8 +11,8 @@ import numpy as np
 
 from foreshard.graph.pace import PipelineRows, PipelineSpan
 from foreshard.graph.pipeline import pipeline_durations, pipeline_shape, program_of
+from foreshard.graph.pipeline_schedules import BY_ORDER, FOLDED
 from foreshard.graph.program import Kind
-from foreshard.graph.schedules import BY_ORDER, FOLDED
 from foreshard.sim import critical_path
 
 

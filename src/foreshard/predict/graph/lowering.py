@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foreshard.graph.pipeline import PipelineShape, pipeline_durations, pipeline_shape
+from foreshard.graph.pipeline_schedules import Op
 from foreshard.graph.program import Kind, Program, ProgramBuilder
-from foreshard.graph.schedules import Op
 from foreshard.predict.graph.buckets import Buckets, chunk_buckets, overlaps, slowdown_s
 from foreshard.predict.graph.prices import GroupPrices, LayerUnits
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foreshard.graph.schedules import Op
+from foreshard.graph.pipeline_schedules import Op
 from foreshard.spec.prediction import TIME_PARTS
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.graph.schedules import ZERO_BUBBLE
+from foreshard.graph.pipeline_schedules import ZERO_BUBBLE
 from foreshard.predict.batch import Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import OpSeconds, op_parts
 from foreshard.predict.machine import Machine

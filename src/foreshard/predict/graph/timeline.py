@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.graph.pipeline_schedules import Op
 from foreshard.graph.program import Kind
-from foreshard.graph.schedules import Op
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.graph.lowering import LoweredGroup, Step
 from foreshard.sim.critical_path import TaskTimes

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from foreshard.cost.memory_activations import recompute_of
-from foreshard.graph.schedules import Op, stage_order
+from foreshard.graph.pipeline_schedules import Op, stage_order
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage

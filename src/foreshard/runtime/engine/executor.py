@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from foreshard.graph.schedules import Op, stage_order
+from foreshard.graph.pipeline_schedules import Op, stage_order
 from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
 from foreshard.runtime.engine.exchange import Exchange, Peers, Span, check_sendable
 from foreshard.runtime.engine.gradient_sync import GradientSync

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foreshard.errors import SpecError
-from foreshard.graph.schedules import stage_order
+from foreshard.graph.pipeline_schedules import stage_order
 from foreshard.spec.checks import check_structure
 from foreshard.spec.plan import Group, Plan, Stage, acting
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from foreshard.errors import SpecError
-from foreshard.interop.exported import ExportRequest
-from foreshard.interop.uniform import uniform
+from foreshard.interop.exporters.exported import ExportRequest
+from foreshard.interop.exporters.uniform import uniform
 from foreshard.spec.plan import Plan
 
 

@@ -7,15 +7,15 @@ sky/utils/accelerator_registry.py and its catalog for the names of accelerators)
 from __future__ import annotations
 
 from foreshard.catalog.shipped import shipped
-from foreshard.interop.exported import ExportRequest, filled, reject_if
-from foreshard.interop.hosts import hosts, uneven_note
+from foreshard.interop.exporters.exported import ExportRequest, filled, reject_if
+from foreshard.interop.exporters.hosts import hosts, uneven_note
 from foreshard.spec.prediction import Prediction
 
 
 def export(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``task.yaml`` for ``sky launch task.yaml --env TRAIN='script.py flags'``."""
     nodes, prediction = hosts(request), request.prediction
-    names = shipped("accelerators.toml", "foreshard.interop")["names"]
+    names = shipped("accelerators.toml", "foreshard.interop.exporters")["names"]
     unnamed = sorted({node.device for node in nodes} - set(names))
     reject_if(
         request.target,
@@ -53,7 +53,7 @@ def _notes(device: str, accelerator: str, prediction: Prediction | None) -> list
     notes = []
     if prediction is None or prediction.run_time_s is None:
         notes.append("No estimate of the whole run: it takes MODEL, CLUSTER and --tokens.")
-    form = shipped("accelerators.toml", "foreshard.interop")["other_form"].get(device)
+    form = shipped("accelerators.toml", "foreshard.interop.exporters")["other_form"].get(device)
     if form:
         notes.append(f"{accelerator} also names the {form} form: pin instance_type or infra to get {device}.")
     return notes

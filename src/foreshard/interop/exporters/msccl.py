@@ -1,6 +1,6 @@
 """Plans as MSCCL XML: one schedule for every collective and size of communicator that a plan has.
 
-Source: `schedules/msccl.py`. MSCCL takes a file for communicators of as many ranks as the file has.
+Source: `collective_schedules/msccl.py`. MSCCL takes a file for communicators of as many ranks as it has.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.errors import SpecError
-from foreshard.interop.exported import ExportRequest, reject_if
-from foreshard.interop.rank_sets import RankSet, rank_sets
-from foreshard.interop.schedules.msccl import COLLECTIVE_NAMES, msccl_xml
+from foreshard.interop.collective_schedules.msccl import COLLECTIVE_NAMES, msccl_xml
+from foreshard.interop.exporters.exported import ExportRequest, reject_if
+from foreshard.interop.exporters.rank_sets import RankSet, rank_sets
 from foreshard.spec.cluster import Cluster
 
 _FIXED = {"ring": "ring", "tree": "double-tree"}

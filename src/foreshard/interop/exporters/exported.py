@@ -61,7 +61,7 @@ class Exported:
 
 def filled(template: str, **values: object) -> str:
     """Return a text of the folder ``data`` with these values for its ``$names``."""
-    return Template(shipped_text(template, "foreshard.interop")).substitute(values)
+    return Template(shipped_text(template, "foreshard.interop.exporters")).substitute(values)
 
 
 def reject_if(target: str, reasons: Iterable[str]) -> None:

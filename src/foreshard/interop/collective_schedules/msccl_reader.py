@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 from foreshard.comm.schedules.schedule import Chunk, Schedule, ScheduleBuilder, chunks_of
 from foreshard.comm.schedules.verify import verify
 from foreshard.errors import unknown
-from foreshard.interop.schedules.msccl import BUFFER, COLLECTIVE_NAMES, Location
-from foreshard.interop.schedules.msccl_text import (
+from foreshard.interop.collective_schedules.msccl import BUFFER, COLLECTIVE_NAMES, Location
+from foreshard.interop.collective_schedules.msccl_text import (
     ADDS,
     LOCAL,
     MAX_GPUS,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from foreshard.interop.exported import ExportRequest, filled
-from foreshard.interop.hosts import Hosts, hosts, uneven_note
+from foreshard.interop.exporters.exported import ExportRequest, filled
+from foreshard.interop.exporters.hosts import Hosts, hosts, uneven_note
 from foreshard.spec.prediction import Prediction
 
 MARGIN = 1.25  # the limit over the upper end of the predicted run: start-up, checkpoints, evaluation

@@ -13,8 +13,8 @@ from typing import Any
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
-from foreshard.interop.exported import ExportRequest, filled
-from foreshard.interop.uniform import Gaps, Uniform, required_uniform
+from foreshard.interop.exporters.exported import ExportRequest, filled
+from foreshard.interop.exporters.uniform import Gaps, Uniform, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
@@ -46,7 +46,7 @@ def flavor_of(model: Model) -> tuple[str, str] | None:
     """Return torchtitan's family and flavor of the same sizes, None where it ships none."""
     block = model.blocks[0]
     sizes = [model.num_layers, model.hidden, block.num_heads, block.num_kv_heads, model.vocab]
-    for family, flavors in shipped("flavors.toml", "foreshard.interop").items():
+    for family, flavors in shipped("flavors.toml", "foreshard.interop.exporters").items():
         for flavor, known in flavors.items():
             if sizes == known and block.qk_norm == (family == "qwen3"):
                 return family, flavor

@@ -8,7 +8,7 @@ numbers of fields; names and types of attributes as its tools for ASTRA-sim writ
 from __future__ import annotations
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.interop.schedules.endpoints import Side, bytes_of, require_ranks_only, waits_at
+from foreshard.interop.collective_schedules.endpoints import Side, bytes_of, require_ranks_only, waits_at
 
 VERSION = "0.0.4"
 _SEND, _RECEIVE = 5, 6  # NodeType

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.interop.schedules.endpoints import Side, bytes_of, require_ranks_only, waits_at
+from foreshard.interop.collective_schedules.endpoints import Side, bytes_of, require_ranks_only, waits_at
 
 
 def goal_text(schedule: Schedule, num_bytes: float, *, add_s_per_byte: float = 0.0) -> str:

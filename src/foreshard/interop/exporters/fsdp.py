@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from foreshard.interop.exported import ExportRequest
-from foreshard.interop.uniform import Uniform, required_uniform
+from foreshard.interop.exporters.exported import ExportRequest
+from foreshard.interop.exporters.uniform import Uniform, required_uniform
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 

@@ -11,9 +11,9 @@ from itertools import groupby
 from shlex import quote
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.interop.exported import ExportRequest
-from foreshard.interop.megatron_model import model_flags, model_gaps
-from foreshard.interop.uniform import Uniform, required_uniform
+from foreshard.interop.exporters.exported import ExportRequest
+from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
+from foreshard.interop.exporters.uniform import Uniform, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
 

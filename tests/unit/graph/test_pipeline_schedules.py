@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.graph import pipeline, schedules
+from foreshard.graph import pipeline, pipeline_schedules
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_program, pipeline_shape
+from foreshard.graph.pipeline_schedules import Op, in_flight, stage_order
 from foreshard.graph.program import Kind, ProgramBuilder
-from foreshard.graph.schedules import Op, in_flight, stage_order
 
 LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "b", Op.BACKWARD_WEIGHT: "w"}
 
@@ -183,6 +183,6 @@ def test_a_pipeline_after_other_tasks_points_at_its_own():
     assert tasks.last[0].tolist() == [tasks.ops[Op.BACKWARD, 0, 0, 2]]
 
 
-@pytest.mark.parametrize("module", [schedules, pipeline])
+@pytest.mark.parametrize("module", [pipeline_schedules, pipeline])
 def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.interop.exported import ExportRequest, reject_if
+from foreshard.interop.exporters.exported import ExportRequest, reject_if
 from foreshard.spec.plan import Group, Plan
 
 Span = tuple[int, int]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from xml.etree import ElementTree
 
 from foreshard.errors import SpecError, unknown
-from foreshard.interop.schedules.msccl import MAX_STEPS, Location
+from foreshard.interop.collective_schedules.msccl import MAX_STEPS, Location
 
 MAX_CHARS = 64 * 2**20
 MAX_GPUS = 4096

@@ -18,7 +18,7 @@ import numpy as np
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.verify import channel_rounds, verify
 from foreshard.errors import SpecError
-from foreshard.interop.schedules.endpoints import Side, require_ranks_only, waits_at
+from foreshard.interop.collective_schedules.endpoints import Side, require_ranks_only, waits_at
 
 MAX_STEPS = 256  # of a thread block
 COLLECTIVE_NAMES = {

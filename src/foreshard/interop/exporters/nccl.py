@@ -1,16 +1,16 @@
 """Plans as NCCL's settings: the CSV of its example tuner plugin, and the environment that reads it.
 
-Source: NVIDIA/nccl ext-tuner/example/README.md for both; `schedules/nccl_tuner.py` for the fields.
+Source: NVIDIA/nccl ext-tuner/example/README.md for both; `collective_schedules/nccl_tuner.py` for the fields.
 """
 
 from __future__ import annotations
 
 from foreshard.comm.nccl.communicator import Communicator, communicator_between
 from foreshard.errors import SpecError
-from foreshard.interop.exported import ExportRequest, filled
-from foreshard.interop.rank_sets import rank_sets
-from foreshard.interop.schedules.nccl_tuner import TunerChoice, nccl_tuner_csv, picked_choices
-from foreshard.interop.uniform import NCCL_ALGORITHMS
+from foreshard.interop.collective_schedules.nccl_tuner import TunerChoice, nccl_tuner_csv, picked_choices
+from foreshard.interop.exporters.exported import ExportRequest, filled
+from foreshard.interop.exporters.rank_sets import rank_sets
+from foreshard.interop.exporters.uniform import NCCL_ALGORITHMS
 
 _TUNER, _ENVIRONMENT = "nccl_tuner.csv", "nccl_env.sh"
 
