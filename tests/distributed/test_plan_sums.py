@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from small_jobs import JOBS
 from small_plans import ALONE, PLANS
 
 from foreshard.errors import SpecError
+from foreshard.runtime.engine.bucket_sums import BucketSum, BucketSums
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.job.job import Job, load_job
+from foreshard.runtime.membership.peer_group import PeerGroup
+from foreshard.runtime.state.buckets import Bucket
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import Plan
 
@@ -77,6 +80,41 @@ def test_the_command_sums_as_the_plan_states_unless_flags_say_otherwise(tmp_path
     assert "double-tree" in noted(tmp_path / "plan") and "ring" not in noted(tmp_path / "plan")
     assert "bucket 2 of 3" in noted(tmp_path / "plan"), "160, 160 and 40 bytes each fill a bucket of 64"
     assert "ring" in noted(tmp_path / "flags") and "bucket 0 of 1" in noted(tmp_path / "flags")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_running_job_takes_other_buckets_and_another_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero: int
+) -> None:
+    """Losses and gradients are those of one process, whatever the sums are changed to and back."""
+    seen: list[tuple[str, int]] = []
+    connect = BucketSums.connect
+
+    def connected(sums: BucketSums, group: PeerGroup, buckets: Sequence[Bucket]) -> BucketSum:
+        made = connect(sums, group, buckets)
+        name = "backend" if sums._selection is None else sums._selection.name
+        if group.place == 0:
+            seen.append((name, len(buckets)))
+        return made
+
+    monkeypatch.setattr(BucketSums, "connect", connected)
+    job = loaded(tmp_path, {}).in_double()
+    (first, *others) = replicas(3, batch=6).groups
+    wide = replace(
+        first, share=6, micro_batch=6, stages=(replace(first.stages[0], ranks=(0, 1, 2), zero=zero),)
+    )
+    plan = replace(replicas(3, batch=6), groups=(wide,) if zero else (first, *others))
+    changes = {
+        2: replace(plan, buckets=64),
+        4: replace(plan, buckets=64, collectives="ring"),
+        6: replace(plan, collectives="tree"),
+        8: plan,
+    }
+    found = rehearse(job, plan, steps=10, changes=changes, after=gradients)
+    alone = rehearse(job, replicas(1, batch=6), steps=10, after=gradients)[0]
+    assert found[0][0] == pytest.approx(alone[0], rel=1e-12)
+    assert worst_error(found, alone[1]) <= 1e-12
+    assert seen == [("backend", 1), ("backend", 3), ("ring", 3), ("double-tree", 1), ("backend", 1)]
 
 
 @pytest.mark.parametrize("plan", ["uneven replicas", "three stages, zb-h1", "two uneven pipelines"])
