@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from command import HEAD, JOB, replicas, run
+from command import HEAD, JOB, events, replicas, run
 from rehearsal import gradients, rehearse, worst_error
 from small_jobs import JOBS
 from small_plans import ALONE, PLANS
@@ -115,6 +115,42 @@ def test_a_running_job_takes_other_buckets_and_another_algorithm(
     assert found[0][0] == pytest.approx(alone[0], rel=1e-12)
     assert worst_error(found, alone[1]) <= 1e-12
     assert seen == [("backend", 1), ("backend", 3), ("ring", 3), ("double-tree", 1), ("backend", 1)]
+
+
+PAUSING = {
+    "loss": "def loss(output, batch):\n"
+    "    time.sleep(0.06 * len(output))\n"
+    "    return output.square().sum(), len(output)"
+}
+"""So slow that two ranks are worth their sums."""
+CLUSTER = """
+name = "two far hosts"
+[[devices]]
+name = "box"
+base = "rtx-3090"
+[[nodes]]
+count = 2
+device = "box"
+per_node = 1
+nic = "10 Gb/s"
+nic_latency = "4 ms"
+"""
+
+
+def test_the_controller_changes_the_buckets_of_a_running_job(tmp_path: Path) -> None:
+    """Links that start slowly: three buckets are one from the first order on; losses are those without."""
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    plan = replace(replicas(2), buckets=64, comm={"grad_overlap": False})
+    flags = ["--steps", "12", "--dtype", "fp64"]
+    steered = ["--policy", "lyapunov", "--cluster", str(tmp_path / "cluster.toml")]
+    found = run(tmp_path, COUNTS | PAUSING, plan, *flags, *steered)
+    assert found.code == 0, found.stderr
+    said = [line["text"] for line in events(found, ["plan"])]
+    assert any(text.startswith("re-bucket: ") for text in said), said
+    alone = rehearse(loaded(tmp_path, {}).in_double(), replicas(1), steps=12)[0][0]
+    assert list(found.losses.values()) == pytest.approx(alone, rel=1e-12)
+    buckets = [line for line in noted(tmp_path) if line.startswith("bucket")]
+    assert "bucket 2 of 3" in buckets and buckets[-1] == "bucket 0 of 1"
 
 
 @pytest.mark.parametrize("plan", ["uneven replicas", "three stages, zb-h1", "two uneven pipelines"])
