@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,14 @@ KINDS = (
     "hang",
     "hang in evaluation",
     "reader",
+    "pause at start",
+    "pause while rebuilding",
+    "supervisor pauses",
+    "slow disk",
 )
 PROGRESS_S = 4.0
 DETECT_S = 4.0
+MOST_PAUSE_S = 3.0  # less than a rank may be silent
 SAVE_EVERY = 10
 SEARCH_STEPS = 80
 EVAL_EVERY = 5
@@ -85,6 +91,14 @@ sys.path.insert(0, {examples!r})
 from gpt_job import *
 import gpt_job
 PACE_S = float(os.environ.get("SOAK_PACE_S", "0"))
+sync = os.fsync
+
+def slow_sync(file):
+    if os.path.exists(os.path.join(os.path.dirname(__file__), "slow-disk")):
+        time.sleep(1.0)
+    sync(file)
+
+os.fsync = slow_sync
 
 class Paced(gpt_job.Text):
     def __getitem__(self, index):
@@ -276,6 +290,23 @@ class Chaos:
             if not readers:
                 return
             self._signal(self.random.choice(readers), signal.SIGKILL)
+        elif kind == "pause at start":
+            self._kill(rank)
+            before, for_s = self.agent.pid_of(rank), self.random.uniform(0.5, MOST_PAUSE_S)
+            self._soon(self.random.uniform(0.4, 2.5), lambda: self._pause_next(rank, before, for_s))
+        elif kind == "pause while rebuilding":
+            self._kill(rank)
+            for other in self.agent.ranks:
+                if other != rank and self.random.random() < 0.6:
+                    begin_s, for_s = self.random.uniform(0.0, 1.5), self.random.uniform(0.2, MOST_PAUSE_S)
+                    self._soon(begin_s, partial(self._pause, self.agent.pid_of(other), for_s))
+        elif kind == "supervisor pauses":
+            # for longer than ranks may be silent, but not so long that its agent starts it again
+            self._pause(self.agent.supervisor_pid(), self.random.uniform(1.0, 2 * DETECT_S))
+        elif kind == "slow disk":
+            mark = self.agent.out / "slow-disk"
+            mark.touch()
+            self._soon(self.random.uniform(1.0, 5.0), lambda: mark.unlink(missing_ok=True))
         elif kind == "disk":
             self._fill_disk(self.agent.pid_of(rank))
         self._note(kind, rank)
@@ -293,6 +324,16 @@ class Chaos:
     def _signal(self, pid: int, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+    def _pause(self, pid: int, for_s: float) -> None:
+        """Stop a process for a while."""
+        self._signal(pid, signal.SIGSTOP)
+        self._soon(for_s, lambda: self._signal(pid, signal.SIGCONT))
+
+    def _pause_next(self, rank: int, before: int, for_s: float) -> None:
+        """Stop the process that was started for a rank since, somewhere on its way into the run."""
+        if self.agent.pid_of(rank) != before:
+            self._pause(self.agent.pid_of(rank), for_s)
 
     def _slow(self, pid: int) -> None:
         """Stop a rank for four fifths of the next three seconds."""

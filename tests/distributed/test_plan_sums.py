@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +11,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from command import HEAD, JOB, replicas, run
+from command import HEAD, JOB, events, replicas, run
 from rehearsal import gradients, rehearse, worst_error
 from small_jobs import JOBS
 from small_plans import ALONE, PLANS
 
 from foreshard.errors import SpecError
+from foreshard.runtime.engine.bucket_sums import BucketSum, BucketSums
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.job.job import Job, load_job
+from foreshard.runtime.membership.peer_group import PeerGroup
+from foreshard.runtime.state.buckets import Bucket
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.plan import Plan
 
@@ -77,6 +80,77 @@ def test_the_command_sums_as_the_plan_states_unless_flags_say_otherwise(tmp_path
     assert "double-tree" in noted(tmp_path / "plan") and "ring" not in noted(tmp_path / "plan")
     assert "bucket 2 of 3" in noted(tmp_path / "plan"), "160, 160 and 40 bytes each fill a bucket of 64"
     assert "ring" in noted(tmp_path / "flags") and "bucket 0 of 1" in noted(tmp_path / "flags")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_running_job_takes_other_buckets_and_another_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero: int
+) -> None:
+    """Losses and gradients are those of one process, whatever the sums are changed to and back."""
+    seen: list[tuple[str, int]] = []
+    connect = BucketSums.connect
+
+    def connected(sums: BucketSums, group: PeerGroup, buckets: Sequence[Bucket]) -> BucketSum:
+        made = connect(sums, group, buckets)
+        name = "backend" if sums._selection is None else sums._selection.name
+        if group.place == 0:
+            seen.append((name, len(buckets)))
+        return made
+
+    monkeypatch.setattr(BucketSums, "connect", connected)
+    job = loaded(tmp_path, {}).in_double()
+    (first, *others) = replicas(3, batch=6).groups
+    wide = replace(
+        first, share=6, micro_batch=6, stages=(replace(first.stages[0], ranks=(0, 1, 2), zero=zero),)
+    )
+    plan = replace(replicas(3, batch=6), groups=(wide,) if zero else (first, *others))
+    changes = {
+        2: replace(plan, buckets=64),
+        4: replace(plan, buckets=64, collectives="ring"),
+        6: replace(plan, collectives="tree"),
+        8: plan,
+    }
+    found = rehearse(job, plan, steps=10, changes=changes, after=gradients)
+    alone = rehearse(job, replicas(1, batch=6), steps=10, after=gradients)[0]
+    assert found[0][0] == pytest.approx(alone[0], rel=1e-12)
+    assert worst_error(found, alone[1]) <= 1e-12
+    assert seen == [("backend", 1), ("backend", 3), ("ring", 3), ("double-tree", 1), ("backend", 1)]
+
+
+PAUSING = {
+    "loss": "def loss(output, batch):\n"
+    "    time.sleep(0.06 * len(output))\n"
+    "    return output.square().sum(), len(output)"
+}
+"""So slow that two ranks are worth their sums."""
+CLUSTER = """
+name = "two far hosts"
+[[devices]]
+name = "box"
+base = "rtx-3090"
+[[nodes]]
+count = 2
+device = "box"
+per_node = 1
+nic = "10 Gb/s"
+nic_latency = "4 ms"
+"""
+
+
+def test_the_controller_changes_the_buckets_of_a_running_job(tmp_path: Path) -> None:
+    """Links that start slowly: three buckets are one from the first order on; losses are those without."""
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    plan = replace(replicas(2), buckets=64, comm={"grad_overlap": False})
+    flags = ["--steps", "12", "--dtype", "fp64"]
+    steered = ["--policy", "lyapunov", "--cluster", str(tmp_path / "cluster.toml")]
+    found = run(tmp_path, COUNTS | PAUSING, plan, *flags, *steered)
+    assert found.code == 0, found.stderr
+    said = [line["text"] for line in events(found, ["plan"])]
+    assert any(text.startswith("re-bucket: ") for text in said), said
+    alone = rehearse(loaded(tmp_path, {}).in_double(), replicas(1), steps=12)[0][0]
+    assert list(found.losses.values()) == pytest.approx(alone, rel=1e-12)
+    buckets = [line for line in noted(tmp_path) if line.startswith("bucket")]
+    assert "bucket 2 of 3" in buckets and buckets[-1] == "bucket 0 of 1"
 
 
 @pytest.mark.parametrize("plan", ["uneven replicas", "three stages, zb-h1", "two uneven pipelines"])

@@ -31,6 +31,7 @@ from foreshard.control.search.pricing import evaluate
 from foreshard.control.search.shortlist import Shortlist, Timed
 from foreshard.control.search.slot_search import reshare, slots_of
 from foreshard.control.slots import J_PER_KWH, MP_OVER_DP, Budget, Chain, Choice, State, Structure
+from foreshard.control.sums import change_of_sums, with_best_sums
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.online import (
     CarbonChanged,
@@ -78,6 +79,8 @@ class Controller:
         Gets every event and command as a line; `journal.replay` reads it.
     options : ControllerOptions, optional
         Rules that can be switched off.
+    steers_sums : bool
+        Whether buckets and algorithm of sums follow the links, where the plan states them.
     """
 
     def __init__(
@@ -96,7 +99,10 @@ class Controller:
         timed: Timed | None = None,
         log: TextIO | None = None,
         options: ControllerOptions = DEFAULTS,
+        steers_sums: bool = False,
     ):
+        self._steers_sums = steers_sums
+        self._summed: tuple[bytes, Plan] | None = None
         self.chain, self.plan, self._log = chain, plan, log
         self.budgets = tuple(budgets)
         self._pause_s, self._options = pause_s, options
@@ -498,11 +504,23 @@ class Controller:
         """Run a choice; return the command for it."""
         kind, warning = orders.change_of(self.choice, chosen), self._warning(state)
         self.choice = chosen
+        if kind != "keep":
+            self.plan = orders.plan_of(self.plan, chosen, micro_batch=self._asked["micro_batch"])
+        sums = self._change_sums(state, chosen.time_s)
+        if kind == "keep" and sums:
+            kind, why = sums, "sums of gradients follow the links"
         self.counts[kind] += 1
         if kind == "keep":
             return (Command(kind=kind, reason=warning),)
-        self.plan = orders.plan_of(self.plan, chosen, micro_batch=self._asked["micro_batch"])
         return (Command(kind=kind, plan=self.plan, reason="; ".join(filter(None, (why, warning)))),)
+
+    def _change_sums(self, state: State, step_s: float) -> str:
+        """Let the plan sum as suits the links, and return what that changes, or nothing."""
+        before, seen = self.plan, (state.key(), self.plan)
+        if self._steers_sums and math.isfinite(step_s) and seen != self._summed:
+            self.plan = with_best_sums(before, self.chain, state, step_s)
+            self._summed = (state.key(), self.plan)
+        return change_of_sums(before, self.plan)
 
     def _warning(self, state: State) -> str:
         """Return which budget cannot be kept as things are, looked at now and then while it is exceeded."""

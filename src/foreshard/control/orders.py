@@ -10,7 +10,7 @@ from foreshard.errors import SpecError
 from foreshard.predict.measured.memory import counts_of
 from foreshard.spec.plan import Group, Plan, Stage
 
-KINDS = ("keep", "re-share", "re-cut", "regroup", "idle", "activate")
+KINDS = ("keep", "re-bucket", "re-route", "re-share", "re-cut", "regroup", "idle", "activate")
 
 
 def structure_of(plan: Plan, reading: str | None = None) -> Structure:

@@ -17,6 +17,8 @@ from foreshard.predict.measured.links import LinkCost
 
 _COLUMN = {"cpu": 0, "wall": 1}
 _PHASES = ("forward", "backward", "backward_input")
+_STUDENT_T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+"""95th percentile of Student's t with 1, 2, ... degrees of freedom."""
 
 
 def calibrate(
@@ -86,6 +88,8 @@ def _stated(table_s: Mapping[str, float]) -> dict[str, Any]:
         "backward_input_s": [0.0, table_s["backward"] / 2],
         "optimizer_s": table_s["optimizer"],
         "relative_error": 0.0,
+        "timed_sizes": [],
+        **{f"timed_{phase}_s": [] for phase in _PHASES},
     }
 
 
@@ -118,6 +122,7 @@ def _check_device(name: str, accelerator: str) -> None:
 def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:
     sizes = sorted(int(n) for n in profile["passes"])
     largest = profile["passes"][str(sizes[-1])]
+    timed = {phase: _timed(profile, phase, sizes, column) for phase in _PHASES}
     layers = []
     for layer, held in enumerate(profile["bytes"]):
         lines = {f"{phase}_s": _line(profile, phase, layer, sizes, column) for phase in _PHASES}
@@ -126,6 +131,8 @@ def _layers(profile: Mapping[str, Any], column: int) -> list[dict[str, Any]]:
             {
                 **{name: list(line) for name, line in lines.items()},
                 **held,
+                "timed_sizes": sizes,
+                **{f"timed_{phase}_s": timed[phase][:, layer].tolist() for phase in _PHASES},
                 "optimizer_s": float(np.median([row[column] for row in optimizer["seconds"]])),
                 "state_bytes": optimizer["state_bytes"],
                 "saved_bytes_per_sample": largest["saved_bytes"][layer] / sizes[-1],
@@ -151,6 +158,20 @@ def _parts(profile: Mapping[str, Any], column: int) -> dict[str, list[dict[str, 
 
 def _seconds(profile: Mapping[str, Any], phase: str, layer: int, size: int, column: int) -> np.ndarray:
     return np.array([row[layer][column] for row in profile["passes"][str(size)][phase]])
+
+
+def _timed(profile: Mapping[str, Any], phase: str, sizes: Sequence[int], column: int) -> np.ndarray:
+    """Return the seconds of each layer at each size, shape (sizes, layers).
+
+    They are medians, scaled so that they sum to the median of all layers together: a disturbance that comes
+    to each layer rarely comes to one of them in most passes.
+    """
+    found = []
+    for size in sizes:
+        each = np.array([[layer[column] for layer in row] for row in profile["passes"][str(size)][phase]])
+        medians, whole = np.median(each, axis=0), np.median(each.sum(axis=1))
+        found.append(medians * (whole / (medians.sum() or 1.0)))
+    return np.array(found)
 
 
 def _line(
@@ -193,15 +214,34 @@ def _relative_error(
 
 
 def _spread(profile: Mapping[str, Any], column: int) -> tuple[float, float]:
-    """Return the 5th and 95th percentile of whole passes over their median, all sizes together."""
-    ratios: list[float] = []
-    for passes in profile["passes"].values():
-        whole = [
-            sum(row[column] for phase in ("forward", "backward") for row in passes[phase][n])
-            for n in range(len(passes["forward"]))
+    """Return between which factors on the prediction a step lies, with 90 %.
+
+    A run is one more round of the profile. Rounds differ by what changes slowly on the machine: logarithms of
+    their ratios to the median, over all sizes, are taken as normal, and a further one is predicted by
+    Student's t. Within a round passes lie between their 5th and 95th percentile. Both add as independent.
+
+    Source
+    ------
+    Prediction interval of one further draw of a normal variable (Student 1908).
+    """
+    passes: dict[int, list[np.ndarray]] = {}
+    for timed in profile["passes"].values():
+        pass_s = [
+            sum(row[column] for phase in ("forward", "backward") for row in timed[phase][n])
+            for n in range(len(timed["forward"]))
         ]
-        ratios += [value / float(np.median(whole)) for value in whole]
-    return float(np.quantile(ratios, 0.05)), float(np.quantile(ratios, 0.95))
+        ratios = np.log(np.array(pass_s) / np.median(pass_s))
+        ends = np.cumsum(timed.get("rounds") or [len(pass_s)])[:-1]
+        for number, of_round in enumerate(np.split(ratios, ends)):
+            passes.setdefault(number, []).append(of_round)
+    rounds = np.array([np.mean([np.median(of_size) for of_size in sizes]) for sizes in passes.values()])
+    rests = [np.concatenate(sizes) - of for sizes, of in zip(passes.values(), rounds, strict=True)]
+    low, high = np.quantile(np.concatenate(rests), (0.05, 0.95))
+    count, further = len(rounds), 0.0
+    if count > 1:
+        t = _STUDENT_T_95[min(count - 1, len(_STUDENT_T_95)) - 1]
+        further = t * float(rounds.std(ddof=1)) * (1 + 1 / count) ** 0.5
+    return float(np.exp(-np.hypot(further, min(low, 0.0)))), float(np.exp(np.hypot(further, max(high, 0.0))))
 
 
 def fitted_links(links: Mapping[str, Any] | None) -> dict[str, Any] | None:

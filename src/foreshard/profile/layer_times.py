@@ -18,6 +18,10 @@ from foreshard.errors import SpecError
 from foreshard.profile.timed_chain import Through, TimedChain, TimedPart, Trainable
 
 KIND = "profile"
+ROUNDS = 5
+"""Times that every size comes up: its passes then see what changes slowly on the machine, and how much."""
+_PASSES = ("forward", "backward", "backward_input", "update", "rounds")
+"""What a size has of every round."""
 _ENVIRONMENT = ("OMP_", "MKL_", "TORCH_", "CUDA_", "NCCL_")
 """Beginnings of the environment variables that change how fast torch is."""
 
@@ -44,22 +48,31 @@ def profile_layers(
     """
     profile = _begun(out, fingerprint(job, device) | {"ranks": beside, "precision": precision})
     tensor = profile.setdefault("tensor", {})
-    degrees = [n for n in parts or {} if _missing(tensor.setdefault(str(n), {"passes": {}}), samples)]
-    if not degrees and not _missing(profile, samples) and "bytes" in profile:
+    degrees = [
+        n for n in parts or {} if _missing(tensor.setdefault(str(n), {"passes": {}}), samples, repeats)
+    ]
+    if not degrees and not _missing(profile, samples, repeats) and "bytes" in profile:
         return profile
 
     def time_missing(chain: TimedChain, rows: dict[str, Any], prefix: str = "") -> None:
         """Time the sizes that `rows` lacks, of whole layers or of parts."""
-        missing = _missing(rows, samples)
         rows["bytes"] = chain.bytes_by_layer()
-        for place, number in enumerate(missing):
-            size = "1 sample" if number == 1 else f"{number} samples"
-            tell(f"{prefix}timing {size} ({place + 1} of {len(missing)} sizes, {repeats} passes)")
-            rows["passes"][str(number)], profile["tokens_per_sample"] = chain.timed(number, repeats)
-            updates = [seconds for row in rows["passes"].values() for seconds in row["update"]]
-            rows["optimizer"] = chain.update.by_layer(updates)
-            if out is not None:
-                write_profile(out, profile)
+        while missing := _missing(rows, samples, repeats):
+            for place, number in enumerate(missing):
+                before = rows["passes"].get(str(number), {})
+                done = len(before.get("update", ()))
+                some = min(-(-repeats // ROUNDS), repeats - done)
+                size = "1 sample" if number == 1 else f"{number} samples"
+                tell(
+                    f"{prefix}timing {size} ({place + 1} of {len(missing)} sizes, "
+                    f"passes {done + 1} to {done + some} of {repeats})"
+                )
+                row, profile["tokens_per_sample"] = chain.timed(number, some, again=bool(before))
+                rows["passes"][str(number)] = _joined(before, row)
+                updates = [seconds for row in rows["passes"].values() for seconds in row["update"]]
+                rows["optimizer"] = chain.update.by_layer(updates)
+                if out is not None:
+                    write_profile(out, profile)
 
     with busy or nullcontext():
         modules = [job.layer(i).to(device) for i in range(job.num_layers)]
@@ -77,8 +90,15 @@ def profile_layers(
     return profile
 
 
-def _missing(rows: dict[str, Any], samples: Sequence[int]) -> list[int]:
-    return [number for number in samples if "update" not in rows["passes"].get(str(number), {})]
+def _missing(rows: dict[str, Any], samples: Sequence[int], repeats: int) -> list[int]:
+    """Return the sizes that have fewer passes than asked for."""
+    timed = rows["passes"]
+    return [number for number in samples if len(timed.get(str(number), {}).get("update", ())) < repeats]
+
+
+def _joined(before: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the passes of a size with those of a further round."""
+    return dict(row) | {key: [*before[key], *row[key]] for key in _PASSES if key in before}
 
 
 def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:

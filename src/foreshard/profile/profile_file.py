@@ -29,13 +29,14 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeTimes:
-    """Passes with so many samples; bytes are by layer."""
+    """Passes with so many samples, and how many of them are of each round; bytes are by layer."""
 
     saved_bytes: tuple[Number, ...]
     boundary_bytes: tuple[Number, ...]
     forward: Passes
     backward: Passes
     backward_input: Passes
+    rounds: tuple[Annotated[int, Range(1)], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

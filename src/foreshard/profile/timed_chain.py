@@ -18,6 +18,8 @@ from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
 
 _WARM_UP = 2
 """Passes before the first that counts: caches, allocator and kernels selected at first use settle in them."""
+_WARM_UP_AGAIN = 1
+"""The same when a size comes up again: only the caches hold what another size has left."""
 Seconds = tuple[float, float]
 """Processor time, wall time."""
 Through = Callable[[nn.Module, int, tuple[Any, ...], range], tuple[Any, ...]]
@@ -94,13 +96,14 @@ class TimedChain:
         self.precision = precision
         self.update = _Update(job, modules)
 
-    def timed(self, number: int, repeats: int) -> tuple[dict[str, Any], float]:
-        """Return the passes with so many samples, and what the loss counts of each sample."""
+    def timed(self, number: int, repeats: int, *, again: bool = False) -> tuple[dict[str, Any], float]:
+        """Return a round of passes with so many samples, and what the loss counts of each sample."""
         batch = self._batch(number)
         sizes = self._sizes(batch, number)
         with computing_in(self.precision, self.device):
             _, count = self.job.loss(sizes.pop("output"), batch)
-        passes = [self._one_pass(batch, number) for _ in range(repeats + _WARM_UP)][_WARM_UP:]
+        warm_up = _WARM_UP_AGAIN if again else _WARM_UP
+        passes = [self._one_pass(batch, number) for _ in range(repeats + warm_up)][warm_up:]
         fewer = max(1, repeats // 3) + 1
         row = {
             **sizes,
@@ -108,6 +111,7 @@ class TimedChain:
             "backward": [backward for _, backward, _ in passes],
             "backward_input": [self._input_pass(batch, number) for _ in range(fewer)][1:],
             "update": [update for _, _, update in passes],
+            "rounds": [repeats],
         }
         return row, float(count) / number
 

@@ -58,8 +58,8 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
     devices = ", ".join(_device(*device) for device in costs["devices"].items())
     written = f"Written to {path}." if path else "Not written: give -o FILE."
     notes = [
-        "A layer takes its fixed time plus a time per sample; the error is the largest at a measured size.",
-        f"Passes spread from {low:.3f} to {high:.3f} of their median.",
+        "A layer takes what was timed at a size; the error is that of a fixed time plus a time per sample.",
+        f"Interval of a step: {low:.3f} to {high:.3f} of the prediction, by how rounds and passes differ.",
         written,
     ]
     for name, link in (costs["links"] or {}).items():

@@ -46,13 +46,14 @@ class Options:
     probe_every : int
         Steps between measurements of idle ranks and links; 0 for none.
     collectives : str or None
-        How gradients are summed, as `schedule_selection` reads it; None for the backend's all-reduce.
+        How gradients are summed, as `schedule_selection` reads it; None for what the plan says, which may
+        change while the run goes on.
     compress : str or None
         What of gradients goes over the network, as `compression_method` reads it; None for all.
     compress_after : int
         Steps at the start whose gradients are summed whole; Adam's second moments are those of these steps.
     bucket_bytes : int or None
-        From which on a bucket of gradients is full; None for `BUCKET_BYTES`.
+        From which on a bucket of gradients is full; None for what the plan says, else `BUCKET_BYTES`.
     bucket_order : str or None
         Which bucket is summed next where several wait, as `bucket_urgency` reads it; None for the first.
     stage_messages : str or None

@@ -22,6 +22,7 @@ from foreshard.runtime.engine.bucket_sums import BucketSums
 from foreshard.runtime.engine.executor import StepSums
 from foreshard.runtime.engine.update import Update
 from foreshard.runtime.engine.vote import Vote, cast
+from foreshard.runtime.gradient_sums import GradientSums, check_order, check_sums, gradient_sums
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import Job
 from foreshard.runtime.membership.fixed_membership import FixedMembership, Generation, GroupMembership
@@ -82,7 +83,7 @@ class Trainer:
         self._probe = Probe(job, self.rank, context.clock, context.device)
         options = context.options
         self._sums = BucketSums(
-            options.collectives,
+            options.collectives,  # those of the plan where none is named, once it is known
             options.compress,
             context.on_event,
             order=options.bucket_order,
@@ -255,6 +256,10 @@ class Trainer:
         if command.plan is None:
             return
         self._check(command.plan)
+        sums = self._summed_by(command.plan)
+        check_sums(command.plan, sums, virtual=self.context.clock.virtual)
+        if command.plan.collectives != self.plan.collectives:
+            check_order(command.plan, sums, self.context.options.bucket_order)
         number = self._world.announce_plan(command.plan)
         self.context.on_event("plan", f"{command.kind}: {command.reason}", step=self.step, number=number)
 
@@ -347,6 +352,12 @@ class Trainer:
         check_split(layout, self.parameters)
         check_adapters(plan, self.context.job, self.parameters)
 
+    def _summed_by(self, plan: Plan) -> GradientSums:
+        """Return how gradients are summed under a plan: as the run's options say, else as the plan does."""
+        options = self.context.options
+        flags = (options.collectives, options.compress, options.bucket_bytes)
+        return gradient_sums(plan, *flags, file="the plan")
+
     def _roll_forward(self, recovery: Recovery) -> dict[int, Shards]:
         """Finish a step that others have committed, and return what every rank then holds."""
         held, vote = recovery.held(), recovery.vote_to_finish(self.rank)
@@ -370,9 +381,7 @@ class Trainer:
         self._progress.reduced = False
 
     def _new_state(self) -> RankState:
-        context = self.context
-        bucket_bytes = context.options.bucket_bytes
-        return RankState(context.job, self.rank, context.device, self.parameters, bucket_bytes=bucket_bytes)
+        return RankState(self.context.job, self.rank, self.context.device, self.parameters)
 
     def _roll_back(self, plan: Plan, missing: frozenset[int], *, resume: bool) -> None:
         """Restart from the latest checkpoint, or from initial values where there is none."""
@@ -409,6 +418,9 @@ class Trainer:
             world.barrier()
         with self._timed("arrange", layout):
             self._layout = layout
+            sums = self._summed_by(plan)
+            self._sums.select(sums.collectives)
+            self.state.bucket_bytes = sums.bucket_bytes
             self.state.arrange(layout, sharding)
             self.update.arrange(self.state, plan)
             if plan.precision == "tf32":

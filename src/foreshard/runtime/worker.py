@@ -126,6 +126,8 @@ class RankWorker:
             steps=work.steps,
             out=self.out,
             parameter_bytes=self._parameter_bytes(),
+            # flags would win over what the plan says of sums
+            steers_sums=not (self.clock.virtual or work.collectives or work.bucket_bytes or work.compress),
         )
         return Steering(config, self.trainer.propose, self.metrics.event)
 

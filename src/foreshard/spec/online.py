@@ -96,8 +96,9 @@ Event = Fact | Together
 class Command:
     """What to do at the next step boundary."""
 
-    # the largest change that the plan makes: shares only, layers, groups or order, ranks left out, ranks
-    # taken in (keep, re-share, re-cut, regroup, idle, activate)
+    # the largest change that the plan makes: size of buckets, algorithm of sums, shares, layers, groups or
+    # order, ranks left out, ranks taken in (keep, re-bucket, re-route, re-share, re-cut, regroup, idle,
+    # activate)
     kind: str
     plan: Plan | None = None  # the plan of the next step; None for 'keep'
     reason: str = ""  # one line for the operator's log

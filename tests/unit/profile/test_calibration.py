@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from foreshard.errors import SpecError
-from foreshard.profile.calibration import calibrate, fitted_links, floor_and_rate
+from foreshard.lab.lab import Lab
+from foreshard.planner.measured.prices import work_bound_s
+from foreshard.predict.measured.costs import load_costs
+from foreshard.profile.calibration import _STUDENT_T_95, calibrate, fitted_links, floor_and_rate
 from foreshard.profile.layer_times import profile_layers
 from foreshard.profile.link_times import counts_of, pairs_of
 from foreshard.profile.profile_file import load_profile
@@ -52,6 +55,7 @@ def test_a_profile_holds_what_the_layers_are(tmp_path):
     four = made["passes"]["4"]
     assert four["boundary_bytes"] == [4 * 4 * 5, 4 * 4 * 4]
     assert four["saved_bytes"][0] == 4 * 4 * (6 + 5)  # input of the linear, output of the tanh
+    assert four["rounds"] == [1, 1], "each size comes up twice"
     assert np.array(four["forward"]).shape == (2, 2, 2) and np.array(four["forward"]).min() > 0
     assert made["tokens_per_sample"] == 7
 
@@ -60,7 +64,8 @@ def test_an_unfinished_profile_is_continued_and_another_is_not(tmp_path):
     first = measured(tmp_path, (1,))
     told = []
     both = measured(tmp_path, (1, 2), told=told)
-    assert len(told) == 1 and both["passes"]["1"] == json.loads(json.dumps(first["passes"]["1"]))
+    assert all(text.startswith("timing 2 samples") for text in told)
+    assert both["passes"]["1"] == json.loads(json.dumps(first["passes"]["1"]))
     file = tmp_path / "profile.json"
     data = json.loads(file.read_text())
     file.write_text(json.dumps(data | {"complete": True}))
@@ -112,6 +117,11 @@ def made_up(lines=((1e-3, 2e-3), (0.0, 5e-3)), noise=(1.0,), job="j", device="cp
     } | more
 
 
+def lab_of(device):
+    rate = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5}
+    return Lab(clock="cpu", slow=(1.0,), devices=(device,), **rate).cluster()
+
+
 def test_lines_are_found_again_by_clock():
     for clock, part in (("wall", 1.0), ("cpu", 0.5)):
         made = calibrate(made_up(), clock=clock)
@@ -137,6 +147,58 @@ def test_the_interval_is_how_passes_spread():
     assert calibrate(made_up(noise=(1.0, 1.0, 1.0)))["spread"] == pytest.approx([1.0, 1.0])
     low, high = calibrate(made_up(noise=np.linspace(0.8, 1.2, 21)))["spread"]
     assert (low, high) == pytest.approx((0.82, 1.18))
+
+
+def test_the_interval_covers_a_round_of_another_day():
+    """Of machines whose speed changes from round to round, nine of ten further rounds lie inside."""
+    rng, inside = np.random.default_rng(0), 0
+    for _ in range(400):
+        speeds = rng.normal(0.0, 0.05, 6)
+        noise = np.exp(np.repeat(speeds[:5], 3) + rng.normal(0.0, 0.01, 15))
+        made = made_up(noise=noise.tolist())
+        for passes in made["passes"].values():
+            passes["rounds"] = [3] * 5
+        low, high = calibrate(made)["spread"]
+        further = np.exp(speeds[5] + rng.normal(0.0, 0.01) - np.log(np.median(noise)))
+        inside += low <= further <= high
+    assert 0.86 <= inside / 400 <= 0.96
+
+
+def test_quantiles_of_student():
+    stats = pytest.importorskip("scipy.stats")
+    assert stats.t.ppf(0.95, range(1, 11)).tolist() == pytest.approx(_STUDENT_T_95, abs=6e-4)
+
+
+def test_a_size_that_was_timed_is_priced_as_it_was(tmp_path):
+    """Large micro-batches take less a sample than the line says, and a step of one is what a pass took."""
+    made = made_up()
+    for size, less in (("2", 1.2), ("8", 0.8)):
+        for phase in ("forward", "backward"):
+            timed = made["passes"][size][phase]
+            made["passes"][size][phase] = [[[c * less, w * less] for c, w in one] for one in timed]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(calibrate(made)))
+    found = load_costs(str(path))
+    for size, less in ((1, 1.0), (2, 1.2), (4, 1.0), (8, 0.8)):
+        lines = [(1e-3 + 2e-3 * size) * less, (5e-3 * size) * less]
+        assert found.work_s("here", (0, 2), "forward_s", size) == pytest.approx(sum(lines))
+        assert found.work_s("here", (1, 2), "backward_s", size) == pytest.approx(2 * lines[1])
+    at = found.work_s("here", (0, 2), "forward_s", np.array([0, 3, 8]))
+    assert at == pytest.approx(
+        [0.0, sum(found.work_s("here", (0, 2), "forward_s", n) for n in (2, 4)) / 2, at[2]]
+    )
+    bound = work_bound_s(found, lab_of("here"), (1, 2, 4, 8, 16), 8)
+    each_s = [
+        sum(found.work_s("here", (0, 2), name, n) for name in ("forward_s", "backward_s")) / n
+        for n in range(1, 17)
+    ]
+    assert bound == pytest.approx(8 * min(each_s), rel=1e-3) and bound <= 8 * min(each_s) * (1 + 1e-9)
+    data = json.loads(path.read_text())
+    for wrong in ({"timed_sizes": [2, 1, 4, 8]}, {"timed_forward_s": [1.0]}):
+        path.write_text(json.dumps(data | {"layers": [data["layers"][0] | wrong, data["layers"][1]]}))
+        with pytest.raises(SpecError, match="timed") as caught:
+            load_costs(str(path))
+        assert caught.value.key.startswith("layers.timed")
 
 
 def test_devices_of_their_own_have_tables_and_names_have_factors():

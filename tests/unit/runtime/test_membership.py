@@ -245,24 +245,72 @@ def test_nobody_left_is_waited_out_and_told_once(told, tmp_path):
     assert told.join(0, pid=300)["ranks"] == [0, 7]
 
 
-def stuck(told, number, waits, for_s=6.0):
-    """Let every rank wait for others without getting on; return what each is answered."""
+def stuck(told, number, waits, for_s=6.0, heard=None):
+    """Let ranks wait for others without getting on, with heartbeats of those `heard`; return the answers."""
     for rank, others in waits.items():
-        told.beat(rank, number, count=7, waits_for=others)
-    told.now_s += for_s
-    return [told.beat(rank, number, count=7, waits_for=others)["stuck"] for rank, others in waits.items()]
+        told.beat(rank, number, count=7 + 10 * number, waits_for=others)
+    for _ in range(round(2 * for_s)):
+        told.now_s += 0.5
+        answers = {
+            rank: told.beat(rank, number, count=7 + 10 * number, waits_for=others)["stuck"]
+            for rank, others in waits.items()
+            if heard is None or rank in heard
+        }
+        told.agent(running=[[rank, 100 + rank] for rank in waits])
+        told.supervisor.watch()
+    return list(answers.values())
 
 
 def test_a_lost_link_between_ranks_that_live_leaves_one_out_for_a_while(told):
     told.all_join([0, 1, 2])
     for number in (0, 1):
-        stuck(told, number, {0: [1, 2], 1: [2], 2: [1]})
+        stuck(told, number, {0: [1, 2], 1: [2], 2: [1]}, for_s=12.0)
         for rank in range(3):
             told.join(rank, number, reason="closed by peer")
     assert told.join(0, 1)["ranks"] == [0, 1]
     assert not told.beat(0, 2)["wanted"]
-    told.now_s = 1000.0
+    told.beat(0, 2, step=3), told.beat(0, 2, step=4)  # they train without it
+    told.now_s += 20.0
     assert told.beat(0, 2)["wanted"]
+
+
+def of_two():
+    """Return a plan that leaves rank 0 idle."""
+    stages = [{"ranks": [1], "layers": [[0, 4]]}, {"ranks": [2], "layers": [[4, 8]]}]
+    return {"global_batch": 4, "seq_len": 8, "precision": "fp32", "groups": [{"share": 4, "stages": stages}]}
+
+
+def test_the_last_rank_of_the_plan_is_not_excluded(told):
+    """An idle rank is too few for the plan: nothing would be trained."""
+    told.supervisor.answer({"ask": "plan", "plan": of_two()})
+    told.all_join([0, 1, 2])
+    told.agent(died=[[1, 101, ""]])
+    told.all_join([0, 2], 0)
+    for number in (1, 2, 3):
+        stuck(told, number, {0: [2], 2: [0]}, for_s=42.0)
+        assert told.all_join([0, 2], number)[0]["ranks"] == [0, 2]
+
+
+def test_idle_ranks_train_when_no_rank_of_the_plan_will_come_back(told):
+    told.supervisor.answer({"ask": "plan", "plan": of_two()})
+    told.all_join([0, 1, 2])
+    told.agent(died=[[1, 101, ""], [2, 102, ""]])
+    assert told.join(0, 0) is None, "the others are started again"
+    told.agent(gone=[1, 2])
+    plan = parse_plan(told.join(0, 0)["plan"])
+    assert (plan.ranks, plan.groups[0].stages[0].layers) == ((0,), ((0, 8),))
+
+
+def test_no_rank_is_excluded_for_good():
+    blame = LinkBlame(1.0)
+    now_s, lengths = 0.0, []
+    for _ in range(40):
+        blame.exclude(1, now_s)
+        began_s = now_s
+        while blame.excludes(1, now_s):
+            now_s += 4.0
+        lengths.append(now_s - began_s)
+    assert lengths[:3] == [8.0, 16.0, 32.0] and max(lengths) == 600.0
 
 
 def test_a_loaded_machine_is_not_a_lost_link():
@@ -286,8 +334,59 @@ def test_one_rank_that_works_keeps_all_from_being_stuck(told):
     assert stuck(told, 0, {0: [1], 1: [0], 2: None}) == [False] * 3, "rank 2 works: it is only slow"
     assert stuck(told, 0, {0: [1], 1: [0], 2: [1]}, for_s=4.0) == [False] * 3
     told.beat(1, count=8, waits_for=[0])  # it has got on
-    told.now_s += 4.0
-    assert not told.beat(0, count=7, waits_for=[1])["stuck"]
+    assert stuck(told, 0, {0: [1], 1: [0], 2: [1]}, for_s=4.0) == [False] * 3
+
+
+def test_a_rank_that_sends_no_heartbeats_is_not_taken_to_wait_as_it_last_said(told):
+    """On a loaded machine a first step may hold the interpreter for long; idle ranks wait."""
+    told.all_join([0, 1, 2])
+    told.beat(2, count=7, waits_for=[0])
+    waits = {0: [1, 2], 1: [0, 2], 2: [0, 1]}
+    assert stuck(told, 0, waits, for_s=20.0, heard=[0, 1]) == [False] * 2
+    assert not told.beat(0, count=7, waits_for=[1])["broken"], "its agent sees it run"
+    told.beat(2, count=7, waits_for=[0, 1])
+    assert not told.beat(2, count=7, waits_for=[0, 1])["stuck"], "two heartbeats far apart show nothing"
+    assert stuck(told, 0, waits) == [True] * 3
+
+
+def test_a_supervisor_that_had_no_processor_has_not_missed_heartbeats(told):
+    told.all_join([0, 1, 2])
+    told.supervisor.watch(0.2)
+    told.now_s += 50.0  # nobody could be heard
+    told.supervisor.watch(0.2)
+    assert not told.beat(0)["broken"] and told.agent()["kill"] == {}
+    for _ in range(12):
+        told.now_s += 0.2
+        told.beat(0), told.beat(1)
+        told.supervisor.watch(0.2)
+    assert told.agent()["kill"] == {2: 102}, "this one is silent while others are heard"
+
+
+def test_ranks_may_wait_longer_after_each_generation_without_a_step(told):
+    told.all_join([0, 1, 2])
+    lasted_s = []
+    for number, waits in enumerate([{0: [1, 2], 1: [2], 2: [1]}] * 2 + [{0: [1], 1: [0]}] * 2):
+        began_s = told.now_s
+        while not any(stuck(told, number, waits, for_s=0.5)):
+            pass
+        lasted_s.append(told.now_s - began_s)
+        told.all_join(list(waits), number)
+        if number == 2:
+            told.beat(0, 3, step=5), told.beat(0, 3, step=6)
+    assert lasted_s == pytest.approx([5.0, 10.0, 20.0, 5.0], abs=1.0)
+
+
+def test_generations_that_ranks_die_in_without_a_step_end_the_run_by_name(told):
+    told.all_join([0, 1, 2])
+    number = fault = 0
+    while not fault and number < 100:
+        pid = 200 + number  # another process of rank 2 each time
+        told.join(2, pid=pid), told.join(0, number), told.join(1, number)
+        number += 1
+        assert number == told.supervisor.state.number
+        told.agent(died=[[2, pid, "signal 9"]])
+        fault = told.agent()["fault"]
+    assert number == 16 and "--detect-s" in fault["fix"]
 
 
 def test_a_rank_that_is_gone_does_not_let_the_others_wait_for_ever(told):

@@ -107,8 +107,9 @@ class _Stages:
 
     def pass_s(self, samples: int) -> np.ndarray:
         """Return the seconds of a forward and a backward, sums over the block included."""
-        fixed, each = (self._total("forward_s") + self._total("backward_s")).T
-        seconds = self._slow * (fixed + each * samples)
+        names = ("forward_s", "backward_s")
+        each = [self._over(self._sums.upto_seconds(name, samples)) for name in names]
+        seconds = np.asarray(self._slow * np.sum(each, axis=0))
         if len(self._block) == 1:
             return seconds
         sums = [0.0]
@@ -165,7 +166,7 @@ def work_bound_s(
     names = [cluster.device_of(rank).name for rank in range(cluster.num_devices)]
     m = max(sizes)
     sample_s = {
-        name: np.min([_layers_s(costs, name, tp, m) for tp in (1, *degrees) if _known(costs, name, tp)], 0)
+        name: np.min([_least_s(costs, name, tp, m) for tp in (1, *degrees) if _known(costs, name, tp)], 0)
         for name in dict.fromkeys(names)
     }
     if not any(name in costs.tables for name in sample_s):
@@ -177,16 +178,15 @@ def _known(costs: MeasuredCosts, name: str, tp: int) -> bool:
     return tp == 1 or tp in costs.parts.get(name if name in costs.tables else "", {})
 
 
-def _layers_s(costs: MeasuredCosts, name: str, tp: int, samples: int) -> np.ndarray:
-    """Return the seconds a sample of each layer, of all ranks that compute it together."""
-    return np.array(
-        [
-            tp
-            * costs.slow_of(name)
-            * sum((line[0] / samples + line[1]) for line in (layer.forward_s, layer.backward_s))
-            for layer in costs.layers_on(name, tp)
-        ]
-    )
+def _least_s(costs: MeasuredCosts, name: str, tp: int, most: int) -> np.ndarray:
+    """Return the least seconds a sample of each layer, of all ranks that compute it together.
+
+    On a line between two sizes they are least at one of its ends.
+    """
+    sums, layers = costs.sums(name, tp), costs.layers_on(name, tp)
+    sizes = np.array([*(size for size in layers[0].timed_sizes if size < most), most])
+    upto = sums.upto_seconds("forward_s", sizes) + sums.upto_seconds("backward_s", sizes)
+    return np.asarray(tp * costs.slow_of(name) * (np.diff(upto, axis=0) / sizes).min(axis=1))
 
 
 def _unrelated_s(devices: Sequence[tuple[np.ndarray, int]], global_batch: int) -> float:

@@ -1,7 +1,8 @@
 """Costs of layers and links: measured on the user's own machines, or priced by formulas (`traced`).
 
-A layer's forward and backward take `fixed + per_sample * samples` seconds on a device that was measured, and
-`slow` times that on one that is stated to be slower.
+A layer's forward and backward take on a measured device what was timed at a size, between sizes what the line
+between them says; without timed sizes `fixed + per_sample * samples` seconds. A device that is stated to be
+slower takes `slow` times that.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class LayerCost:
     saved_bytes_per_sample: Number
     boundary_bytes_per_sample: Number
     frozen_bytes: Number = 0.0
+    # seconds at the sizes that were timed, in rising order; the lines above are fitted to them
+    timed_sizes: tuple[int, ...] = ()
+    timed_forward_s: tuple[Number, ...] = ()
+    timed_backward_s: tuple[Number, ...] = ()
+    timed_backward_input_s: tuple[Number, ...] = ()
     # of a rank's part of a layer
     sums_forward: Sums = ()
     sums_backward: Sums = ()
@@ -56,17 +62,42 @@ class LayerSums:
         self._upto: dict[str, np.ndarray] = {}
 
     def upto(self, name: str) -> np.ndarray:
-        """Return the sums of a number over the first layers, shape (layers + 1,) or (layers + 1, 2)."""
+        """Return the sums of a number over the first layers, shape (layers + 1,) or (layers + 1, sizes)."""
         if name not in self._upto:
             values = np.array([getattr(layer, name) for layer in self._layers])
             self._upto[name] = np.concatenate((np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)))
         return self._upto[name]
 
-    def line(self, name: str, span: tuple[int, int]) -> Line:
-        """Return (fixed seconds, seconds per sample) of the layers of an interval."""
-        upto = self.upto(name)
-        fixed, each = (upto[span[1]] - upto[span[0]]).tolist()
-        return fixed, each
+    def upto_seconds(self, name: str, samples: Any) -> np.ndarray:
+        """Return the seconds of the first layers for samples, shape (layers + 1, *samples)."""
+        sizes = self._layers[0].timed_sizes
+        if not sizes:
+            fixed, each = np.moveaxis(self.upto(name), -1, 0)
+            return fixed.reshape(-1, *(1,) * np.ndim(samples)) + np.multiply.outer(each, samples)
+        return between_sizes(samples, sizes, self.upto(f"timed_{name}"))
+
+    def seconds(self, name: str, span: tuple[int, int], samples: Any) -> Any:
+        """Return the seconds of the layers of an interval for samples, a number or an array."""
+        upto = self.upto_seconds(name, samples)
+        return upto[span[1]] - upto[span[0]]
+
+
+def between_sizes(samples: Any, sizes: Sequence[int], timed_s: np.ndarray) -> np.ndarray:
+    """Return seconds for samples from those at some sizes, which `timed_s` has along its last axis.
+
+    Between two sizes they are those of the line through both, beyond the last those of the last line. Fewer
+    samples than the first take as long a sample.
+
+    Examples
+    --------
+    >>> between_sizes([1, 2, 4, 6, 16], (2, 4, 8), np.array([3.0, 5.0, 8.0])).tolist()
+    [1.5, 3.0, 5.0, 6.5, 14.0]
+    """
+    known, given = np.array([0, *sizes], dtype=float), np.asarray(samples, dtype=float)
+    timed_s = np.concatenate((np.zeros((*timed_s.shape[:-1], 1)), timed_s), axis=-1)
+    slopes = np.maximum(np.diff(timed_s) / np.diff(known), 0.0)
+    place = np.clip(np.searchsorted(known, given, side="left") - 1, 0, len(sizes) - 1)
+    return np.asarray(timed_s[..., place] + slopes[..., place] * (given - known[place]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +107,7 @@ class MeasuredCosts:
     layers: tuple[LayerCost, ...]  # on the device that was measured first
     # mapping of device name to factor: how many times as long the work takes there; 1 for a measured device
     slow: Mapping[str, float]
-    # 5th and 95th percentile of whole passes over their median: the noise of the machine
+    # 5th and 95th percentile of a step over its prediction: the noise of the machine
     spread: tuple[float, float]
     clock: str  # what the seconds are of (cpu, wall)
     tokens_per_sample: float
@@ -158,8 +189,7 @@ class MeasuredCosts:
 
     def work_s(self, device: str, span: tuple[int, int], name: str, samples: Any, tp: int = 1) -> Any:
         """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
-        fixed, each = self.sums(device, tp).line(name, span)
-        return self.slow_of(device) * (fixed + each * samples)
+        return self.slow_of(device) * self.sums(device, tp).seconds(name, span, samples)
 
     def optimizer_s(self, device: str, layers: Iterable[int], tp: int = 1) -> float:
         """Return the seconds that a device needs to update layers, or its part of them."""
@@ -252,6 +282,8 @@ def load_costs(path: str) -> MeasuredCosts:
         if len(table) != len(file.layers):
             rule = f"A table has the {len(file.layers)} layers of the model"
             raise invalid(len(table), rule, key=f"tables.{name}", fix=fix, file=path)
+    for layer in (*file.layers, *(row for table in file.tables.values() for row in table)):
+        _check_sizes(layer, path, fix)
     return MeasuredCosts(
         layers=file.layers,
         tables=file.tables,
@@ -271,3 +303,15 @@ def load_costs(path: str) -> MeasuredCosts:
             for name, by_degree in file.tensor.items()
         },
     )
+
+
+def _check_sizes(layer: LayerCost, path: str, fix: str) -> None:
+    """Raise for seconds without sizes, or sizes that do not rise."""
+    sizes = layer.timed_sizes
+    if list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1):
+        rule = "Sizes are 1 or more, and rise"
+        raise invalid(list(sizes), rule, key="layers.timed_sizes", fix=fix, file=path)
+    for name in ("timed_forward_s", "timed_backward_s", "timed_backward_input_s"):
+        if len(getattr(layer, name)) != len(sizes):
+            rule = f"A layer has seconds for each of its {len(sizes)} timed sizes"
+            raise invalid(len(getattr(layer, name)), rule, key=f"layers.{name}", fix=fix, file=path)

@@ -24,7 +24,7 @@ from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.spec.variation import Noise
 from foreshard.units import number_of
 
-COVERAGE = 0.9  # of the interval: passes between their 5th and 95th percentile
+COVERAGE = 0.9  # of the interval: between the 5th and the 95th percentile
 _FORMULA_ASSUMPTIONS = (
     "operations as traced, each a kernel of its own: nothing is fused or compiled",
     "in 16 bit: activations and products in 16, parameters, gradients and optimizer in 32 (mixed precision)",
@@ -238,7 +238,7 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
     said = [
         f"seconds of the {costs.clock} clock, layers timed one after another",
         "MFU is not known: measured devices have no stated peak",
-        f"interval: how passes spread on the measured machine ({low:.3f} to {high:.3f} of their median)",
+        f"interval: how rounds and passes of the profile differ ({low:.3f} to {high:.3f} of the prediction)",
         "memory: of parameters, gradients, optimizer and activations; not what the process takes besides",
         "links as the cluster states them"
         if links is None

@@ -61,7 +61,8 @@ class ControllerConfig:
 
     `plan` is the run's first, `steps` the horizon over which budgets are to be kept. `costs` is a file of
     measured costs, `model` what the job trains, as `predict` takes it; the bytes of each layer's parameters
-    are of use where there is neither. Budgets are as ``--budget`` gives them.
+    are of use where there is neither. Budgets are as ``--budget`` gives them. With `steers_sums` buckets and
+    algorithm of sums that the plan states are changed too: on a clock on which sums overlap.
     """
 
     plan: Plan
@@ -73,6 +74,7 @@ class ControllerConfig:
     model: str | None = None
     budgets: tuple[str, ...] = ()
     parameter_bytes: tuple[float, ...] | None = None
+    steers_sums: bool = False
 
     def check(self) -> None:
         """Raise for what the policy cannot change, and for budgets of what the cluster does not state."""
@@ -175,6 +177,7 @@ class ControllerConfig:
             horizon=self.steps,
             max_stages=longest,
             timed=StepTiming(known.passes, chain, most, plan.global_batch),
+            steers_sums=self.steers_sums,
         )
 
 
@@ -186,6 +189,7 @@ def config_of(
     steps: int,
     out: Path,
     parameter_bytes: Sequence[float] | None = None,
+    steers_sums: bool = False,
 ) -> ControllerConfig:
     """Return the configuration that the options of a run describe, as its ranks receive them.
 
@@ -201,4 +205,5 @@ def config_of(
         model=options["model"],
         budgets=tuple(options["budgets"]),
         parameter_bytes=None if parameter_bytes is None else tuple(parameter_bytes),
+        steers_sums=steers_sums,
     )

@@ -275,7 +275,7 @@ def own_samples(plan: Plan) -> dict[int, int]:
 
 
 def _same(plan: Plan, other: Plan) -> bool:
-    """Return whether two plans give every rank the same layers and samples."""
+    """Return whether two plans give every rank the same layers and samples, and sum alike."""
 
     def placed(plan: Plan) -> set[tuple[Any, ...]]:
         return {
@@ -283,4 +283,5 @@ def _same(plan: Plan, other: Plan) -> bool:
             for group in plan.groups
         }
 
-    return placed(plan) == placed(other)
+    sums = [(one.collectives, one.buckets) for one in (plan, other)]
+    return placed(plan) == placed(other) and sums[0] == sums[1]

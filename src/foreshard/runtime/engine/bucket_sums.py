@@ -108,7 +108,7 @@ class AwaitedSum:
 
 
 class BucketSums:
-    """Connects owners by the algorithm and the compression that a run names, for its whole length.
+    """Connects owners by the algorithm and the compression that a run or its plan names.
 
     The first plan has to be one that the algorithm can sum. Later ones follow losses and changes: where the
     owners are then too few or too many for it, the backend sums; what compression has left out until then is
@@ -146,6 +146,10 @@ class BucketSums:
         self._make = None if compress is None else compressor_of(compression_method(compress))
         self._on_event = on_event
         self._is_first_plan = True
+
+    def select(self, collectives: str | None) -> None:
+        """Sum the plan that is connected next by this algorithm; None for the backend's all-reduce."""
+        self._selection = None if collectives is None else all_reduce_selection(collectives)
 
     def plan_connected(self) -> None:
         """Note that the owners of a plan are connected."""

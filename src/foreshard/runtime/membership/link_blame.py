@@ -13,12 +13,14 @@ _IN_A_ROW = 2
 """Failed generations before a rank is excluded: one may fail because a rank starts up or dies."""
 _SHORT_S = 60.0
 """A generation that lasted longer has trained: its end is not the link's fault."""
+_LONGEST_S = 600.0
+"""Longest exclusion, if that is not shorter than the first one: a link that is mended is found out."""
 
 
 class LinkBlame:
     """Counts how often ranks were stuck in generations that failed soon after they began.
 
-    An excluded rank stays away for multiples of `detect_s`.
+    An excluded rank stays away for multiples of `detect_s`, longer each time up to a bound.
     """
 
     def __init__(self, detect_s: float):
@@ -42,7 +44,7 @@ class LinkBlame:
         self._stuck.setdefault(number, set()).update(ranks)
 
     def rank_to_exclude(self, number: int, waiting: Collection[int], now_s: float) -> int | None:
-        """Return the rank to exclude from the generation after `number`, if its link is to blame.
+        """Return the rank to `exclude` from the generation after `number`, if its link is to blame.
 
         It is the rank that was stuck most often in generations of the same ranks that failed in a row, each
         soon after it began; of equals the highest, so that rank 0 stays. If one of them was excluded before,
@@ -57,10 +59,14 @@ class LinkBlame:
         if max(lasted_s) > max(_SHORT_S, 6 * self._detect_s) or not all(self._stuck.get(n) for n in row):
             return None
         blamed = Counter(rank for n in row for rank in self._stuck[n])
-        rank = max(blamed, key=lambda r: (blamed[r], r))
+        return max(blamed, key=lambda r: (blamed[r], r))
+
+    def exclude(self, rank: int, now_s: float) -> None:
+        """Exclude a rank for a while."""
         self._times_excluded[rank] += 1
-        self._excluded_until_s[rank] = now_s + self._detect_s * 4 * 2 ** self._times_excluded[rank]
-        return rank
+        first_s = 8 * self._detect_s
+        away_s = first_s * 2 ** min(self._times_excluded[rank] - 1, 30)
+        self._excluded_until_s[rank] = now_s + min(away_s, max(first_s, _LONGEST_S))
 
     def excludes(self, rank: int, now_s: float) -> bool:
         """Return whether a rank is excluded at present."""

@@ -70,12 +70,16 @@ class Membership(GroupMembership):
         self._owns_devices: tuple[int, bool] | None = None
         self._me = {"rank": rank, "pid": os.getpid()}
         self._number, self._broken_number, self._unconnected = -1, -1, False
+        # held while what a heartbeat said of a generation is acted on: its groups, not those of the next one
+        self._turning = threading.Lock()
         self._wanted = threading.Event()
         self._stopping = threading.Event()
         self._done = threading.Event()
         self.progress.turn_to("joining")
         if self._watched:
             self.progress.arm()
+            # apart from heartbeats: a supervisor that does not answer them must not end a rank
+            threading.Thread(target=self._watch, args=(beat_s,), daemon=True, name="progress").start()
         threading.Thread(target=self._beat, args=(beat_s,), daemon=True, name="heartbeat").start()
         self.generation = self._next(-1, "", resume=resume)
 
@@ -158,8 +162,9 @@ class Membership(GroupMembership):
             raise SystemExit(0)
         found = answer["generation"]
         self.client.forget("g")  # keys of generations before
-        self._broken_number, self._number = -1, found["number"]
-        self._wanted.clear()
+        with self._turning:
+            self._broken_number, self._number = -1, found["number"]
+            self._wanted.clear()
         return Generation(
             number=found["number"],
             plan=parse_plan(found["plan"]),
@@ -227,8 +232,6 @@ class Membership(GroupMembership):
         while not self._done.wait(every_s):
             if child and os.getppid() != agent:
                 os._exit(1)  # the agent is gone: nothing would end or restart this rank
-            if self._watched:
-                self._end_if_hanging(every_s)
             number = self._number
             beat = {"ask": "beat", "number": number, **self._me, **self.progress.to_dict()}
             try:
@@ -238,10 +241,15 @@ class Membership(GroupMembership):
             self.progress.learned(answer["longest_s"])
             if answer["stop"]:
                 self._stopping.set()
-            if number == self._number:
-                self._heed(answer, number)
-        if self._watched:
-            faulthandler.cancel_dump_traceback_later()
+            with self._turning:
+                if number == self._number:
+                    self._heed(answer, number)
+
+    def _watch(self, every_s: float) -> None:
+        """End this process if it hangs."""
+        while not self._done.wait(every_s):
+            self._end_if_hanging(every_s)
+        faulthandler.cancel_dump_traceback_later()
 
     def _heed(self, answer: dict[str, Any], number: int) -> None:
         """Act on what the supervisor answers a heartbeat in a generation."""

@@ -14,12 +14,13 @@ from foreshard.errors import InfeasibleError
 from foreshard.spec.plan import Group, Plan, Stage
 
 
-def repaired(plan: Plan, alive: Collection[int]) -> Plan:
+def repaired(plan: Plan, alive: Collection[int], *, few: bool = False) -> Plan:
     """Return the plan on the ranks of it that are alive, else on idle ones; the plan itself if all are.
 
-    It is infeasible when no rank of the plan is left, and too few others are.
+    It is infeasible when no rank of the plan is left and too few others are for its seats, unless a
+    `few` are to train.
     """
-    there, plan = frozenset(alive), taken_over(plan, alive)
+    there, plan = frozenset(alive), taken_over(plan, alive, few=few)
     if there.issuperset(plan.ranks):
         return plan
     groups, weights = [], []
@@ -41,8 +42,10 @@ def repaired(plan: Plan, alive: Collection[int]) -> Plan:
     return replace(plan, groups=tuple(map(_schedulable, kept)))
 
 
-def taken_over(plan: Plan, alive: Collection[int]) -> Plan:
+def taken_over(plan: Plan, alive: Collection[int], *, few: bool = False) -> Plan:
     """Return the plan with idle ranks in its seats if none of its ranks is left and these are enough.
+
+    A `few` take as many seats as they are, and the others stay with ranks that are gone.
 
     Examples
     --------
@@ -54,11 +57,14 @@ def taken_over(plan: Plan, alive: Collection[int]) -> Plan:
     ((3,), (0,))
     """
     idle = sorted(alive)
-    if not frozenset(plan.ranks).isdisjoint(idle) or len(idle) < len(plan.ranks):
+    if not frozenset(plan.ranks).isdisjoint(idle) or (len(idle) < len(plan.ranks) and not few):
         return plan
     to = dict(zip(sorted(plan.ranks), idle, strict=False))
     groups = [
-        replace(group, stages=tuple(replace(s, ranks=tuple(to[r] for r in s.ranks)) for s in group.stages))
+        replace(
+            group,
+            stages=tuple(replace(s, ranks=tuple(to.get(r, r) for r in s.ranks)) for s in group.stages),
+        )
         for group in plan.groups
     ]
     return replace(plan, groups=tuple(groups))

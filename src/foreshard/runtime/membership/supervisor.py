@@ -4,13 +4,15 @@ A generation is a set of ranks and a plan. Ranks ask for the next one when they 
 and at the end of a step when another rank waits to join; it is formed when every living rank has asked. A
 rank without a heartbeat for `detect_s` counts as dead (`watch`), unless its agent sees it run (`_agent`). A
 rank that hangs ends itself and says so (`_hangs`); if all ranks wait for each other, a link is lost
-(`_is_stuck`). A run that fails again and again without a step ends with the reason (`fault`). Decisions are
-on disk before any rank learns of them, so that a supervisor that is killed continues where it was.
+(`_is_stuck`); after each generation without a step that takes twice as long. A run that fails again and again
+without a step ends with the reason (`fault`). Decisions are on disk before any rank learns of them, so that a
+supervisor that is killed continues where it was.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -37,10 +39,17 @@ _ASK_S = 5.0
 """Longest time that a question waits for its answer; the asker repeats it."""
 _STUCK_S = 5.0
 """Least time after which ranks that all wait are stuck: on a busy machine none may run for a while."""
+_STUCK_REPORTS = 5
+"""Heartbeats in which a rank says that it waits for the same, by which it counts as stuck: one that has no
+processor, or holds its interpreter, sends none and may have got on."""
+_STUCK_GROWTH = 8
+"""Most times as long that ranks may wait after generations without a step: a loaded machine needs it."""
 _HANGS_IN_A_ROW = 3
 """Generations that end because a rank hangs, without a step between them, after which the run ends."""
 _FAILURES_IN_A_ROW = 8
 """Generations of the same processes without a step between them after which the run ends."""
+_ATTEMPTS = 16
+"""The same of generations of any ranks: those that ranks die in, or are excluded from."""
 
 
 @dataclass(slots=True)
@@ -48,7 +57,8 @@ class LiveRank:
     """A rank that is alive: last heard or seen to run at `beat_s`, in `step`.
 
     It `waits` for the next generation, or is `done` with all steps. `count` is that of its activities, see
-    `Progress`; it waits for the peers `waits_for` since `still_s`.
+    `Progress`; it waits for the peers `waits_for` since `still_s`, and has said so `reports` times more, the
+    last time at `said_s`.
     """
 
     pid: int
@@ -58,6 +68,8 @@ class LiveRank:
     count: int = -1
     waits_for: list[int] | None = None
     still_s: float = 0.0
+    said_s: float = 0.0
+    reports: int = 0
     step: int | None = None
 
 
@@ -87,7 +99,8 @@ class Supervisor:
         self._step = -1
         self._hung_in: set[int] = set()
         self._stuck_in = -1
-        self._failures = 0
+        self._failures, self._attempts = 0, 0
+        self._watched_s = now()
         self._stop = False
         self._begun: dict[int, int] = {}
         self._left: list[str] = []
@@ -148,8 +161,9 @@ class Supervisor:
 
     def _note_progress(self, live: LiveRank, message: dict[str, Any]) -> None:
         count, waits_for = int(message.get("count", -1)), message.get("waits_for")
+        live.said_s, live.reports = self._now(), live.reports + 1
         if count != live.count or waits_for is None:
-            live.still_s = self._now()
+            live.still_s, live.reports = self._now(), 0
         live.count, live.waits_for = count, waits_for
         for key, seconds in message.get("longest_s", {}).items():
             self._longest_s[str(key)] = max(float(seconds), self._longest_s.get(key, 0.0))
@@ -158,21 +172,23 @@ class Supervisor:
             return  # it has not begun one: that the next is a later one shows no progress
         self._step, live.step = step, step
         if before is not None and step > before:  # trained, be it again after a loss of all copies
-            self._failures = 0
+            self._failures, self._attempts = 0, 0
             self._hung_in.clear()
 
     def _is_stuck(self) -> bool:
         """Return whether every rank of the generation waits for others, and none has got on for a while.
 
-        Of those that wait for each other in a circle one has a lost link.
+        All of them have said so throughout that while: what one said before it fell silent proves nothing. Of
+        those that wait for each other in a circle one has a lost link.
         """
         if self._stuck_in == self.state.number:
             return True
-        limit_s, members = max(self._detect_s, _STUCK_S), self.state.ranks
+        members = self.state.ranks
         living = {rank: self._live[rank] for rank in members if rank in self._live}
-        until = self._now() - limit_s
         at_work = [live for live in living.values() if not (live.waits or live.done)]
-        if not at_work or any(live.waits_for is None or live.still_s > until for live in at_work):
+        if not at_work or any(live.waits_for is None or live.reports < _STUCK_REPORTS for live in at_work):
+            return False
+        if min(live.said_s for live in at_work) - max(live.still_s for live in at_work) < self._stuck_s:
             return False
         waits = {rank: set(live.waits_for or ()) & living.keys() for rank, live in living.items()}
         if not any(waits.values()) and len(living) == len(members):
@@ -181,6 +197,12 @@ class Supervisor:
         self._link_blame.stuck(self.state.number, _in_circles(waits))
         self.log("stuck", number=self.state.number, waits={r: sorted(w) for r, w in waits.items()})
         return True
+
+    @property
+    def _stuck_s(self) -> float:
+        """How long all ranks may wait for each other in this generation."""
+        growth = min(2 ** max(0, self._attempts - 1), _STUCK_GROWTH)
+        return max(self._detect_s, _STUCK_S) * growth
 
     def _hangs(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note that a rank ends itself because it hangs; the run ends if that does not help."""
@@ -325,11 +347,18 @@ class Supervisor:
 
     # -- decisions ------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Declare ranks dead that have been silent for `detect_s`; called a few times per `detect_s`."""
+    def watch(self, every_s: float = math.inf) -> None:
+        """Declare ranks dead that have been silent for `detect_s`; called a few times per `detect_s`.
+
+        If it is called later than `every_s`, this process had no processor and could not hear ranks.
+        """
         with self._changed:
             if self.state.over:
                 return
+            deaf_s, self._watched_s = self._now() - self._watched_s - every_s, self._now()
+            if deaf_s > every_s:
+                for live in self._live.values():
+                    live.beat_s = min(live.beat_s + deaf_s, self._now())
             for rank, live in list(self._live.items()):
                 silent_s = self._now() - live.beat_s
                 if silent_s > self._detect_s:
@@ -349,29 +378,41 @@ class Supervisor:
         if self.state.over or not waiting or waiting != alive or not self._may_begin(waiting):
             return
         out = self._link_blame.rank_to_exclude(self.state.number, waiting, self._now())
-        if out is not None:
+        if out is not None and self._plan_on(waiting - {out}) is not None:
+            self._link_blame.exclude(out, self._now())
             self.log("link suspected", rank=out)
             self._news.append(f"rank {out} cannot be reached by others and stays out for a while")
             waiting.discard(out)
-        try:
-            plan = repaired(parse_plan(self.state.plan), waiting)
-        except InfeasibleError as error:
-            self._log_once("waiting", text=str(error), ranks=sorted(waiting))
-            if waiting.issuperset(self.state.expected):
-                rule = "A run goes on while the ranks that are left can hold the model"
-                self._end(str(error), rule, "Start it again with --resume", "supervisor.jsonl")
+        plan = self._plan_on(waiting)
+        if plan is None:
+            self._log_once("waiting", text="no rank of the plan is left", ranks=sorted(waiting))
             return
         self._count_failures(waiting)
         self._begin(waiting, plan)
 
+    def _plan_on(self, ranks: set[int]) -> Plan | None:
+        """Return the run's plan on the ranks that are there; None while those are awaited that it needs.
+
+        Idle ranks that are too few for its seats take some of them once nobody else is expected.
+        """
+        try:
+            return repaired(parse_plan(self.state.plan), ranks, few=ranks.issuperset(self.state.expected))
+        except InfeasibleError:
+            return None
+
     def _count_failures(self, ranks: set[int]) -> None:
-        """End the run if the same processes leave generation after generation without a step."""
+        """End the run if ranks leave generation after generation without a step."""
         before, self._begun = self._begun, {rank: self._live[rank].pid for rank in sorted(ranks)}
         self._failures = self._failures + 1 if before == self._begun else 0
         if self._failures >= _FAILURES_IN_A_ROW:
             rule = f"A run ends after {_FAILURES_IN_A_ROW} generations of the same ranks without a step"
             what = f"ranks cannot train together: {'; '.join(self._left[-len(ranks) :])}"
             self._end(what, rule, "See the logs of these ranks", "logs")
+        elif self._attempts >= _ATTEMPTS:
+            rule = f"A run ends after {_ATTEMPTS} generations without a step between them"
+            what = f"ranks do not get as far as a step; last, {(self._left or ['one was lost'])[-1]}"
+            fix = "See why ranks left; on a loaded machine or network give a larger --detect-s; add --resume"
+            self._end(what, rule, fix, "supervisor.jsonl")
 
     def _may_begin(self, waiting: set[int]) -> bool:
         """Return whether all expected ranks are there; only the first generation waits for them."""
@@ -380,6 +421,7 @@ class Supervisor:
 
     def _begin(self, ranks: set[int], plan: Plan) -> None:
         s = self.state
+        self._attempts += 1
         back = sorted(ranks - set(s.ranks)) if s.ranks else []
         news, self._news = [*self._news, *(f"rank {rank} is back" for rank in back)], []
         s.number, s.ranks, s.running = s.number + 1, sorted(ranks), plan.to_dict()
@@ -441,9 +483,10 @@ def main(argv: Sequence[str]) -> int:
     if REPORT_FD in os.environ:
         os.write(int(os.environ[REPORT_FD]), str(supervisor.server.port).encode())
     supervisor.log("supervisor", address=address, port=supervisor.server.port, pid=os.getpid())
+    every_s = min(0.2, float(detect_s) / 5)
     while os.getppid() == parent:  # without its agent, the run on this host is over
-        time.sleep(min(0.2, float(detect_s) / 5))
-        supervisor.watch()
+        time.sleep(every_s)
+        supervisor.watch(every_s)
         if current_term(path) > int(term):
             supervisor.log("superseded", term=current_term(path))  # another host has the rendezvous now
             return 0

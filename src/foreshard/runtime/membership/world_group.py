@@ -23,6 +23,7 @@ class WorldGroup:
 
     def __init__(self, membership: GroupMembership, generation: Generation):
         self.number, self.rank, self._store = generation.number, membership.rank, membership.store
+        self._progress = membership.progress
         self.ranks = tuple(sorted(generation.ranks))
         self.leads = self.rank == self.ranks[0]
         self.group: Any = membership.group(self.ranks, "world") if len(self.ranks) > 1 else None
@@ -93,8 +94,10 @@ class WorldGroup:
 
     def _set(self, key: str, text: str) -> None:
         if self._store is not None:
-            self._store.set(f"g{self.number}/{key}", text)
+            with self._progress.waiting():  # the rendezvous may be slow to answer, or be restarted
+                self._store.set(f"g{self.number}/{key}", text)
 
     def _get(self, key: str) -> bytes:
         assert self._store is not None
-        return bytes(self._store.get(f"g{self.number}/{key}"))
+        with self._progress.waiting(tuple(rank for rank in self.ranks if rank != self.rank)):
+            return bytes(self._store.get(f"g{self.number}/{key}"))

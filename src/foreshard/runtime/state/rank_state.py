@@ -43,11 +43,10 @@ class RankState:
         rank: int,
         device: torch.device,
         parameters: Parameters,
-        *,
-        bucket_bytes: int | None = None,
     ):
         self.job, self.rank, self.device, self.parameters = job, rank, device, parameters
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes: int | None = None
+        """From which on a bucket is full, when gradients are arranged next; None for `BUCKET_BYTES`."""
         self.held: Shards = frozenset()
         self.kept: Shards = frozenset()
         self.modules: dict[int, nn.Module] = {}
@@ -284,7 +283,7 @@ class RankState:
         self.buckets = []
         for (owners, _), gradients in sorted(alike.items()):
             gradients.sort(key=lambda gradient: gradient.name)
-            parts = cut_in_buckets(gradients, self._bucket_bytes)
+            parts = cut_in_buckets(gradients, self.bucket_bytes)
             self.buckets += [self._bucket(owners, part) for part in parts]
         self.zero_gradients()
 
