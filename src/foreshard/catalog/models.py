@@ -93,6 +93,22 @@ def hub_model(text: str) -> Model | None:
     return None
 
 
+def _only_size(text: str) -> Model | None:
+    """Return the model of a family that has one size in the catalog, None where it has several or none."""
+    start = re.sub(r"[\s_]+", "-", text.strip().lower()) + "-"
+    entries = shipped("models.json")["models"]
+    found = {
+        name
+        for name, entry in entries.items()
+        if any(spelling.lower().startswith(start) for spelling in (name, *entry["aliases"]))
+    }
+    if len(found) != 1:
+        return None
+    model = _entry(found.pop())
+    said = f"{text[:100]}: taken as {model.name}, the only size of it in the catalog"
+    return replace(model, assumptions=(*model.assumptions, said))
+
+
 def find_model(name: str) -> Model | None:
     """Return the catalog model of this name or alias, or None.
 
@@ -151,7 +167,7 @@ def load_model(text: str | Path) -> Model:
         error.file = text
         raise error
     on_disk = os.path.exists(text)
-    model = find_model(text) or (None if on_disk else hub_model(text))
+    model = find_model(text) or (None if on_disk else hub_model(text) or _only_size(text))
     if model:
         return model
     if on_disk or (text.endswith(".json") and "://" not in text):
@@ -212,11 +228,16 @@ def near_models(name: str) -> list[str]:
     low = re.sub(r"(?<=[0-9])_(?=[0-9])", ".", name.lower())
     words, family = _words(low), _family(low)
     scored = []
-    for known in shipped("models.json")["models"]:
-        other = _family(known)
+    for known, entry in shipped("models.json")["models"].items():
+        # a short alias where it says more of what was typed: qwen2-7b has the shapes of qwen2.5-7b
+        best = max(
+            (sum(map(_weight, words & _words(spelling))), spelling == known, spelling)
+            for spelling in (known, *map(str.lower, entry["aliases"]))
+            if len(spelling) <= len(known)
+        )
+        other = _family(best[2])
         if family == other or (len(other) > 1 and other in words) or _ratio(family, other) >= 0.85:
-            shared = sum(map(_weight, words & _words(known)))
-            scored.append((shared, _ratio(low, known), known))
+            scored.append((best[0], _ratio(low, best[2]), best[2]))
     scored.sort(key=lambda entry: entry[:2], reverse=True)
     sizes = any(word[-1] in "bm" for word in words if word[0].isdigit())
     return [known for shared, _, known in scored if shared >= scored[0][0]][: 3 if sizes else 8]
