@@ -145,11 +145,12 @@ def _other_cuts(group: Group) -> Iterator[Group]:
 def _other_sizes(request: PlanRequest, group: Group) -> Iterator[Group]:
     """Yield the group with the next smaller and larger micro-batch of the space."""
     width = group.stages[0].inner_dp
-    sizes = [width * n for n in rank_samples(request, width)]
+    alone = len(group.stages) == 1
+    sizes = [width * n for n in rank_samples(request, width, alone=alone)]
     if group.micro_batch in sizes:
         at = sizes.index(group.micro_batch)
         for size in (*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]):
-            if size <= group.share:
+            if alone or size <= group.share:
                 yield replace(group, micro_batch=size)
 
 
