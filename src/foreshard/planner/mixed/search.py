@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
-from foreshard.planner.mixed.local_search import improved
+from foreshard.planner.mixed.local_search import changed_in_chunks, improved
 from foreshard.planner.mixed.node_sets import capped, node_sets
 from foreshard.planner.mixed.subspaces import Part, Subspace, holding_down, next_subspace
 from foreshard.planner.pricing.engine_times import predicted
@@ -234,6 +235,8 @@ class MixedSearch:
         least_s = min(self._plain_bound_s, *(one.bound_s for one in self.even))
         is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
         plain = [] if self.by_price else self.found.plain(1 if is_near else len(self.found.timed))
+        if plain and self.found.is_interleaved:
+            self._change_in_chunks()
         starts: dict[Hashable, tuple[float, Plan]] = {}
         for seconds, plan in plain:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
@@ -248,6 +251,20 @@ class MixedSearch:
                     self._of_even.append(changed)
         if starts and chunk_counts(self.request):
             self._add_interleaved()
+            self._change_in_chunks()
+
+    def _change_in_chunks(self) -> None:
+        """Try changes of the fastest plan in chunks, in any number where it has none, while they help."""
+        counts, before_s = chunk_counts(self.request), np.inf
+        while self.found.best_s < before_s and not self.budget.is_over:
+            before_s, best = self.found.best
+            if best is None:
+                return
+            own = max(group.num_chunks for group in best.groups)
+            tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
+            for made in chain.from_iterable(tried):
+                if self.budget.is_over or self.found.take_interleaved(made) < before_s:
+                    break
 
     @property
     def _subspaces(self) -> list[Part]:
