@@ -106,9 +106,10 @@ def diagnose(request: Request, base: Prediction) -> Diagnosis:
         Where another engine than graph was asked for, or transfers that share a network.
     """
     if request.engine != "graph" or request.network not in (None, "closed-form"):
-        what = f"a diagnosis under engine {request.engine}"
-        rule, fix = "The critical path is one of tasks, each transfer by itself", "Use --engine graph"
-        raise SpecError(what, key="--engine", value=request.engine, rule=rule, fix=fix)
+        key, value = ("engine", request.engine) if request.engine != "graph" else ("network", request.network)
+        rule = "The critical path is one of tasks, each transfer by itself"
+        fix = f"Leave out --{key}, or state a --change"
+        raise SpecError(f"a diagnosis under {key} {value}", key=f"--{key}", value=value, rule=rule, fix=fix)
     case = request.planned_run()
     step = PricedStep.of(case, _batch(request, case))
     prices, cut = _shortened(step.prices)

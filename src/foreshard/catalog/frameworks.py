@@ -58,16 +58,19 @@ def frameworks() -> tuple[Framework, ...]:
     return parse_frameworks(shipped_text("frameworks.toml"))
 
 
-def alias_of(name: str) -> str:
-    """Return the catalog's name of a framework that another name means alone, other names as they are.
+def alias_of(name: str) -> tuple[str, str]:
+    """Return the catalog's name of a framework that another name means, and when it means another one.
+
+    Names that are no alias are returned as they are.
 
     Examples
     --------
-    >>> alias_of("megatron"), alias_of("fsdp2")
-    ('megatron-core', 'fsdp2')
+    >>> alias_of("megatron"), alias_of("torchtune")
+    (('megatron-core', ''), ('torchtitan', 'FSDP2 too'))
     """
-    found: str = shipped("framework_hints.toml")["alias"].get(name.lower().replace("_", "-"), name)
-    return found
+    table, key = shipped("framework_hints.toml"), name.lower().replace("_", "-")
+    ours, unless = table["taken"].get(key, (table["alias"].get(key, name), ""))
+    return ours, unless
 
 
 @cache
@@ -85,7 +88,7 @@ def load_framework(label: str) -> Framework:
     True
     """
     name, _, release = label.partition("@")
-    name = alias_of(name)
+    name, _ = alias_of(name)
     releases = {entry.release: entry for entry in frameworks() if entry.name == name}
     if not releases:
         names = list(dict.fromkeys(entry.name for entry in frameworks()))

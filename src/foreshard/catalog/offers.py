@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
+from foreshard.spec.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,40 @@ def offers_of(framework: Framework) -> Offers:
     """
     table = shipped("offers.toml")
     return _offers(framework.label if framework.label in table else framework.name)
+
+
+def not_offered(plan: Plan, framework: Framework) -> tuple[str, ...]:
+    """Return a sentence for each choice of a plan that a framework does not let its user make.
+
+    Examples
+    --------
+    >>> from foreshard.catalog.frameworks import load_framework
+    >>> from foreshard.spec.degrees import plan_from_degrees
+    >>> plan = plan_from_degrees(8, 4, tp=2, zero=3, seq_len=64)
+    >>> not_offered(plan, load_framework("ddp"))
+    ('ddp has no tp (it has none)', 'ddp has no zero 3 (it has 0, 1)')
+    """
+    offers = offers_of(framework)
+    found: dict[str, None] = {}
+
+    def expect(word: str, value: object, known: Sequence[object]) -> None:
+        if value not in known:
+            has = ", ".join(map(str, known)) or "none"
+            found[f"{framework.label} has no {word}{value} (it has {has})"] = None
+
+    for group in plan.groups:
+        if len(group.stages) > 1 and not offers.schedules:
+            found[f"{framework.label} runs no pipelines of stages"] = None
+        elif len(group.stages) > 1:
+            expect("schedule ", group.schedule, (*offers.schedules, *offers.ordered))
+        for stage in group.stages:
+            for degree in ("tp", "cp", "ep"):
+                if getattr(stage, degree) > 1:
+                    expect("", degree, offers.degrees)
+            if stage.inner_dp * stage.cp > 1:
+                expect("zero ", stage.zero, offers.levels(len(group.stages) if offers.schedules else 1))
+            expect("offload ", stage.offload, offers.offload)
+    return tuple(found)
 
 
 def cpu_offload(framework: Framework) -> str:

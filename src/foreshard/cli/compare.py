@@ -10,7 +10,7 @@ import click
 
 from foreshard import quantity
 from foreshard.cli.options.answer import give, must_be_writable, save, say, write_text
-from foreshard.cli.options.request import describing_a_run, to_request
+from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
 from foreshard.cli.options.sources import verb_command
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.report.screen import Screen, Table, table
@@ -79,6 +79,7 @@ def command(
             rule, fix = "A run has a model and a cluster", "Give both, or --tables all"
             raise SpecError("not given", key=name.upper(), rule=rule, fix=fix)
     request = to_request(values)
+    warn_of_offers(request.to_plan())
     predictions, answers = request.compare(), [_answer(other, request) for other in others]
     data = {"schema_version": 1, "predictions": [prediction.to_dict() for prediction in predictions]}
     if others:

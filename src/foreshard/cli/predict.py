@@ -10,7 +10,7 @@ import click
 
 from foreshard.cli.options import measured, target, traced
 from foreshard.cli.options.answer import NOTHING_FITS, give, save, save_page, say, wants_json
-from foreshard.cli.options.request import describing_a_run, to_request
+from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
 from foreshard.cli.options.sources import verb_command
 from foreshard.errors import SpecError
 
@@ -74,6 +74,7 @@ def command(
         prediction, timeline = request.predict_timeline()
     else:
         prediction = request.predict()
+    warn_of_offers(prediction.plan)
     if not prediction.memory.fits:
         from foreshard.advise.nearest_fit import nearest_fit
 

@@ -8,7 +8,7 @@ import click
 
 from foreshard import quantity
 from foreshard.cli.options.answer import give
-from foreshard.cli.options.request import describing_a_run, to_request
+from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
 from foreshard.cli.options.sources import verb_command
 from foreshard.report.screen import Screen, table
 
@@ -39,6 +39,7 @@ def command(changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
 
     request = to_request(values)
     base, effects = effects_of(request, changes)
+    warn_of_offers(base.plan)
     data = {"schema_version": 1, "base": base.to_dict(), "effects": list(map(effect_dict, effects))}
     found: Diagnosis | None = None
     if diagnose or not changes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from foreshard.catalog.offers import not_offered
 from foreshard.catalog.stacks import attention_assumptions, stack_warnings
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import PlannedRun
@@ -40,6 +41,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         f"{8 * framework.grad_bytes}-bit main gradients, "
         f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
         *stack_warnings(framework, devices),
+        *not_offered(plan, framework),
         *attention_assumptions(case.declared, devices),
         _GOODPUT if goodput else _NO_GOODPUT,
     ]

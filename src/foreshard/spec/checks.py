@@ -336,7 +336,9 @@ def _sequence_divides(case: _Case) -> Iterator[Violation]:
         if seq_len % parts:
             over = f"cp {stage.cp}" + (f" x tp {stage.tp}" if group.sp else "")
             what = f"sequence {seq_len} does not divide over {over}"
-            yield Violation(case.key("", "seq_len", "seq"), seq_len, what, f"Use a multiple of {parts}")
+            without = ", or --no-sp" if group.sp and seq_len % stage.cp == 0 else ""
+            fix = f"Use a multiple of {parts}{without}"
+            yield Violation(case.key("", "seq_len", "seq"), seq_len, what, fix)
 
 
 def _one_vendor(case: _Case) -> Iterator[Violation]:

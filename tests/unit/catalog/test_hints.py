@@ -1,21 +1,60 @@
 """Names and prices of elsewhere: what was meant, and what is doubted, is said."""
 
+import json
+
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
-from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.frameworks import alias_of, load_framework
 from foreshard.catalog.models import load_model
+from foreshard.catalog.shipped import shipped
+from foreshard.cli.program import run
 from foreshard.errors import SpecError
 
 
 @pytest.mark.parametrize(
     ("label", "meant"),
-    [("fsdp2", "torchtitan (FSDP2) or hf"), ("neox", "megatron-deepspeed"), ("torchtitn", "'torchtitan'")],
+    [
+        ("lightning", "torchtitan (FSDP2), deepspeed or ddp, whichever its strategy is"),
+        ("torchtitn", "'torchtitan'"),
+    ],
 )
 def test_framework_names_of_other_places(label, meant):
     with pytest.raises(SpecError) as caught:
         load_framework(label)
     assert caught.value.fix == f"Did you mean {meant}?"
+
+
+@pytest.mark.parametrize("table", ["alias", "taken"])
+def test_names_that_mean_a_framework_name_one_of_the_catalog(table):
+    for name in shipped("framework_hints.toml")[table]:
+        assert load_framework(name).name == alias_of(name)[0] != name
+
+
+def test_a_framework_taken_for_another_is_said_with_when_it_is_not(capsys):
+    assert run(["predict", "gpt2", "1x2xh100-sxm", "--framework", "TRL"]) == 0
+    assert "framework trl: taken as hf (FSDP2; else deepspeed or ddp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stated", "missing"),
+    [
+        (("--framework", "ddp", "--zero", "3"), ["ddp has no zero 3 (it has 0, 1)"]),
+        (("--framework", "hf", "--pp", "2"), ["hf runs no pipelines of stages"]),
+        (("--framework", "composer", "--tp", "2", "--dp", "1"), ["composer@2023 has no tp (it has none)"]),
+        (
+            ("--pp", "2", "--schedule", "zbv"),
+            ["megatron-core has no schedule zbv (it has 1f1b, interleaved)"],
+        ),
+        (("--framework", "torchtitan", "--tp", "2", "--zero", "3"), []),
+    ],
+)
+def test_what_a_framework_does_not_offer_is_warned_of(stated, missing, capsys):
+    assert run(["predict", "gpt2", "1x2xh100-sxm", "--json", *stated]) == 0
+    printed = capsys.readouterr()
+    said = [line for line in printed.err.splitlines() if "warning" in line]
+    assert [line.split(": ")[2].split(";")[0] for line in said] == missing
+    assert set(missing) <= set(json.loads(printed.out)["assumptions"])
 
 
 def test_a_hub_name_is_not_a_missing_file():

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from foreshard.comm.schedules.schedule import COLLECTIVES
+
 SIMULATED = {"schema_version", "time_s", "lower_bound_s", "gap", "flows", "busiest", "wall_s"}
 SYNTHESISED = {"schema_version", "time_s", "lower_bound_s", "gap", "wall_s"}
 RING = """name = "ring"
@@ -42,6 +44,12 @@ def test_what_is_synthesised_is_simulated_at_the_same_time_and_exported(shell, t
     files = str(tmp_path / "et")
     assert shell("comm", "export", schedule, "--to", "chakra", "--size", "16MiB", "-o", files).code == 0
     assert len(list(tmp_path.glob("et.*.et"))) == 4
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_is_simulated_without_naming_an_algorithm(shell, collective):
+    made = shell("comm", "simulate", collective, "1MiB", "1x4xa100-sxm-80gb", "--json").json
+    assert made["time_s"] > 0 and made["gap"] >= 0
 
 
 def test_a_trace_has_every_send(shell, tmp_path):
@@ -83,6 +91,7 @@ def test_the_tuner_file_covers_every_size_once(shell):
         (("simulate", "all-reduce", "1MiB", "2x8xh100-sxm", "--algorithm", "nvls"), "scale-up domains"),
         (("simulate", "all-dance", "1MiB", "2x8xh100-sxm"), "all-dance"),
         (("synthesize", "all-gather", "0", "2x8xh100-sxm"), "SIZE"),
+        (("synthesize", "all-to-all", "1MiB", "1x1xh100-sxm"), "one device alone"),
         (("export", "2x8xh100-sxm", "--to", "msccl"), "2x8xh100-sxm"),
         (("measure", "all-reduce", "1MiB", "--local", "1"), "--local"),
         (("measure", "all-reduce", "1MiB", "--local", "4", "--algorithm", "nvls"), "switches"),

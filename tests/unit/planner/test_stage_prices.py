@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.frameworks import frameworks, load_framework
 from foreshard.catalog.models import load_model
+from foreshard.catalog.offers import offers_of
 from foreshard.planner.pricing.engine_times import engine_seconds
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -280,3 +282,14 @@ def test_compute_alone_is_less_than_all():
     whole, least = price_stages(request, (0, 1)), price_stages(request, (0, 1), compute_only=True)
     finite = np.isfinite(whole.time_s)
     assert np.all(least.time_s[finite] < whole.time_s[finite])
+
+
+@pytest.mark.parametrize("name", sorted({framework.name for framework in frameworks()}))
+def test_stages_are_those_that_the_framework_runs(name):
+    request = replace(
+        asked("gpt2", "1x2xa100-sxm-80gb+1x2xh100-sxm", 1024, "bf16"), framework=load_framework(name)
+    )
+    problem, offers = price_stages(request, (0, 1)), offers_of(request.framework)
+    assert np.isfinite(problem.time_s).any()
+    assert (problem.max_stages > 1) == ("1f1b" in offers.schedules)
+    assert {kind.zero for kind in problem.names if kind.inner_dp > 1} <= set(offers.zero)

@@ -32,9 +32,8 @@ _MAX_ROUNDED = 200_000  # sends whose rounds are counted within a second
 @click.argument("cluster", metavar="CLUSTER")
 @click.option(
     "--algorithm",
-    default="ring",
     metavar="NAME|FILE",
-    help="An algorithm by name, or a schedule's JSON or MSCCL file.",
+    help="An algorithm by name, or a schedule's JSON or MSCCL file (default ring, else direct).",
 )
 @click.option("--ranks", type=Count(2), help="Take the first N devices (default: all).")
 @click.option(
@@ -47,7 +46,7 @@ def command(
     collective: str,
     size: float,
     cluster: str,
-    algorithm: str,
+    algorithm: str | None,
     ranks: int | None,
     rates: str,
     channels: int,
@@ -65,8 +64,10 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.comm.flow.places import routing_of
     from foreshard.comm.flow.schedule_run import run_schedule, send_times
+    from foreshard.comm.schedules.registry import algorithms_of
     from foreshard.interop.collective_schedules.send_trace import send_trace
 
+    algorithm = algorithm or ("ring" if "ring" in algorithms_of(collective) else "direct")
     topology, per_node = topology_at(cluster, rates)
     if not size > 0:
         raise SpecError(
@@ -95,7 +96,7 @@ def command(
         "num_ranks": schedule.num_ranks,
         "time_s": run.seconds,
         "lower_bound_s": run.lower_bound_s,
-        "gap": run.seconds / run.lower_bound_s - 1.0,
+        "gap": max(run.seconds / run.lower_bound_s - 1.0, 0.0),
         "closed_form_s": closed_form_s,
         "flows": run.num_sends,
         "busiest": [{"resource": _name(topology, one), "utilisation": part} for one, part in run.busiest],

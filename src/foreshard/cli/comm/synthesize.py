@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from foreshard.comm.synthesis.synthesize import Synthesis
 
 
+_MANY = 256
+"""Ranks from which making and checking a schedule takes minutes: each piece reaches each rank by a send."""
+
+
 @verb_command("synthesize", output="Write the schedule to a file, which comm simulate and comm export take.")
 @click.argument("collective", type=Word(*COLLECTIVES), metavar="COLLECTIVE")
 @click.argument("size", type=ByteCount(), metavar="SIZE")
@@ -48,6 +52,7 @@ def command(
     from foreshard.comm.synthesis.synthesize import synthesize
 
     topology, _ = topology_at(cluster, rates)
+    _say_of_many(topology.num_ranks)
     found = synthesize(collective, size, topology, budget_s=budget_s, seed=seed)
     faults = verify(found.schedule).faults
     if faults:
@@ -84,3 +89,9 @@ def _screen(data: dict[str, Any], found: Synthesis) -> Screen:
         Box(title="found by", value=found.method, note=f"in {quantity.seconds(found.wall_s)}"),
     )
     return Screen(header=(header,), boxes=boxes)
+
+
+def _say_of_many(num_ranks: int) -> None:
+    if num_ranks >= _MANY:
+        sends = f"{num_ranks * (num_ranks - 1):,}"
+        say(f"{num_ranks} ranks: at least {sends} sends are made, checked and simulated, whatever --budget-s")

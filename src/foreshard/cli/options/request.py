@@ -22,6 +22,7 @@ from foreshard.spec.plan import (
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    Plan,
 )
 
 _DEGREE_HELP = {
@@ -115,6 +116,15 @@ def warn_of_stack(label: str, cluster: Cluster) -> None:
         return  # the verb refuses it, with the file that names it
     for warning in stack_warnings(framework, cluster.devices):
         say(f"foreshard: warning: {warning}")
+
+
+def warn_of_offers(plan: Plan) -> None:
+    """Say which choices of a plan its framework does not let its user make."""
+    from foreshard.catalog.frameworks import load_framework
+    from foreshard.catalog.offers import not_offered
+
+    for missing in not_offered(plan, load_framework(plan.framework)):
+        say(f"foreshard: warning: {missing}; the numbers are those of its kernels with it")
 
 
 def wire_options() -> list[click.Option]:

@@ -201,9 +201,9 @@ class FrameworkLabel(click.ParamType):  # type: ignore[type-arg]
         from foreshard.catalog.frameworks import alias_of
 
         plain = re.sub(r"[\s_]+", "-", name.strip().lower())
-        ours = alias_of(plain)
+        ours, unless = alias_of(plain)
         if ours != plain:
-            say(f"framework {plain}: taken as {ours}")
+            say(f"framework {plain}: taken as {ours}" + (f" ({unless})" if unless else ""))
         return ours + at + release.strip()
 
 

@@ -55,6 +55,7 @@ def lower_bound_s(collective: str, num_bytes: float, topology: Topology) -> floa
     }
     if collective not in rate_of:
         raise unknown("collective", collective, rate_of, key="collective")
+    _check(topology)
     return max(num_bytes / rate_of[collective](topology), latency_bound_s(collective, topology))
 
 
@@ -145,10 +146,11 @@ def send_bytes_per_s(topology: Topology) -> float:
 def _check(topology: Topology) -> None:
     if topology.num_ranks < 2:
         raise SpecError(
-            f"{topology.num_ranks} devices",
+            "one device alone" if topology.num_ranks else "no devices",
             key="topology",
             value=topology.num_ranks,
-            rule="At least 2 devices",
+            rule="A collective is one of at least 2 devices",
+            fix="Name a cluster of more devices",
         )
 
 

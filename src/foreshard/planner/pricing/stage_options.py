@@ -68,7 +68,7 @@ def stage_options(
     """
     offers = offers_of(request.framework)
     rules = recompute_rules(request)
-    levels = offers.levels(2)
+    levels = offers.levels(2) or offers.zero  # what runs no pipelines of stages shards whole models
     zero = request.framework.default_zero if request.framework.default_zero in levels else max(levels)
     allowed = request.choices.of("zero", levels)
     zero = zero if zero in allowed or not allowed else max(allowed)

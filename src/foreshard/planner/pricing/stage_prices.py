@@ -13,6 +13,7 @@ from itertools import chain
 
 import numpy as np
 
+from foreshard.catalog.offers import offers_of
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
@@ -116,10 +117,7 @@ def price_stages(
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
-        # The embedding and the head are places of their own: a stage may hold one of them alone.
-        max_stages=min(
-            stages or MAX_STAGES, request.choices.most_of("pp", MAX_STAGES), request.model.num_layers + 2
-        ),
+        max_stages=_most_stages(request, stages),
         types=types.table,
         takes=takes,
         shortest=np.broadcast_to(stage.host / np.maximum(stage.total, 1e-12), shape).T,
@@ -137,6 +135,14 @@ def price_stages(
         domains=() if leave_s is None else tuple(domains),
         max_pipelines=None if apart else wide,
     )
+
+
+def _most_stages(request: PlanRequest, stages: int | None) -> int:
+    """Return the most stages of a pipeline: one, where the framework runs no 1f1b."""
+    if "1f1b" not in offers_of(request.framework).schedules:
+        return 1
+    # The embedding and the head are places of their own: a stage may hold one of them alone.
+    return min(stages or MAX_STAGES, request.choices.most_of("pp", MAX_STAGES), request.model.num_layers + 2)
 
 
 def _tail(
