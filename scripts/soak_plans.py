@@ -34,6 +34,10 @@ from foreshard.spec.plan import Group, Plan, Stage
 DEVICES = ("h100-sxm", "a100-sxm-80gb", "a100-sxm-40gb", "v100-sxm-16gb", "rtx-4090", "rtx-3090", "l4", "t4")
 MODELS = ("gpt2-large", "gpt2-xl", "llama3.2-1b")
 RULES = ("none", "full")
+SIZES = {False: (1, 2, 4, 8), True: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
+AT_ONCE_TOKENS = 16384
+"""Samples that ranks take at once in the printed space, in several stages and in one, up to so many tokens
+from the fifth on; interleaved ones take fewer."""
 LOST = 0.01
 """Part of a step that the planner's answer may be slower than a plan made by hand."""
 CHUNKS = (2, 4)
@@ -253,10 +257,14 @@ class HandMade:
             return False
         held: set[int] = set()
         for group in groups:
-            width = {stage.inner_dp for stage in group.stages}
-            if len(width) > 1 or group.micro_batch not in {w * n for w in width for n in (1, 2, 4)}:
+            width, alone = {stage.inner_dp for stage in group.stages}, len(group.stages) == 1
+            most = AT_ONCE_TOKENS // self.case.seq_len if group.num_chunks == 1 else 4
+            sizes = {n for n in SIZES[alone] if n <= max(4, most)}
+            if len(width) > 1 or group.micro_batch not in {w * n for w in width for n in sizes}:
                 return False
-            if group.share < group.micro_batch or any(len(s.ranks) > 1 and s.tp == 1 for s in group.stages):
+            if group.share < group.micro_batch and not alone:
+                return False
+            if any(len(s.ranks) > 1 and s.tp == 1 for s in group.stages):
                 return False
             own = {self.domains[rank] for stage in group.stages for rank in stage.ranks}
             if own & held:

@@ -24,13 +24,15 @@ def least_seconds(problem: Problem, filling: str) -> float:
     fill, slowest, micro, grain, drained, shadowed = (
         np.concatenate([row[i] for row in rows])[:, None] for i in range(1, 7)
     )
-    together = np.concatenate([np.full(len(row[0]), row[8]) for row in rows])[:, None]
+    together, least = (
+        np.concatenate([np.full(len(row[0]), row[i]) for row in rows])[:, None] for i in (8, 9)
+    )
     tails = np.concatenate([row[7] for row in rows], axis=1)
     shares = np.arange(1, problem.global_batch + int((micro * together).max(initial=1)) + 1)
     passes = -(-shares // grain) * grain / micro
     last = passes % 1.0
     spared = np.where(last > 0.0, np.minimum((1.0 - last) * drained, last * shadowed), 0.0)
-    seconds = fill + np.maximum(passes, 1.0) * slowest - spared * (passes > 1.0)
+    seconds = fill + np.maximum(passes, least) * slowest - spared * (passes > 1.0)
     # A share that does not come in rounds takes as long as the next one that does.
     seconds = np.where(np.ceil(passes) % together == 0, seconds, np.inf)
     seconds = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, : -problem.global_batch - 1 : -1]
@@ -87,7 +89,7 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         if filling == "full":
             row = (takes, times.sum(1) - times.max(1), *row[2:5], 0.0 * slowest, 0.0 * slowest)
             tail = tails.max(2)
-        yield *(values[runs] for values in row), tail[:, runs], together
+        yield *(values[runs] for values in row), tail[:, runs], together, float(stages > 1)
 
 
 def _inside_a_domain(problem: Problem, takes: np.ndarray) -> np.ndarray:

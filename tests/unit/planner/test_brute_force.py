@@ -139,6 +139,7 @@ def best_by_force(problem: Problem, filling: str = "full") -> float:
             pace.bottleneck_s,
             pace.micro_batch,
             pace.grain,
+            pace.least,
             *tails,
             pace.fill_s - pace.drained_s,
             pace.bottleneck_s - pace.shadowed_s,
@@ -169,7 +170,7 @@ def _not_worse(rows: list[tuple[tuple[float, ...], Template]], kinds: int) -> li
     if not rows:
         return []
     keys = np.array([key for key, _ in rows])
-    sizes = keys[:, kinds + 2 : kinds + 4]
+    sizes = keys[:, kinds + 2 : kinds + 5]
     kept = []
     for i, (_, one) in enumerate(rows):
         same = np.all(sizes == sizes[i], axis=1)

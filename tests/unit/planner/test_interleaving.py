@@ -140,7 +140,7 @@ def _ends_s(problem: Problem, template: Template, batch: int) -> np.ndarray:
 def test_samples_come_in_rounds_and_what_is_left_over_goes_to_one_pipeline(batch):
     request, rng = asked(), np.random.default_rng(batch)
     problem, tried = scaled(price_stages(request, (0, 1), by_domain=True), 2), 0
-    for _ in range(500):
+    for _ in range(1500):
         first = _template(problem, rng, np.array(problem.counts))
         taken = None if first is None else problem.takes[[part.option for part in first]].sum(0)
         second = None if taken is None else _template(problem, rng, np.array(problem.counts) - taken)

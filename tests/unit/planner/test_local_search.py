@@ -9,7 +9,8 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
-from foreshard.planner.mixed.local_search import improved
+from foreshard.planner.mixed.interleaving import interleaved
+from foreshard.planner.mixed.local_search import changed_in_chunks, improved
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.request import checked_request
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
@@ -77,3 +78,26 @@ def test_a_search_without_time_has_the_plan_it_began_with():
     seconds = engine_seconds(request, [plan])[0]
     assert improved(request, plan, seconds, TimeBudget.of(0.0)) == (plan, seconds)
     assert improved(request, plan, seconds, ENDLESS)[1] < seconds
+
+
+def test_changes_in_chunks_lead_to_the_best_cut_micro_batch_and_rules():
+    request = asked("1x2xl4", batch=16)
+
+    def in_chunks(cut, size, rules):
+        plain = plan_with(request, pipeline((cut,), ranks=(0, 1), share=16, size=size, rules=rules))
+        return interleaved(plain, 2)
+
+    every = [in_chunks(*of) for of in product(range(2, LAYERS - 1), (1, 2, 4), product(RULES, repeat=2))]
+    every = [made for made in every if not missing_bytes(request, made)]
+    times = engine_seconds(request, every)
+    seconds, best_s, before_s = max(times), min(times), float("inf")
+    found = every[times.index(seconds)]
+    while seconds < before_s:
+        before_s = seconds
+        for made in changed_in_chunks(request, found, 2):
+            check_plan(made, request.model, request.cluster)
+            assert made.groups[0].num_chunks == 2
+            made_s = float("inf") if missing_bytes(request, made) else engine_seconds(request, [made])[0]
+            if made_s < seconds:
+                seconds, found = made_s, made
+    assert best_s <= seconds <= best_s * 1.002

@@ -296,3 +296,44 @@ def test_plans_a_little_over_the_memory_are_looked_for_with_more_room(monkeypatc
     monkeypatch.setattr(found_module, "missing_bytes", lambda *_: 0.0 if max(reserves) >= 3e8 else 1e8)
     found = search("gpt2-xl", NEAR, batch=16, seq_len=1024)
     assert found.plans and max(reserves) == pytest.approx(3e8)
+
+
+@pytest.fixture(scope="module")
+def searched() -> MixedSearch:
+    """Return a search of two devices that has ended near its bound."""
+    model = load_model("gpt2-large")
+    request = checked_request(
+        replace(model, blocks=model.blocks[:3]),
+        load_cluster("1x2xt4"),
+        global_batch=8,
+        seq_len=256,
+        precision="fp16",
+        budget_s=5.0,
+    )
+    made = MixedSearch(request)
+    made.run()
+    return made
+
+
+def test_the_fastest_plan_is_changed_however_near_its_bound_is(searched, monkeypatch):
+    """A bound that counts filling in full is no proof that unequal stages are not faster."""
+    changed = []
+
+    def improved(request, plan, seconds, budget):
+        changed.append(plan)
+        return plan, seconds
+
+    monkeypatch.setattr(search_module, "improved", improved)
+    monkeypatch.setattr(searched, "budget", TimeBudget.of(60.0))
+    searched._change()
+    assert changed == [searched.found.plain(1)[0][1]]
+
+
+def test_a_plan_below_the_bound_on_its_space_leaves_that_of_work(searched, monkeypatch):
+    before_s, work_s = searched._plain_bound_s, searched.by_set[0].floor_s()
+    assert work_s < before_s
+    below = 0.5 * (work_s + before_s), replace(searched.found.plain(1)[0][1], optimizer="sgd")
+    monkeypatch.setattr(searched.found, "timed", [*searched.found.timed, below])
+    assert searched._plain_bound_s == work_s
+    monkeypatch.setattr(searched.found, "even", [*searched.found.even, below[1]])  # the grid is wider
+    assert searched._plain_bound_s == before_s

@@ -31,6 +31,26 @@ def step_s(model, cluster, **asked):
     return found.plans[0].prediction.step_time_s if found.plans else float("inf")
 
 
+def test_a_stage_alone_takes_all_of_its_share_at_once(even_clock):
+    """A share between two sizes of the space is one short micro-batch, where memory is for no more."""
+    model, cluster = load_model("gpt2-large"), load_cluster("1x1xrtx-3090+1x1xt4@400Gb/s")
+    model = replace(model, blocks=model.blocks[:8])
+    asked = {"global_batch": 15, "seq_len": 1024, "precision": "fp16", "memory_margin": 0.0}
+    found = plan(model, cluster, budget_s=3.0, **asked)
+    alone = {"layers": ((0, 10),), "tp": 1, "zero": 1, "recompute": "none"}
+    known = replace(
+        found.plans[0].plan,
+        groups=(
+            Group(share=12, stages=(Stage(ranks=(0,), **alone),), micro_batch=16, schedule="1f1b"),
+            Group(share=3, stages=(Stage(ranks=(1,), **alone),), micro_batch=4, schedule="1f1b"),
+        ),
+    )
+    by_hand = predict(model, cluster, known, engine="graph", timeline=False)
+    assert by_hand.memory.fits
+    assert found.plans[0].prediction.step_time_s <= by_hand.step_time_s * (1 + 1e-3)
+    assert found.lower_bound_step_time_s <= by_hand.step_time_s
+
+
 @pytest.mark.parametrize(("model", "cluster", "known_s"), ODD)
 def test_equal_nodes_that_no_degree_divides_are_all_used(model, cluster, known_s, even_clock):
     asked = {"global_batch": 256, "seq_len": 4096, "budget_s": 6.0, "memory_margin": 0.0}

@@ -51,7 +51,7 @@ def asked(model: str, cluster: str, seq_len: int, precision: str) -> PlanRequest
 
 
 def some_arrangement(problem: Problem, rng: np.random.Generator) -> Arrangement | None:
-    """Draw pipelines of random options and cuts, and random shares of at least a micro-batch."""
+    """Draw pipelines of random options and cuts, and random shares: of one stage any, else a micro-batch."""
     left, templates = np.array(problem.counts), []
     for _ in range(int(rng.integers(1, 5))):
         size, stages = int(rng.choice(problem.micro_batch)), int(rng.integers(1, 5))
@@ -68,7 +68,7 @@ def some_arrangement(problem: Problem, rng: np.random.Generator) -> Arrangement 
         if np.all(takes_of(problem, template) <= left) and not template_faults(problem, template):
             templates.append(template)
             left = left - takes_of(problem, template)
-    sizes = [int(problem.micro_batch[one[0].option]) for one in templates]
+    sizes = [int(problem.micro_batch[one[0].option]) if len(one) > 1 else 1 for one in templates]
     if not templates or sum(sizes) > BATCH:
         return None
     extra = rng.multinomial(BATCH - sum(sizes), rng.dirichlet(np.ones(len(sizes))))

@@ -49,7 +49,7 @@ Step = tuple[UniformDegrees, int]
 
 @dataclass(slots=True, kw_only=True)
 class DegreeGrid:
-    """The options of a problem by shape and kind; those on devices of several kinds are left out."""
+    """The options of a problem by shape and kind that run anything; none on devices of several kinds."""
 
     problem: Problem
     options: dict[Step, np.ndarray] = field(init=False)
@@ -71,6 +71,8 @@ class DegreeGrid:
                 )
                 found.setdefault((shape, int(used[0])), []).append(option)
         self.options = {key: np.array(value) for key, value in found.items()}
+        runs = [step for step in self.options if np.isfinite(self.layer_seconds(step))]
+        self.options = {step: self.options[step] for step in runs}
         for step in sorted(self.options, key=self.layer_seconds):
             self._kinds.setdefault(step[0], []).append(step[1])
 

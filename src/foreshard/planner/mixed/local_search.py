@@ -13,8 +13,9 @@ from dataclasses import replace
 from itertools import accumulate, count, permutations, product
 from math import lcm
 
+from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
-from foreshard.planner.pricing.stage_options import rank_samples, recompute_rules
+from foreshard.planner.pricing.stage_options import MICRO_BATCHES, rank_samples, recompute_rules
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.spec.plan import Group, Plan
@@ -62,6 +63,29 @@ def improved(request: PlanRequest, plan: Plan, seconds: float, budget: TimeBudge
     return plan, seconds
 
 
+def changed_in_chunks(request: PlanRequest, plan: Plan, chunks: int) -> Iterator[Plan]:
+    """Yield plans with so many chunks on each device, a cut, a micro-batch or a rule from a known one.
+
+    Where samples go from pipeline to pipeline is left to :mod:`foreshard.planner.mixed.chunk_layout`.
+    """
+    in_a_row = tuple(_in_a_row(group) for group in plan.groups)
+    several = sum(len(group.stages) > 1 for group in in_a_row)
+    for groups in (in_a_row, *_other_groups(_alike(request, in_a_row), request, in_a_row)):
+        made = interleaved(replace(plan, groups=groups), chunks)
+        if made is None or sum(group.num_chunks > 1 for group in made.groups) < several:
+            continue
+        if all(group.micro_batch // group.stages[0].inner_dp in MICRO_BATCHES for group in made.groups):
+            yield made
+
+
+def _in_a_row(group: Group) -> Group:
+    """Return a group whose stages hold as many layers as before in one chunk."""
+    ends = list(accumulate(stage.num_layers for stage in group.stages))
+    spans = zip([0, *ends[:-1]], ends, strict=True)
+    stages = (replace(one, layers=(span,)) for one, span in zip(group.stages, spans, strict=True))
+    return replace(group, stages=tuple(stages), schedule="1f1b")
+
+
 def _changes(request: PlanRequest, groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
     """Yield groups that differ in samples, a cut, a micro-batch or a rule, what helps most often first.
 
@@ -75,6 +99,13 @@ def _changes(request: PlanRequest, groups: tuple[Group, ...]) -> Iterator[tuple[
         taker = [g for g in takers if g != givers[-1]][:1]
         if taker and not len(givers) == len(takers) == 1:
             yield from _moved(groups, givers[-1:], taker, (1, 1))
+    yield from _other_groups(alike, request, groups)
+
+
+def _other_groups(
+    alike: Sequence[Sequence[int]], request: PlanRequest, groups: tuple[Group, ...]
+) -> Iterator[tuple[Group, ...]]:
+    """Yield groups of which those alike, or one of them, differ in a cut, a micro-batch or a rule."""
     for members in alike:
         first = groups[members[0]]
         for made in (*_other_cuts(first), *_other_sizes(request, first), *_other_rules(request, first)):
@@ -145,11 +176,12 @@ def _other_cuts(group: Group) -> Iterator[Group]:
 def _other_sizes(request: PlanRequest, group: Group) -> Iterator[Group]:
     """Yield the group with the next smaller and larger micro-batch of the space."""
     width = group.stages[0].inner_dp
-    sizes = [width * n for n in rank_samples(request, width)]
+    alone = len(group.stages) == 1
+    sizes = [width * n for n in rank_samples(request, width, alone=alone)]
     if group.micro_batch in sizes:
         at = sizes.index(group.micro_batch)
         for size in (*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]):
-            if size <= group.share:
+            if alone or size <= group.share:
                 yield replace(group, micro_batch=size)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
-from foreshard.planner.mixed.local_search import improved
+from foreshard.planner.mixed.local_search import changed_in_chunks, improved
 from foreshard.planner.mixed.node_sets import capped, node_sets
 from foreshard.planner.mixed.subspaces import Part, Subspace, holding_down, next_subspace
 from foreshard.planner.pricing.engine_times import predicted
@@ -47,11 +48,12 @@ from foreshard.spec.prediction import Prediction
 SPACE = (
     "pipelines side by side, each of at most 16 stages cut anywhere; stages of devices of one node "
     "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
-    "ranks, 1, 2 or 4 samples a rank (not interleaved, also 8 or all of the batch "
-    "within 16384 tokens), sequences whole or one split over a power of two of ranks (cp) that "
-    "leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
-    "divide both, three recompute rules; any shares of at least a micro-batch, or the whole batch over ranks "
-    "that take a sample more or less; 1f1b; every stage has memory for one micro-batch for each stage after "
+    "ranks, 1, 2 or 4 samples a rank (not interleaved, also 8 or all of the batch, and of one stage 3, 6, "
+    "12, 16, 24, 32, 48 or 64, within 16384 tokens), sequences whole or one split over a power of two of "
+    "ranks (cp) that leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
+    "divide both, three recompute rules; any shares of at least a micro-batch, of one stage also less, or "
+    "the whole batch over ranks that take a sample more or less; 1f1b; every stage has memory for one "
+    "micro-batch for each stage after "
     "it; stages of the same layers in different pipelines lie in different link domains (side by side in one "
     "they are inner data-parallel ranks of one pipeline), "
     "differ at most by a factor of two in inner data-parallel ranks and in ranks that hold the same experts, "
@@ -88,6 +90,8 @@ _NEAR = 0.01
 """Gap at which the answer is good enough: what `--budget-s` says of the end of a search."""
 _FEWER = 0.25
 """Weight of the usual prices of fewer node groups beside those of all."""
+_ROUNDING = 1e-6
+"""Part by which a plan of the space may seem to be below its bound."""
 _CHANGING = 0.05
 """Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
@@ -158,6 +162,7 @@ class MixedSearch:
         self._reserve_bytes = 0.0
         self._depths: set[tuple[int, int]] = set()
         self._tried: list[Plan] = []
+        self._of_even: list[Plan] = []
 
     def run(self, *, hastily: bool = False) -> None:
         """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
@@ -222,10 +227,16 @@ class MixedSearch:
         return spent_s
 
     def _change(self) -> None:
-        """Change the fastest 1f1b plans that differ in their ranks, as long as that helps."""
+        """Change the fastest 1f1b plans that differ in their ranks, as long as that helps.
+
+        The fastest alone where a bound is near. Bounds do not know all that unequal stages spare: they are no
+        reason to leave it as it is.
+        """
         least_s = min(self._plain_bound_s, *(one.bound_s for one in self.even))
         is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
-        plain = [] if self.by_price or is_near else self.found.plain(len(self.found.timed))
+        plain = [] if self.by_price else self.found.plain(1 if is_near else len(self.found.timed))
+        if plain and self.found.is_interleaved:
+            self._change_in_chunks()
         starts: dict[Hashable, tuple[float, Plan]] = {}
         for seconds, plan in plain:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
@@ -236,8 +247,24 @@ class MixedSearch:
             changed, changed_s = improved(self.request, plan, seconds, self.budget)
             if changed is not plan and self.request.choices.holds(changed):
                 self.found.timed.append((changed_s, changed))
+                if plan in self.found.even:
+                    self._of_even.append(changed)
         if starts and chunk_counts(self.request):
             self._add_interleaved()
+            self._change_in_chunks()
+
+    def _change_in_chunks(self) -> None:
+        """Try changes of the fastest plan in chunks, in any number where it has none, while they help."""
+        counts, before_s = chunk_counts(self.request), np.inf
+        while self.found.best_s < before_s and not self.budget.is_over:
+            before_s, best = self.found.best
+            if best is None:
+                return
+            own = max(group.num_chunks for group in best.groups)
+            tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
+            for made in chain.from_iterable(tried):
+                if self.budget.is_over or self.found.take_interleaved(made) < before_s:
+                    break
 
     @property
     def _subspaces(self) -> list[Part]:
@@ -398,8 +425,17 @@ class MixedSearch:
 
     @property
     def _plain_bound_s(self) -> float:
-        """Return a step time that no 1f1b plan beats."""
-        return min(self._set_bound_s(subspace) for subspace in self.by_set)
+        """Return a step time that no 1f1b plan beats.
+
+        It counts filling in full, which plans of unequal stages may beat: where one does, work alone is left.
+        """
+        bound_s = min(self._set_bound_s(subspace) for subspace in self.by_set)
+        apart = [*self.found.even, *self._of_even]  # may be outside this space
+        known = self.found.plain(len(apart) + 1)
+        least_s = next((seconds for seconds, plan in known if plan not in apart), np.inf)
+        if least_s < bound_s * (1.0 - _ROUNDING):
+            return min(subspace.floor_s() for subspace in self.by_set)
+        return bound_s
 
     @property
     def _interleaved_bound_s(self) -> float:

@@ -17,6 +17,8 @@ MICRO_BATCHES = (1, 2, 4)
 """Samples a rank: larger ones fill pipelines more slowly and run no faster, unless they are short."""
 _SHORT_TOKENS = 16384
 """Tokens of a rank's part of a micro-batch up to which it may take more samples than the usual."""
+_AT_ONCE = (3, 6, 12, 16, 24, 32, 48, 64)
+"""Samples that a rank of a pipeline of one stage may take besides."""
 _WIDTHS = tuple(range(1, 9))
 """Inner data-parallel ranks of a stage: more replicas are pipelines of their own."""
 _LEAST_TOKENS = 8192
@@ -78,7 +80,7 @@ def stage_options(
         degrees = [n for n in range(1, domain_block(nodes) + 1) if _splits(request, n, nodes)]
         degrees = degrees if "tp" in offers.degrees else [1]
         contexts = context_degrees(request) if every else [1]
-        sizes = partial(rank_samples, request) if at_once else lambda _: MICRO_BATCHES
+        sizes = partial(rank_samples, request, alone=True) if at_once else lambda _: MICRO_BATCHES
         shapes = [(width, size) for width in _WIDTHS for size in sizes(width)]
         for tp, cp, (width, size), rule in product(degrees, contexts, shapes, rules):
             if cp > 1 and (size > 1 or request.seq_len % (tp * cp)):
@@ -108,12 +110,22 @@ def stage_options(
     return [kind for kind in found if all(request.choices.may_be(n, getattr(kind, n)) for n in names)]
 
 
-def rank_samples(request: PlanRequest, width: int) -> tuple[int, ...]:
-    """Return how many samples each of so many ranks may take at once: more of short ones, up to all."""
+def rank_samples(request: PlanRequest, width: int, *, alone: bool = False) -> tuple[int, ...]:
+    """Return how many samples each of so many ranks may take at once: more of short ones, up to all.
+
+    One stage `alone` may take all of a share at once, which is any number: what is in memory goes by steps.
+    """
     whole = -(-request.global_batch // width)
-    more = (2 * MICRO_BATCHES[-1], whole)
+    more = {2 * MICRO_BATCHES[-1], whole}
+    if alone:
+        more |= {n for n in _AT_ONCE if n < whole}
     short = {n for n in more if n not in MICRO_BATCHES and n * request.seq_len <= _SHORT_TOKENS}
     return (*MICRO_BATCHES, *sorted(short))
+
+
+def fits_alone(request: PlanRequest, kind: StageKind) -> bool:
+    """Return whether an option is only for pipelines of one stage."""
+    return kind.micro_batch not in rank_samples(request, kind.inner_dp)
 
 
 def recompute_rules(request: PlanRequest) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import layer_shape
 from foreshard.planner.pricing.stage_memory import MAX_STAGES, fewest_devices, rooms_in
-from foreshard.planner.pricing.stage_options import StageKind, stage_options
+from foreshard.planner.pricing.stage_options import StageKind, fits_alone, stage_options
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row, stage_types
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
@@ -82,6 +82,8 @@ def price_stages(
     kinds = list(dict.fromkeys(chain(*whole, extra, *more)))
     several = apart and sum(request.cluster.nodes[g].num_devices for g in use) > 1
     rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages), replicas=2.0 if several else 1.0)
+    is_more = np.array([fits_alone(request, kind) for kind in kinds])
+    rooms = np.where(is_more & (types.has_embedding * types.has_head == 0.0), 0, rooms)
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     crosses = fewest_devices(kinds, types, rooms) > max(domains)

@@ -150,9 +150,9 @@ def undominated(problem: Problem, templates: list[Template], *, filling: Filling
     if not templates:
         return []
     takes, rates, tails = pipeline_columns(problem, templates, filling=filling)
-    fill_s, slowest_s, micro_batch, grain, _, drained_s, shadowed_s, together = rates
+    fill_s, slowest_s, micro_batch, grain, _, drained_s, shadowed_s, together, least = rates
     values = np.vstack([takes, fill_s, slowest_s, fill_s - drained_s, slowest_s - shadowed_s, tails]).T
-    _, which = np.unique(np.array([micro_batch, grain, together]), axis=1, return_inverse=True)
+    _, which = np.unique(np.array([micro_batch, grain, together, least]), axis=1, return_inverse=True)
     kept: list[Template] = []
     for size in range(int(which.max()) + 1):
         own = np.flatnonzero(which == size)

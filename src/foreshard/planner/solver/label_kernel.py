@@ -50,7 +50,7 @@ def label_paths(
     cost_limit : float
         Most by which the dual price of a path's devices may exceed the samples it processes.
     least_samples, grain, batch : float
-        A path processes at least so many, whole grains, and at most the batch.
+        A path of several stages processes at least so many, each whole grains, and at most the batch.
     size, in_rounds : float, bool
         Samples of a micro-batch. They come in rounds of as many as a path has stages, the last one of a round
         whole or shorter by whole grains; or one by one.
@@ -227,7 +227,7 @@ def label_paths(
                 begun = rounds + (depth - 1) * size
                 whole = whole if whole > begun else rounds
             whole = min(whole, batch)
-            if through < least_samples * (1.0 - 1e-9) or whole <= 0.0:
+            if (depth > 1 and through < least_samples * (1.0 - 1e-9)) or whole <= 0.0:
                 continue
             at = slot[code[i]]
             if at < 0:

@@ -66,7 +66,7 @@ class PipelineBox:
     def seconds(self, net_samples: float) -> float:
         """Return a time before which no pipeline of the box processes so many samples beyond its cost."""
         least = self.bottleneck_s[0]
-        return self.tail_s[0] + least * max((net_samples + self.cost) / self.family.micro_batch - 1.0, 1.0)
+        return self.tail_s[0] + least * max((net_samples + self.cost) / self.family.micro_batch - 1.0, 0.0)
 
 
 def same_limits(one: PipelineBox, other: PipelineBox) -> bool:
@@ -184,7 +184,8 @@ class Pricing:
     def _seconds(self, box: PipelineBox, net_samples: float) -> float:
         """Return when a box's own pipeline has processed that, fractions of a grain included."""
         own = self._of(box.family, box.path)
-        passes = max((net_samples + own.cost) / box.family.micro_batch, 1.0)
+        least = float(len(box.path[0]) > 1)
+        passes = max((net_samples + own.cost) / box.family.micro_batch, least)
         return own.tail_s + own.once_s + own.slowest_s * (passes - 1.0)
 
     def parts(self, box: PipelineBox, net_samples: float) -> list[PipelineBox]:

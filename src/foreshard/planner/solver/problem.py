@@ -191,9 +191,9 @@ class Arrangement:
 class PipelineRate:
     """How a pipeline goes: a step takes fill + passes * bottleneck + tail seconds.
 
-    A pass is a micro-batch, a short last one the part r that it costs; there is at least one. A short last
-    one spares, of these seconds, the lesser of (1 - r) * `drained_s` and r * `shadowed_s`: it comes up faster
-    than the others, or the one before it is the last to come up. Passes come in rounds of `together`.
+    A pass is a micro-batch, a short last one the part r that it costs; `least` is the fewest passes. A short
+    last one spares, of these seconds, the lesser of (1 - r) * `drained_s` and r * `shadowed_s`: it comes up
+    faster than the others, or the one before it is the last to come up. Passes come in rounds of `together`.
     """
 
     fill_s: float
@@ -204,10 +204,11 @@ class PipelineRate:
     drained_s: float = 0.0
     shadowed_s: float = 0.0
     together: int = 1
+    least: float = 1.0
 
     def samples(self, seconds: float) -> int:
         """Return the samples it processes in so many seconds, tail excluded."""
-        if seconds < (self.fill_s + self.bottleneck_s) * (1 - 1e-12):
+        if seconds < (self.fill_s + self.least * self.bottleneck_s) * (1 - 1e-12):
             return 0
         passes = (seconds - self.fill_s) / self.bottleneck_s
         grains = math.floor(passes * self.micro_batch / self.grain + 1e-9)
@@ -227,7 +228,7 @@ class PipelineRate:
             whole, short = whole + (short > 0) + missing - 1, self.grain
         part = max(short / self.micro_batch, self.shortest) if short else 0.0
         spared_s = min((1.0 - part) * self.drained_s, part * self.shadowed_s) if whole else 0.0
-        return self.fill_s + max(1.0, whole + part) * self.bottleneck_s - spared_s
+        return self.fill_s + max(self.least, whole + part) * self.bottleneck_s - spared_s
 
 
 def last_part(passes: Any, drained: Any, shadowed: Any) -> Any:
@@ -265,7 +266,7 @@ class PipelineColumns(NamedTuple):
 
     takes : ndarray, shape (kinds, pipelines)
         Devices.
-    rates : ndarray, shape (8, pipelines)
+    rates : ndarray, shape (9, pipelines)
         The fields of their :class:`PipelineRate`.
     tails_s : ndarray, shape (len(copies), pipelines)
         Seconds from the last backward, on the first stage, to the end of the step.
@@ -277,9 +278,8 @@ class PipelineColumns(NamedTuple):
 
     def rate(self, at: int) -> PipelineRate:
         """Return how one of them goes."""
-        fill_s, bottleneck_s, micro_batch, grain, shortest, drained_s, shadowed_s, together = self.rates[
-            :, at
-        ].tolist()
+        rates = self.rates[:, at].tolist()
+        fill_s, bottleneck_s, micro_batch, grain, shortest, drained_s, shadowed_s, together, least = rates
         return PipelineRate(
             fill_s,
             bottleneck_s,
@@ -289,6 +289,7 @@ class PipelineColumns(NamedTuple):
             drained_s,
             shadowed_s,
             int(together),
+            least,
         )
 
     def tails(self, problem: Problem, num_pipelines: int) -> np.ndarray:
@@ -307,7 +308,7 @@ class PipelineColumns(NamedTuple):
 
     def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return the whole samples each processes, as :meth:`PipelineRate.samples`."""
-        fill, bottleneck, size, grain, shortest, drained, shadowed, together = self.rates
+        fill, bottleneck, size, grain, shortest, drained, shadowed, together, least = self.rates
         passes = (seconds - fill) / bottleneck
         whole = np.floor(passes * size / grain + 1e-9) * grain // size
         part = last_part(passes - whole, drained / bottleneck, shadowed / bottleneck)
@@ -315,7 +316,7 @@ class PipelineColumns(NamedTuple):
         begun = whole % together
         short = np.where((part < shortest * (1 - 1e-9)) | (begun < together - 1), 0.0, short)
         samples = (whole - np.where(short > 0, 0.0, begun)) * size + short
-        return np.where(seconds < (fill + bottleneck) * (1 - 1e-12), 0.0, samples)
+        return np.where(seconds < (fill + least * bottleneck) * (1 - 1e-12), 0.0, samples)
 
 
 def pipeline_columns(
@@ -335,7 +336,7 @@ def pipeline_columns(
     ------
     docs/derivations/step.md.
     """
-    rates = np.empty((8, len(templates)))
+    rates = np.empty((9, len(templates)))
     takes = np.empty((len(problem.counts), len(templates)))
     tails = np.empty((len(problem.copies), len(templates)))
     by_length: dict[int, list[int]] = {}
@@ -376,7 +377,7 @@ class _Pipelines(NamedTuple):
         return cls(options, types, times, takes, is_within)
 
     def rates(self, problem: Problem, filling: Filling) -> np.ndarray:
-        """Return the fields of their `PipelineRate`, shape (8, pipelines); a pass goes through all chunks."""
+        """Return the fields of their `PipelineRate`, shape (9, pipelines); a pass goes through all chunks."""
         slowest_s, before = self.times_s.max(1), self._is_before_slowest(problem)
         micro_batch, grain = problem.micro_batch[self.options[:, 0]], problem.grain[self.options].max(1)
         shortest = drained_s = shadowed_s = np.zeros(len(slowest_s))
@@ -398,7 +399,9 @@ class _Pipelines(NamedTuple):
         size, pass_s = chunks * micro_batch, chunks * slowest_s
         if chunks > 1:  # how soon the micro-batch before a short one comes up is not known: all is spared
             shadowed_s = drained_s * size / grain
-        return np.array([fill_s, pass_s, size, grain, shortest, drained_s, shadowed_s, together])
+        # What one stage does at once may be less than a micro-batch; several are not filled for that.
+        least = np.full(len(slowest_s), float(stages > 1))
+        return np.array([fill_s, pass_s, size, grain, shortest, drained_s, shadowed_s, together, least])
 
     def tails_s(self, problem: Problem, filling: Filling) -> np.ndarray:
         """Return the tails of steps of each number of pipelines, shape (len(copies), pipelines)."""
