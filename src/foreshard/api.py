@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise.change import Effect, effects_of
-from foreshard.advise.request import ASKED, Request
+from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ExtraMissingError, SpecError
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import AUTO, Plan
 from foreshard.spec.plan_file import load_plan as _load_plan
 from foreshard.spec.prediction import Prediction
 from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
+from foreshard.units import count, parse
 from foreshard.words import option_name
 
 if TYPE_CHECKING:
@@ -82,8 +83,26 @@ BY_FLAG = {"dtype": "precision", "seq": "seq_len"}
 """Options that the command line names otherwise; Python takes both names, and those of other tools."""
 
 
+_COUNTED = (*DEGREES, "zero", "shard_size", "micro_batch", "global_batch", "max_devices", "top")
+_AMOUNTS = ("tokens", "max_usd", "max_hours", "usd_per_device_hour", "budget_s", "observed_step_s")
+
+
+def _of_text(name: str, value: Any) -> Any:
+    """Return the number that a text of an option means, as the command line reads it; else the value."""
+    if not isinstance(value, str):
+        return value
+    if name == "buckets" and value.strip().lower() != AUTO:
+        return int(parse(value, "bytes"))
+    if name not in (*_COUNTED, *_AMOUNTS, "seq_len"):
+        return value
+    number = count(value, thousand=1024 if name == "seq_len" else 1000)
+    if number is None or name in _AMOUNTS:
+        return value if number is None else number
+    return int(number) if number == int(number) else value
+
+
 def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by their names in Python.
+    """Return options by their names in Python, numbers written as on the command line as numbers.
 
     Raises
     ------
@@ -103,7 +122,7 @@ def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
                 rule="They are two names of one option",
                 fix="Leave out one",
             )
-        found[ours], stated[ours] = value, name
+        found[ours], stated[ours] = _of_text(ours, value), name
     return found
 
 
@@ -270,7 +289,7 @@ def compare(
 def whatif(
     model: Model | str,
     cluster: Cluster | str,
-    changes: Iterable[str],
+    changes: Iterable[str] | str,
     plan: Plan | str | None = None,
     **choices: Any,
 ) -> tuple[Prediction, tuple[Effect, ...]]:

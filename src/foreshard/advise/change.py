@@ -268,12 +268,12 @@ def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:
     return tuple(sorted(effects, key=order))
 
 
-def effects_of(request: Request, changes: Iterable[str]) -> tuple[Prediction, tuple[Effect, ...]]:
+def effects_of(request: Request, changes: Iterable[str] | str) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the prediction of a request and the effect of each change on it, best first.
 
     An unknown key or value is the user's error; a change that cannot run is an answer.
     """
-    changes = tuple(changes)
+    changes = (changes,) if isinstance(changes, str) else tuple(changes)
     for change in changes:
         apply(request, change)
     base = request.predict()

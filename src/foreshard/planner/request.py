@@ -174,9 +174,10 @@ def checked_request(
 
     `stated` are choices of the plans to search, as `planner.choices.choices` takes them.
     """
-    objectives = (objective,) if isinstance(objective, str) else tuple(objective)
-    for name in objectives:
-        one_of(name, OBJECTIVES, key="--objective", name="objective")
+    stated_objectives = (objective,) if isinstance(objective, str) else objective
+    objectives = tuple(
+        one_of(name, OBJECTIVES, key="--objective", name="objective") for name in stated_objectives
+    )
     for flag, limit in (("--max-usd", max_usd), ("--max-hours", max_hours)):
         if limit is not None and tokens is None:
             raise SpecError(

@@ -51,7 +51,7 @@ class Noise:
         if not _is_number(self.jitter) or not 0.0 <= self.jitter <= MAX_JITTER:
             rule = f"Is a part of the mean, from 0 to {MAX_JITTER:g}"
             raise invalid(self.jitter, rule, key="--jitter", name="jitter", fix="Write it like 3%")
-        one_of(self.jitter_tail, TAILS, key="--jitter-tail", name="jitter-tail")
+        one_of(self.jitter_tail, TAILS, key="--jitter-tail", name="jitter-tail", exact=True)
         whole(self.seeds, 1, MAX_STEPS, key="--seeds", name="seeds")
         whole(self.seed, 0, 2**63 - 1, key="--seed", name="seed")
         for flag, factors in (("--slow", self.slow), ("--slow-link", self.slow_link)):

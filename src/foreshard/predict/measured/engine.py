@@ -159,7 +159,7 @@ def _check_engine(engine: str, noise: Noise | None) -> None:
             rule="Measured and traced layers are executed in the order of the schedule",
             fix="Use --engine graph or --engine event",
         )
-    one_of(engine, ENGINES, key="--engine", name="engine")
+    one_of(engine, ENGINES, key="--engine", name="engine", exact=True)
     check_noise(noise, engine)
 
 
