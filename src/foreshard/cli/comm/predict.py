@@ -189,7 +189,7 @@ def _screen(found: CollectivePrediction, notes: list[str]) -> Screen:
 
 def _interval(found: CollectivePrediction) -> str:
     low, high = (quantity.seconds(end) for end in found.time_intervals_s[INTERVAL])
-    return f"{INTERVAL:.0%} within {low} to {high}"
+    return f"{100 * INTERVAL:.0f} % within {low} to {high}"
 
 
 def _size(num_bytes: float) -> str:
