@@ -291,9 +291,12 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     chunks, apart = p.num_chunks, (p.num_chunks - 1.0) / p.num_chunks * p.num_stages
     hidden_b = stage.backward * np.where(chunks > 1, apart, 1.0 - first)
     hidden_f = stage.forward * np.where(chunks > 1, apart, 1.0 - last)
-    taxed = contention(machine) * np.minimum(hidden_b, reduce * (1.0 - last)) * (chunks == 1)
-    exposed = np.maximum(reduce * last, reduce - hidden_b) + taxed
-    waited = np.maximum(gather * last, gather - hidden_f)
+    # Compute beside a collective is slowed, which counts where compute is what the step waits for.
+    slowed = contention(machine) * (chunks == 1)
+    slowed_b = slowed * np.minimum(hidden_b, reduce * (1.0 - last))
+    slowed_f = slowed * np.minimum(hidden_f, gather * (1.0 - last))
+    exposed = np.maximum(reduce * last + slowed_b, reduce - hidden_b)
+    waited = np.maximum(gather * last + slowed_f, gather - hidden_f)
     tail = np.where(traits.grad_overlap > 0, exposed, reduce)
     tail = tail + across_groups_s(stage.params, stage.expert_params, machine)
     if np.count_nonzero(p.tied):
