@@ -122,7 +122,7 @@ def traced(name: str, side: int, precision: str, layout: str) -> TracedModule:
     module, image = network(name, side=side)
     if layout == "nhwc":
         module = module.to(memory_format=torch.channels_last)
-    return trace_module(module, image, precision=precision, name=name)
+    return trace_module(module, image, precision=precision, autocast=True, name=name)
 
 
 @cache

@@ -101,7 +101,7 @@ def _layer(
     sizes: tuple[float, float],
     optimizer: str,
 ) -> LayerCost:
-    narrow = module.precision in ("fp16", "bf16")
+    narrow = module.casts_weights and module.precision in ("fp16", "bf16")
     cast_s = float(stream_s(narrow * _CAST_BYTES * (layer.parameters + layer.frozen), kernels))
     forward_s, backward_s = (
         _line(operations, price, sizes) for operations in (layer.forward, layer.backward)
