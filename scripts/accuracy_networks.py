@@ -1,4 +1,4 @@
-"""Classic networks against published training speeds, none of which any constant was fitted to.
+"""Classic networks against published training speeds; only RegNet's are in a fit (scripts/fit_grouped.py).
 
     python scripts/accuracy_networks.py [--data FOLDER] [--residuals]
 

@@ -422,10 +422,11 @@ def test_mixed_precision_casts_a_weight_once():
         def forward(self, x):
             return self.mix(self.mix(x))
 
-    _, found = calls(Twice(), (64,), precision="bf16", autocast=True)
+    traced, found = calls(Twice(), (64,), precision="bf16", autocast=True)
     # there in the forward, and back for the sum of both gradients
     casts = [o.bytes.fixed for o in found if o.name == "_to_copy"]
     assert [size for size in casts if size >= 64 * 64] == [6 * 64 * 64] * 2
+    assert traced.saved_bytes(0) == 2 * 64 * 64  # its copy, until the backward is over
 
 
 @pytest.mark.parametrize(

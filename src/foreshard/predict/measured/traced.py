@@ -117,7 +117,8 @@ def _layer(
         state_bytes=state,
         saved_bytes_per_sample=layer.saved_bytes.each,
         boundary_bytes_per_sample=layer.boundary_bytes.each,
-        frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES,
+        # beside them what forward keeps of any batch: copies of weights in 16 bit, masks
+        frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES + max(0.0, layer.saved_bytes.fixed),
     )
 
 
