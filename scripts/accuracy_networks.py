@@ -1,4 +1,4 @@
-"""Classic networks against published training speeds, none of which any constant was fitted to.
+"""Classic networks against published training speeds; only RegNet's are in a fit (scripts/fit_grouped.py).
 
     python scripts/accuracy_networks.py [--data FOLDER] [--residuals]
 
@@ -122,7 +122,7 @@ def traced(name: str, side: int, precision: str, layout: str) -> TracedModule:
     module, image = network(name, side=side)
     if layout == "nhwc":
         module = module.to(memory_format=torch.channels_last)
-    return trace_module(module, image, precision=precision, name=name)
+    return trace_module(module, image, precision=precision, autocast=True, name=name)
 
 
 @cache

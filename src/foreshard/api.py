@@ -729,7 +729,10 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
 
     module, inputs, loss = made
     title = name or model.rpartition(":")[2]
-    return trace_module(module, inputs, loss=loss, precision=precision, name=title, where=model)
+    mixed = name is not None  # as the networks of the catalog are trained in 16 bit
+    return trace_module(
+        module, inputs, loss=loss, precision=precision, autocast=mixed, name=title, where=model
+    )
 
 
 def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:

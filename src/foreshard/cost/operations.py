@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,30 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.kernels import KernelModel
 from foreshard.spec.traced_module import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class _Direct:
+    """Direct kernels of grouped convolutions in one layout.
+
+    Attributes
+    ----------
+    share : float
+        FLOP/s, of those outside the matrix units.
+    channels : float
+        Channels of a group that finding a tap of the filter costs as much as.
+
+    Source
+    ------
+    Fitted by scripts/fit_grouped.py on RegNet's rows of timm (RTX 3090, PyTorch 1.10 to 1.12).
+    """
+
+    share: float
+    channels: float
+
+
+_FIRST = _Direct(share=2.06, channels=221.0)
+_LAST = _Direct(share=0.245, channels=148.0)
 
 
 def operations_s(
@@ -60,6 +85,26 @@ def _convolutions(operations: list[Operation], samples: float, kernels: KernelMo
     return np.minimum(_products(operations, samples, kernels, vector), direct_s)
 
 
+def _depthwise(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
+    """Price convolutions of single channels: each row of the filter streams the image again."""
+    (rows,) = _sizes(operations, samples)
+    return stream_s(_bytes(operations, samples) * rows, kernels)
+
+
+def _grouped(operations: list[Operation], samples: float, kernels: KernelModel, vector: float) -> Any:
+    """Price convolutions in groups that no kernel on matrix units takes: the library's direct kernels.
+
+    Such a kernel finds the place of every tap of the filter anew, so that a tap costs as if its group had
+    `_Direct.channels` more.
+    """
+    width, channels_last = _sizes(operations, samples)
+    share = np.where(channels_last > 0, _LAST.share, _FIRST.share)
+    more = np.where(channels_last > 0, _LAST.channels, _FIRST.channels)
+    flops = _flops(operations, samples)
+    direct_s = flops * (1.0 + more / width) / np.minimum(share * vector, kernels.peak_flops_per_s)
+    return np.maximum(direct_s, stream_s(_bytes(operations, samples), kernels))
+
+
 def _attention(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
     sequences, heads, queries, keys, width, causal = _sizes(operations, samples)
     forward_s = flash_attention_forward_s(
@@ -76,6 +121,8 @@ def _streams(operations: list[Operation], samples: float, kernels: KernelModel, 
 _PRICES = {
     "product": _products,
     "convolution": _convolutions,
+    "depthwise": _depthwise,
+    "grouped": _grouped,
     "attention": _attention,
     "stream": _streams,
     "layout": _streams,

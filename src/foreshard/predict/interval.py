@@ -292,7 +292,7 @@ def calibrated_intervals(
 
 @cache
 def _traced_residuals() -> tuple[float, ...]:
-    """Return residuals of classic networks, none of them in a fit.
+    """Return residuals of classic networks, in no fit but that of grouped convolutions (RegNet).
 
     One for each network, device, precision, layout and number of devices, by
     `scripts/accuracy_networks.py --residuals`.

@@ -36,7 +36,9 @@ NOTHING_HELPS = "What would help: no single change tried wins one per cent or mo
 def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
     """Return the three headline numbers."""
     memory = prediction.memory
-    price = prediction.cost.usd_per_1b_tokens
+    price, of = prediction.cost.usd_per_1b_tokens, "1B tokens"
+    if prediction.plan.seq_len == 1:  # of an image or a row, which is no token
+        price, of = None if price is None else price / 1e3, "1M samples"
     dated = _prices(prediction.cost.price_date)
     whole = "" if prediction.run_time_s is None else f", {run_line(prediction)}"
     return (
@@ -48,7 +50,7 @@ def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
             alarm=not memory.fits,
         ),
         Box(
-            title="Cost of 1B tokens",
+            title=f"Cost of {of}",
             value="no price known" if price is None else quantity.usd(price),
             note=("give --usd-per-device-hour" if price is None else dated) + whole,
         ),
@@ -205,11 +207,13 @@ def advice_table(advice: Sequence[Effect]) -> Table:
 
 def speed_line(prediction: Prediction) -> str:
     """Return throughput, utilisation and what binds, in one line; unknown values are left out."""
+    unit = "samples" if prediction.plan.seq_len == 1 else "tokens"
     words = [
-        f"{quantity.count(prediction.tokens_per_s)} tokens/s",
+        f"{quantity.count(prediction.tokens_per_s)} {unit}/s",
         f"({quantity.count(prediction.tokens_per_s_per_device)} per device)",
-        f"{quantity.digits(prediction.samples_per_s)} samples/s",
     ]
+    if unit == "tokens":
+        words.append(f"{quantity.digits(prediction.samples_per_s)} samples/s")
     if prediction.mfu:
         words.append(f"MFU {quantity.percent(prediction.mfu)}")
     if prediction.energy_j_per_step is not None:

@@ -36,11 +36,13 @@ class Operation:
     ----------
     name : str
         The operator, as torch calls it.
-    kind : {'product', 'convolution', 'attention', 'stream', 'layout'}
-        What prices it. A convolution is the matrix product that it equals.
+    kind : {'product', 'convolution', 'grouped', 'depthwise', 'attention', 'stream', 'layout'}
+        What prices it. A convolution is the matrix product that it equals; those in groups that matrix
+        units do not take are of their own kinds.
     sizes : tuple of Affine
         product, convolution: rows, columns, inner length, number of products; attention: number of
-        sequences, heads, queries, keys, head dimension, 1 where causal; others: none.
+        sequences, heads, queries, keys, head dimension, 1 where causal; grouped: channels of a group, 1
+        where channels are last; depthwise: rows of the filter; others: none.
     bytes : Affine
         Read and written.
     flops : Affine
@@ -89,6 +91,8 @@ class TracedModule:
     ----------
     tied : tuple of ((int, ...), int)
         Layers that share a parameter, and its elements; each of the layers counts them.
+    casts_weights : bool
+        Whether each step casts all weights to 16 bit besides its operations.
     """
 
     name: str
@@ -96,6 +100,7 @@ class TracedModule:
     precision: str
     source: str
     tied: tuple[tuple[tuple[int, ...], int], ...] = ()
+    casts_weights: bool = True
     assumptions: tuple[str, ...] = ()
 
     @property

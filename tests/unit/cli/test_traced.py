@@ -47,6 +47,11 @@ def test_predict_takes_a_module_with_example_inputs(shell, net, factory):
     assert sum(answer.json["time_breakdown_s"].values()) == pytest.approx(answer.json["step_time_s"])
 
 
+def test_images_are_counted_as_samples(shell):
+    text = shell("predict", "resnet18", "1x2xa100-sxm-40gb").out
+    assert "Cost of 1M samples" in text and " samples/s" in text and "tokens" not in text
+
+
 def test_a_network_by_name_and_a_plan_of_it(shell, tmp_path):
     first = shell("predict", "ResNet18", "1x2xrtx-3090", "--micro-batch", "16", "--dtype", "fp16", "--json")
     assert first.code == 0 and first.json["model"] == "resnet18"

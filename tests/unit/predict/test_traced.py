@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from foreshard.api import load_cluster, plan_traced, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_model
+from foreshard.cost.elementwise import stream_s
 from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
 from foreshard.predict.measured.engine import predict_measured
@@ -17,6 +18,7 @@ from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
 from foreshard.profile.networks.catalog import network
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
+from foreshard.spec.traced_module import Affine, Operation
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +161,42 @@ def test_intervals_come_from_errors_of_networks_that_no_constant_saw(resnet):
     low, high = made.step_time_interval_s
     assert low < made.step_time_s < high
     assert np.log(high / made.step_time_s) == pytest.approx(np.log(made.step_time_s / low))
+
+
+def grouped_s(width, *, last=False, samples=8.0, flops=1e12, num_bytes=1e6):
+    operation = Operation(
+        name="convolution",
+        kind="grouped",
+        sizes=(Affine(width, 0.0), Affine(float(last), 0.0)),
+        bytes=Affine(0.0, num_bytes),
+        flops=Affine(0.0, flops),
+    )
+    device = resolve_device("rtx-3090")
+    return float(operations_s([operation], samples, kernel_model(device, "fp16"), device.peak("fp32"))[0])
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_more_groups_never_take_fewer_seconds_for_a_flop(last):
+    seconds = [grouped_s(width, last=last) for width in (2, 3, 8, 24, 64, 168, 1e4)]
+    assert seconds == sorted(seconds, reverse=True)
+    # nor fewer than what the matrix units need, however few the groups
+    assert seconds[-1] > 8e12 / resolve_device("rtx-3090").peak("fp16")
+
+
+def test_grouped_convolutions_grow_with_samples_and_with_channels_last():
+    assert 0 < grouped_s(24, samples=4) < grouped_s(24, samples=5)
+    assert grouped_s(24) < grouped_s(24, last=True)
+    assert grouped_s(24, flops=1e6, num_bytes=1e9) == pytest.approx(
+        float(stream_s(8e9, kernel_model(resolve_device("rtx-3090"), "fp16")))
+    )
+
+
+def test_a_depthwise_convolution_streams_its_image_for_every_row_of_the_filter():
+    kernels = kernel_model(resolve_device("rtx-3090"), "fp16")
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 64, 1), torch.nn.Conv2d(64, 64, 7, padding=3, groups=64, bias=False)
+    )
+    traced = trace_module(module, torch.empty(1, 3, 32, 32), precision="fp16")
+    (found,) = [o for layer in traced.layers for o in layer.forward if o.kind == "depthwise"]
+    moved = 2 * (2 * 16 * 64 * 32 * 32 + 64 * 49)
+    assert operations_s([found], 16, kernels, 1e12)[0] == pytest.approx(float(stream_s(7 * moved, kernels)))

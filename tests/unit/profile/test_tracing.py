@@ -392,3 +392,56 @@ def test_what_cannot_be_traced_is_explained(module, words):
 def test_precisions_that_are_not_traced_are_named():
     with pytest.raises(SpecError, match="no trace in fp8"):
         trace_module(nn.Linear(4, 4), torch.empty(1, 4), precision="fp8")
+
+
+def calls(module, shape, **asked):
+    traced = trace_module(module, torch.empty(1, *shape), **asked)
+    return traced, [o for layer in traced.layers for o in (*layer.forward, *layer.backward)]
+
+
+def test_mixed_precision_casts_as_cuda_does():
+    """By hand: products read and write 16 bit, the norm 32 bit, and so does what adds to its output."""
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 8, bias=False))
+    traced, found = calls(module, (8,), precision="fp16", autocast=True)
+    _, narrow = calls(module, (8,), precision="fp16")
+    each = {o.name: o.bytes.each for o in found if "norm" in o.name and "backward" not in o.name}
+    products = [o for o in found if o.kind == "product"]
+    assert [o.flops for o in products] == [o.flops for o in narrow if o.kind == "product"]
+    assert [o.bytes.at(4) for o in products[:2]] == [2 * (4 * 8 + 8 * 8 + 4 * 8)] * 2
+    # input and output in 32 bit, and mean and reciprocal deviation of each sample
+    assert each == {"native_layer_norm": 4 * (8 + 8 + 2)}
+    assert not traced.casts_weights
+
+
+def test_mixed_precision_casts_a_weight_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            return self.mix(self.mix(x))
+
+    traced, found = calls(Twice(), (64,), precision="bf16", autocast=True)
+    # there in the forward, and back for the sum of both gradients
+    casts = [o.bytes.fixed for o in found if o.name == "_to_copy"]
+    assert [size for size in casts if size >= 64 * 64] == [6 * 64 * 64] * 2
+    assert traced.saved_bytes(0) == 2 * 64 * 64  # its copy, until the backward is over
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "kind"),
+    [
+        (128, 1, "convolution"),
+        (128, 32, "convolution"),
+        (160, 10, "grouped"),
+        (2048, 32, "grouped"),
+        (160, 160, "depthwise"),
+    ],
+)
+def test_groups_choose_the_kernel(channels, groups, kind):
+    module = nn.Sequential(nn.Conv2d(channels, channels, 3, groups=groups))
+    traced, found = calls(module, (channels, 8, 8), precision="fp16")
+    # forward and the gradient of the weights
+    assert [o.kind for o in found if o.flops.each] == [kind] * 2
+    assert traced.flops(1) == pytest.approx(2 * 2 * 36 * channels * channels / groups * 9)

@@ -101,7 +101,7 @@ def _layer(
     sizes: tuple[float, float],
     optimizer: str,
 ) -> LayerCost:
-    narrow = module.precision in ("fp16", "bf16")
+    narrow = module.casts_weights and module.precision in ("fp16", "bf16")
     cast_s = float(stream_s(narrow * _CAST_BYTES * (layer.parameters + layer.frozen), kernels))
     forward_s, backward_s = (
         _line(operations, price, sizes) for operations in (layer.forward, layer.backward)
@@ -117,7 +117,8 @@ def _layer(
         state_bytes=state,
         saved_bytes_per_sample=layer.saved_bytes.each,
         boundary_bytes_per_sample=layer.boundary_bytes.each,
-        frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES,
+        # beside them what forward keeps of any batch: copies of weights in 16 bit, masks
+        frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES + max(0.0, layer.saved_bytes.fixed),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from foreshard.errors import SpecError
+from foreshard.profile.tracing.autocast import Autocast
 from foreshard.profile.tracing.operations import Call, is_channels_last
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
 from foreshard.spec.traced_module import Affine, Operation, TracedLayer, TracedModule
@@ -44,6 +46,7 @@ def trace_module(
     *,
     loss: Loss | None = None,
     precision: str = "bf16",
+    autocast: bool = False,
     name: str = "",
     where: str = "module",
 ) -> TracedModule:
@@ -59,6 +62,9 @@ def trace_module(
         Makes a scalar of what the module returns; by default the sum of its floating tensors.
     precision : {'fp32', 'tf32', 'fp16', 'bf16'}
         Of activations and products. In 16 bit the optimizer keeps values in 32 bit.
+    autocast : bool
+        In 16 bit the module stays in 32 bit and each operation is cast as automatic mixed precision does;
+        otherwise the whole module is in 16 bit.
     name, where : str
         Of the module, and where it comes from, for messages.
 
@@ -71,8 +77,11 @@ def trace_module(
     if precision not in DTYPES:
         rule = f"A module is traced in {', '.join(DTYPES)}"
         raise SpecError(f"no trace in {precision}", key="--dtype", value=precision, rule=rule, fix="Use bf16")
-    meta = _without_values(module, DTYPES[precision])
-    runs = [_run(meta, _inputs(inputs, n, DTYPES[precision]), loss, where) for n in SAMPLES]
+    narrow = DTYPES[precision]
+    mixed = autocast and narrow is not torch.float32
+    kept = torch.float32 if mixed else narrow
+    meta = _without_values(module, kept)
+    runs = [_run(meta, _inputs(inputs, n, kept), loss, where, narrow if mixed else None) for n in SAMPLES]
     if len({(len(run.recorder.forward), len(run.recorder.backward), tuple(run.places)) for run in runs}) > 1:
         what = f"{SAMPLES[0]} and {SAMPLES[1]} samples run different operations"
         raise SpecError(what, file=where, key="model", rule="Shapes grow with samples only", fix=_WAY_OUT)
@@ -82,6 +91,7 @@ def trace_module(
         precision=precision,
         source=where,
         tied=_tied(meta, runs[0]),
+        casts_weights=not mixed,
         assumptions=("loss: the sum of all outputs",) if loss is None else (),
     )
 
@@ -116,13 +126,14 @@ def _inputs(inputs: Any, samples: int, dtype: Any) -> Any:
     return tree_map(made, inputs)
 
 
-def _run(module: Any, inputs: Any, loss: Loss | None, where: str) -> _Run:
+def _run(module: Any, inputs: Any, loss: Loss | None, where: str, mixed: torch.dtype | None) -> _Run:
     constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
     recorder = Recorder(constants, is_channels_last(module.parameters()))
     try:
         with torch.device("meta"), recording(module, recorder):
-            out = _called(module, inputs)
-            score = (loss or _total)(out)
+            with Autocast(mixed) if mixed else nullcontext():
+                out = _called(module, inputs)
+                score = (loss or _total)(out)
             recorder.in_backward = True
             score.backward()
     except SpecError:
