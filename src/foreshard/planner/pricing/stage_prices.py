@@ -199,6 +199,8 @@ def _tail_of(
 ) -> np.ndarray:
     """Return the tail of every stage when so many ranks join its gradients, those of cp counted.
 
+    What the first stage waits for before its first forward counts in its tail: it comes once a step.
+
     `inside` are the members of a collective in each domain, of dense weights and of experts.
     """
     rank = batch.machine.rank
@@ -211,7 +213,8 @@ def _tail_of(
         expert_stride=expert_stride,
     )
     end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
-    return np.asarray(end.tail + end.update)
+    # All of a pipeline follows its first forward; other stages wait for their weights while it fills.
+    return np.asarray(end.tail + end.update + end.ready * (np.asarray(batch.has_embedding) > 0))
 
 
 def _copies(request: PlanRequest) -> tuple[int, ...]:
