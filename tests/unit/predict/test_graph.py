@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 import numpy as np
 import pytest
 
+import foreshard
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
@@ -298,3 +299,10 @@ def test_a_folded_steady_state_shares_the_network_as_the_whole(monkeypatch):
         assert one.collective == other.collective
         assert one.flow_s == pytest.approx(other.flow_s, rel=1e-6)
         assert one.utilisation == pytest.approx(other.utilisation, rel=1e-6)
+
+
+def test_rounding_is_no_bubble():
+    """Layers that gather their weights sum to the step but for the last bits, which are no time of a part."""
+    found = foreshard.predict("llama3-8b", "1x8xh100-sxm", framework="hf")
+    assert found.engine == "graph" and found.time_breakdown_s["bubble"] == 0.0
+    assert sum(found.time_breakdown_s.values()) == pytest.approx(found.step_time_s, rel=1e-12)

@@ -26,6 +26,7 @@ from foreshard.spec.timeline import Timeline
 
 MAX_TASKS = 20_000  # a few hundredths of a second in plain Python
 _ROUNDS = (12, 18, 24)
+_ROUNDING = 1e-12  # part of a step that sums of its times are off by at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ def step_parts(
     either = _covered(gaps, times, np.concatenate([messages, data]))
     parts["pipeline_comm"] += hidden
     parts["data_comm"] += either - hidden
-    parts["bubble"] = max(0.0, float((gaps[:, 1] - gaps[:, 0]).sum()) - either)
+    idle_s = float((gaps[:, 1] - gaps[:, 0]).sum()) - either
+    parts["bubble"] = idle_s if idle_s > _ROUNDING * times.makespan_s else 0.0
     if lowered.launches:
         launching_s = launch_wait_s(step.program, times, on_rank, lowered.launches[stage][1])
         launching_s = min(launching_s, parts["bubble"])
