@@ -8,6 +8,7 @@ from foreshard.advise.change import apply, effect
 from foreshard.advise.nearest_fit import nearest_fit, verdict
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import offers_of
+from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import SpecError
 from foreshard.spec.plan import COMM_OPTIONS
 
@@ -37,11 +38,13 @@ def test_options_change_inside_a_plan_degrees_do_not(answered):
         apply(by_plan, "nodes=4")
 
 
-def test_a_device_change_brings_its_own_board_and_keeps_the_count():
-    asked = apply(ask("llama3-8b", "2x8xh100-sxm@100Gb/s"), "device=a100-sxm-80gb")
+@pytest.mark.parametrize("stated", ["@100Gb/s", ""])
+def test_a_device_change_brings_its_own_board_and_keeps_the_count_and_a_stated_nic(stated):
+    asked = apply(ask("llama3-8b", f"2x8xh100-sxm{stated}"), "device=a100-sxm-40gb")
     group = asked.cluster.nodes[0]
-    assert (group.count, group.per_node, group.device.name) == (2, 8, "a100-sxm-80gb")
-    assert group.nic_bytes_per_s != 100e9 / 8
+    assert (group.count, group.per_node, group.device.name) == (2, 8, "a100-sxm-40gb")
+    fresh = load_cluster(f"2x8xa100-sxm-40gb{stated}").nodes[0]
+    assert group.nic_bytes_per_s == fresh.nic_bytes_per_s
 
 
 def test_gain_is_in_tokens_per_second():
