@@ -6,9 +6,9 @@ from foreshard.advise import nearest_fit as nearest_fit_module
 from foreshard.advise.advice import improvements
 from foreshard.advise.change import apply, effect
 from foreshard.advise.nearest_fit import nearest_fit, verdict
+from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import offers_of
-from foreshard.catalog.clusters import load_cluster
 from foreshard.errors import SpecError
 from foreshard.spec.plan import COMM_OPTIONS
 
