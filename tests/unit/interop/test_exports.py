@@ -19,6 +19,7 @@ from foreshard.catalog.hf.load import model_from_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.interop.exporters import TARGETS, export
+from foreshard.interop.exporters.torchtitan import flavor_of
 from foreshard.planner.search import plan as search
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan
@@ -223,6 +224,29 @@ def test_uneven_shares_are_refused_with_the_reason(target):
 def test_what_a_target_cannot_say_is_refused(target, degrees, reason):
     with pytest.raises(SpecError, match=reason):
         export(plan(**degrees), target, model=MODEL, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "degrees", "reason"),
+    [
+        ("qwen3-8b", "torchtitan@0.2", {"pp": 2}, "pp 2 of qwen3"),
+        ("gpt-oss-20b", "torchtitan@0.2", {"pp": 2}, "pp 2 of gpt_oss"),
+        ("deepseek-v3", "torchtitan@0.2", {}, "next-token layers of deepseek-v3"),
+        ("deepseek-v3", "torchtitan@0.3", {"pp": 2}, "next-token layers of deepseek-v3 under pp or cp"),
+        ("mixtral-8x7b", "torchtitan@0.3", {}, "mixtral-8x7b .it ships"),
+    ],
+)
+def test_models_that_a_release_of_torchtitan_cannot_train_so_are_refused(name, target, degrees, reason):
+    model = load_model(name)
+    made = plan_from_degrees(model.num_layers, 16, global_batch=64, seq_len=4096, zero=2, **degrees)
+    with pytest.raises(SpecError, match=reason):
+        export(made, target, model=model, cluster=CLUSTER)
+
+
+def test_a_model_of_the_sizes_of_a_flavor_with_other_experts_is_not_that_flavor():
+    model = load_model("qwen3-30b-a3b")
+    wider = replace(model, blocks=tuple(replace(block, expert_ffn=1024) for block in model.blocks))
+    assert flavor_of(model) == ("qwen3", "30B-A3B") and flavor_of(wider) is None
 
 
 @pytest.mark.parametrize(

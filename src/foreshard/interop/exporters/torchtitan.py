@@ -27,6 +27,9 @@ _SCHEDULES = {
     "dualpipev": "DualPipeV",
 }
 
+_NO_PIPELINE_02 = ("qwen3", "gpt_oss")  # `pipelining_fn=None` in their train specs
+_WITHOUT = "a config.json with num_nextn_predict_layers 0 plans without"
+
 
 def export_toml(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``train.toml`` for ``torchtitan.train --job.config_file train.toml`` of releases up to 0.2.2."""
@@ -44,11 +47,12 @@ def export_recipe(request: ExportRequest) -> tuple[str, list[str]]:
 
 def flavor_of(model: Model) -> tuple[str, str] | None:
     """Return torchtitan's family and flavor of the same sizes, None where it ships none."""
-    block = model.blocks[0]
-    sizes = [model.num_layers, model.hidden, block.num_heads, block.num_kv_heads, model.vocab]
+    first, last = model.blocks[0], model.blocks[-1]
+    sizes = [model.num_layers, model.hidden, last.num_heads, last.num_kv_heads, model.vocab]
+    sizes += [first.ffn, last.num_experts, last.top_k, last.expert_ffn]
     for family, flavors in shipped("flavors.toml", "foreshard.interop.exporters").items():
         for flavor, known in flavors.items():
-            if sizes == known and block.qk_norm == (family == "qwen3"):
+            if sizes == known and last.qk_norm == (family == "qwen3"):
                 return family, flavor
     return None
 
@@ -66,7 +70,7 @@ def _known(request: ExportRequest, gaps: Gaps) -> tuple[Uniform, str, str]:
 
 def _model_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if request.model is not None and flavor_of(request.model) is None:
-        yield f"{request.model.name} (it ships Llama 3 and Qwen 3)"
+        yield f"{request.model.name} (it ships Llama 3, Qwen 3, DeepSeek V2 and V3, and gpt-oss)"
 
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
@@ -96,6 +100,11 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 
 
 def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    family = (flavor_of(request.model) or ("",))[0] if request.model else ""
+    if degrees.pp > 1 and family in _NO_PIPELINE_02:
+        yield f"pp {degrees.pp} of {family} (it pipelines Llama 3 and DeepSeek)"
+    if request.model and request.model.num_next_token:
+        yield f"the next-token layers of {request.model.name} ({_WITHOUT})"
     if degrees.tp > 1 and not degrees.sp:
         yield "tensor parallelism without sequence parallelism"
     if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
@@ -103,6 +112,8 @@ def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 
 
 def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    if request.model and request.model.num_next_token and degrees.pp * degrees.cp > 1:
+        yield f"the next-token layers of {request.model.name} under pp or cp ({_WITHOUT})"
     if _narrow_gather(request.plan):
         yield "narrow_gather (its scales per row gather in 16 bit)"
     if degrees.etp > 1:
@@ -203,6 +214,10 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
     compiled = _async_tp(plan, degrees)
     quantized = plan.precision == "fp8"
     options = f"filter_fqns=['lm_head'], model_compile_enabled={compiled}"
+    registered = [f"converters=[Float8LinearConverter.Config({options})]"] if quantized else []
+    next_token = request.model.num_next_token if request.model else 0
+    if next_token:
+        registered.append(f"num_mtp_layers={next_token}")
     return filled(
         "foreshard_recipe.py.txt",
         version=request.version,
@@ -211,7 +226,9 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
         num_ranks=len(degrees.ranks),
         import_quantization=_IMPORT_QUANTIZATION if quantized else "",
         import_checkpoint=f"{_IMPORT_CHECKPOINT}{checkpoint}\n" if checkpoint else "",
-        converters=f", converters=[Float8LinearConverter.Config({options})]" if quantized else "",
+        import_loss=_IMPORT_NEXT_TOKEN if next_token else _IMPORT_LOSS,
+        loss=_LOSS_NEXT_TOKEN if next_token else _LOSS,
+        registered="".join(f", {option}" for option in registered),
         training=_arguments(training),
         parallelism=_arguments(parallelism),
         checkpoint=f"{checkpoint}.Config()" if checkpoint else None,
@@ -220,6 +237,12 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
 
 
 _IMPORT_QUANTIZATION = "from torchtitan.components.quantization import Float8LinearConverter\n"
+_IMPORT_LOSS = "from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss"
+_LOSS = """ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
+        )"""
+_IMPORT_NEXT_TOKEN = "from torchtitan.models.deepseek_v3.mtp import MTPLoss"
+_LOSS_NEXT_TOKEN = "MTPLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))"
 _IMPORT_CHECKPOINT = "from torchtitan.distributed.activation_checkpoint import "
 
 
