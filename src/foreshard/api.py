@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.catalog.frameworks import load_framework
-from foreshard.errors import ExtraMissingError, SpecError
+from foreshard.errors import ExtraMissingError, SpecError, unknown
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
@@ -438,7 +438,8 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     asked
         global_batch (required), seq_len, objective, max_usd, max_hours, tokens, max_devices, framework,
         precision, optimizer, engine, top, budget_s, usd_per_device_hour, lora, and degrees or options as a
-        value or several (tp=4, recompute="none", max_pp=2, forbid=["tp=8"]).
+        value or several (tp=4, recompute="none", max_pp=2, forbid=["tp=8"]). to names the tool that shall
+        train the plan, as `export` does; then only plans that it trains as predicted are searched.
 
     Returns
     -------
@@ -449,9 +450,53 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
 
     source, target = _loaded(model, cluster)
     asked = _named(asked)
+    tool = asked.pop("to", None)
+    if tool is not None:
+        asked = _for_tool(tool, asked, source, target)
     asked |= _cost_source(asked.pop("costs", None))
     prices = asked.pop("prices", None)
-    return plan(source, target if prices is None else _prices(prices).on(target), **asked)
+    result = plan(source, target if prices is None else _prices(prices).on(target), **asked)
+    return _with_gaps(result, source, target) if tool is None else result
+
+
+def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:
+    """Return what is asked of a search for plans that a tool trains: its degrees, and why it refuses one."""
+    from functools import partial
+
+    from foreshard.interop.exporters import TRAINERS, model_refusals, refusals, target_of
+    from foreshard.interop.exporters.exported import InexpressibleError
+
+    target = target_of(tool)
+    if target not in TRAINERS:
+        raise unknown("tool", tool, TRAINERS, key="--to", rule="Tools that train a plan are")
+    reasons = model_refusals(model, target)
+    if asked.get("lora") is not None:
+        reasons = (*reasons, f"adapters (lora {asked['lora']})")
+    if reasons:
+        fix = "Plan without --to, or give a config.json that states what is missing"
+        raise InexpressibleError(target, reasons, fix=fix)
+    runs = TRAINERS[target].runs
+    framework = {} if runs is None else {"framework": runs}
+    refuses = partial(refusals, target=target, model=model, cluster=cluster)
+    return {**TRAINERS[target].choices, **framework, **asked, "tool": tool, "refusals": refuses}
+
+
+def _with_gaps(result: PlanResult, model: Model, cluster: Cluster) -> PlanResult:
+    """Return the result with a note where the tool of its framework cannot train the chosen plan."""
+    from foreshard.interop.exporters import refusals, target_for
+
+    chosen = result.plans[0].plan if result.plans else None
+    target = None if chosen is None else target_for(chosen.framework)
+    if chosen is None or target is None or chosen.lora is not None:
+        return result
+    reasons = refusals(chosen, target, model=model, cluster=cluster)
+    if not reasons:
+        return result
+    tool = target.partition("@")[0]
+    note = f"{tool} cannot train the chosen plan: {'; '.join(reasons)}. foreshard run can"
+    if len(cluster.nodes) == 1:
+        note += f", and plan --to {tool} finds the best that {tool} can"
+    return replace(result, notes=(*result.notes, note))
 
 
 def simulate(

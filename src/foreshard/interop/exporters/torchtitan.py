@@ -62,15 +62,17 @@ def _known(request: ExportRequest, gaps: Gaps) -> tuple[Uniform, str, str]:
         rule = "torchtitan trains models it ships, by family and flavor"
         fix = "Give MODEL after the plan"
         raise SpecError(f"{request.target} needs the model", key="MODEL", rule=rule, fix=fix)
-    degrees = required_uniform(request, _model_gaps, _gaps, gaps)
+    of_model = tuple(model_gaps(request.model))
+    degrees = required_uniform(request, lambda *_: of_model, _gaps, gaps)
     named = flavor_of(request.model)
     assert named is not None
     return degrees, *named
 
 
-def _model_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
-    if request.model is not None and flavor_of(request.model) is None:
-        yield f"{request.model.name} (it ships Llama 3, Qwen 3, DeepSeek V2 and V3, and gpt-oss)"
+def model_gaps(model: Model) -> Iterator[str]:
+    """Yield why no plan of a model can be trained."""
+    if flavor_of(model) is None:
+        yield f"{model.name} (it ships Llama 3, Qwen 3, DeepSeek V2 and V3, and gpt-oss)"
 
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,7 @@ class Found:
     """The best plan of every choice of degrees, the best `keep` of those, and what the search has covered.
 
     beat : plans of this score or more are of no interest
+    is_wanted : whether the plan of a table of one row may be kept; None where all may
     score : what is made small, of each kept plan
     bound : no row has a smaller score, by the analytical engine
     floor_s : no step takes less by any engine: computation alone, spread evenly over the stages
@@ -31,6 +33,7 @@ class Found:
 
     keep: int
     beat: float = np.inf
+    is_wanted: Callable[[PlanTable], bool] | None = None
     tables: list[PlanTable] = field(default_factory=list)
     score: np.ndarray = field(default_factory=lambda: np.empty(0))
     step_time_s: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -63,10 +66,25 @@ class Found:
             step_time_s = np.concatenate([self.step_time_s, step_time_s])
         order = _in_order(table, score)
         degrees = np.array([getattr(table, name)[order] for name in _DEGREES])
-        _, first = np.unique(degrees, axis=1, return_index=True)
-        kept = order[np.sort(first)[: self.keep]]
+        if self.is_wanted is None:
+            _, first = np.unique(degrees, axis=1, return_index=True)
+            kept = order[np.sort(first)[: self.keep]]
+        else:
+            kept = self._wanted(table, order, degrees)
         self.tables = [table.take(slice(i, i + 1)) for i in kept]
         self.score, self.step_time_s = score[kept], step_time_s[kept]
+
+    def _wanted(self, table: PlanTable, order: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+        """Return the first plan of each choice of degrees that is wanted, `keep` of them at most."""
+        assert self.is_wanted is not None
+        kept: dict[tuple[int, ...], int] = {}
+        for place, row in enumerate(order):
+            key = tuple(degrees[:, place].tolist())
+            if key not in kept and self.is_wanted(table.take(slice(row, row + 1))):
+                kept[key] = int(row)
+                if len(kept) == self.keep:
+                    break
+        return np.array(list(kept.values()), dtype=np.int64)
 
     def note_peak(self, table: PlanTable, peak_bytes: np.ndarray) -> None:
         """Remember the plan that needs least memory."""

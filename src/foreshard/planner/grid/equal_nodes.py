@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,9 +21,10 @@ from foreshard.planner.ranking import SHOWN, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
 from foreshard.planner.solver.time_budget import LEAST_S
+from foreshard.predict.plan_table import COLUMNS, PlanTable
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import acting
+from foreshard.spec.plan import Plan, acting
 from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 
@@ -44,6 +46,7 @@ class _Searched:
     found: list[Found] = field(default_factory=list)
     skipped: dict[int, float] = field(default_factory=dict)  # devices -> seconds no step falls below
     left: dict[int, float] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)  # why a tool cannot train plans, and how many
 
     @property
     def interrupted(self) -> bool:
@@ -73,7 +76,9 @@ def search_homogeneous(request: PlanRequest, *, explain: bool = True, least_s: f
     predictions = _predictions(request, searched, started + request.budget_s)
     error: InfeasibleError | LimitError | None
     plans, error = request.ranked(predictions)
-    if not plans and request.beat_s == np.inf:
+    if not plans and searched.refused:
+        error = request.none_of(searched.refused)
+    elif not plans and request.beat_s == np.inf:
         pairs = list(zip(searched.parts, searched.found, strict=True))
         explain = explain and not searched.stopped
         left_s = started + request.budget_s - time.perf_counter()
@@ -159,6 +164,7 @@ def _search_size(
     if any(len(found.score) for found in searched.found):
         patience_s = 0.0
     options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
+    options["is_wanted"] = None if request.tool is None else _trainable(request, searched.refused)
     found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
     nothing = not len(found.score) and not found.stopped
     if nothing and grid.max_step_s < np.inf and found.least_step_s < np.inf:
@@ -166,6 +172,33 @@ def _search_size(
         found = search_rows(request.grid_on(part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
     searched.parts.append(part)
     searched.found.append(found)
+
+
+def _trainable(request: PlanRequest, refused: Counter[str]) -> Callable[[PlanTable], bool]:
+    """Return whether the tool can train the plan of a row, counting in `refused` why it cannot."""
+    known: dict[tuple[int, ...], bool] = {}
+
+    def is_wanted(row: PlanTable) -> bool:
+        key = tuple(int(getattr(row, name)[0]) for name in COLUMNS)
+        if key not in known:
+            reasons = request.refusals(_plan_of(request, row))
+            known[key] = not reasons
+            refused.update(reasons)
+        return known[key]
+
+    return is_wanted
+
+
+def _plan_of(request: PlanRequest, row: PlanTable) -> Plan:
+    plan = row.plan(
+        0,
+        request.model,
+        seq_len=request.seq_len,
+        framework=request.framework.label,
+        precision=request.precision,
+        optimizer=request.optimizer,
+    )
+    return request.stated(replace(plan, comm=acting(plan, request.comm)))
 
 
 def _kept(request: PlanRequest) -> int:
@@ -201,15 +234,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
         for i, table in enumerate(found.tables):
             if i >= min(request.top, SHOWN) and (searched.stopped or time.perf_counter() >= deadline):
                 break
-            plan = table.plan(
-                0,
-                request.model,
-                seq_len=request.seq_len,
-                framework=request.framework.label,
-                precision=request.precision,
-                optimizer=request.optimizer,
-            )
-            plan = request.stated(replace(plan, comm=acting(plan, request.comm)))
+            plan = _plan_of(request, table)
             made.append(
                 predict(
                     request.model,
