@@ -220,7 +220,7 @@ def _units(
                 np.maximum(kind.trainable, 0.0),
                 1.0 - np.asarray(kind.frozen, dtype=float),
             ),
-            regathers=1.0,
+            regathers=machine.traits.regathers,
         )
         for kind, count, times in zip(batch.kinds, batch.counts, layers, strict=True)
     ]
@@ -333,8 +333,9 @@ def _steady(batch: Batch, work: np.ndarray, messages: Messages) -> Any:
 class EndOfStep:
     """What gradients and weights take outside the steady state on each run of stages, seconds."""
 
-    # gathering the weights that the first forward needs
+    # gathering the weights that the first forward needs first, and waiting for those it needs later
     ready: np.ndarray
+    wait: np.ndarray
     # from the last backward until the gradients are reduced
     tail: np.ndarray
     # the optimizer, and gathering updated weights that no forward hides
@@ -360,7 +361,10 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     slowed_b = slowed * np.minimum(hidden_b, reduce * (1.0 - last))
     slowed_f = slowed * np.minimum(hidden_f, gather * (1.0 - last))
     exposed = np.maximum(reduce * last + slowed_b, reduce - hidden_b)
-    waited = np.maximum(gather * last + slowed_f, gather - hidden_f)
+    waited = np.maximum(slowed_f, gather * (1.0 - last) - hidden_f)
+    # Every stage waits for its own buckets, if it has several; a chunk that is one bucket does not.
+    each = (chunks == 1) | (traits.bucket_elements > 0)
+    in_turn = np.where(chunks > 1, (1.0 - last) * np.maximum(gather - stage.forward, 0.0), waited)
     tail = np.where(traits.grad_overlap > 0, exposed, reduce)
     tail = tail + across_groups_s(stage.params, stage.expert_params, machine)
     if np.count_nonzero(p.tied):
@@ -373,7 +377,10 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     optimizer = optimizer + orthogonal_s(batch.kinds, batch.counts, machine)
     beside = traits.param_gather_overlap > 0
     return EndOfStep(
-        ready=np.where(beside, waited, 0.0), tail=tail, update=optimizer + np.where(beside, 0.0, gather)
+        ready=np.where(beside, gather * last + np.where(each, 0.0, waited), 0.0),
+        wait=np.where(beside & each, in_turn, 0.0),
+        tail=tail,
+        update=optimizer + np.where(beside, 0.0, gather),
     )
 
 
@@ -408,9 +415,11 @@ def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
     own = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
     chunk = np.maximum(params - own * table, 0.0) / p.num_chunks
     table = batch.has_embedding * table
+    layer = chunk / np.maximum(np.asarray(sum(batch.counts)) / p.num_chunks, 1.0)
     rest = np.where(
         np.isfinite(limit), np.mod(chunk + table, np.where(np.isfinite(limit), limit, 1.0)), np.inf
     )
+    rest = np.where(limit <= layer, layer, rest)
     last = np.minimum(np.maximum(rest, table), chunk + table)
     return np.minimum(first, 1.0 / p.num_chunks), np.where(first >= 1.0, 1.0 / p.num_chunks, last / params)
 
@@ -459,6 +468,7 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
         warm_up=full(np.where(p.all_forward > 0, whole, warm_up)),
         per_stage=full(np.where(p.all_forward > 0, 0.0, 1.0 + is_cut)),
         ready_s=full(end.ready),
+        wait_s=full(end.wait / chunks),
         tail_s=full(end.tail),
         last_share=full(stage.last_share),
         rounds=full(whole * chunks)[0],

@@ -27,7 +27,7 @@ class ShardedUnit:
     backward: Any
     late: Any  # of backward what zero-bubble schedules move
     shard: ShardTimes
-    regathers: float  # 1 where weights are gathered again before backward
+    regathers: Any  # 1 where weights are gathered again before backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -381,7 +381,7 @@ class _GroupPricer:
             params=trained,
             expert_params=expert_trained,
             gather_s=whole["gather"],
-            regather_s=np.where(is_end, 0.0, whole["gather"]),
+            regather_s=np.where(is_end, 0.0, float(machine.traits.regathers) * whole["gather"]),
             scatter_s=part["scatter"],
             copy_weights_s=whole["copy_weights"],
             copy_gradients_s=part["copy_gradients"],
