@@ -317,14 +317,15 @@ def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRo
                 continue
             last = key
             device = nodes[pace.node_group].device
+            moved, traits = setup.as_moved(rank, setup.traits(device, stage.zero), len(group.stages))
             row = StageRow(
                 group=g,
                 stages=(s,),
                 counts=counts,
-                rank=rank,
+                rank=moved,
                 kernels=setup.kernels(device),
                 **_fabrics(case, setup, (g, s), joined),
-                traits=setup.traits(device, stage.zero),
+                traits=traits,
                 recompute=stage_recompute(stage, sum(counts)),
                 has_embedding=ends[0],
                 has_head=ends[1],

@@ -72,7 +72,7 @@ class Traits:
     context_gather: Any
     shared_overlap: Any
     narrow_gather: Any
-    fsdp: Any
+    regathers: Any  # 1 where sharded weights are gathered again before backward
     grouped: Any
     uneven_routing: Any
     dropped: Any
@@ -155,7 +155,7 @@ def traits_of(
         own_weight_casts=own_weight_casts,
         wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
-        fsdp=float(framework.fsdp != "none"),
+        regathers=1.0,
         grouped=float(framework.grouped_gemm),
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),

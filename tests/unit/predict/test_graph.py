@@ -158,6 +158,31 @@ def test_ends_of_a_sharded_model_stay_gathered_between_forward_and_backward():
     assert (units.regather_s[1:-1] == units.gather_s[1:-1]).all()
 
 
+def test_torchtitan_moves_held_weights_and_gradients_once_a_step():
+    """FRAMEWORKS section 9, FSDP2 with PP: gathered once a step, reduced after the last backward."""
+    options = {"framework": "torchtitan", "pp": 2, "tp": 4, "zero": 3, "cluster": "2x8xh100-sxm@100Gb/s"}
+    few, many = (case_of(global_batch=batch, **options) for batch in (8, 32))
+    moved = [parts_of(case)["data_comm"] for case in (few, many)]
+    assert moved[1] == pytest.approx(moved[0], rel=0.05)
+    batch = build_batch([few], CONSTANTS)
+    step, times = engine.PricedStep.of(few, batch).executed()
+    for lowered in step.groups:
+        for stage, tasks in enumerate(lowered.data):
+            reduce = [task for task in tasks if step.program.kind[task] == Kind.GRADIENT_REDUCE]
+            last = lowered.last[lowered.last_gradient(stage, 0)]
+            assert reduce and min(times.start_s[reduce]) >= times.end_s[last]
+            units = len(lowered.prices.units[stage][0].params)
+            assert len(tasks) - len(reduce) == units
+
+
+def test_fsdp_at_level_two_gathers_once_a_micro_batch():
+    """SHARD_GRAD_OP, reshard_after_forward False: weights are freed after the backward all the same."""
+    options = {"framework": "composer", "global_batch": 32, "comm": {"grad_overlap": False}}
+    kept, freed = (prices_of(case_of(zero=zero, **options))[0].units[0][0] for zero in (2, 3))
+    assert kept.regather_s.sum() == 0.0 < freed.regather_s.sum()
+    assert (kept.gather_s == freed.gather_s).all() and (kept.scatter_s == freed.scatter_s).all()
+
+
 def test_tied_table_is_summed_between_the_ends():
     tied, untied = (
         case_of(pp=2, tp=8, zero=0, global_batch=4, model=name) for name in ("gpt3-1.3b", "llama3-8b")

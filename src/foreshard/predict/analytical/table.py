@@ -126,6 +126,8 @@ class TableStages:
         width = table.tp * table.cp * table.dp
         domain = domain_block(node)
         leaves = (table.pp > 1) & (width * table.pp > domain)
+        traits = setup.traits(node.device, table.zero[None])
+        rank, traits = setup.as_moved(self._rank, traits, table.pp[None])
         return Batch(
             kinds=tuple(layer_shape(block) for block in rows.blocks),
             counts=rows.counts,
@@ -134,8 +136,8 @@ class TableStages:
                 fabric=fabric,
                 sync=fabric,
                 link=fabric,
-                traits=setup.traits(node.device, table.zero[None]),
-                rank=self._rank,
+                traits=traits,
+                rank=rank,
                 constants=constants,
             ),
             recompute=self._rule,

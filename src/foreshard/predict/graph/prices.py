@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.graph.pipeline_schedules import ZERO_BUBBLE
+from foreshard.graph.pipeline_schedules import ZERO_BUBBLE, Op
 from foreshard.predict.batch import Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import OpSeconds, op_parts
 from foreshard.predict.machine import Machine
@@ -23,6 +23,7 @@ from foreshard.predict.tasks.collectives import (
     every_reduce_s,
     message_s,
     shard_times,
+    slowed_s,
     tied_sync_s,
 )
 from foreshard.predict.tasks.formula import LayerTimes, end_times, layer_times
@@ -127,6 +128,11 @@ class GroupPrices:
         """Return the group with launches on a thread of the host, beside the ops."""
         ops = replace(self.ops, host=0.0 * self.ops.host)
         return replace(self, ops=ops, parts=ops.parts(), launch_s=self.ops.host)
+
+    @property
+    def device_s(self) -> np.ndarray:
+        """Seconds of each op on the device without its host and what sharding adds: (4, stages, chunks)."""
+        return np.sum(list(self.ops.device.values()), axis=0)
 
     @property
     def op_s(self) -> np.ndarray:
@@ -300,7 +306,7 @@ class _GroupPricer:
         return OpSeconds(
             device=device,
             host=host,
-            outside=outside_s(priced, self.machines),
+            outside=outside_s(priced, self.machines, device),
             short=self._short(),
             sharpness=self.constants.host_sharpness,
         )
@@ -375,7 +381,7 @@ class _GroupPricer:
             params=trained,
             expert_params=expert_trained,
             gather_s=whole["gather"],
-            regather_s=np.where(is_end, 0.0, whole["gather"]),
+            regather_s=np.where(is_end, 0.0, float(machine.traits.regathers) * whole["gather"]),
             scatter_s=part["scatter"],
             copy_weights_s=whole["copy_weights"],
             copy_gradients_s=part["copy_gradients"],
@@ -413,20 +419,46 @@ class _GroupPricer:
         return max(float(tied_sync_s(p["hidden"], p["vocab"], crosses, self.machines[i])) for i in (0, -1))
 
 
-def outside_s(units: list[list[LayerUnits]], machines: list[Machine]) -> np.ndarray:
-    """Return seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
-    in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in machines]
-    return np.array(
-        [
-            [
-                u.copy_weights_s @ (1.0 + (u.regather_s > 0))
-                + u.copy_gradients_s.sum()
-                + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
-                for u in row
-            ]
-            for alone, row in zip(in_turn, units, strict=True)
-        ]
-    )
+def piece_times(
+    op: int, units: LayerUnits, machine: Machine, busy_s: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of an op cut at its units, in the order of its pieces: shares, copies, and what slows them.
+
+    `busy_s` are the device seconds of the op.
+    """
+    if op == Op.FORWARD:
+        shares, moved, copies = units.forward, units.gather_s, units.copy_weights_s
+    else:
+        shares, moved, copies = units.backward[::-1], np.zeros(len(units.params)), np.zeros(len(units.params))
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        moved = moved + units.regather_s[::-1]
+        copies = copies + np.where(units.regather_s > 0, units.copy_weights_s, 0.0)[::-1]
+    if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+        moved = moved + units.scatter_s[::-1]
+        copies = copies + units.copy_gradients_s[::-1]
+    return shares, copies, slowed_s(moved, busy_s * shares, machine)
+
+
+def outside_s(
+    units: list[list[LayerUnits]], machines: list[Machine], device: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Return device seconds that sharded weights add to a forward and a backward, shape (stages, chunks).
+
+    Copies, compute that collectives slow, and collectives that run in turn with it. `device` are the seconds
+    of ops by part, shape (4, stages, chunks).
+    """
+    busy_s = np.sum(list(device.values()), axis=0)
+    outside = np.zeros((len(units), len(units[0])))
+    for s, (row, machine) in enumerate(zip(units, machines, strict=True)):
+        if float(machine.rank.zero) < 3:
+            continue
+        alone = float(machine.traits.grad_overlap) <= 0
+        for c, u in enumerate(row):
+            for op in (Op.FORWARD, Op.BACKWARD):
+                _, copies, slowed = piece_times(op, u, machine, float(busy_s[op, s, c]))
+                outside[s, c] += copies.sum() + slowed.sum()
+            outside[s, c] += alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
+    return outside
 
 
 def _shard_sums(
