@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,17 @@ def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
     loaded = api.load_cluster(cluster)
     sizes = {nodes.per_node for nodes in loaded.nodes}
     return topology_of(loaded, rates=rates), sizes.pop() if len(sizes) == 1 else None  # type: ignore[arg-type]
+
+
+def load_loops(topology: Topology) -> None:
+    """Load the compiled loops with a send between two ranks: the wall time of what follows is its own."""
+    from foreshard.comm.flow.places import routing_of
+    from foreshard.comm.flow.schedule_run import run_schedule
+    from foreshard.comm.schedules.registry import schedule_of
+
+    if find_spec("numba") is not None:
+        small = schedule_of("all-gather", "ring", 2)
+        run_schedule(small, 1.0, topology, routing_of(small, topology, forwarding="any"), compiled=True)
 
 
 def schedule_named(
