@@ -18,7 +18,7 @@ from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
 from foreshard.profile.networks.catalog import network
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
-from foreshard.spec.traced_module import Affine, Operation
+from foreshard.spec.traced_module import Growth, Operation
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,9 @@ def grouped_s(width, *, last=False, samples=8.0, flops=1e12, num_bytes=1e6):
     operation = Operation(
         name="convolution",
         kind="grouped",
-        sizes=(Affine(width, 0.0), Affine(float(last), 0.0)),
-        bytes=Affine(0.0, num_bytes),
-        flops=Affine(0.0, flops),
+        sizes=(Growth(width, 0.0), Growth(float(last), 0.0)),
+        bytes=Growth(0.0, num_bytes),
+        flops=Growth(0.0, flops),
     )
     device = resolve_device("rtx-3090")
     return float(operations_s([operation], samples, kernel_model(device, "fp16"), device.peak("fp32"))[0])
