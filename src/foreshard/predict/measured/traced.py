@@ -69,6 +69,7 @@ def traced_costs(
         largest=int(many),
         tied=tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in module.tied),
         bucket_bytes=BUCKET_BYTES,
+        gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=(module.flops(many) - module.flops(few)) / (many - few),
         notes=module.assumptions,
     )
