@@ -43,11 +43,11 @@ class Operation:
     ----------
     name : str
         The operator, as torch calls it.
-    kind : {'product', 'convolution', 'grouped', 'depthwise', 'attention', 'stream', 'layout'}
+    kind : {'product', 'experts', 'convolution', 'grouped', 'depthwise', 'attention', 'stream', 'layout'}
         What prices it. A convolution is the matrix product that it equals; those in groups that matrix
         units do not take are of their own kinds.
     sizes : tuple of Growth
-        product, convolution: rows, columns, inner length, number of products; attention: number of
+        product, experts, convolution: rows, columns, inner length, number of products; attention: number of
         sequences, heads, queries, keys, head dimension, 1 where causal; grouped: channels of a group, 1
         where channels are last; depthwise: rows of the filter; others: none.
     bytes : Growth

@@ -263,3 +263,24 @@ def test_zero_3_of_a_pipeline_is_refused(resnet):
     with pytest.raises(SpecError, match="beside other stages") as caught:
         step_of(resnet, "1x4xv100-sxm-16gb", zero=3, pp=2, dp=2, micro_batch=16, global_batch=128)
     assert caught.value.fix
+
+
+def test_products_of_experts_are_priced_as_in_a_transformer():
+    from foreshard.cost.grouped import grouped_gemm_s
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = torch.nn.Parameter(torch.zeros(4, 256, 512, dtype=torch.bfloat16))
+            self.register_buffer("ends", torch.arange(64, 257, 64, dtype=torch.int32))
+
+        def forward(self, x):
+            return torch._grouped_mm(x.flatten(0, 1), self.mix, offs=self.ends).relu()
+
+    traced = trace_module(Experts(), torch.empty(1, 256, 256), precision="bf16")
+    found = [o for layer in traced.layers for o in (*layer.forward, *layer.backward) if o.kind == "experts"]
+    kernels = kernel_model(resolve_device("h100-sxm"), "bf16")
+    seconds = operations_s(found, 2, kernels, 1e12)
+    # forward: rows of each expert; backward: the gradient of its weights, summed over those rows
+    for made, (tokens, n, k) in zip(seconds, ((512, 512, 256), (1024, 512, 128)), strict=True):
+        assert made == pytest.approx(float(grouped_gemm_s(tokens, 4, n, k, kernels)), rel=1e-9)

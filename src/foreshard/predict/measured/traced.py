@@ -117,7 +117,7 @@ def _precision_of(operation: Operation, device: Device, precision: str) -> str:
     """Return what an operation is priced in: the module's precision, but for products in 32 bit."""
     if not operation.wide or precision not in ("fp16", "bf16"):
         return precision
-    narrower = "tf32" if operation.kind != "product" else "fp32"
+    narrower = "fp32" if operation.kind in ("product", "experts") else "tf32"
     return next((name for name in (narrower, "fp32") if device.supports(name)), precision)
 
 

@@ -135,7 +135,7 @@ _PRODUCTS = {
 def _product(name: str, sizes: tuple[float, ...], args: Any, out: Any) -> Call:
     return Call(
         name,
-        "product",
+        "experts" if name == "_grouped_mm" else "product",
         tuple(map(float, sizes)),
         bytes_of((args, out)),
         2.0 * prod(sizes),
