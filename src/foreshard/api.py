@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -761,13 +762,12 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     SpecError
         If the module cannot be traced.
     """
-    from foreshard.catalog.models import load_module
     from foreshard.profile.networks.catalog import network, network_name
 
     name = network_name(model)
     if name is None and not model.rpartition(":")[0].endswith(".py"):
         return None
-    made = load_module(model) if name is None else (*_with_torch(lambda: network(name)), None)
+    made = _module_of(model) if name is None else (*_with_torch(lambda: network(name)), None)
     if made is None:
         return None
     from foreshard.profile.tracing.trace import trace_module
@@ -778,6 +778,17 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     return trace_module(
         module, inputs, loss=loss, precision=precision, autocast=mixed, name=title, where=model
     )
+
+
+def _module_of(model: str) -> Any:
+    from foreshard.catalog.models import load_module
+
+    if find_spec("torch") is None:  # the factory may give a model that needs none
+        return load_module(model)
+    from foreshard.profile.tracing.autocast import regions_of_cuda
+
+    with regions_of_cuda():  # a decorator's region is made where the module is defined
+        return load_module(model)
 
 
 def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
