@@ -474,7 +474,7 @@ def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluste
     if asked.get("lora") is not None:
         reasons = (*reasons, f"adapters (lora {asked['lora']})")
     if reasons:
-        fix = "Plan without --to, or give a config.json that states what is missing"
+        fix = "Leave --to out, or name another tool"
         raise InexpressibleError(target, reasons, fix=fix)
     runs = TRAINERS[target].runs
     framework = {} if runs is None else {"framework": runs}

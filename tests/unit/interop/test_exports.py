@@ -146,6 +146,13 @@ def test_deepspeed_json_has_known_keys_and_multiplies_to_the_batch(zero):
     assert read["train_micro_batch_size_per_gpu"] * read["gradient_accumulation_steps"] * 16 == 64
 
 
+def test_deepspeed_offloads_the_optimizer_of_one_rank():
+    made = plan_from_degrees(MODEL.num_layers, 1, global_batch=8, seq_len=512, zero=2, offload="optimizer")
+    read = json.loads(export(made, "deepspeed", model=MODEL, cluster=CLUSTER).text)
+    assert read["zero_optimization"]["stage"] == 2
+    assert read["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
 def test_accelerate_file_has_known_keys_and_all_ranks():
     known = schema("accelerate")
     (text,) = files("fsdp", plan(zero=3)).values()

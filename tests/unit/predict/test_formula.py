@@ -269,7 +269,7 @@ def test_the_optimizer_streams_its_shard(zero, ranks):
     kernels = batch.machine.kernels
     bytes_per_s = (kernels.memory_bytes_per_s * kernels.stream_eff).item()
     once = CONSTANTS.step_fixed + 5 * CONSTANTS.step_per_layer
-    seconds = optimizer_s(PARAMS, 0.0, 5.0, batch.machine).item()
+    seconds = optimizer_s(PARAMS, 0.0, 5.0, batch.machine, 8.0).item()
     assert seconds - once == pytest.approx(30.0 * PARAMS / ranks / bytes_per_s, rel=0.02)
 
 

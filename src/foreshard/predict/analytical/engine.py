@@ -373,7 +373,7 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         # Each end waits for the other, and the sum takes as long as the slower one needs.
         slower = (ends * tied).max(0) if batch.boundaries.is_chain else tied
         tail = tail + np.where(p.num_stages > 1, ends * slower, 0.0)
-    optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine)
+    optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine, p.num_devices)
     optimizer = optimizer + orthogonal_s(batch.kinds, batch.counts, machine)
     beside = traits.param_gather_overlap > 0
     return EndOfStep(

@@ -406,7 +406,8 @@ class _GroupPricer:
             machine = self.machines[s]
             params, experts = sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row)
             num_blocks = sum(sum(unit >= 0 for unit in names) for names in self.units[s])
-            optimizer[s] = float(optimizer_s(params, experts, num_blocks, machine)) + self.orthogonal[s]
+            update = optimizer_s(params, experts, num_blocks, machine, self.pipeline["num_devices"])
+            optimizer[s] = float(update) + self.orthogonal[s]
             across[s] = float(across_groups_s(params, experts, machine))
         return optimizer, across
 
