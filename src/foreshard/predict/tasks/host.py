@@ -59,7 +59,7 @@ def offload_s(layer: LayerShape, machine: Machine, *busy: Any) -> tuple[Any, ...
 
 
 def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machine, num_devices: Any) -> Any:
-    """Return seconds of the optimizer, and of what a step does once, on a rank of a plan of so many devices."""
+    """Return seconds of the optimizer, and of what a step does once, on a rank; `num_devices` of the plan."""
     rank, c = machine.rank, machine.constants
     dense = params / np.where(rank.zero >= 1, rank.shard, 1.0)
     experts = expert_params / np.where(rank.zero >= 1, shards_of(expert_replicas(rank), rank), 1.0)
