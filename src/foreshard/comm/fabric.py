@@ -19,7 +19,7 @@ _IN_NETWORK = ("hopper", "blackwell", "rubin")
 HOST_STAGED = "turing-pcie"
 """Measured where no device reads another's memory: a share of the PCIe rate, through the host's memory."""
 _MESH = 8.0
-"""Devices that links of a mesh board join in pairs (OCP OAM universal base board); fewer use fewer of them."""
+"""Devices that the links of a mesh board join in pairs (OCP OAM base board); fewer use fewer of them."""
 _UNBOUNDED = 1e15
 """Factor on the rate of what takes no time: far above any, and what is divided by it stays above 0."""
 
