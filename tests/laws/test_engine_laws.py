@@ -274,3 +274,23 @@ def test_deepspeed_sums_gradients_on_every_rank(engine, zero):
     # By ZeRO 1 the graph counts the gather, as long as a scatter, as optimizer; both are 16 bits an element.
     moved = [parts["data_comm"] + parts["optimizer"] for parts in (colossal, deepspeed)]
     assert moved[1] == pytest.approx(1.5 * moved[0], rel=0.1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_bf16_optimizer_of_deepspeed_sums_gradients_on_every_rank(engine):
+    """FRAMEWORKS section 11: fp32 gradients all-reduced in 16-bit buckets, then weights gathered."""
+    model, cluster = model_of("llama3-8b"), cluster_of("2x8xh100-sxm@100Gb/s")
+    options = {"zero": 1, "tp": 4, "sp": False, "global_batch": 16}
+    framework = load_framework("megatron-deepspeed@2022")
+    plan = api.make_plan(model, cluster, framework=framework.label, **options)
+    megatron = replace(framework, name="megatron-lm")
+    moved = []
+    for one in (megatron, framework):
+        case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=one)
+        batch = build_batch([case], TrainingConstants())
+        if engine == "graph":
+            parts = graph_times(case, batch, timeline=False)[0]
+        else:
+            parts = {name: float(values[0]) for name, values in step_times(batch).parts.items()}
+        moved.append(parts["data_comm"] + parts["optimizer"])
+    assert 1.25 * moved[0] < moved[1] < 1.55 * moved[0]

@@ -214,7 +214,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         buffers=kept + dummy,
         live=gathered * live,
         working=gathered * np.maximum(unit, live) + cached + filled + queued,
-        step=_step_bytes(have, dense1, expert1, framework, profile),
+        step=_step_bytes(have, dense1, expert1, zero, framework, profile),
         host=lasting * load.offload_optimizer,
         units=Units(
             # Tied matrices are one unit, which is used first and last.
@@ -254,14 +254,23 @@ def _block_weight_bytes(load: StageLoad, weight: Any, framework: Framework, prof
 
 
 def _step_bytes(
-    have: _Elements, dense_share: Any, expert_share: Any, framework: Framework, profile: MemoryProfile
+    have: _Elements,
+    dense_share: Any,
+    expert_share: Any,
+    zero: Any,
+    framework: Framework,
+    profile: MemoryProfile,
 ) -> Any:
     """Return the temporaries of the optimizer step.
 
     Moments in 16 bit are cast to fp32 for all parameters of one optimizer at once, and experts have their
-    own; 16-bit gradients are otherwise copied to fp32.
+    own; 16-bit gradients are otherwise copied to fp32, by ZeRO 3 in parts.
     """
     dense, expert = have.dense_trained * dense_share, have.expert_trained * expert_share
     if profile.casts_moments and framework.moment_bytes < 4:
         return 8.0 * np.maximum(dense, expert)
-    return profile.step_bytes * (framework.grad_bytes < 4) * (dense + expert)
+    updated = dense + expert
+    copied = updated
+    if profile.step_elements:
+        copied = np.where(zero >= 3, np.minimum(updated, profile.step_elements), updated)
+    return profile.step_bytes * (framework.grad_bytes < 4) * copied + profile.foreach_bytes * updated

@@ -26,6 +26,12 @@ _BUCKET_BYTES = {"ddp": 25 * 2**20}
 _BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 512 * 1024.0**2}
 # The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
 _IN_TURN = ("deepspeed", "megatron-deepspeed")
+# ZeRO 1 and 2 all-reduce buckets (stage_1_and_2.py use_multi_rank_bucket_allreduce), and so does the
+# BF16_Optimizer (bf16_optimizer.py, engine.py buffered_allreduce_fallback).
+_SUMS_WHOLE = ("deepspeed", "megatron-deepspeed")
+# Of DeepSpeed's max_reuse_distance of 1e9 elements, passed in forward and again in backward
+# (partitioned_param_coordinator.py __params_to_release).
+_KEPT_ELEMENTS = 5e8
 _NARROW = ("fp8", "mxfp8", "nvfp4")
 # Bytes that torchao moves for an activation and for a weight that two products read: the scale of a
 # tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
@@ -73,6 +79,8 @@ class Traits:
     shared_overlap: Any
     narrow_gather: Any
     regathers: Any  # 1 where sharded weights are gathered again before backward
+    prefetches: Any  # 1 where a layer asks for the weights of the next before it runs
+    kept_elements: Any  # of the last units, which stay gathered from forward to backward
     grouped: Any
     uneven_routing: Any
     dropped: Any
@@ -145,7 +153,7 @@ def traits_of(
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),
         p2p_in_turn=float(framework.name in _IN_TURN),
-        reduce_whole=float(framework.name == "deepspeed"),
+        reduce_whole=float(framework.name in _SUMS_WHOLE),
         bucket_elements=_bucket_elements(framework),
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
@@ -156,6 +164,8 @@ def traits_of(
         wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         regathers=1.0,
+        prefetches=float(framework.explicit_prefetch),
+        kept_elements=_KEPT_ELEMENTS if framework.fsdp == "zero3" else 0.0,
         grouped=float(framework.grouped_gemm),
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),

@@ -361,6 +361,17 @@ def test_scales_per_row_gather_in_16_bit():
     assert found["0.2"].operands_s < found["0.2"].scatter_s == found["0.3"].operands_s
 
 
+def test_norms_of_queries_and_keys_run_like_other_norms():
+    model = api.load_model("llama3-8b")
+    normed = replace(model, blocks=tuple(replace(block, qk_norm=True) for block in model.blocks))
+    plain, more = (elementwise_times(b.kinds[0], b.machine) for _, b in map(batch_of, (model, normed)))
+    block = model.blocks[0]
+    channels = block.query_width + block.num_kv_heads * block.head_dim
+    given = more[0] - plain[0]
+    assert given * block.num_norms * model.hidden == pytest.approx(plain[2] * channels)
+    assert more[2] == pytest.approx(plain[2]), "recomputation of layernorm leaves them out"
+
+
 def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_kernel():
     """Bytes of every kernel, over what fused code moves; a LayerNorm is one kernel there too."""
     plain, fused = (batch_of(framework=name, zero=3)[1] for name in ("hf", "torchtitan"))

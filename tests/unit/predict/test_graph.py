@@ -183,6 +183,35 @@ def test_fsdp_at_level_two_gathers_once_a_micro_batch():
     assert (kept.gather_s == freed.gather_s).all() and (kept.scatter_s == freed.scatter_s).all()
 
 
+def test_zero_3_of_deepspeed_keeps_what_it_needs_again_soon():
+    """FRAMEWORKS section 11: weights used again within 1e9 elements, there and back, are not released."""
+    (prices,) = prices_of(case_of(framework="deepspeed", zero=3, global_batch=16, model="llama2-7b"))
+    units = prices.units[0][0]
+    behind = units.params[::-1].cumsum()[::-1] - units.params
+    kept = units.regather_s[1:-1] == 0.0
+    assert 0 < kept.sum() < len(kept) and (kept == (behind[1:-1] < 5e8)).all()
+    (small,) = prices_of(case_of(framework="deepspeed", zero=3, global_batch=16, model="gpt2"))
+    assert small.units[0][0].regather_s.sum() == 0.0
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_counting_tokens_of_experts_holds_up_the_next_gather(grouped):
+    """FRAMEWORKS section 9: a host sync in the layer kills the overlap unless prefetch is explicit."""
+    case = case_of(
+        framework="hf", model="mixtral-8x7b", zero=3, global_batch=32, cluster="2x8xh100-sxm@200Gb/s"
+    )
+    looped = replace(case, framework=replace(case.framework, grouped_gemm=grouped))
+    explicit = replace(looped, framework=replace(looped.framework, explicit_prefetch=True))
+    (prices,) = prices_of(looped)
+    units = prices.units[0][0]
+    forward = sum(units.forward_s.values())
+    share = units.counting_s[2:] / forward[1:-1]
+    assert units.counting_s[:2].sum() == 0.0 and ((share > 0.05) & (share < 1.0)).all()
+    assert (share > 0.85).all() is np.bool_(not grouped)
+    assert prices_of(explicit)[0].units[0][0].counting_s.sum() == 0.0
+    assert sum(parts_of(explicit).values()) < sum(parts_of(looped).values())
+
+
 def test_tied_table_is_summed_between_the_ends():
     tied, untied = (
         case_of(pp=2, tp=8, zero=0, global_batch=4, model=name) for name in ("gpt3-1.3b", "llama3-8b")

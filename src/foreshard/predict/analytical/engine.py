@@ -208,23 +208,25 @@ def _units(
             copy_gradients=sharded * part.copy_gradients,
         )
 
+    own = 1.0 - p.tied * (batch.has_embedding > 0)
+    again = _regathered(batch, layers, batch.has_head * own * table)
     units = [
         ShardedUnit(
             count=count,
             forward=times.forward_s,
             backward=times.backward_s,
             late=times.backward_weight + times.reduce_backward,
+            counting=times.counting,
             shard=shard(
                 times.dense_params,
                 times.expert_params,
                 np.maximum(kind.trainable, 0.0),
                 1.0 - np.asarray(kind.frozen, dtype=float),
             ),
-            regathers=machine.traits.regathers,
+            regathers=again,
         )
         for kind, count, times in zip(batch.kinds, batch.counts, layers, strict=True)
     ]
-    own = 1.0 - p.tied * (batch.has_embedding > 0)
     halves = {name: getattr(ends, f"{name}_tensor") / 2 for name in ("embedding", "head")}
     for name, count, held in (("embedding", batch.has_embedding, 1.0), ("head", batch.has_head, own)):
         backward = getattr(ends, f"{name}_backward")
@@ -234,11 +236,26 @@ def _units(
                 forward=getattr(ends, f"{name}_forward") + halves[name],
                 backward=backward + halves[name],
                 late=backward / (1.0 + (name == "head")),
+                counting=0.0,
                 shard=shard(table * held, 0.0, 1.0 - p.head_frozen, 1.0),
                 regathers=0.0,
             )
         )
     return units
+
+
+def _regathered(batch: Batch, layers: list[LayerTimes], head: Any) -> Any:
+    """Return the share of a stage's layers whose weights are gathered again before backward."""
+    traits = batch.machine.traits
+    if not np.count_nonzero(traits.kept_elements):
+        return traits.regathers
+    count = np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    held = sum(
+        number * (times.dense_params + times.expert_params)
+        for number, times in zip(batch.counts, layers, strict=True)
+    )
+    kept = np.ceil(np.maximum(traits.kept_elements - head, 0.0) * count / np.maximum(held, 1.0))
+    return traits.regathers * (1.0 - np.minimum(kept / count, 1.0))
 
 
 def _unit_waits(batch: Batch, units: list[ShardedUnit], longer: Any, shorter: Any) -> np.ndarray:

@@ -26,6 +26,7 @@ class ShardedUnit:
     forward: Any  # device seconds
     backward: Any
     late: Any  # of backward what zero-bubble schedules move
+    counting: Any  # of forward before the next gather leaves
     shard: ShardTimes
     regathers: Any  # 1 where weights are gathered again before backward
 
@@ -47,9 +48,8 @@ def on_device(units: Sequence[ShardedUnit], machine: Machine) -> OnDevice:
         shard = unit.shard
         again, copies = unit.regathers * shard.gather, unit.regathers * shard.copy_weights
         early = unit.backward - unit.late
-        forward = forward + unit.count * (
-            shard.copy_weights + alone * shard.gather + slowed_s(shard.gather, unit.forward, machine)
-        )
+        slowed = slowed_s(shard.gather, unit.forward - unit.counting, machine)
+        forward = forward + unit.count * (shard.copy_weights + alone * shard.gather + slowed)
         first = first + unit.count * (copies + alone * again + slowed_s(again, early, machine))
         whole = slowed_s(again + shard.scatter, unit.backward, machine)
         moved = alone * (again + shard.scatter)
@@ -65,6 +65,7 @@ class _Pass:
     backward: Any
     gather: Any
     scatter: Any
+    counting: Any
 
 
 def waits(
@@ -89,10 +90,14 @@ def waits(
         back = unit.backward - unit.late if given_only else unit.backward
         scatter = 0.0 * shard.scatter if given_only else shard.scatter
         copies = unit.regathers * shard.copy_weights + (0.0 if given_only else shard.copy_gradients)
-        slowed = slowed_s(again + scatter, back, machine)
-        forward = longer * unit.forward + shard.copy_weights + slowed_s(shard.gather, unit.forward, machine)
+        slowed = slowed_s(shard.gather, unit.forward - unit.counting, machine)
+        slowed_back = slowed_s(again + scatter, back, machine)
         return _Pass(
-            forward=forward, backward=longer * back + copies + slowed, gather=shard.gather, scatter=scatter
+            forward=longer * unit.forward + shard.copy_weights + slowed,
+            backward=longer * back + copies + slowed_back,
+            gather=shard.gather,
+            scatter=scatter,
+            counting=longer * unit.counting,
         )
 
     def wait(moved: Any, busy: Any) -> Any:
@@ -106,7 +111,9 @@ def waits(
         return sum(count * value for count, value in zip(counts, values, strict=True)) / total
 
     some = 1.0 * (np.asarray(sum(counts)) > 0)
-    forward = sum(count * wait(r.gather, r.forward) for count, r in zip(counts, runs, strict=True))
+    forward = sum(
+        count * wait(r.gather + r.counting, r.forward) for count, r in zip(counts, runs, strict=True)
+    )
     backward = sum(
         count * wait(r.gather + r.scatter, r.backward) for count, r in zip(counts, runs, strict=True)
     )
@@ -114,11 +121,12 @@ def waits(
     layer = _Pass(**{name: mean([getattr(r, name) for r in runs]) for name in _Pass.__slots__})
     first, last = run(embedding), run(head)
     has_first, has_last = np.asarray(embedding.count), np.asarray(head.count)
-    usual, usual_back = wait(layer.gather, layer.forward), wait(layer.gather + layer.scatter, layer.backward)
-    behind = wait(layer.scatter + layer.gather, layer.forward) - usual
+    usual = wait(layer.gather + layer.counting, layer.forward)
+    usual_back = wait(layer.gather + layer.scatter, layer.backward)
+    behind = wait(layer.scatter + layer.gather + layer.counting, layer.forward) - usual
     forward = forward + some * (chunks - has_first) * behind
     forward = forward + has_first * wait(first.scatter + layer.gather, first.forward)
-    forward = forward + some * has_last * (wait(last.gather, layer.forward) - usual)
+    forward = forward + some * has_last * (wait(last.gather + layer.counting, layer.forward) - usual)
     backward = backward + some * has_first * (wait(layer.scatter, layer.backward) - usual_back)
     backward = backward + has_first * wait(layer.scatter + first.gather, first.backward)
     ahead = wait(layer.gather, layer.backward) - usual_back

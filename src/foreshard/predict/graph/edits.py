@@ -85,6 +85,9 @@ def _faster_unit(unit: LayerUnits, speeds: Mapping[str, float]) -> LayerUnits:
     changed: dict[str, Any] = {name: getattr(unit, name) / data for name in _UNIT_SECONDS}
     for name in ("forward_s", "backward_s"):
         changed[name] = {part: value / speeds.get(part, 1.0) for part, value in getattr(unit, name).items()}
+    before, after = (sum(one.values()) for one in (unit.forward_s, changed["forward_s"]))
+    faster = np.divide(after, before, out=np.ones(len(unit.params)), where=before > 0)
+    changed["counting_s"] = unit.counting_s * np.append(1.0, faster[:-1])
     return replace(unit, **changed)
 
 

@@ -394,13 +394,19 @@ class _GroupLowering:
         shape, builder = self.lowered.shape, self.builder
         ops = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
         first_piece = int(self.lowered.first[ops[0]])  # the pieces of a stage follow each other
-        moves = {(op, c): _moves(op, units) for op in Op for c, units in enumerate(self.prices.units[s])}
+        ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
+        # In turn with the ops, a gather waits for the whole of the one before it anyway.
+        longer = (ahead > 1) * self.prices.op_s[..., 0] / np.maximum(self.prices.device_s, 1e-12)
+        moves = {
+            (op, c): _moves(op, units, float(longer[Op.FORWARD, s, c]))
+            for op in Op
+            for c, units in enumerate(self.prices.units[s])
+        }
         gather_s, scatter_s = np.concatenate(
             [moves[place] for place in zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), strict=True)],
             axis=1,
         )
         owner = ops.repeat(self.lowered.last[ops] - self.lowered.first[ops] + 1)
-        ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
         gathers, scatters = np.flatnonzero(gather_s), np.flatnonzero(scatter_s)
         # When piece i ends, its gradients leave before the weights of piece i + ahead come.
         after, waiting = np.append(gathers - ahead, scatters), np.append(gathers, scatters + ahead)
@@ -441,11 +447,14 @@ class _GroupLowering:
             self.builder.depend(*((task[edges], own) if waits else (own, before[edges])))
 
 
-def _moves(op: int, units: LayerUnits) -> np.ndarray:
-    """Return seconds of gather and of scatter of each unit of an op, in the order of its pieces."""
+def _moves(op: int, units: LayerUnits, longer: float) -> np.ndarray:
+    """Return seconds of gather and of scatter of each unit of an op, in the order of its pieces.
+
+    The host makes a forward `longer` by this factor, and with it what a gather waits for.
+    """
     none = np.zeros(len(units.params))
     if op == Op.FORWARD:
-        return np.stack([units.gather_s, none])
+        return np.stack([units.gather_s + (units.gather_s > 0) * longer * units.counting_s, none])
     gather, scatter = units.regather_s[::-1], units.scatter_s[::-1]
     return np.stack(
         [none if op == Op.BACKWARD_WEIGHT else gather, none if op == Op.BACKWARD_INPUT else scatter]

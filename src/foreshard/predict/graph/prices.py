@@ -51,6 +51,7 @@ class LayerUnits:
     params: np.ndarray  # trained, dense
     expert_params: np.ndarray
     gather_s: np.ndarray
+    counting_s: np.ndarray  # of the forward of the unit before, until the gather leaves
     regather_s: np.ndarray  # before backward; 0 where weights stay gathered
     scatter_s: np.ndarray
     copy_weights_s: np.ndarray
@@ -362,6 +363,8 @@ class _GroupPricer:
             _shard_sums(*params, machine, units.shape)
             for params in ((dense, expert), (trained, expert_trained))
         )
+        behind = (dense + expert)[::-1].cumsum()[::-1] - dense - expert
+        again = float(machine.traits.regathers) * (behind >= float(machine.traits.kept_elements)) * ~is_end
         return LayerUnits(
             forward_s={
                 "compute": column(at["forward"], *(end[f"{name}_forward"] for name in _ENDS)),
@@ -381,7 +384,8 @@ class _GroupPricer:
             params=trained,
             expert_params=expert_trained,
             gather_s=whole["gather"],
-            regather_s=np.where(is_end, 0.0, float(machine.traits.regathers) * whole["gather"]),
+            counting_s=np.append(0.0, column(at["counting"], 0.0, 0.0)[:-1]),
+            regather_s=again * whole["gather"],
             scatter_s=part["scatter"],
             copy_weights_s=whole["copy_weights"],
             copy_gradients_s=part["copy_gradients"],
@@ -437,7 +441,10 @@ def piece_times(
     if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
         moved = moved + units.scatter_s[::-1]
         copies = copies + units.copy_gradients_s[::-1]
-    return shares, copies, slowed_s(moved, busy_s * shares, machine)
+    busy = busy_s * shares
+    if op == Op.FORWARD:
+        busy = busy - np.append(units.counting_s[1:], 0.0)
+    return shares, copies, slowed_s(moved, busy, machine)
 
 
 def outside_s(
