@@ -102,8 +102,8 @@ def drawn_groups(draw: random.Random, ranks: int, *, tp: bool = True) -> list[di
 def drawn_group(draw: random.Random, stages: list[list[int]], share: int, tp: bool) -> dict[str, Any]:
     kind = draw.choice(["1f1b", "1f1b", "gpipe", "zb-h1", "interleaved"]) if len(stages) > 1 else "1f1b"
     parts = len(stages) * (2 if kind == "interleaved" and 2 * len(stages) <= LAYERS else 1)
-    if parts == len(stages) and kind == "interleaved":
-        kind = "1f1b"
+    if kind == "interleaved" and (parts == len(stages) or share % len(stages)):
+        kind, parts = "1f1b", len(stages)
     bounds = [0, *sorted(draw.sample(range(1, LAYERS), parts - 1)), LAYERS]
     spans = [list(pair) for pair in pairwise(bounds)]
     made = []
@@ -116,7 +116,7 @@ def drawn_group(draw: random.Random, stages: list[list[int]], share: int, tp: bo
         made.append(one)
     return {
         "share": share,
-        "micro_batch": draw.randint(1, share),
+        "micro_batch": 1 if kind == "interleaved" else draw.randint(1, share),
         "schedule": kind,
         "stages": made,
     }
@@ -142,25 +142,38 @@ def drawn(seed: int) -> Drawn:
         "--readers": ["0", "0", "2"],
         "--eval-every": ["0", "0", "4"],
         "--buckets": ["", "", "4KiB", "1MiB"],
-        "--collectives": ["", "", "", "ring", "tree", "recursive_doubling"],
+        "--collectives": ["", "", "", "ring", "double-tree", "halving-doubling"],
         "--bucket-order": ["", "", "forward"],
         "--compress": ["", "", "", "", "int8", "powersgd:2", "topk:0.5"],
         "--policy": ["", "", "", "lyapunov", "lb-bsp", "greedy"],
         "--max-starts": ["", "3", "6"],
-        "--stage-messages": ["", "", "", "chain"],
+        "--stage-messages": ["", "", "", "ring", "binomial"],
     }
     chosen = {name: draw.choice(values) for name, values in options.items()}
     if chosen["--compress"] == "int8" or chosen["--compress"].startswith("topk"):
         chosen["--collectives"] = ""
+    stages = [stage for group in [*one.groups, *one.later] for stage in group["stages"]]
+    if one.event in ("sigterm", "resume another") or any(stage["zero"] > 1 for stage in stages):
+        chosen["--compress"] = ""  # refused: state that a checkpoint lacks, gradients that have one keeper
+    if any(stage["zero"] > 1 for stage in stages):
+        chosen["--collectives"] = ""
+    if any(len(group["stages"]) == 1 for group in [*one.groups, *one.later]):
+        chosen["--stage-messages"] = ""
+    if any(len(stage["layers"]) > 1 for stage in stages):
+        chosen["--policy"] = ""
+    if any(len(stage["ranks"]) > 1 for stage in stages) and chosen["--policy"]:
+        plain = not any(stage.get("tp") for stage in stages) and max(len(one.groups), len(one.later)) == 1
+        chosen["--policy"] = "lyapunov" if plain else ""  # others have no stages of several ranks
     if chosen["--policy"]:
         chosen["--cluster"] = f"1x{ranks}xrtx-4090"
-    if chosen["--bucket-order"] and not (chosen["--collectives"] or chosen["--compress"]):
+    alone = min(len(one.groups), len(one.later)) == 1  # no layer that several pipelines hold
+    if alone or not (chosen["--collectives"] or chosen["--compress"]):
         chosen["--bucket-order"] = ""
     if dtype == "fp64" and chosen["--compress"] and draw.random() < 0.5:
         chosen["--compress"] = ""
     one.approximate = bool(chosen["--compress"])
     one.flags = [word for name, value in chosen.items() if value for word in (name, value)]
-    one.flags += [flag for flag in ("--save-async", "--tensorboard") if draw.random() < 0.2]
+    one.flags += [flag for flag in ("--save-async",) if draw.random() < 0.3]
     if one.clip is not None:
         one.flags += ["--clip-norm", str(one.clip)]
     if dtype != "fp64":
