@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foreshard.errors import SpecError
-from foreshard.runtime.job.hf_structure import BlockStub, Parts, Unused, around, parts_of
+from foreshard.runtime.job.hf_structure import BlockStub, HeadStub, Parts, Unused, around, parts_of
 from foreshard.runtime.job.hf_tensor import plan_of_block
 from foreshard.runtime.tensor.sequence import SequenceLayer, gathering
 from foreshard.runtime.tensor.split import TensorPlan
@@ -207,7 +207,9 @@ class HeadLayer(_ModelLayer):
             return self.scores(ranks.gather_for_products(given))  # type: ignore[no-any-return]
 
         placeholder = hidden.detach().new_zeros(()).expand(hidden.shape)
-        found = self._run(self.last, lambda *args, **kwargs: hidden, stream=placeholder, head=scores)
+        found = self._run(
+            self.last, lambda *args, **kwargs: hidden, stream=placeholder, head=HeadStub(self.scores, scores)
+        )
         return found.logits  # type: ignore[no-any-return]
 
 

@@ -66,6 +66,20 @@ class BlockStub:
         return (stream,) if self.in_tuple else stream
 
 
+class HeadStub:
+    """Stands in the place of the head: another call, and its own attributes (the type of its weight)."""
+
+    def __init__(self, head: nn.Module, call: _Call):
+        self.head, self.call = head, call
+
+    def __call__(self, given: Tensor) -> Any:
+        """Return what the call gives."""
+        return self.call(given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["head"], name)
+
+
 class Unused(nn.Module):
     """Stands in the place of a module whose result is not used: passes its input, or adds nothing to it."""
 
