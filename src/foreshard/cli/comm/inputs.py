@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from foreshard.comm.topology.graph import Topology
 
 RATES = ("fitted", "datasheet")
-_MAX_BYTES = 2**26
+MAX_LOG_BYTES = 2**26  # a log of NCCL at its most talkative, a schedule of a million sends
 _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
 
@@ -71,5 +71,5 @@ def schedule_file(path: str) -> Schedule:
     from foreshard.spec.codec import read_text
 
     if Path(path).suffix.lower() == ".xml":
-        return schedule_of_msccl(read_text(path, max_bytes=_MAX_BYTES), file=path)
+        return schedule_of_msccl(read_text(path, max_bytes=MAX_LOG_BYTES), file=path)
     return load_schedule(path)

@@ -76,7 +76,7 @@ Make = Callable[[float, Check], ScheduleFound | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Attempt:
+class ScheduleAttempt:
     """One way to look for a schedule.
 
     Attributes
@@ -97,7 +97,7 @@ class Attempt:
 
 def attempts_at(
     collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float, check: Check = unlimited
-) -> Iterator[Attempt]:
+) -> Iterator[ScheduleAttempt]:
     """Yield the attempts at a collective: algorithms of the library, then the quickest search first."""
     yield from _templates(collective, num_bytes, topology)
     if collective in ("all-reduce", "broadcast") and reducing_planes(topology):
@@ -122,7 +122,7 @@ def attempts_at(
             yield replace(out, work=2 * out.work, finishing_s=2 * out.finishing_s, make=make)
 
 
-def _templates(collective: str, num_bytes: float, topology: Topology) -> Iterator[Attempt]:
+def _templates(collective: str, num_bytes: float, topology: Topology) -> Iterator[ScheduleAttempt]:
     """Yield what the library has: it is at hand at once, and right by its tests."""
     ranks = topology.num_ranks
     once = ranks * (ranks - 1)
@@ -162,7 +162,7 @@ def _made(
     num_bytes: float,
     *,
     is_listed: bool = False,
-) -> Attempt:
+) -> ScheduleAttempt:
     """Return the attempt of a schedule that is made whole and then timed."""
 
     def timed(_: float, check: Check) -> ScheduleFound:
@@ -170,7 +170,7 @@ def _made(
         seconds = seconds_of(schedule, topology, num_bytes)
         return ScheduleFound(seconds=seconds, schedule=lambda: schedule, is_listed=is_listed)
 
-    return Attempt(method=method, work=work, finishing_s=finishing_s, make=timed)
+    return ScheduleAttempt(method=method, work=work, finishing_s=finishing_s, make=timed)
 
 
 def _backwards(attempt: Make, topology: Topology, num_bytes: float) -> Make:
@@ -205,7 +205,7 @@ def _both_ways(gather: Make, scatter: Make, topology: Topology, num_bytes: float
     return reduce
 
 
-def _all_gathers(num_bytes: float, topology: Topology, seed: int, check: Check) -> Iterator[Attempt]:
+def _all_gathers(num_bytes: float, topology: Topology, seed: int, check: Check) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather: by symmetry where there is one, else by matching."""
     group = translations_of(topology)
     if group is None:
@@ -224,12 +224,14 @@ def _all_gathers(num_bytes: float, topology: Topology, seed: int, check: Check) 
     once = topology.num_ranks * (topology.num_ranks - 1)
     for parts, rng in _chunkings(seed, once):
         make = partial(attempt, parts, rng)
-        yield Attempt(method="symmetry", work=parts, finishing_s=_FINISHING_S * parts * once, make=make)
+        yield ScheduleAttempt(
+            method="symmetry", work=parts, finishing_s=_FINISHING_S * parts * once, make=make
+        )
 
 
 def _spreads(
     collective: str, num_bytes: float, topology: Topology, seed: int, check: Check
-) -> Iterator[Attempt]:
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather or broadcast: a matching of each size, trees, other matchings."""
     arcs = arcs_of(topology, check)
     matchings = list(_matchings(collective, num_bytes, topology, arcs, seed))
@@ -239,7 +241,9 @@ def _spreads(
     yield from matchings[first:]
 
 
-def _packings(collective: str, num_bytes: float, topology: Topology, arcs: list[Arc]) -> Iterator[Attempt]:
+def _packings(
+    collective: str, num_bytes: float, topology: Topology, arcs: list[Arc]
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather or broadcast by packing trees."""
     hops = hops_of_arcs(topology, arcs)
     ranks = topology.num_ranks
@@ -268,12 +272,12 @@ def _packings(collective: str, num_bytes: float, topology: Topology, arcs: list[
         if sends <= MAX_SENDS:
             work = _PACKING_S * ranks * len(topology.vertices)
             make, finishing_s = partial(attempt, trees, pieces), _FINISHING_S * sends
-            yield Attempt(method="trees", work=work, finishing_s=finishing_s, make=make)
+            yield ScheduleAttempt(method="trees", work=work, finishing_s=finishing_s, make=make)
 
 
 def _matchings(
     collective: str, num_bytes: float, topology: Topology, arcs: list[Arc], seed: int
-) -> Iterator[Attempt]:
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather or broadcast by greedy matching."""
     ranks = topology.num_ranks
 
@@ -290,12 +294,12 @@ def _matchings(
     for parts, rng in _chunkings(seed, (ranks - 1) * items, more):
         if len(arcs) * items * parts <= _MAX_MATCHED:
             make, finishing_s = partial(attempt, parts, rng), _FINISHING_S * (ranks - 1) * items * parts
-            yield Attempt(method="matching", work=parts, finishing_s=finishing_s, make=make)
+            yield ScheduleAttempt(method="matching", work=parts, finishing_s=finishing_s, make=make)
 
 
 def _routings(
     collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float, check: Check
-) -> Iterator[Attempt]:
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-to-all or send by paths that load links evenly."""
     ranks = topology.num_ranks
     group = translations_of(topology) if collective == "all-to-all" else None
@@ -324,7 +328,9 @@ def _routings(
     sends, most = (1, _MAX_PATHS) if collective == "send" else (ranks * (ranks - 1), 1)
     for parts, rng in _chunkings(seed, sends, most):
         make = partial(attempt, parts, rng)
-        yield Attempt(method="even paths", work=parts, finishing_s=_FINISHING_S * parts * sends, make=make)
+        yield ScheduleAttempt(
+            method="even paths", work=parts, finishing_s=_FINISHING_S * parts * sends, make=make
+        )
 
 
 def _chunkings(seed: int, num_sends: int, most: int = 1) -> Iterator[tuple[int, np.random.Generator]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.verify import verify
-from foreshard.comm.synthesis.attempts import KNOWN_PACE, Attempt, ScheduleFound, attempts_at
+from foreshard.comm.synthesis.attempts import KNOWN_PACE, ScheduleAttempt, ScheduleFound, attempts_at
 from foreshard.comm.synthesis.bounds import lower_bound_s
 from foreshard.comm.synthesis.budget import BudgetSpent, SynthesisBudget
 from foreshard.comm.synthesis.timing import seconds_of
@@ -108,7 +108,7 @@ def synthesize(
 
 
 def _search(
-    attempts: Iterable[Attempt], bound_s: float, budget: SynthesisBudget
+    attempts: Iterable[ScheduleAttempt], bound_s: float, budget: SynthesisBudget
 ) -> tuple[ScheduleFound, str, int]:
     """Return the best of attempts that a budget allows, what made it, and how many were made.
 
