@@ -70,6 +70,7 @@ ASKED = (
     "observed_step_s",
     "speeds",
     "other_jobs",
+    "bursts",
 )
 """What a request asks of the predictor, besides the run."""
 COSTS = ("formula", "learned")
@@ -101,7 +102,8 @@ class Request:
     `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
     what is not in it takes the default. With `plan`, read from `plan_file`, `choices` is empty. `lora` is
     RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen. `speeds` makes parts of
-    the step so many times as fast, a question of what if. `other_jobs` run on other ranks of the cluster.
+    the step so many times as fast, a question of what if. `other_jobs` run on other ranks of the cluster, and
+    send evenly or in `bursts`.
     `prices` hold for what a change brings; the cluster has them already.
     """
 
@@ -124,6 +126,7 @@ class Request:
     observed_step_s: float | None = None
     speeds: Mapping[str, float] = field(default_factory=dict)
     other_jobs: tuple[TrainingJob, ...] = ()
+    bursts: bool = False
     prices: Prices | None = None
 
     def __post_init__(self) -> None:
@@ -181,6 +184,7 @@ class Request:
             framework=load_framework(plan.framework),
             costs=self.costs,
             other_jobs=self.other_jobs,
+            bursts=self.bursts,
         )
 
     def to_plan(self) -> Plan:
@@ -252,7 +256,7 @@ class Request:
         asked = {**self._asked(), "engine": engine or self.engine}
         if asked["engine"] != self.engine:
             # other engines share less, and have one rank for all
-            asked |= {"network": None, "noise": None, "host_thread": False, "other_jobs": ()}
+            asked |= {"network": None, "noise": None, "host_thread": False, "other_jobs": (), "bursts": False}
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)

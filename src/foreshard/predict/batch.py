@@ -58,7 +58,7 @@ class PlannedRun:
     `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
     `framework` has the attention kernel that runs on the devices, `declared` the one it names. `costs` is the
     source of kernel times, as `catalog.kernels.kernel_model` takes it. `other_jobs` are on the same cluster:
-    a network that transfers share carries theirs too.
+    a network that transfers share carries theirs too, evenly, or in `bursts` after each computation.
     """
 
     model: Model
@@ -67,6 +67,7 @@ class PlannedRun:
     framework: Framework
     costs: str | Tables = "auto"
     other_jobs: tuple[TrainingJob, ...] = ()
+    bursts: bool = False
     stated: Plan = field(init=False)
     declared: Framework = field(init=False)
 

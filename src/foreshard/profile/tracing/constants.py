@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from foreshard.profile.tracing.operations import tensors_of
 
 aten = torch.ops.aten
 
@@ -40,15 +42,13 @@ class Constants:
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note the values that an operation makes, if it reads none that are not known."""
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        tensors, made = tensors_of((*args, *kwargs.values())), tensors_of(out)
         known = func in _SHAPE_ONLY or all(_place(tensor) in self._values for tensor in tensors)
         random = torch.Tag.nondeterministic_seeded in func.tags or func in _UNKNOWN
         small = all(tensor.numel() <= _MOST for tensor in made)
         if known and small and not random and made:
             again = tree_map(self._on_cpu, (args, kwargs))
-            results = tree_leaves(func(*again[0], **again[1]))
-            values = [value for value in results if isinstance(value, torch.Tensor)]
+            values = tensors_of(func(*again[0], **again[1]))
             # an operation in place changes the values of all views, which share their memory as well
             self._values |= {_place(tensor): value for tensor, value in zip(made, values, strict=True)}
         elif func._schema.is_mutable:

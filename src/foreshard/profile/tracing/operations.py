@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -89,12 +89,22 @@ def nbytes(tensor: Any) -> float:
     return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
 
 
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among the arguments or results of an operation: in tuples and lists, or alone."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
 def bytes_of(values: Any) -> float:
     """Return the bytes of all tensors among values, each once."""
-    found = {id(value): value for value in tree_leaves(values) if isinstance(value, torch.Tensor)}
-    return sum(nbytes(value) for value in found.values())
+    found = {id(tensor): tensor for tensor in tensors_of(values)}
+    return sum(map(nbytes, found.values()))
 
 
+@cache
 def _is_view(func: Any) -> bool:
     """Return whether an operation only makes another view of its input."""
     results = func._schema.returns

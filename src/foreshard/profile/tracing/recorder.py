@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.constants import Constants
-from foreshard.profile.tracing.operations import Call, calls_of
+from foreshard.profile.tracing.operations import Call, calls_of, tensors_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,26 +85,26 @@ class Recorder:
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add an operation as torch calls it."""
-        calls = calls_of(func, (*args, *kwargs.values()), out, channels_last=self.channels_last)
-        self._add(list(calls), (args, kwargs), out)
+        read = (*args, *kwargs.values())
+        calls = calls_of(func, read, out, channels_last=self.channels_last)
+        self._add(list(calls), read, out)
         if not self.in_backward:
             self.known.add(func, args, kwargs, out)
 
     def _add(self, calls: list[Call], read: Any, made: Any) -> None:
         if self.in_backward:
             self.backward.append(calls)
-            made = [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
-            self.sparse |= any(value.layout is torch.sparse_coo for value in made)
+            self.sparse |= any(tensor.layout is torch.sparse_coo for tensor in tensors_of(made))
             return
         self.forward.append(calls)
         self.reads.append(self._storages(read))
         self.writes.append(self._storages(made))
-        self.shapes += [tuple(value.shape) for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
+        self.shapes += [tuple(tensor.shape) for tensor in tensors_of(made)]
         for storage in self.reads[-1] & self.constants:
             self.users.setdefault(storage, []).append(len(self.reads) - 1)
 
     def _storages(self, values: Any) -> set[int]:
-        tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+        tensors = tensors_of(values)
         self._alive.extend(tensors)
         return {storage_of(tensor) for tensor in tensors}
 
