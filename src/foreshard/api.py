@@ -100,9 +100,12 @@ _AMOUNTS = ("tokens", "max_usd", "max_hours", "usd_per_device_hour", "budget_s",
 
 
 def _of_text(name: str, value: Any) -> Any:
-    """Return the number that a text of an option means, as the command line reads it; else the value."""
+    """Return the number that a text of an option means, as the command line reads it; else the value.
+
+    Adapters are a text, of which a number is the rank.
+    """
     if not isinstance(value, str):
-        return value
+        return str(value) if name == "lora" and isinstance(value, int) else value
     if name == "buckets" and value.strip().lower() != AUTO:
         return int(parse(value, "bytes"))
     if name not in (*_COUNTED, *_AMOUNTS, "seq_len"):

@@ -229,6 +229,18 @@ def test_engines_agree_whatever_binds(framework):
     assert not apart
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_a_single_stage_has_no_bubble_to_fill(engine, schedule):
+    """Whatever the schedule, gradients are reduced beside the same backward."""
+    model, cluster = model_of("llama3-8b"), cluster_of("4x8xh100-sxm@400Gb/s")
+    options = {"tp": 4, "framework": "megatron-bridge", "global_batch": 32, "seq_len": 2048}
+    plain, other = (api.make_plan(model, cluster, schedule=one, **options) for one in ("1f1b", schedule))
+    assert seconds(engine, model, cluster, other) == pytest.approx(
+        seconds(engine, model, cluster, plain), rel=1e-9
+    )
+
+
 @pytest.mark.parametrize("schedule", ["zb-h2", "zbv", "dualpipe", "dualpipev"])
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())

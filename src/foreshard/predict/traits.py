@@ -36,7 +36,14 @@ _NARROW = ("fp8", "mxfp8", "nvfp4")
 # Bytes that torchao moves for an activation and for a weight that two products read: the scale of a
 # tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
 # copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
-_OWN_CASTS = {"fused": (0.0, 0.0), "tensorwise": (6.0, 8.0), "rowwise": (8.0, 10.0)}
+# TransformerEngine's current scaling finds the largest value first (cast.cuh, recipe/current_scaling.cu).
+_OWN_CASTS = {
+    "fused": (0.0, 0.0),
+    "current": (6.0, 0.0),
+    "tensorwise": (6.0, 8.0),
+    "rowwise": (8.0, 10.0),
+    "blockwise": (0.0, 0.0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +165,9 @@ def traits_of(
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
         grads_widened=float(framework.grads_widened),
-        block_scaled=float(precision in ("mxfp8", "nvfp4")),
+        block_scaled=float(
+            precision in ("mxfp8", "nvfp4") or (precision == "fp8" and framework.fp8_recipe == "blockwise")
+        ),
         own_casts=own_casts,
         own_weight_casts=own_weight_casts,
         wide_operands=float(framework.fp8_recipe == "rowwise"),

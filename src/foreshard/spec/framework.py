@@ -44,9 +44,11 @@ class Framework:
     bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
     default_recompute : recompute rule unless another is stated
     fp8_params : weights are stored and gathered in 8 bit
-    fp8_recipe : fused | tensorwise | rowwise   how 8-bit operands are made: one kernel writes both layouts
-        (TransformerEngine); a pass finds the scale of the tensor first; each row has a scale, each layout a
-        kernel, and communication 16 bit (both torchao). The latter two cast weights where they are used
+    fp8_recipe : fused | current | tensorwise | rowwise | blockwise   how 8-bit operands are made: one kernel
+        writes both layouts, with the scale of earlier steps, or a pass finds that of the tensor first
+        (TransformerEngine); the same pass, or each row has a scale, each layout a kernel, and communication
+        16 bit (both torchao, which cast weights where they are used); 128 elements have a scale, or 128 x 128
+        of a weight (DeepSeek-V3, TransformerEngine)
     memory : name of the memory profile
     """
 

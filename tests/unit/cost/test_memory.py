@@ -96,6 +96,17 @@ def test_norms_of_queries_and_keys_save_their_inputs():
         assert with_norm - without == pytest.approx(each * 1024 / 2 * channels)
 
 
+def test_fsdp1_at_level_two_keeps_16_bit_weights_whole_beside_its_shards():
+    """FRAMEWORKS section 3: fp32 shards are the masters; SHARD_GRAD_OP gathers them in 16 bit until freed."""
+    framework, profile = load_framework("composer"), memory_profile("composer")
+    load = middle(GPT, 4, dp=8, shard_size=8, expert_dp=8)
+    two, three = (stage_memory(replace(load, zero=zero), framework, profile) for zero in (2, 3))
+    params = 4 * GPT.num_params
+    assert three.parameters == pytest.approx(4 / 8 * params)
+    assert two.parameters == pytest.approx((4 / 8 + 2) * params)
+    assert two.gradients == three.gradients and two.optimizer == three.optimizer
+
+
 def test_zero_3_of_deepspeed_steps_in_parts():
     """FRAMEWORKS section 3: fp32 gradients of one sub-group of 1e9 elements at a time."""
     framework, profile = load_framework("deepspeed"), memory_profile("deepspeed")

@@ -353,6 +353,20 @@ def test_recipes_of_8_bit_move_what_their_kernels_do():
     assert other.traits.own_casts == 0, "blocks have kernels of their own"
 
 
+def test_scales_per_block_cost_what_other_block_scaled_casts_do():
+    """DeepSeek-V3 section 3.3.2; under TransformerEngine every other recipe has kernels of its own."""
+    case, batch = batch_of(precision="fp8")
+    moved = {}
+    for recipe in ("fused", "current", "blockwise"):
+        framework = replace(case.framework, fp8_recipe=recipe)
+        machine = build_batch([replace(case, framework=framework)], CONSTANTS).machine
+        launch = np.max(machine.kernels.stream_launch_s)
+        moved[recipe] = cast_s(batch.kinds[0], machine).item() - launch
+    least = moved["current"] / 6.0
+    assert moved["fused"] == pytest.approx(4.0 * CONSTANTS.cast_traffic * least)
+    assert moved["blockwise"] == pytest.approx(4.0 * CONSTANTS.cast_blocks * least)
+
+
 def test_scales_per_row_gather_in_16_bit():
     found = {}
     for release in ("0.2", "0.3"):

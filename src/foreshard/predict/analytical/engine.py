@@ -134,7 +134,7 @@ def stage_times(batch: Batch) -> StageTimes:
         shorter = 1.0 + (last - beside.sum(0) - computed) / np.maximum(computed, 1e-12)
         waited = _unit_waits(batch, units, longer, shorter)
     work = joined + waited[0] + waited[1]
-    last_share = (last + waited[2]) / np.maximum(work, 1e-12)
+    last_share = np.where(short < 1.0 - 1e-9, (last + waited[2]) / np.maximum(work, 1e-12), 1.0)
     parts["host"] += joined - device
     parts["data_comm"] += beside.sum(0) + waited[0] + waited[1]
     if np.count_nonzero(p.zero_bubble):

@@ -64,6 +64,7 @@ class _Pass:
     forward: Any
     backward: Any
     gather: Any
+    again: Any  # the gather before backward
     scatter: Any
     counting: Any
 
@@ -96,8 +97,9 @@ def waits(
             forward=longer * unit.forward + shard.copy_weights + slowed,
             backward=longer * back + copies + slowed_back,
             gather=shard.gather,
+            again=again,
             scatter=scatter,
-            counting=longer * unit.counting,
+            counting=(longer * unit.counting + shard.copy_weights) * (np.asarray(unit.counting) > 0),
         )
 
     def wait(moved: Any, busy: Any) -> Any:
@@ -115,22 +117,22 @@ def waits(
         count * wait(r.gather + r.counting, r.forward) for count, r in zip(counts, runs, strict=True)
     )
     backward = sum(
-        count * wait(r.gather + r.scatter, r.backward) for count, r in zip(counts, runs, strict=True)
+        count * wait(r.again + r.scatter, r.backward) for count, r in zip(counts, runs, strict=True)
     )
     # A pass begins and ends beside units of other passes, or beside the ends, which are not gathered again.
     layer = _Pass(**{name: mean([getattr(r, name) for r in runs]) for name in _Pass.__slots__})
     first, last = run(embedding), run(head)
     has_first, has_last = np.asarray(embedding.count), np.asarray(head.count)
     usual = wait(layer.gather + layer.counting, layer.forward)
-    usual_back = wait(layer.gather + layer.scatter, layer.backward)
+    usual_back = wait(layer.again + layer.scatter, layer.backward)
     behind = wait(layer.scatter + layer.gather + layer.counting, layer.forward) - usual
     forward = forward + some * (chunks - has_first) * behind
     forward = forward + has_first * wait(first.scatter + layer.gather, first.forward)
     forward = forward + some * has_last * (wait(last.gather + layer.counting, layer.forward) - usual)
     backward = backward + some * has_first * (wait(layer.scatter, layer.backward) - usual_back)
     backward = backward + has_first * wait(layer.scatter + first.gather, first.backward)
-    ahead = wait(layer.gather, layer.backward) - usual_back
+    ahead = wait(layer.again, layer.backward) - usual_back
     backward = backward + some * (chunks - has_last) * ahead
-    behind = wait(last.scatter + layer.gather, layer.backward) - usual_back
-    backward = backward + has_last * (wait(layer.gather, last.backward) + some * behind)
+    behind = wait(last.scatter + layer.again, layer.backward) - usual_back
+    backward = backward + has_last * (wait(layer.again, last.backward) + some * behind)
     return np.maximum(forward, 0.0), np.maximum(backward, 0.0)

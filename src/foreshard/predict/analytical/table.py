@@ -149,7 +149,7 @@ class TableStages:
                 num_micro_batches=_real(table.num_micro_batches),
                 num_stages=_real(table.pp),
                 num_chunks=_real(table.vpp),
-                zero_bubble=(table.schedule[None] == _ZERO_BUBBLE) * 1.0,
+                zero_bubble=((table.schedule == _ZERO_BUBBLE) & (table.pp > 1))[None] * 1.0,
                 all_forward=(table.schedule[None] == _GPIPE) * 1.0,
                 ends_cross=leaves[None] * 1.0,
                 num_devices=_real(width * table.pp),

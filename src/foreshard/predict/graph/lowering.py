@@ -454,7 +454,9 @@ def _moves(op: int, units: LayerUnits, longer: float) -> np.ndarray:
     """
     none = np.zeros(len(units.params))
     if op == Op.FORWARD:
-        return np.stack([units.gather_s + (units.gather_s > 0) * longer * units.counting_s, none])
+        before = longer * units.counting_s + np.append(0.0, units.copy_weights_s[:-1])
+        waits = (units.counting_s > 0) & (units.gather_s > 0) & (longer > 0)
+        return np.stack([units.gather_s + waits * before, none])
     gather, scatter = units.regather_s[::-1], units.scatter_s[::-1]
     return np.stack(
         [none if op == Op.BACKWARD_WEIGHT else gather, none if op == Op.BACKWARD_INPUT else scatter]

@@ -63,7 +63,7 @@ class LayerTimes:
     )
     offload_backward: Any
     reduce_backward: Any  # gradients reduced every micro-batch (ZeRO 2), where compute does not hide them
-    # of a forward before the host, which counts the tokens of experts, gets to the gather of the next layer
+    # the whole forward where the host counts the tokens of every expert before it gets to the next layer
     counting: Any
     dense_params: Any  # on this rank
     expert_params: Any
@@ -169,8 +169,6 @@ def layer_times(
     backward_weight = linear.weight_gradient + expert_weight + accumulate
     sent = sent * paired_exchange(sent, forward + backward_input + backward_weight, machine)
     shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
-    # Looped over, every expert is counted on its own.
-    behind = expert * np.where(machine.traits.grouped > 0, 1.0, rank.ep / np.maximum(1.0, layer.num_experts))
     counts = (np.asarray(layer.num_experts) > 0) * (1.0 - machine.traits.prefetches)
     return LayerTimes(
         forward=forward,
@@ -192,7 +190,7 @@ def layer_times(
         reduce_backward=every_reduce_s(
             dense * layer.trainable, experts, machine, backward_input, dense=dense_sharing
         ),
-        counting=counts * (forward + shown - behind),
+        counting=counts * (forward + regions * tensor + context + shown + offload_forward),
         dense_params=dense,
         expert_params=experts,
     )
