@@ -169,16 +169,16 @@ def checked(kind: str) -> Found:
     refused = next(
         (plan for plan in (layer.tensor_plan.refused for layer in layers) if plan is not None), None
     )
+    ended: list[str] = []
     if refused is None:
         for name, groups in PLANS.items():
             try:
                 errors[name] = worst_of_plan(model, groups)
-            except (ForeshardError, RuntimeError) as error:
-                if "whole sequences only" not in str(error):
-                    raise
+            except (ForeshardError, RuntimeError) as error:  # refused, or ended by the model's own code
+                ended.append(f"{name} ends: {str(error)[:150]}")
     wrong = any(error > (PLAN_LIMIT if name in PLANS else LIMIT) for name, error in errors.items())
     text = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
-    more = "" if refused is None else f"; no tp: {refused}"
+    more = "".join(f"; {one}" for one in (*ended, *([f"no tp: {refused}"] if refused else [])))
     return Found(f"split: {text}{more}", is_wrong=wrong)
 
 
