@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 RATES = ("fitted", "datasheet")
 MAX_LOG_BYTES = 2**26  # a log of NCCL at its most talkative, a schedule of a million sends
+MAX_RANKS = 2048
+"""Ranks whose sends are listed one by one: an all-reduce of as many has 8 million, which take some 6 GB."""
+_MAX_DEVICES = 2**14  # of a topology, of which a schedule may use a part
 _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
 
@@ -26,8 +29,16 @@ def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
     if Path(cluster).suffix.lower() in _TOPOLOGY_FILES:
         return read_topology(cluster), None
     loaded = api.load_cluster(cluster)
+    check_size("CLUSTER", loaded.num_devices, _MAX_DEVICES, "A topology is drawn up link by link")
     sizes = {nodes.per_node for nodes in loaded.nodes}
     return topology_of(loaded, rates=rates), sizes.pop() if len(sizes) == 1 else None  # type: ignore[arg-type]
+
+
+def check_size(key: str, number: int, most: int, why: str) -> None:
+    """Refuse what would take hours and all memory."""
+    if number > most:
+        fix = f"Give {most:,} or less: comm predict has no limit"
+        raise SpecError(f"{number:,} ranks", key=key, value=number, rule=f"{why}: at most {most:,}", fix=fix)
 
 
 def load_loops(topology: Topology) -> None:
@@ -47,6 +58,8 @@ def schedule_named(
     """Return the schedule of an algorithm's name, or of a file that must be one of the collective."""
     from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 
+    if collective not in ("send", "broadcast"):
+        check_size("--ranks", ranks, MAX_RANKS, "Every send of a schedule is listed")
     suffix = Path(algorithm).suffix.lower()
     if suffix not in (".json", ".xml"):
         knows_nodes = algorithm in ALGORITHMS and "per_node" in ALGORITHMS[algorithm].options
