@@ -615,6 +615,38 @@ def test_a_recomputed_block_keeps_its_input_only():
         assert traced.saved_bytes(1) == 2 * 4 * 8  # of the first layer, and of the block
 
 
+def test_a_recomputed_block_is_cast_as_its_forward_was():
+    """Products of the block: one forward, one again, two gradients, all in 16 bit."""
+
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            part = nn.Sequential(self.second, nn.Softmax(-1))
+            return checkpoint(part, self.first(x), use_reentrant=False)
+
+    _, found = calls(Recomputed(), (8,), precision="bf16", autocast=True)
+    products = [o for o in found if o.kind == "product"]
+    # of the first layer one forward and one gradient, as nobody asks for that of the input
+    assert len(products) == 2 + 4 and not any(o.wide for o in products)
+
+
+def test_attention_of_a_recomputed_block_is_one_kernel_each_time():
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.part = nn.Linear(32, 32), Attention()
+
+        def forward(self, x):
+            return checkpoint(self.part, self.first(x), use_reentrant=False)
+
+    _, found = calls(Recomputed(), (6, 32), precision="bf16")
+    names = [o.name for o in found if o.kind == "attention"]
+    assert sorted(names) == ["attention", "attention", "attention_backward"]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "fix"),

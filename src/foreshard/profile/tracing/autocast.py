@@ -6,12 +6,13 @@ are applied here to tensors of the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
 _PRODUCTS = ("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "einsum")
@@ -81,9 +82,20 @@ def _wide(value: Any) -> Any:
 
 
 @contextmanager
-def regions_of_cuda() -> Iterator[None]:
-    """Let ``torch.autocast`` enter regions of CUDA where there is no CUDA; the meta device's are CUDA's."""
-    made = torch.autocast.__init__
+def regions_of_cuda(modes: Sequence[TorchFunctionMode] = ()) -> Iterator[None]:
+    """Let ``torch.autocast`` enter regions of CUDA where there is no CUDA; the meta device's are CUDA's.
+
+    A block that is recomputed enters the region of its forward again, but the backward runs without the
+    modes that the forward ran in: those of `modes` that are off are on inside of any region.
+    """
+    kind = torch.autocast
+    made, enter, leave, device_of = (
+        kind.__init__,
+        kind.__enter__,
+        kind.__exit__,
+        checkpoint._infer_device_type,
+    )
+    entered: list[ExitStack] = []
 
     def init(
         self: Any,
@@ -98,8 +110,22 @@ def regions_of_cuda() -> Iterator[None]:
         made(self, _DEVICE, dtype, False, cache_enabled)  # an enabled one asks the device
         self._enabled = enabled
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    def enter_with_modes(self: Any) -> Any:
+        entered.append(ExitStack())
+        for mode in modes:
+            if mode not in _get_current_function_mode_stack():
+                entered[-1].enter_context(mode)
+        return enter(self)
+
+    def leave_with_modes(self: Any, *error: Any) -> Any:
+        result = leave(self, *error)
+        entered.pop().close()
+        return result
+
+    kind.__init__, kind.__enter__, kind.__exit__ = init, enter_with_modes, leave_with_modes  # type: ignore[method-assign]
+    checkpoint._infer_device_type = lambda *_: _DEVICE
     try:
         yield
     finally:
-        torch.autocast.__init__ = made  # type: ignore[method-assign]
+        kind.__init__, kind.__enter__, kind.__exit__ = made, enter, leave  # type: ignore[method-assign]
+        checkpoint._infer_device_type = device_of

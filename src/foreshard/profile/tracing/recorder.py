@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.constants import Constants
 from foreshard.profile.tracing.operations import Call, calls_of, tensors_of
 
@@ -166,7 +165,6 @@ def recording(module: Any, recorder: Recorder) -> Iterator[None]:
             stack.callback(hook.remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
         stack.enter_context(_functions_open())
-        stack.enter_context(FusedAttention(recorder.note))
         stack.enter_context(_Operations(recorder))
         yield
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from foreshard.errors import SpecError
+from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
 from foreshard.profile.tracing.operations import Call, is_channels_last
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
@@ -216,8 +217,9 @@ def _run(
 ) -> _Run:
     constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
     recorder = Recorder(constants, is_channels_last(module.parameters()))
+    modes = FusedAttention(recorder.note), Autocast(casts)
     try:
-        with torch.device("meta"), regions_of_cuda(), recording(module, recorder), Autocast(casts):
+        with torch.device("meta"), recording(module, recorder), regions_of_cuda(modes), modes[0], modes[1]:
             with torch.autocast("cuda", whole) if whole else nullcontext():
                 score = (loss or _total)(_called(module, inputs))
             recorder.in_backward = True
