@@ -23,6 +23,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    FP8_RECIPES,
     OFFLOADS,
     OPTIMIZERS,
     PRECISIONS,
@@ -42,6 +43,7 @@ _CHOICES = {
     "offload": (*OFFLOADS, CPU),
     "collectives": ALGORITHMS,
     "attention": ATTENTIONS,
+    "fp8_recipe": FP8_RECIPES,
 }
 _RATES = {"link": "link_bytes_per_s", "memory_bandwidth": "memory_bytes_per_s"}
 """Rates of a device that a change names: of its links to other devices, one direction, and of its memory."""

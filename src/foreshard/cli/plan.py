@@ -30,6 +30,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    FP8_RECIPES,
     MAX_SEQ_LEN,
     OPTIMIZERS,
     PRECISIONS,
@@ -113,6 +114,11 @@ def _vendors() -> tuple[str, ...]:
     "--attention",
     type=Word(*ATTENTIONS),
     help="Kernel of attention (default: the framework's, or the one that the devices have).",
+)
+@click.option(
+    "--fp8-recipe",
+    type=Word(*FP8_RECIPES),
+    help="With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype).",
 )
 @click.option(
     "--dtype",

@@ -10,6 +10,7 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import Tables
+from foreshard.catalog.offers import with_recipe
 from foreshard.catalog.stacks import check_attention, running
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
@@ -28,6 +29,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     AUTO,
+    FP8_RECIPES,
     MAX_SEQ_LEN,
     OPTIMIZERS,
     PRECISIONS,
@@ -72,6 +74,7 @@ class PlanRequest:
     comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
     attention: str | None = None
+    fp8_recipe: str | None = None
     engine: str = "graph"
     network: str = "closed-form"
     costs: str | Tables = "auto"
@@ -100,7 +103,9 @@ class PlanRequest:
         """Return a plan with the algorithm and the bucket size asked for; the best size comes later."""
         own = None if self.best_buckets else self.framework.bucket_bytes or None
         sums = self.framework.collectives
-        return replace(plan, collectives=sums, buckets=own, attention=self.attention)
+        return replace(
+            plan, collectives=sums, buckets=own, attention=self.attention, fp8_recipe=self.fp8_recipe
+        )
 
     @property
     def setup(self) -> RunSetup:
@@ -185,6 +190,7 @@ def checked_request(
     usd_per_device_hour: float | None = None,
     executor: str = "local",
     attention: str | None = None,
+    fp8_recipe: str | None = None,
     collectives: str = AUTO,
     buckets: int | str | None = None,
     memory_margin: float = MARGIN,
@@ -230,6 +236,9 @@ def checked_request(
         attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
         check_attention(attention, cluster.devices)
         declared = replace(declared, attention=attention)
+    if fp8_recipe is not None:
+        fp8_recipe = one_of(fp8_recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
+        declared = with_recipe(declared, fp8_recipe, precision=precision, devices=cluster.devices)
     return PlanRequest(
         model=model,
         cluster=in_fewest_groups(cluster),
@@ -242,6 +251,7 @@ def checked_request(
         if max_devices is None
         else whole(max_devices, key="--max-devices", name="max-devices"),
         attention=attention,
+        fp8_recipe=fp8_recipe,
         framework=replace(
             running(declared, cluster.devices),
             collectives=one_of(collectives, ALGORITHMS, key="--collectives", name="collectives"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import Tables
+from foreshard.catalog.offers import with_recipe
 from foreshard.catalog.stacks import running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
@@ -75,6 +76,10 @@ class PlannedRun:
         object.__setattr__(self, "stated", self.plan)
         chosen = self.plan.attention
         declared = self.framework if chosen is None else replace(self.framework, attention=chosen)
+        recipe = self.plan.fp8_recipe
+        if recipe is not None:
+            devices = self.cluster.devices
+            declared = with_recipe(declared, recipe, precision=self.plan.precision, devices=devices)
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "framework", running(declared, self.cluster.devices))
         groups = tuple(group.held for group in self.plan.groups)

@@ -141,7 +141,9 @@ def traits_of(
     # Without 16-bit weights the weight itself is the master.
     wide = 4.0 if precision in ("fp32", "tf32") else 2.0
     optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
-    gathers_narrow = 1.0 * (precision == "fp8") * options["narrow_gather"]
+    # Scales of rows are not those of the shards that are gathered.
+    narrow = precision == "fp8" and framework.fp8_recipe != "rowwise"
+    gathers_narrow = 1.0 * narrow * options["narrow_gather"]
     gathers_narrow = 1.0 if framework.fp8_params and precision in _NARROW else gathers_narrow
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(

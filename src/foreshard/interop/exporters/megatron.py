@@ -163,6 +163,8 @@ def _batch_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
 
 def _option_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
     flags = [*_PRECISIONS[plan.precision], ("--optimizer", _OPTIMIZERS[plan.optimizer])]
+    if plan.fp8_recipe is not None:
+        flags.append(("--fp8-recipe", plan.fp8_recipe))
     flags += _sharding_flags(degrees) + _recompute_flags(degrees.recompute)
     if degrees.offload == "optimizer":
         flags += [("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",)]

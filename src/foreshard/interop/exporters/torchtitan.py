@@ -152,12 +152,19 @@ def _async_tp(plan: Plan, degrees: Uniform) -> bool:
     return degrees.tp > 1 and bool(plan.comm.get("tp_overlap", default))
 
 
+def _reshards(degrees: Uniform) -> str:
+    """Return the policy that predictions are of: by default pipelines keep weights gathered."""
+    if degrees.zero < 3:
+        return "never"
+    return "always" if degrees.pp == 1 else "default"
+
+
 def _parallelism(degrees: Uniform, head: str) -> dict[str, Any]:
     replicate, shard = _data_parallel(degrees)
     made: dict[str, Any] = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": "always" if degrees.zero == 3 else "never",
+        "fsdp_reshard_after_forward": _reshards(degrees),
         "tensor_parallel_degree": degrees.tp,
         "context_parallel_degree": degrees.cp,
         "pipeline_parallel_degree": degrees.pp,
@@ -195,8 +202,11 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
         "activation_checkpoint": _checkpoint_02(degrees.recompute),
         "compile": {"enable": _async_tp(plan, degrees)},
     }
-    if _narrow_gather(plan):
-        sections["quantize.linear.float8"] = {"enable_fsdp_float8_all_gather": True}
+    scaled: dict[str, Any] = {"enable_fsdp_float8_all_gather": True} if _narrow_gather(plan) else {}
+    if plan.fp8_recipe is not None:
+        scaled["recipe_name"] = plan.fp8_recipe
+    if scaled:
+        sections["quantize.linear.float8"] = scaled
     return sections
 
 

@@ -187,6 +187,10 @@ def wire_notes(plan: Plan) -> tuple[str, ...]:
             f"Attention is {plan.attention}: set --attention-backend of Megatron, attn_implementation of "
             "transformers, or the tool's own option."
         )
+    if plan.fp8_recipe is not None:
+        notes.append(
+            f"8-bit scales are {plan.fp8_recipe}: set --fp8-recipe of Megatron, recipe_name of torchtitan."
+        )
     if plan.collectives != "auto":
         value = ",".join(NCCL_ALGORITHMS[plan.collectives])
         notes.append(
