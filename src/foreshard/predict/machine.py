@@ -16,7 +16,7 @@ from foreshard.predict.traits import Traits
 _ROWS_SLOWER = 1.6
 """Seconds of 8-bit products with a scale per row over those with one of the tensor: other kernels run them.
 
-No kernel table has them; public logs of torchtitan show steps 20 to 40 % longer at large batches, and with this
+No kernel table has them; public logs of torchtitan show steps 20 to 40 % longer at large batches. With this
 Llama-3-8B on 8 H100 takes 20 % longer, 70B on 64 takes 32 %.
 """
 _H100_J_PER_FLOP = 700.0 / (0.716 * 989.4e12)  # 700 W; share of the peak: its curve of 16-bit products
