@@ -79,6 +79,7 @@ class Traits:
     block_scaled: Any  # casts carry a scale per block of elements
     own_casts: Any  # bytes moved to cast an element of an activation to 8 bit, 0 for a fused kernel's
     own_weight_casts: Any  # of a weight, in forward and backward together
+    row_scaled: Any  # 8-bit operands have a scale per row or column
     wide_operands: Any  # tensor parallelism gathers operands of 8-bit products in 16 bit
     any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
@@ -172,6 +173,7 @@ def traits_of(
         ),
         own_casts=own_casts,
         own_weight_casts=own_weight_casts,
+        row_scaled=float(precision == "fp8" and framework.fp8_recipe == "rowwise"),
         wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         regathers=1.0,

@@ -202,3 +202,14 @@ def test_a_search_keeps_the_recipe_that_was_asked_for():
     assert best.plan.fp8_recipe == "blockwise"
     again = predict("gpt2", "1x2xh100-sxm", best.plan, engine="analytical")
     assert again.step_time_s == pytest.approx(best.prediction.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "8xh100"), ("llama3-70b", "8x8xh100")])
+def test_scales_per_row_make_a_large_step_clearly_longer(model, cluster):
+    """Public logs of torchtitan: 20 to 40 % slower than with one scale of a tensor at large batches."""
+    asked = {"framework": "torchtitan", "precision": "fp8", "micro_batch": 4, "seq_len": 8192}
+    row, tensor = (
+        predict(model, cluster, fp8_recipe=recipe, **asked).step_time_s
+        for recipe in ("rowwise", "tensorwise")
+    )
+    assert 1.2 < row / tensor < 1.4
