@@ -467,12 +467,20 @@ def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluste
     """Return what is asked of a search for plans that a tool trains: its degrees, and why it refuses one."""
     from functools import partial
 
-    from foreshard.interop.exporters import TRAINERS, model_refusals, refusals, target_of
+    from foreshard.interop.exporters import TRAINERS, model_refusals, refusals, target_of, trains
     from foreshard.interop.exporters.exported import InexpressibleError
 
     target = target_of(tool)
     if target not in TRAINERS:
         raise unknown("tool", tool, TRAINERS, key="--to", rule="Tools that train a plan are")
+    if asked.get("framework") is not None and not trains(target, asked["framework"]):
+        raise SpecError(
+            f"a plan of {asked['framework']} for {tool}",
+            key="--framework",
+            value=asked["framework"],
+            rule=f"{tool} trains in the time and memory of {TRAINERS[target].runs or 'megatron-core'}",
+            fix="Leave --framework out, or --to",
+        )
     reasons = model_refusals(model, target)
     if asked.get("lora") is not None:
         reasons = (*reasons, f"adapters (lora {asked['lora']})")
@@ -496,10 +504,9 @@ def _with_gaps(result: PlanResult, model: Model, cluster: Cluster) -> PlanResult
     reasons = refusals(chosen, target, model=model, cluster=cluster)
     if not reasons:
         return result
-    tool = target.partition("@")[0]
-    note = f"{tool} cannot train the chosen plan: {'; '.join(reasons)}. foreshard run can"
+    note = f"{target} cannot train the chosen plan: {'; '.join(reasons)}. foreshard run can"
     if len(cluster.nodes) == 1:
-        note += f", and plan --to {tool} finds the best that {tool} can"
+        note += f", and plan --to {target} finds the best that {target} can"
     return replace(result, notes=(*result.notes, note))
 
 

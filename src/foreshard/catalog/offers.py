@@ -12,7 +12,11 @@ from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.plan import Plan
 
-_SCALES_BLOCKS = ("hopper", "blackwell")
+_RUNS = {
+    "rowwise": ("hopper", "blackwell", "rubin", "cdna3", "cdna4"),
+    "blockwise": ("hopper", "blackwell", "rubin"),
+}
+"""Architectures with code for products of such scales: torch._scaled_mm (CUTLASS, hipBLASLt), cuBLAS 12.9."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +95,26 @@ def with_recipe(
     'current'
     """
     shipped_ones = offers_of(framework).fp8_recipes
-    old = [device.name for device in devices if device.arch not in _SCALES_BLOCKS]
+    devices = tuple(devices)
+    without = {
+        name: [device.name for device in devices if device.arch not in _RUNS.get(name, (device.arch,))]
+        for name in (recipe, *shipped_ones)
+    }
     if precision != "fp8":
         what, rule = f"{recipe} scales in {precision}", "Recipes are of fp8; mxfp8 is a dtype of its own"
         fix = "Add --dtype fp8, or leave out the recipe"
     elif recipe not in shipped_ones:
         what = f"{framework.label} ships no {recipe} scales"
         rule = f"It ships {', '.join(shipped_ones) or 'no 8-bit recipes to choose from'}"
-        fix = f"Use {shipped_ones[0]}" if shipped_ones else "Leave it out"
-    elif recipe in ("rowwise", "blockwise") and old:
-        what, rule = f"{recipe} scales on {old[0]}", "Their products need Hopper or newer"
-        fix = "Use tensorwise"
+        labels = [name for name in shipped("offers.toml") if name.startswith(f"{framework.name}@")]
+        older = [name for name in labels if recipe in _offers(name).fp8_recipes]
+        ways = [f"--framework {older[-1]}"] if older else []
+        fix = " or ".join((*(f"Use {name}" for name in shipped_ones[:1]), *ways)) or "Leave it out"
+    elif without[recipe]:
+        what = f"{recipe} scales on {without[recipe][0]}"
+        rule = f"Their products have code for {', '.join(_RUNS[recipe])}"
+        others = [name for name in shipped_ones if not without[name]]
+        fix = f"Use {others[0]}" if others else "Leave out --dtype fp8"
     else:
         engine = "delayed" in shipped_ones  # TransformerEngine, whose tensorwise scales are 'current' ones
         own = {"delayed": "fused", "tensorwise": "current"}.get(recipe, recipe) if engine else recipe

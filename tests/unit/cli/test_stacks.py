@@ -207,7 +207,7 @@ def test_a_search_keeps_the_recipe_that_was_asked_for():
 @pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "8xh100"), ("llama3-70b", "8x8xh100")])
 def test_scales_per_row_make_a_large_step_clearly_longer(model, cluster):
     """Public logs of torchtitan: 20 to 40 % slower than with one scale of a tensor at large batches."""
-    asked = {"framework": "torchtitan", "precision": "fp8", "micro_batch": 4, "seq_len": 8192}
+    asked = {"framework": "torchtitan@0.2", "precision": "fp8", "micro_batch": 4, "seq_len": 8192}
     row, tensor = (
         predict(model, cluster, fp8_recipe=recipe, **asked).step_time_s
         for recipe in ("rowwise", "tensorwise")

@@ -250,6 +250,27 @@ def test_models_that_a_release_of_torchtitan_cannot_train_so_are_refused(name, t
         export(made, target, model=model, cluster=CLUSTER)
 
 
+@pytest.mark.parametrize(
+    ("target", "recipe", "reason"),
+    [
+        ("torchtitan@0.3", "tensorwise", "tensorwise scales .it has rowwise"),
+        ("torchtitan@0.2", "delayed", "delayed scales .it has tensorwise, rowwise"),
+        ("megatron", "rowwise", "rowwise scales .it has delayed, tensorwise, blockwise"),
+    ],
+)
+def test_scales_that_a_target_has_not_are_refused(target, recipe, reason):
+    made = replace(plan(zero=1 if target == "megatron" else 3, precision="fp8"), fp8_recipe=recipe)
+    with pytest.raises(SpecError, match=reason):
+        export(made, target, model=MODEL, cluster=CLUSTER)
+
+
+def test_torchtitan_gathers_in_8_bit_without_the_name_of_a_recipe():
+    """It refuses enable_fsdp_float8_all_gather together with recipe_name."""
+    made = replace(plan(zero=3, precision="fp8"), fp8_recipe="tensorwise", comm={"narrow_gather": True})
+    read = tomllib.loads(export(made, "torchtitan@0.2", model=MODEL, cluster=CLUSTER).text)
+    assert read["quantize"]["linear"]["float8"] == {"enable_fsdp_float8_all_gather": True}
+
+
 def test_a_model_of_the_sizes_of_a_flavor_with_other_experts_is_not_that_flavor():
     model = load_model("qwen3-30b-a3b")
     wider = replace(model, blocks=tuple(replace(block, expert_ffn=1024) for block in model.blocks))

@@ -246,7 +246,8 @@ def test_of_each_degrees_the_best_wanted_plan_is_kept(space):
     def wanted(rows):
         return (rows.recompute == 0) & (rows.offload == 0) & ((rows.zero + rows.micro_batch) % 2 == 1)
 
-    found = search_rows(request, keep=5, is_wanted=lambda row: bool(wanted(row)[0]))
+    found = search_rows(request, keep=5, refusals=lambda row: () if wanted(row)[0] else ("unwanted",))
+    assert found.refused["unwanted"] > 0
     best = _best_of_each(table, score, fits & wanted(table))
     assert found.score == pytest.approx(best[:5])
     assert found.bound == pytest.approx(best[0])

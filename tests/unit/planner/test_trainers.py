@@ -56,3 +56,25 @@ def test_where_a_tool_refuses_every_plan_that_fits_the_reasons_are_counted():
 def test_shard_groups_that_a_framework_has_not_are_refused():
     with pytest.raises(SpecError, match="has no shard groups"):
         api.plan("llama3-8b", "8xh100", global_batch=64, framework="deepspeed", shard_size=4)
+
+
+@pytest.mark.parametrize(
+    ("tool", "framework"),
+    [
+        ("fsdp", "deepspeed"),
+        ("deepspeed", "megatron-core"),
+        ("torchtitan", "torchtitan@0.2"),
+        ("megatron", "hf"),
+    ],
+)
+def test_a_plan_for_a_tool_is_not_timed_as_of_another(tool, framework):
+    with pytest.raises(SpecError, match=f"a plan of {framework} for {tool}") as caught:
+        api.plan("llama3-8b", "8xh100", global_batch=64, to=tool, framework=framework)
+    assert caught.value.key == "--framework"
+
+
+def test_the_note_is_of_the_release_that_the_plan_is_of():
+    asked = {"global_batch": 64, "seq_len": 2048, "pp": 2, "budget_s": 5}
+    found = api.plan("qwen3-8b", "8xh100", framework="torchtitan@0.2", **asked)
+    (note,) = [note for note in found.notes if "cannot train the chosen plan" in note]
+    assert note.startswith("torchtitan@0.2 ") and "plan --to torchtitan@0.2" in note

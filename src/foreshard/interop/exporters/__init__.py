@@ -13,6 +13,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import unknown
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """One tool; `frameworks` are the beginnings of those whose plans it runs as predicted.
+    """One tool; `frameworks` are the beginnings of the labels of those whose plans it runs as predicted.
 
     Its function returns the text of the one `file`, or names and texts of several, and notes. `runs` is the
     framework of plans made for it, where that is not the default; `choices` are the only degrees it has.
@@ -41,7 +42,7 @@ class Target(NamedTuple):
     choices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
-_MEGATRON, _TITAN = ("megatron", "nemo", "mlperf"), ("torchtitan",)
+_MEGATRON = ("megatron-core", "megatron-fsdp", "megatron-lm", "megatron-bridge", "nemo", "mlperf")
 _SHARDED = MappingProxyType({"zero": (2, 3)})  # FSDP shards weights too
 TARGETS = {
     "megatron": Target(
@@ -53,7 +54,7 @@ TARGETS = {
         "torchtitan 0.2.2",
         "train.toml",
         "export_toml",
-        _TITAN,
+        ("torchtitan@0.2", "torchtitan@2024"),
         "torchtitan@0.2",
         _SHARDED,
     ),
@@ -63,7 +64,7 @@ TARGETS = {
         "torchtitan 0.3.0",
         "foreshard_recipe.py",
         "export_recipe",
-        _TITAN,
+        ("torchtitan@0.3",),
         "torchtitan",
         _SHARDED,
     ),
@@ -105,9 +106,24 @@ def target_of(name: str) -> str:
 
 
 def target_for(framework: str) -> str | None:
-    """Return the target that trains the plans of a framework, None where there is none."""
+    """Return the target that trains the plans of a framework, None where there is none.
+
+    Examples
+    --------
+    >>> target_for("torchtitan@0.2"), target_for("torchtitan"), target_for("megatron-deepspeed")
+    ('torchtitan@0.2', 'torchtitan', None)
+    """
+    label = load_framework(framework).label
     own = (name for name, tool in TRAINERS.items() if all(tool.frameworks))
-    return max((name for name in own if framework.startswith(TARGETS[name].frameworks)), default=None)
+    target = next((name for name in own if label.startswith(TARGETS[name].frameworks)), None)
+    return next((name for name, newest in _NEWEST.items() if newest == target), target)
+
+
+def trains(target: str, framework: str) -> bool:
+    """Return whether a target runs the plans of a framework as they were predicted."""
+    tool = TARGETS[target_of(target)]
+    names = tool.frameworks if all(tool.frameworks) else (tool.runs or "",)
+    return load_framework(framework).label.startswith(names)
 
 
 def model_refusals(model: Model, target: str) -> tuple[str, ...]:

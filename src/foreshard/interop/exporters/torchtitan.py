@@ -14,7 +14,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.interop.exporters.exported import ExportRequest, filled
-from foreshard.interop.exporters.uniform import Gaps, Uniform, required_uniform
+from foreshard.interop.exporters.uniform import Gaps, Uniform, recipe_gaps, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
@@ -103,6 +103,7 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 
 def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     family = (flavor_of(request.model) or ("",))[0] if request.model else ""
+    yield from recipe_gaps(request.plan, "torchtitan@0.2")
     if degrees.pp > 1 and family in _NO_PIPELINE_02:
         yield f"pp {degrees.pp} of {family} (it pipelines Llama 3 and DeepSeek)"
     if request.model and request.model.num_next_token:
@@ -116,6 +117,7 @@ def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if request.model and request.model.num_next_token and degrees.pp * degrees.cp > 1:
         yield f"the next-token layers of {request.model.name} under pp or cp ({_WITHOUT})"
+    yield from recipe_gaps(request.plan, "torchtitan@0.3")
     if _narrow_gather(request.plan):
         yield "narrow_gather (its scales per row gather in 16 bit)"
     if degrees.etp > 1:
@@ -203,7 +205,7 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
         "compile": {"enable": _async_tp(plan, degrees)},
     }
     scaled: dict[str, Any] = {"enable_fsdp_float8_all_gather": True} if _narrow_gather(plan) else {}
-    if plan.fp8_recipe is not None:
+    if plan.fp8_recipe == "rowwise":  # tensorwise is what it does without a name, and alone gathers in 8 bit
         scaled["recipe_name"] = plan.fp8_recipe
     if scaled:
         sections["quantize.linear.float8"] = scaled

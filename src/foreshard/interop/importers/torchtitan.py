@@ -34,6 +34,10 @@ def read(text: str, file: str) -> StatedRun:
     choices: dict[str, Any] = {"framework": "torchtitan@0.2", "recompute": _recompute(config)}
     choices |= _degrees(parallel)
     choices["precision"] = _precision(config, training)
+    if choices["precision"] == "fp8":
+        scaled = config.table("quantize").table("linear").table("float8")
+        recipes = {"tensorwise": "tensorwise", "rowwise": "rowwise"}
+        choices["fp8_recipe"] = scaled.word("recipe_name", recipes, default="tensorwise")
     choices["optimizer"] = config.table("optimizer").word(
         "name", {"AdamW": "adamw", "Adam": "adamw"}, default="AdamW"
     )

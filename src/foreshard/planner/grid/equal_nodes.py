@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from foreshard.planner.ranking import SHOWN, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
 from foreshard.planner.solver.time_budget import LEAST_S
-from foreshard.predict.plan_table import COLUMNS, PlanTable
+from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan, acting
@@ -164,7 +165,7 @@ def _search_size(
     if any(len(found.score) for found in searched.found):
         patience_s = 0.0
     options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
-    options["is_wanted"] = None if request.tool is None else _trainable(request, searched.refused)
+    options["refusals"] = None if request.tool is None else partial(_refusals, request)
     found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
     nothing = not len(found.score) and not found.stopped
     if nothing and grid.max_step_s < np.inf and found.least_step_s < np.inf:
@@ -172,21 +173,11 @@ def _search_size(
         found = search_rows(request.grid_on(part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
     searched.parts.append(part)
     searched.found.append(found)
+    searched.refused += found.refused
 
 
-def _trainable(request: PlanRequest, refused: Counter[str]) -> Callable[[PlanTable], bool]:
-    """Return whether the tool can train the plan of a row, counting in `refused` why it cannot."""
-    known: dict[tuple[int, ...], bool] = {}
-
-    def is_wanted(row: PlanTable) -> bool:
-        key = tuple(int(getattr(row, name)[0]) for name in COLUMNS)
-        if key not in known:
-            reasons = request.refusals(_plan_of(request, row))
-            known[key] = not reasons
-            refused.update(reasons)
-        return known[key]
-
-    return is_wanted
+def _refusals(request: PlanRequest, row: PlanTable) -> tuple[str, ...]:
+    return request.refusals(_plan_of(request, row))
 
 
 def _plan_of(request: PlanRequest, row: PlanTable) -> Plan:

@@ -43,7 +43,7 @@ def search_rows(
     beat: float = np.inf,
     patience_s: float = 0.0,
     executor: str = "local",
-    is_wanted: Callable[[PlanTable], bool] | None = None,
+    refusals: Callable[[PlanTable], tuple[str, ...]] | None = None,
 ) -> Found:
     """Return the best rows of the whole space and how many were timed and excluded.
 
@@ -60,10 +60,10 @@ def search_rows(
         How much longer to look while there is no plan at all.
     executor : str
         'local', or as :mod:`foreshard.planner.grid.ray_sweep` takes it.
-    is_wanted : callable, optional
-        Of a table of one row: whether its plan may be kept.
+    refusals : callable, optional
+        Of a table of one row: reasons not to keep its plan.
     """
-    found = Found(keep=keep, beat=beat, is_wanted=is_wanted)
+    found = Found(keep=keep, beat=beat, refusals=refusals)
     space, found.floor_s = cells_in_order(request)
     if executor == "local":
         walk(request, space, found, deadline=deadline, patience_s=patience_s)
