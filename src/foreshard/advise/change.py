@@ -123,6 +123,8 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         )
     if key == "framework":
         _check_framework(value)
+    if key == "precision" and value.lower() != "fp8":
+        request = request.with_choice("fp8_recipe", None)  # scales are of 8-bit products alone
     if key in _CHOICES:
         return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
     return request.with_choice(key, value)

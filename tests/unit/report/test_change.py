@@ -197,3 +197,9 @@ def test_defaults_are_assumptions():
 def test_virtual_stages_need_a_pipeline():
     with pytest.raises(SpecError, match="without a pipeline"):
         ask("llama3-8b", "1x8xh100-sxm", vpp=4).to_plan()
+
+
+def test_a_change_to_16_bits_leaves_the_recipe_of_8_bits_behind():
+    asked = ask("llama3-8b", "8xh100-sxm", precision="fp8", fp8_recipe="blockwise")
+    fresh = ask("llama3-8b", "8xh100-sxm", precision="bf16").predict()
+    assert apply(asked, "dtype=bf16").predict().step_time_s == fresh.step_time_s
