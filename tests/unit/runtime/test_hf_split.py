@@ -160,6 +160,17 @@ def test_dropout_belongs_to_the_sample(kind: str) -> None:
     assert not torch.allclose(whole, through(split(made(kind)), IDS), atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_mode_of_every_part_of_the_model_stays(kind: str) -> None:
+    """Also where some parts are frozen in eval and others train."""
+    model = made(kind, **({"embd_pdrop": 0.5} if kind == "gpt2" else {})).eval()
+    for mixed in (False, True):
+        model.base_model.get_input_embeddings().train(mixed)
+        before = {name: part.training for name, part in model.named_modules()}
+        split(model)
+        assert {name: part.training for name, part in model.named_modules()} == before
+
+
 def test_what_is_not_known_is_refused_by_name() -> None:
     config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(SpecError, match=r"type bert cannot be split by itself: .*no head"):

@@ -217,7 +217,7 @@ def _is_by_token(
     layer: nn.Module, on_part: Callable[[int, int], Tensor], whole: Callable[[], Tensor]
 ) -> bool:
     """Return whether two parts of a short sequence give the parts of what the whole gives."""
-    was = layer.training
+    was = {part: part.training for part in layer.modules()}  # parts may differ: they are the model's own
     layer.eval()
     try:
         with torch.no_grad():
@@ -226,7 +226,8 @@ def _is_by_token(
     except (RuntimeError, TypeError, ValueError):  # its code needs whole sequences
         return False
     finally:
-        layer.train(was)
+        for part, training in was.items():
+            part.training = training
 
 
 def _check_config(config: Any) -> None:
