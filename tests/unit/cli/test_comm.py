@@ -235,6 +235,32 @@ def test_measured_times_that_are_no_table_are_refused(shell, tmp_path, old, new,
     assert what in str(answer.json["error"]) and shell(*call, tmp_path / "none.csv").code == 2
 
 
+OWN_DEVICE = """
+name = "one of a kind"
+[[devices]]
+name = "Some Device X"
+base = "a100-sxm-80gb"
+[[nodes]]
+count = 1
+device = "Some Device X"
+per_node = 8
+"""
+
+
+def test_measured_times_of_an_unknown_device_are_nobody_else_s(shell, tmp_path):
+    """They are refused for a device of the catalog, and taken for that of a cluster file of the same name."""
+    log, own = tmp_path / "a.log", tmp_path / "own.toml"
+    log.write_text(NCCL_TESTS.replace("NVIDIA H100 80GB HBM3", "Some Device X"))
+    own.write_text(OWN_DEVICE)
+    call = ("comm", "predict", "all-reduce", "1MiB")
+    answer = shell(*call, "8xa100-sxm-80gb", "--ranks", "2", "--costs", log, "--json")
+    error = answer.json["error"]
+    assert answer.code == 2 and error["file"] == str(log) and error["value"] == "Some Device X"
+    assert "unknown device" in error["what"] and error["rule"] and "cluster file" in error["fix"]
+    found = shell(*call, own, "--ranks", "2", "--costs", log, "--json").json
+    assert found["evidence"] == "table" and found["time_s"] == pytest.approx(20.4e-6)
+
+
 words = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 
