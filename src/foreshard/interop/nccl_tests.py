@@ -52,23 +52,25 @@ class NcclTestRun:
     num_skipped: int  # lines that begin as a row and have other columns
 
 
-def tables_of(run: NcclTestRun, device: str, path: str) -> KernelTables:
+def tables_of(run: NcclTestRun, device: str, path: str, collective: str | None = None) -> KernelTables:
     """Return the rows of a run as a cost source: a table of the device that it names, else of `device`.
 
-    `device` may be one of a cluster file: the run names it by the same words.
+    `device` may be one of a cluster file: the run names it by the same words. `collective` is what ran where
+    the run does not say; a reduce-scatter is held as the all-gather of as many bytes.
 
     Raises
     ------
     SpecError
         For what no table holds: several hosts, unknown ranks, a broadcast or messages, an unknown device.
     """
-    op = {"reduce-scatter": "all-gather"}.get(run.collective or "", run.collective or "").replace("-", "_")
+    ran = run.collective or collective or ""
+    op = {"reduce-scatter": "all-gather"}.get(ran, ran).replace("-", "_")
     rows = [row for row in run.rows if row.size_bytes > 0 and row.time_s > 0.0]
     faults = (
         (
             op not in COLLECTIVES,
             "the collective",
-            run.collective,
+            ran or None,
             "A table is one of " + ", ".join(COLLECTIVES),
         ),
         (run.num_ranks is None, "the ranks", None, "The header of nccl-tests says on which ranks it ran"),

@@ -235,6 +235,39 @@ def test_measured_times_that_are_no_table_are_refused(shell, tmp_path, old, new,
     assert what in str(answer.json["error"]) and shell(*call, tmp_path / "none.csv").code == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "ran"), [("all-gather", "reduce-scatter"), ("reduce-scatter", "all-gather")]
+)
+def test_a_gather_answered_by_a_measured_scatter_says_so(shell, tmp_path, asked, ran):
+    """The two move as many bytes; the same collective needs no such note, from a log or a table."""
+    log, csv = tmp_path / "a.log", tmp_path / "a.csv"
+    log.write_text(NCCL_TESTS.replace("all_reduce", ran.replace("-", "_")))
+    csv.write_text("device,dtype,latency_ms,op,ranks,bytes\nh100-sxm,bf16,0.0204,all_gather,2,1048576\n")
+    tail = ("1MiB", "1x8xh100-sxm", "--ranks", "2", "--json", "--costs")
+    for collective, file, measured in (
+        (asked, log, ran),
+        (ran, log, ran),
+        ("all-gather", csv, "all-gather"),
+        ("reduce-scatter", csv, "all-gather"),
+    ):
+        found = shell("comm", "predict", collective, *tail, file).json
+        assert found["evidence"] == "table" and found["time_s"] == pytest.approx(20.4e-6)
+        said = [note for note in found["notes"] if f"What was measured is {measured}" in note]
+        assert len(said) == (measured != collective), found["notes"]
+
+
+def test_a_log_that_does_not_name_its_collective_is_of_the_one_that_is_asked_for(shell, tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text(NCCL_TESTS.split("\n", 1)[1])
+    tail = ("1MiB", "1x8xh100-sxm", "--ranks", "2", "--json", "--costs", log)
+    for collective in ("all-reduce", "reduce-scatter", "all-to-all"):
+        found = shell("comm", "predict", collective, *tail).json
+        assert found["evidence"] == "table" and found["time_s"] == pytest.approx(20.4e-6)
+        assert any("does not say which collective ran" in note for note in found["notes"])
+    refused = shell("comm", "predict", "broadcast", *tail)
+    assert refused.code == 2 and refused.json["error"]["value"] == "broadcast"
+
+
 OWN_DEVICE = """
 name = "one of a kind"
 [[devices]]
