@@ -75,6 +75,9 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
     notes = tuple(f"{name} is left out: {why}" for name, why in out.items())
     if left := left_free_words(whole):
         result = replace(result, space=f"{result.space}; with {left}" if result.space else "")
+    if request.tool is not None:
+        notes = (*notes, f"Searched were plans that {request.tool} trains as predicted")
+        result = replace(result, space=f"{result.space}; of those, what {request.tool} trains")
     if request.choices:
         notes = (*notes, f"Searched were plans with {request.choices}")
     return replace(result, notes=(*result.notes, *notes)).with_lora(adapters)

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.usefixtures("stand_in")
 def test_a_plan_for_a_tool_is_exported_to_it(tool):
     found = api.plan("llama3-8b", "2x4xh100-sxm", global_batch=64, seq_len=2048, to=tool, top=3)
     assert found.plans and found.gap < 0.05
+    assert f"Searched were plans that {tool} trains as predicted" in found.notes
+    assert found.space.endswith(f"of those, what {tool} trains")
     model, cluster = api.load_model("llama3-8b"), api.load_cluster("2x4xh100-sxm")
     for one in found.plans:
         api.export(one.plan, tool, model=model, cluster=cluster)
