@@ -495,7 +495,7 @@ def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluste
 
 def _with_gaps(result: PlanResult, model: Model, cluster: Cluster) -> PlanResult:
     """Return the result with a note where the tool of its framework cannot train the chosen plan."""
-    from foreshard.interop.exporters import refusals, target_for
+    from foreshard.interop.exporters import model_refusals, refusals, target_for, target_of
 
     chosen = result.plans[0].plan if result.plans else None
     target = None if chosen is None else target_for(chosen.framework)
@@ -505,7 +505,7 @@ def _with_gaps(result: PlanResult, model: Model, cluster: Cluster) -> PlanResult
     if not reasons:
         return result
     note = f"{target} cannot train the chosen plan: {'; '.join(reasons)}. foreshard run can"
-    if len(cluster.nodes) == 1:
+    if len(cluster.nodes) == 1 and not model_refusals(model, target_of(target)):
         note += f", and plan --to {target} finds the best that {target} can"
     return replace(result, notes=(*result.notes, note))
 

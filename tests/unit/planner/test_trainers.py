@@ -37,6 +37,12 @@ def test_a_note_says_what_keeps_the_tool_from_training_an_uneven_plan():
     assert "foreshard run can" in note and "--to" not in note
 
 
+def test_no_note_advises_a_tool_that_trains_no_plan_of_the_model():
+    found = api.plan("gemma2-9b", "8xh100", global_batch=64, seq_len=2048, budget_s=3)
+    (note,) = [note for note in found.notes if "cannot train the chosen plan" in note]
+    assert "windowed attention" in note and "--to" not in note
+
+
 def test_a_tool_that_trains_no_plan_of_the_model_is_said_before_the_search():
     with pytest.raises(SpecError, match="windowed attention") as caught:
         api.plan("gemma2-9b", "8xh100", global_batch=64, to="megatron")
