@@ -1,10 +1,11 @@
 """Training steps on one CUDA device against their predictions: time, memory, energy.
 
-`predict` writes what `foreshard predict` says of every step to a file, before anything is trained. `train`, on a
-machine with the device, trains each by the framework's own code and appends what it took. `table` compares. A
-step runs by transformers under autocast (`ddp`), torchtitan's model, recomputation, compile and fully_shard on a
-mesh of one rank (`torchtitan`), or torchvision under autocast (`ddp`). Data are random tokens and images that lie
-on the device. Models are not downloaded: weights are drawn at random.
+`predict` writes what `foreshard predict` says of every step to a file, before anything is trained. `train`,
+on a machine with the device, trains each by the framework's own code and appends what it took. `table`
+compares. A step runs by transformers under autocast (predicted as `ddp`) or under fully_shard (`hf`), by
+torchtitan's model, recomputation, compile and fully_shard (`torchtitan`), or by torchvision under autocast.
+fully_shard is on a mesh of one rank: its copies in and out of flat buffers are measured, and not predicted.
+Tokens and images lie on the device, weights are drawn at random.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 WARM_UP, STEPS = 4, 12
 
@@ -63,60 +65,7 @@ class Step:
         return words
 
 
-LLAMA_1B = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
-    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-}  # fmt: skip
-LLAMA_3B = LLAMA_1B | {
-    "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128,
-}  # fmt: skip
-QWEN3_06B = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-}  # fmt: skip
-LLAMA_8B_8 = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-}  # fmt: skip
-QWEN3_30B_3 = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 3,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-}  # fmt: skip
-MIXTRAL_2 = {
-    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 4096,
-    "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
-    "max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-}  # fmt: skip
-DEEPSEEK_16B_4 = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 2048,
-    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 4,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2,
-    "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": None,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "vocab_size": 102400, "max_position_embeddings": 4096, "tie_word_embeddings": False, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "scoring_func": "softmax",
-}  # fmt: skip
-GPT2 = {
-    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12,
-    "n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": True,
-}  # fmt: skip
-GPT2_XL = GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25}
-BERT = {
-    "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 1024, "intermediate_size": 4096,
-    "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 30522, "max_position_embeddings": 512,
-    "type_vocab_size": 2, "hidden_act": "gelu", "tie_word_embeddings": True,
-}  # fmt: skip
+MODELS = json.loads((Path(__file__).parent / "device_models.json").read_text())
 
 
 def _hf(name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any) -> Step:
@@ -139,32 +88,70 @@ def _network(name: str, batch: int, **more: Any) -> Step:
 
 TITAN_8B = {"flavor": "llama3:8B", "n_layers": 8}
 STEPS_TRAINED = (
-    _hf("gpt2", GPT2, 16, 1024),
-    _hf("gpt2-tf32", GPT2, 8, 1024, dtype="tf32"),
-    _hf("gpt2-xl", GPT2_XL, 4, 1024),
-    _hf("bert-large", BERT, 32, 512),
-    _hf("llama-1b", LLAMA_1B, 4, 2048),
-    _hf("llama-1b-long", LLAMA_1B, 1, 8192),
-    _hf("llama-1b-small", LLAMA_1B, 1, 512),
-    _hf("llama-3b", LLAMA_3B, 1, 2048),
-    _hf("qwen3-0.6b", QWEN3_06B, 4, 2048),
-    _hf("qwen3-moe", QWEN3_30B_3, 4, 2048, "experts"),
-    _hf("mixtral", MIXTRAL_2, 2, 4096, "experts"),
-    _sharded("hf-llama-1b", LLAMA_1B, 4, 2048),
-    _sharded("hf-qwen3-0.6b", QWEN3_06B, 4, 2048),
-    _sharded("hf-qwen3-moe", QWEN3_30B_3, 4, 2048, "experts"),
-    _sharded("hf-mixtral", MIXTRAL_2, 2, 4096, "experts"),
-    _titan("titan-llama", LLAMA_8B_8, 2, 4096, size=TITAN_8B),
-    _titan("titan-llama-sac", LLAMA_8B_8, 2, 4096, size=TITAN_8B, recompute="selective:op"),
-    _titan("titan-llama-full", LLAMA_8B_8, 2, 4096, size=TITAN_8B, recompute="full"),
-    _titan("titan-llama-compiled", LLAMA_8B_8, 2, 4096, size=TITAN_8B, compile=True),
-    _titan("titan-llama-tensorwise", LLAMA_8B_8, 2, 4096, size=TITAN_8B, dtype="fp8", recipe="tensorwise",
-           compile=True),
-    _titan("titan-llama-rowwise", LLAMA_8B_8, 2, 4096, size=TITAN_8B, dtype="fp8", recipe="rowwise", compile=True),
-    _titan("titan-llama-fp8-eager", LLAMA_8B_8, 2, 4096, size=TITAN_8B, dtype="fp8", recipe="tensorwise"),
-    _titan("titan-qwen3-moe", QWEN3_30B_3, 2, 4096, "experts", size={"flavor": "qwen3:30B-A3B", "n_layers": 3}),
-    _titan("titan-deepseek", DEEPSEEK_16B_4, 2, 4096, "experts",
-           size={"flavor": "deepseek_v3:16B", "n_layers": 4, "attn_type": "sdpa"}),
+    _hf("gpt2", MODELS["GPT2"], 16, 1024),
+    _hf("gpt2-tf32", MODELS["GPT2"], 8, 1024, dtype="tf32"),
+    _hf("gpt2-xl", MODELS["GPT2_XL"], 4, 1024),
+    _hf("bert-large", MODELS["BERT"], 32, 512),
+    _hf("llama-1b", MODELS["LLAMA_1B"], 4, 2048),
+    _hf("llama-1b-long", MODELS["LLAMA_1B"], 1, 8192),
+    _hf("llama-1b-small", MODELS["LLAMA_1B"], 1, 512),
+    _hf("llama-3b", MODELS["LLAMA_3B"], 1, 2048),
+    _hf("qwen3-0.6b", MODELS["QWEN3_06B"], 4, 2048),
+    _hf("qwen3-moe", MODELS["QWEN3_30B_3"], 4, 2048, "experts"),
+    _hf("mixtral", MODELS["MIXTRAL_2"], 2, 4096, "experts"),
+    _sharded("hf-llama-1b", MODELS["LLAMA_1B"], 4, 2048),
+    _sharded("hf-qwen3-0.6b", MODELS["QWEN3_06B"], 4, 2048),
+    _sharded("hf-qwen3-moe", MODELS["QWEN3_30B_3"], 4, 2048, "experts"),
+    _sharded("hf-mixtral", MODELS["MIXTRAL_2"], 2, 4096, "experts"),
+    _titan("titan-llama", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B),
+    _titan("titan-llama-sac", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recompute="selective:op"),
+    _titan("titan-llama-full", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recompute="full"),
+    _titan("titan-llama-compiled", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, compile=True),
+    _titan(
+        "titan-llama-tensorwise",
+        MODELS["LLAMA_8B_8"],
+        2,
+        4096,
+        size=TITAN_8B,
+        dtype="fp8",
+        recipe="tensorwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-llama-rowwise",
+        MODELS["LLAMA_8B_8"],
+        2,
+        4096,
+        size=TITAN_8B,
+        dtype="fp8",
+        recipe="rowwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-llama-fp8-eager",
+        MODELS["LLAMA_8B_8"],
+        2,
+        4096,
+        size=TITAN_8B,
+        dtype="fp8",
+        recipe="tensorwise",
+    ),
+    _titan(
+        "titan-qwen3-moe",
+        MODELS["QWEN3_30B_3"],
+        2,
+        4096,
+        "experts",
+        size={"flavor": "qwen3:30B-A3B", "n_layers": 3},
+    ),
+    _titan(
+        "titan-deepseek",
+        MODELS["DEEPSEEK_16B_4"],
+        2,
+        4096,
+        "experts",
+        size={"flavor": "deepseek_v3:16B", "n_layers": 4, "attn_type": "sdpa"},
+    ),
     _network("resnet50", 256),
     _network("resnet50", 32),
     _network("vgg16", 128),
@@ -173,7 +160,45 @@ STEPS_TRAINED = (
     _network("convnext_tiny", 128),
     _network("swin_t", 128),
     _network("efficientnet_b0", 128),
-)  # fmt: skip
+    # Trained after what those above had shown was modelled.
+    _hf("gpt2-medium", MODELS["GPT2_MEDIUM"], 8, 1024),
+    _hf("bert-base", MODELS["BERT_BASE"], 128, 128),
+    _hf("qwen2.5-0.5b", MODELS["QWEN2_05B"], 4, 2048),
+    _hf("phi-1.5", MODELS["PHI"], 4, 2048),
+    _hf("pythia-410m", MODELS["PYTHIA"], 8, 2048),
+    _hf("smollm-360m", MODELS["SMOL"], 8, 2048),
+    _titan("titan-llama-4", MODELS["LLAMA_8B_4"], 4, 4096, size={"flavor": "llama3:8B", "n_layers": 4}),
+    _titan(
+        "titan-llama-4-tensorwise",
+        MODELS["LLAMA_8B_4"],
+        4,
+        4096,
+        size={"flavor": "llama3:8B", "n_layers": 4},
+        dtype="fp8",
+        recipe="tensorwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-llama-4-rowwise",
+        MODELS["LLAMA_8B_4"],
+        4,
+        4096,
+        size={"flavor": "llama3:8B", "n_layers": 4},
+        dtype="fp8",
+        recipe="rowwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-deepseek-3",
+        MODELS["DEEPSEEK_16B_3"],
+        4,
+        4096,
+        "experts",
+        size={"flavor": "deepseek_v3:16B", "n_layers": 3, "attn_type": "sdpa"},
+    ),
+    _network("resnet50", 128),
+    _network("regnet_y_16gf", 64),
+)
 
 
 # ---------------------------------------------------------------- predict
@@ -235,7 +260,7 @@ def _transformers(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]
 
 
 def _sharded_transformers(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
-    """Return a model of transformers as accelerate shards it: a unit a block, all in 16 bit but the masters."""
+    """Return a model of transformers as accelerate shards it: a unit a block, in 16 bit but for masters."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -325,9 +350,11 @@ def _torchtitan(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
     infra = importlib.import_module(f"torchtitan.models.{family}.infra.parallelize")
     if step.recompute != "none":
         apply_ac(
-            model, job.activation_checkpoint, model_compile_enabled=step.compile,
+            model,
+            job.activation_checkpoint,
+            model_compile_enabled=step.compile,
             op_sac_save_list=infra._op_sac_save_list,
-        )  # fmt: skip
+        )
     if step.compile:
         for name, block in model.layers.named_children():
             model.layers.register_module(name, torch.compile(block, fullgraph=True))
@@ -356,10 +383,16 @@ def _without_data_readers() -> None:
     from unittest.mock import MagicMock
 
     class Missing(MagicMock):
-        __path__: list[str] = []
+        __path__: ClassVar[list[str]] = []
         __spec__ = None
 
-    names = ["datasets", "datasets.distributed", "torchdata", "torchdata.stateful_dataloader", "torchdata.nodes"]
+    names = [
+        "datasets",
+        "datasets.distributed",
+        "torchdata",
+        "torchdata.stateful_dataloader",
+        "torchdata.nodes",
+    ]
     names += ["tyro", "tyro.extras", "tyro.conf", "tokenizers", "tomli", "torch.utils.tensorboard"]
     for name in names:
         if name not in sys.modules:
@@ -434,7 +467,7 @@ def measured(step: Step, device: str, meter: Meter, kernels: bool) -> dict:
     def between(first: int, second: int) -> float:
         return median(row[first].elapsed_time(row[second]) for row in marks[:STEPS]) / 1e3
 
-    steps = [a[0].elapsed_time(b[0]) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+    steps = [a[0].elapsed_time(b[0]) / 1e3 for a, b in pairwise(marks)]
     found = {
         "name": step.name,
         "step_s": median(steps),
@@ -497,8 +530,9 @@ def trained(out: Path, only: Iterable[str], device: str, kernels: bool, last_s: 
             else:
                 print(
                     f"{step.name:24} {1e3 * row['step_s']:9.2f} ms {row['memory_bytes'] / 2**30:7.2f} GiB "
-                    f"ready {row['ready_s']:.0f} s", flush=True,
-                )  # fmt: skip
+                    f"ready {row['ready_s']:.0f} s",
+                    flush=True,
+                )
             row |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "step": asdict(step)}
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -513,7 +547,9 @@ def compared(predictions: Path, runs: Path) -> None:
     """Print a table of errors, in markdown."""
     said = json.loads(predictions.read_text())["steps"]
     rows = {row["name"]: row for row in map(json.loads, runs.read_text().splitlines()) if "error" not in row}
-    print("| step | predicted (ms) | measured (ms) | error | 90 % | memory predicted (GiB) | measured | error |")
+    print(
+        "| step | predicted (ms) | measured (ms) | error | 90 % | memory predicted (GiB) | measured | error |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     errors, sizes = [], []
     for step in STEPS_TRAINED:
@@ -527,8 +563,9 @@ def compared(predictions: Path, runs: Path) -> None:
         errors.append(abs(error))
         sizes.append(abs(size))
         print(
-            f"| {step.name} | {1e3 * told['step_s']:.1f} | {1e3 * row['step_s']:.1f} | {error:+.1%} | {inside} | "
-            f"{told['memory_bytes'] / 2**30:.1f} | {row['memory_bytes'] / 2**30:.1f} | {size:+.1%} |"
+            f"| {step.name} | {1e3 * told['step_s']:.1f} | {1e3 * row['step_s']:.1f} | {error:+.1%} "
+            f"| {inside} "
+            f"| {told['memory_bytes'] / 2**30:.1f} | {row['memory_bytes'] / 2**30:.1f} | {size:+.1%} |"
         )
     print(f"\n{len(errors)} steps: median error of time {median(errors):.1%}, of memory {median(sizes):.1%}")
 

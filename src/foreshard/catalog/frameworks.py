@@ -20,7 +20,7 @@ CHOICES = {
     "cuda_graphs": ("none", "partial", "full"),
     "dispatcher": ("allgather", "alltoall", "deepep", "hybridep"),
     "fp8_recipe": ("fused", "current", "tensorwise", "rowwise", "blockwise"),
-    "cross_entropy": ("unfused", "native", "te", "eager", "chunked"),
+    "cross_entropy": ("unfused", "native", "te", "eager", "torch", "chunked"),
 }
 
 _SEE = "See 'foreshard schema frameworks'"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foreshard.spec.framework import Framework
     from foreshard.spec.model import Block
 
-LOGIT_BYTES = {"te": 4.0, "native": 6.0, "unfused": 6.0, "eager": 14.0, "chunked": 14.0 / 8}
+LOGIT_BYTES = {"te": 4.0, "native": 6.0, "unfused": 6.0, "eager": 14.0, "torch": 14.0, "chunked": 14.0 / 8}
 """Peak bytes per element of the logits, by cross-entropy path (docs/derivations/memory.md, logits)."""
 
 
@@ -149,6 +149,10 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
     element = n.gemm_input if profile.fp8_mlp_input else n.element
     inner = element * (1 + block.gated) + n.element * (profile.eager_mlp and block.gated)
+    if profile.eager_norm and block.spelled_gelu:
+        # Saved by its formula: half of the input, the tanh, one more than it; by autocast a wide input, too.
+        autocasts = (profile.autocast_bytes > 0) * (np.asarray(n.element) < 4)
+        inner = inner + np.where(autocasts, 14.0, 3.0 * n.element)
     act = _input_bytes(block, n, "down") * width * tokens
     return inner * width * tokens + act, act
 

@@ -19,6 +19,7 @@ FP8_FROZEN_BYTES = 1.0
 """A frozen 8-bit weight keeps its row-wise copy: adapter recipes disable the transpose cache."""
 FP4_WORKSPACE_BYTES = 2 * (0.5 + 1 / 16)
 """The same in NVFP4: half a byte, and one 8-bit scale per 16 elements."""
+_FOREACH_BYTES = 4.0  # square roots of all second moments at once (torch optim/adamw.py _multi_tensor_adamw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     dense3, expert3 = np.where(gathers, dense2, dense3), np.where(gathers, expert2, expert3)
     parameters = dense_bytes * dense3 + have.expert * block_weight * expert3 + gathers * element * everything
 
-    gradient = framework.grad_bytes + profile.extra_gradient_bytes
+    gradient = framework.grad_bytes + profile.extra_gradient_bytes * (np.asarray(load.dp) > 1)
     trained = have.dense_trained + have.expert_trained
     own = have.dense_trained * dense2 + have.expert_trained * expert2
     gradients = gradient * np.where(holds, trained, own)
@@ -275,4 +276,5 @@ def _step_bytes(
     copied = updated
     if profile.step_elements:
         copied = np.where(zero >= 3, np.minimum(updated, profile.step_elements), updated)
-    return profile.step_bytes * (framework.grad_bytes < 4) * copied + profile.foreach_bytes * updated
+    roots = _FOREACH_BYTES * (framework.update == "foreach") * updated
+    return profile.step_bytes * (framework.grad_bytes < 4) * copied + roots

@@ -40,6 +40,7 @@ class LayerShape:
     scale_norm: Any  # norms have a scale and no bias: RMSNorm
     ffn: Any
     gated: Any
+    spelled_gelu: Any
     num_experts: Any
     top_k: Any
     expert_groups: Any
@@ -96,6 +97,7 @@ def layer_shape(block: Block) -> LayerShape:
         "scale_norm": block.norm_params == 1,
         "ffn": block.ffn,
         "gated": block.gated,
+        "spelled_gelu": block.spelled_gelu,
         "num_experts": block.num_experts,
         "top_k": block.top_k,
         "expert_groups": block.expert_groups,

@@ -18,6 +18,14 @@ _ROUTING = {
 }
 
 
+_EXPERTS_UNDER_AUTOCAST = (
+    "experts in 16 bit; transformers 5 runs them in fp32 where weights are in fp32, since autocast knows no "
+    "grouped_mm: load them in bf16, or shard the model with fully_shard"
+)
+_CASTS_COMPILED = (
+    "casts to 8 bit are compiled (torch.compile); eager ones took some 20 times as long on an H200, and the "
+    "step twice as long"
+)
 _NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
 _GOODPUT = (
     "goodput: failures strike at a constant rate, a failed device is replaced within the restart, "
@@ -57,6 +65,10 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         said.append(f"energy: devices at their power limit while computing, {waiting}")
     if any(block.num_experts for block, _ in case.model.block_kinds()):
         said.append(_ROUTING[framework.routing])
+        if framework.name == "ddp" and plan.precision in ("bf16", "fp16"):
+            said.append(_EXPERTS_UNDER_AUTOCAST)
+    if plan.precision == "fp8" and framework.fp8_recipe in ("tensorwise", "rowwise"):
+        said.append(_CASTS_COMPILED)
     if any(stage.offload != "none" for group in plan.groups for stage in group.stages):
         rate = f"{HOST_MEMORY_BYTES_PER_S / 1e9:g} GB/s"
         said.append(

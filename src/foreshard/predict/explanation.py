@@ -185,6 +185,7 @@ def _once(found: Figures, case: PlannedRun, batch: Batch, parts: Mapping[str, fl
     devices = len(case.plan.ranks)
     constants = batch.machine.constants
     fixed, layer = lasting(float(constants.step_fixed)), lasting(float(constants.step_per_layer))
+    once = f", + {fixed} once + {layer} a layer" if case.framework.update == "multi-tensor" else ""
     reduced = f"{size(found.params * found.grad_bytes)} of gradients over {found.replicas:g} ranks"
     if found.expert_params:
         experts = size(found.expert_params * found.grad_bytes)
@@ -197,7 +198,7 @@ def _once(found: Figures, case: PlannedRun, batch: Batch, parts: Mapping[str, fl
         f"shards over {found.shard:g}; gradient overlap {_on(found, 'grad_overlap')}, gather "
         f"overlap {_on(found, 'param_gather_overlap')} ({_COLLECTIVES})",
         "optimizer": f"{found.optimizer_bytes:g} bytes moved per parameter of the rank's shard over "
-        f"the memory bandwidth, + {fixed} once + {layer} a layer ({_CONSTANTS})",
+        f"the memory bandwidth{once} ({_CONSTANTS})",
         "straggler": f"{float(constants.jitter):.4g} of the step for each doubling of {devices} devices "
         f"beyond 8 ({_CONSTANTS})",
     }

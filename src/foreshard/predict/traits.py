@@ -33,15 +33,18 @@ _SUMS_WHOLE = ("deepspeed", "megatron-deepspeed")
 # (partitioned_param_coordinator.py __params_to_release).
 _KEPT_ELEMENTS = 5e8
 _NARROW = ("fp8", "mxfp8", "nvfp4")
-# Bytes that torchao moves for an activation and for a weight that two products read: the scale of a
-# tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
-# copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
-# TransformerEngine's current scaling finds the largest value first (cast.cuh, recipe/current_scaling.cu).
+# Bytes that torchao moves for an activation and for a weight that two products read: the scale of a tensor
+# takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed copy
+# in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s). The
+# kernels along the other axis reach a part of a stream's rate: on an H200 (torch 2.11, torchao 0.18) casts
+# per row of a Llama-3-8B step, compiled, took 36.8 ms, 2.6 times what these bytes stream in; those of a
+# tensor 9.1, as counted. TransformerEngine's current scaling finds the largest value first (cast.cuh,
+# recipe/current_scaling.cu).
 _OWN_CASTS = {
     "fused": (0.0, 0.0),
     "current": (6.0, 0.0),
     "tensorwise": (6.0, 8.0),
-    "rowwise": (8.0, 10.0),
+    "rowwise": (2.6 * 8.0, 2.6 * 10.0),
     "blockwise": (0.0, 0.0),
 }
 
@@ -60,6 +63,7 @@ class Traits:
     plain_code: (
         Any  # the model code of transformers and peft: norms, rotary embeddings, adapters kernel by kernel
     )
+    autocasts: Any  # 1 where weights and residual are in 32 bit, and operands cast in front of products
     host_class: Any
     arm_host: Any
     graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
@@ -79,7 +83,7 @@ class Traits:
     block_scaled: Any  # casts carry a scale per block of elements
     own_casts: Any  # bytes moved to cast an element of an activation to 8 bit, 0 for a fused kernel's
     own_weight_casts: Any  # of a weight, in forward and backward together
-    row_scaled: Any  # 8-bit operands have a scale per row or column
+    row_scaled: Any  # CUTLASS runs 8-bit products, whose operands have a scale per row or column
     wide_operands: Any  # tensor parallelism gathers operands of 8-bit products in 16 bit
     any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
@@ -98,9 +102,11 @@ class Traits:
     dispatch_sms: Any
     gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
     fused_loss: Any
+    torch_loss: Any  # 1 where logits are cast to fp32 for torch's cross entropy, kernel by kernel
     param_bytes: Any  # of a gathered weight
     orthogonal: Any  # 1 where updates of matrices are made orthogonal (Muon)
     optimizer_bytes: Any  # moved per parameter of an optimizer step
+    once_fitted: Any  # 1 where what a step does once besides is as fitted, 0 where it is counted
     vocab_multiple: Any
     pruned: Any  # 1 where a compiler drops what is recomputed and nobody reads
     host_link_bytes_per_s: Any  # between a device and its host, one direction
@@ -124,6 +130,24 @@ _OPTIMIZER_BYTES = {
     "sgd": -8.0,
 }
 
+# Over reading gradient, weight and states once and writing the latter two, in fp32: torch's lists of tensors
+# run decay 8, first moment 12, second moment 8 + 12, root 8, its correction 8, epsilon 8, update 16 (AdamW),
+# or buffer 8 + 12, update 12 (SGD with momentum) (torch 2.13 optim/adamw.py _multi_tensor_adamw, sgd.py).
+_FOREACH_BYTES = {"adamw": 80.0 - 28.0, "sgd": 32.0 - 20.0}
+# torch.nn.utils.clip_grad_norm_ reads every gradient for its norm, then scales it, whatever the norm is.
+_CLIP_BYTES = 12.0
+
+
+def _update_bytes(framework: Framework, optimizer: str, wide: float) -> float:
+    """Return the bytes moved per parameter of an optimizer step, where weights have `wide` bytes."""
+    masters = memory_profile(framework.memory).weights_are_master
+    # Without 16-bit weights the weight itself is the master.
+    copies = 0.0 if masters and framework.update != "multi-tensor" else wide
+    moved = framework.grad_bytes + 4.0 * framework.moment_bytes + 2.0 * framework.master_bytes + copies
+    moved = max(4.0, moved + _OPTIMIZER_BYTES[optimizer])
+    listed = _FOREACH_BYTES.get(optimizer, 0.0) if framework.update == "foreach" else 0.0
+    return moved + listed + framework.clips * _CLIP_BYTES
+
 
 def traits_of(
     framework: Framework,
@@ -138,10 +162,7 @@ def traits_of(
     options = {name: 1.0 * (comm or {}).get(name, framework.hides(name, zero)) for name in COMM_OPTIONS}
     if framework.host not in HOST_CLASSES:
         raise SpecError(f"unknown host class {framework.host!r}", key="framework.host", value=framework.host)
-    moments = 4.0 * framework.moment_bytes + 2.0 * framework.master_bytes
-    # Without 16-bit weights the weight itself is the master.
     wide = 4.0 if precision in ("fp32", "tf32") else 2.0
-    optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
     # Scales of rows are not those of the shards that are gathered.
     narrow = precision == "fp8" and framework.fp8_recipe != "rowwise"
     gathers_narrow = 1.0 * narrow * options["narrow_gather"]
@@ -156,6 +177,9 @@ def traits_of(
         norm_cast=float(framework.norm_cast),
         drops=float(memory_profile(framework.memory).default_dropout),
         plain_code=float(memory_profile(framework.memory).eager_norm),
+        autocasts=float(
+            memory_profile(framework.memory).autocast_bytes > 0 and precision in ("fp16", "bf16")
+        ),
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(device.name.startswith(_GRACE)),
         graphs=_GRAPHS[framework.cuda_graphs],
@@ -173,7 +197,7 @@ def traits_of(
         ),
         own_casts=own_casts,
         own_weight_casts=own_weight_casts,
-        row_scaled=float(precision == "fp8" and framework.fp8_recipe == "rowwise"),
+        row_scaled=float(precision == "fp8" and _scales_rows_by_cutlass(framework, device)),
         wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         regathers=1.0,
@@ -188,14 +212,28 @@ def traits_of(
         dispatch_sms=float(framework.dispatch_sms),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
+        torch_loss=float(framework.cross_entropy == "torch"),
         param_bytes=wide - gathers_narrow * (wide - 1.0),
         orthogonal=float(optimizer == "muon"),
-        optimizer_bytes=max(4.0, optimizer_bytes),
+        optimizer_bytes=_update_bytes(framework, optimizer, wide),
+        once_fitted=float(framework.update == "multi-tensor"),
         vocab_multiple=float(framework.vocab_multiple),
         pruned=float(framework.elementwise == "compiled"),
         host_link_bytes_per_s=_host_link(device),
         **options,
     )
+
+
+def _scales_rows_by_cutlass(framework: Framework, device: Device) -> bool:
+    """Return whether products with scales per row are CUTLASS's: cuBLASLt has them from 12.9 on, on Hopper.
+
+    Those took as long on an H200 as products with a scale of the tensor (torch 2.11).
+
+    Source
+    ------
+    pytorch/pytorch issue 153555, pull requests 160693 and 166744.
+    """
+    return framework.fp8_recipe == "rowwise" and not (framework.rows_by_cublas and device.arch == "hopper")
 
 
 def _bucket_elements(framework: Framework) -> float:

@@ -39,9 +39,13 @@ class Framework:
     dispatcher : allgather | alltoall | deepep | hybridep
     dispatch_bytes : of an element on its way to an expert; 0: as activations are, which come back as they are
     dispatch_sms : processors that the dispatcher takes from computation beside it (DeepEP's default)
-    cross_entropy : unfused | native | te | eager | chunked
+    cross_entropy : unfused | native | te | eager | torch | chunked   torch: its own, of logits cast to fp32
     collectives : algorithm of all-reduces, auto (the library's choice) | ring | tree
     bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
+    update : multi-tensor | fused | foreach   how weights are updated: by multi-tensor kernels of the
+        framework, or by torch.optim, in one kernel that reads and writes everything once, or operation by
+        operation over lists of tensors
+    clips : torch.nn.utils.clip_grad_norm_ runs before the update
     default_recompute : recompute rule unless another is stated
     fp8_params : weights are stored and gathered in 8 bit
     fp8_recipe : fused | current | tensorwise | rowwise | blockwise   how 8-bit operands are made: one kernel
@@ -49,6 +53,7 @@ class Framework:
         (TransformerEngine); the same pass, or each row has a scale, each layout a kernel, and communication
         16 bit (both torchao, which cast weights where they are used); 128 elements have a scale, or 128 x 128
         of a weight (DeepSeek-V3, TransformerEngine)
+    rows_by_cublas : torch comes with a cuBLAS (12.9 on) that has 8-bit products with scales per row, on Hopper
     memory : name of the memory profile
     """
 
@@ -91,8 +96,11 @@ class Framework:
     cross_entropy: str = "te"
     collectives: str = "auto"
     bucket_bytes: int = 0
+    update: str = "multi-tensor"
+    clips: bool = False
     fp8_params: bool = False
     fp8_recipe: str = "fused"
+    rows_by_cublas: bool = False
     vocab_multiple: int = 128
     memory: str = "megatron-core"
     source: str = ""

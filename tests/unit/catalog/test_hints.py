@@ -40,7 +40,7 @@ def test_a_framework_taken_for_another_is_said_with_when_it_is_not(capsys):
     ("stated", "missing"),
     [
         (("--framework", "ddp", "--zero", "3"), ["ddp has no zero 3 (it has 0, 1)"]),
-        (("--framework", "hf", "--pp", "2"), ["hf runs no pipelines of stages"]),
+        (("--framework", "hf", "--pp", "2"), ["hf@5 runs no pipelines of stages"]),
         (("--framework", "composer", "--tp", "2", "--dp", "1"), ["composer@2023 has no tp (it has none)"]),
         (
             ("--pp", "2", "--schedule", "zbv"),

@@ -16,7 +16,7 @@ from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.machine import sustained
 from foreshard.predict.rates import model_flops, recomputed_flops
 from foreshard.predict.tasks.collectives import contention, message_s, region_times, shard_times, sync_times
-from foreshard.predict.tasks.formula import end_times, layer_times
+from foreshard.predict.tasks.formula import end_times, head_sizes, layer_times, unaligned_s
 from foreshard.predict.tasks.host import offload_s, optimizer_s
 from foreshard.predict.tasks.kernels import (
     adapter_times,
@@ -339,7 +339,7 @@ def test_a_tpu_keeps_its_rate_beside_collectives_and_under_load():
 
 
 def test_recipes_of_8_bit_move_what_their_kernels_do():
-    """Of torchao: 6 and 8 B an activation element, 8 and 10 B a weight; streams take them at one rate."""
+    """Of torchao: 6 and 8 B an activation element, 8 and 10 B a weight, along rows at 1 / 2.6 of the rate."""
     found = {}
     for release in ("0.2", "0.3"):
         batch = batch_of(framework=f"torchtitan@{release}", precision="fp8", zero=3)[1]
@@ -347,8 +347,8 @@ def test_recipes_of_8_bit_move_what_their_kernels_do():
         found[release] = cast_s(*made).item(), weight_cast_s(1e8, batch.machine).item()
     launch = np.max(batch.machine.kernels.stream_launch_s)
     (tensor, tensor_weights), (row, row_weights) = found["0.2"], found["0.3"]
-    assert (row - launch) / (tensor - launch) == pytest.approx(8 / 6)
-    assert (row_weights - launch) / (tensor_weights - launch) == pytest.approx(10 / 8)
+    assert (row - launch) / (tensor - launch) == pytest.approx(2.6 * 8 / 6)
+    assert (row_weights - launch) / (tensor_weights - launch) == pytest.approx(2.6 * 10 / 8)
     other = batch_of(framework="torchtitan", precision="mxfp8", zero=3, cluster="8xb200-sxm")[1].machine
     assert other.traits.own_casts == 0, "blocks have kernels of their own"
 
@@ -394,15 +394,69 @@ def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_ker
     tokens, c = tokens_of(plain), machine.constants
     turned = (layer.query_width + layer.key_width).item()
     norms = 2 * layer.hidden.item()
-    for way, (norm, was) in enumerate(((36, 4), (68, 6))):
+    gate, joined = layer.ffn.item(), layer.value_width.item()
+    sums = ((48, 4), (114, 6)), ((28, 4), (36, 4)), ((10, 10), (18, 50 / 3))
+    for way, (norm, rope, gated) in enumerate(zip(*sums, strict=True)):
         more = elementwise_times(layer, machine)[way] - elementwise_times(fused.kinds[0], fused.machine)[way]
-        counted = norms * (norm - c.eager_traffic * was) + turned * (20 - c.eager_traffic * 4)
+        c_e, residual = c.eager_traffic, norms * 6
+        counted = norms * (norm[0] - c_e * norm[1]) + turned * (rope[0] - c_e * rope[1])
+        counted += gate * (gated[0] - c_e * gated[1]) + joined * 4 + residual * (1 - c_e)
         assert more.item() == pytest.approx(tokens * counted / rate, rel=1e-9)
     plain, fused = (batch_of("gpt2", framework=name, zero=3)[1] for name in ("hf", "torchtitan"))
     assert (
         elementwise_times(plain.kinds[0], plain.machine)[0]
         == elementwise_times(fused.kinds[0], fused.machine)[0]
     )
+
+
+def test_under_autocast_the_residual_is_in_32_bit_and_every_product_casts_its_input():
+    """Llama's block: two norms, three and two products that read the residual, kernel by kernel."""
+    batch = batch_of(framework="ddp", zero=0)[1]
+    layer, machine = batch.kinds[0], batch.machine
+    rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    turned, hidden = (layer.query_width + layer.key_width).item(), layer.hidden.item()
+    rest = 4 * layer.value_width.item()
+    forward = hidden * (2 * 44 + 2 * 10 + 5 * 6) + turned * 48 + rest + layer.ffn.item() * 10
+    back = hidden * (2 * 128 + 2 * 18 + 5 * 6 + 3 * 12) + turned * 60 + rest + layer.ffn.item() * 18
+    for found, counted in zip(elementwise_times(layer, machine)[:2], (forward, back), strict=True):
+        assert found.item() == pytest.approx(tokens_of(batch) * counted / rate, rel=1e-9)
+
+
+def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs_it():
+    model = api.load_model("gpt2")
+    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu=False) for block in model.blocks))
+    for framework, counts in (("ddp", (76 - 4, 118 - 6)), ("megatron-core", (0, 0))):
+        spelled, fused = (batch_of(m, framework=framework, zero=0)[1] for m in (model, kernel))
+        layer, machine = spelled.kinds[0], spelled.machine
+        rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+        for way, count in enumerate(counts):
+            more = elementwise_times(layer, machine)[way] - elementwise_times(fused.kinds[0], machine)[way]
+            counted = tokens_of(spelled) * layer.ffn.item() * count / rate
+            assert more.item() == pytest.approx(counted, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("vocab", "share"), [(50304, None), (50257, 0.125), (30522, 0.265)])
+def test_a_head_whose_rows_are_not_aligned_runs_on_kernels_of_older_devices(vocab, share):
+    batch = batch_of(framework="ddp", zero=0)[1]
+    hidden, rows, machine = 4096.0, 8192.0, batch.machine
+    least = unaligned_s(rows, float(vocab), hidden, machine)
+    if share is None:
+        assert least == 0.0
+        return
+    flops = 2.0 * rows * vocab * hidden
+    assert np.max(least) == pytest.approx(flops / (share * machine.kernels.bf16_peak_flops_per_s.item()))
+    padded = batch_of(framework="megatron-core")[1].machine
+    assert head_sizes(float(vocab), 0.0, padded)[1] % 8 == 0, "Megatron pads it"
+
+
+@pytest.mark.parametrize(
+    ("framework", "moved"),
+    [("ddp", 80), ("hf@5", 28 + 12), ("hf@4", 80 + 12), ("torchtitan@0.3", 28 + 12), ("megatron-core", 30)],
+)
+def test_updates_move_what_their_kernels_do(framework, moved):
+    traits = batch_of(framework=framework)[1].machine.traits
+    assert np.max(traits.optimizer_bytes) == moved
+    assert np.max(traits.once_fitted) == (framework == "megatron-core")
 
 
 def test_adapters_of_peft_cast_their_input_and_scale_their_output():

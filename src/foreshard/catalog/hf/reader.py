@@ -88,6 +88,16 @@ class Reader:
         self._checked(key, value, isinstance(value, str), "is not a string", f"{key} is a name")
         return str(value)
 
+    def spells_gelu(self, key: str, default: str) -> bool:
+        """Return whether the activation is GELU by its tanh formula, which transformers has no kernel for.
+
+        Source
+        ------
+        transformers activations.py NewGELUActivation, FastGELUActivation.
+        """
+        value = self._find((key,), default)[1]
+        return value in ("gelu_new", "gelu_fast")
+
     def list(self, key: str) -> list[Any] | None:
         """Return a list, or None when absent."""
         value: list[Any] | None = self.config.get(key)

@@ -39,6 +39,18 @@ from foreshard.predict.tasks.kernels import (
     weight_cast_s,
 )
 
+# Bytes a logit that transformers and torchtitan move, kernel by kernel: cast to fp32 6, log-softmax 8 at half
+# the rate of a stream, zeros for its gradient 4, its backward 8 at half the rate, cast back 6 (kernels of a
+# profile on an H200, torch 2.11).
+_TORCH_LOSS = 6.0 + 16.0 + 4.0 + 16.0 + 6.0
+# Share of the 16-bit peak that a product with the head reaches on Hopper where its columns do not begin at 16
+# bytes: read by 2 bytes, and by 4. Vocabularies of 50257 (124 TFLOP/s) and 30522 (262), on an H200 with torch
+# 2.11.
+_UNALIGNED = (0.125, 0.265)
+# The same kernels on matrix units whose peak is lower. Padding GPT-2's vocabulary made a step on an A100 a
+# quarter faster (nanoGPT's author, recalled): 0.4 of the peak.
+_OLDER = 3.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
@@ -216,6 +228,25 @@ def head_sizes(vocab: Any, head_rows: Any, machine: Machine) -> tuple[Any, Any]:
     return rows, np.ceil(vocab / (multiple * machine.rank.tp)) * multiple
 
 
+def unaligned_s(rows: Any, columns: Any, inner: Any, machine: Machine) -> Any:
+    """Return the least seconds of a product whose rows of `columns` do not begin at 16 bytes, else 0.
+
+    Matrix units of Hopper and Blackwell load such rows by no kernel of their own: those of older devices run,
+    which read 2 or 4 bytes at a time.
+    """
+    elements = 16.0 / machine.rank.element_bytes
+    columns = np.asarray(columns, dtype=float)
+    narrow = np.mod(columns, elements) > 0
+    if not np.count_nonzero(narrow):
+        return 0.0
+    single = np.mod(columns * machine.rank.element_bytes, 4.0) > 0
+    share = np.where(single, *_UNALIGNED)
+    older = 1.0 - machine.traits.hopper - machine.traits.blackwell
+    share = np.minimum(share * (1.0 + older * (_OLDER - 1.0)) * (1.0 - 0.5 * machine.traits.blackwell), 0.6)
+    rate = share * machine.kernels.bf16_peak_flops_per_s * 2.0 / machine.rank.element_bytes
+    return narrow * 2.0 * rows * columns * inner / rate
+
+
 def end_times(
     hidden: Any,
     vocab: Any,
@@ -236,7 +267,9 @@ def end_times(
     own = own_tokens(machine)
     rows, padded = head_sizes(vocab, head_rows, machine)
     product = gemm_s(rows, padded, hidden, sustained(machine), sixteen_bit=True)
+    product = np.maximum(product, unaligned_s(rows, padded, hidden, machine))
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
+    per_logit = np.where(machine.traits.torch_loss > 0, _TORCH_LOSS, per_logit)
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
     if speeds:

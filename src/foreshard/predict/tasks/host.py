@@ -71,4 +71,4 @@ def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machi
         link = count * (traits.grad_reduce_bytes + traits.param_bytes) / traits.host_link_bytes_per_s
         on_host = link + traits.optimizer_bytes * count * sharing / HOST_MEMORY_BYTES_PER_S
         update = np.where(rank.offload_optimizer > 0, on_host, update)
-    return update + c.step_fixed + c.step_per_layer * num_layers
+    return update + traits.once_fitted * (c.step_fixed + c.step_per_layer * num_layers)

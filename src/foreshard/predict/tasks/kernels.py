@@ -25,11 +25,29 @@ _NORM, _NORM_BACK, _RESIDUAL = 4.0, 6.0, 6.0
 # A norm behind a cast: the cast reads 2 and writes 4, the norm reads 4 and writes 2; backward runs both
 # again and its own kernels move fp32.
 _CAST_NORM, _CAST_NORM_BACK = 12.0, 30.0
-# RMSNorm of transformers, kernel by kernel: widen 6, square 8, mean 4, scale 8, narrow 6, weight 4; backward:
-# weight 4 and its gradient 8, widen 6, scale 8, sum of products 16, mean 8, add 12, narrow 6.
-_PLAIN_NORM, _PLAIN_NORM_BACK = 36.0, 68.0
-# Its rotary embedding: two products 8, half negated 2, joined 4, sum 6; the same backward.
-_PLAIN_ROPE = 20.0
+# RMSNorm of transformers, kernel by kernel, in bytes at the rate of a stream: what multiplies by a factor of
+# a row or of a channel reaches half that rate, a sum over tokens a sixth (kernels of profiles on an H200,
+# torch 2.11). Widen 6, square 8, mean 4, scale 16, narrow 6, weight 8; backward: weight 8, its gradient 6 and
+# 12, widen 6, scale 16, its gradient 16, square 32, sum 12, narrow 6. Under autocast all is in 32 bit and
+# nothing is widened.
+_PLAIN_NORM, _AUTOCAST_NORM = (48.0, 114.0), (44.0, 128.0)
+# Layer norms are a kernel, in 32 bit under autocast, whose gradients of scale and bias are another.
+_KERNEL_NORM, _AUTOCAST_KERNEL_NORM = (4.0, 10.0), (8.0, 20.0)
+# Its rotary embedding: two products 16, half negated 2, joined 4, sum 6; backward fills what was cut with
+# zeros, 8. Under autocast sines and cosines are in 32 bit: products 24, negated 2, joined 4, sum 12, cast 6;
+# backward 60.
+_PLAIN_ROPE, _AUTOCAST_ROPE = (28.0, 36.0), (48.0, 60.0)
+# Under autocast a product of a residual in 32 bit casts it, 6, and its gradient back, 6; gradients of several
+# products are added, 12. A residual of 32 bit takes 10 forward, and 18 backward with the cast of its
+# gradient.
+_OPERAND, _OPERAND_SUM = 6.0, 12.0
+_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL = (6.0, 6.0), (10.0, 18.0)
+# SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By its formula it is nine in 16 bit; autocast
+# takes the power, and what follows, in 32 bit.
+_PLAIN_GATE, _GELU = (10.0, 18.0), (4.0, 6.0)
+_SPELLED, _AUTOCAST_SPELLED = (36.0, 60.0), (76.0, 118.0)
+# Heads are joined behind attention by a copy.
+_JOIN_HEADS = 4.0
 # The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
 # 12, and the output is scaled apart, 4; backward does the same and adds two gradients.
 _ADAPTER, _ADAPTER_BACK, _PLAIN_ADAPTER = 6.0, 12.0, 22.0
@@ -341,20 +359,51 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
         + permute
     )
     factor = c.fused_traffic + traits.eager * (c.eager_traffic - c.fused_traffic)
-    plain = traits.plain_code * np.asarray(layer.scale_norm, dtype=float)
-    if np.count_nonzero(plain):  # counted kernel by kernel: the factor is what others move beyond the ideal
-        plain_norm, plain_back, plain_rope = (
-            count / factor for count in (norm * _PLAIN_NORM, norm * _PLAIN_NORM_BACK, turned * _PLAIN_ROPE)
-        )
-        forward = forward + plain * (plain_norm - norm_forward + plain_rope - rope)
-        back = back + plain * (plain_back - norm_back + plain_rope - rope)
-        norm_forward = norm_forward + plain * (plain_norm - norm_forward)
-    # The byte counts are those of 16 bit.
-    rate = stream_rate(norm_bytes(layer, machine), machine.kernels)
-    scale = factor * rank.element_bytes / (2.0 * rate)
-    expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     wide_norms = layer.num_norms * wide / np.maximum(norm, 1.0)  # recomputation names no other
-    return forward * scale, back * scale, wide_norms * norm_forward * scale, expert * scale
+    expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
+    moved = [factor * count for count in (forward, back, wide_norms * norm_forward, expert)]
+    plain = traits.plain_code * np.maximum(np.asarray(layer.scale_norm, dtype=float), traits.autocasts)
+    if np.count_nonzero(plain):
+        counted = _plain_bytes(layer, machine, permuted=factor * permute)
+        moved = [count + plain * (own - count) for count, own in zip(moved, counted, strict=True)]
+    # The byte counts are those of 16 bit.
+    scale = rank.element_bytes / (2.0 * stream_rate(norm_bytes(layer, machine), machine.kernels))
+    forward, back, norms, expert = (count * scale for count in moved)
+    return forward, back, norms, expert
+
+
+def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the bytes that model code of transformers moves, kernel by kernel, as `elementwise_times`.
+
+    `permuted` are those of tokens on their way to experts and back. Layer norms are kernels of torch.
+    """
+    auto, scaled = np.asarray(machine.traits.autocasts), np.asarray(layer.scale_norm, dtype=float)
+    tokens, tp = tokens_of(machine), machine.rank.tp
+    wide, gated = own_tokens(machine) * layer.hidden, np.asarray(layer.gated, dtype=float)
+    turned = tokens * (layer.query_width + layer.key_width) / tp
+    routed = layer.top_k * tokens / tp * layer.expert_ffn
+    dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
+    inner = tokens * dense / tp + routed
+    readers = 1.0 + 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0)  # of attention, and of its MLP
+    operands = (readers + 1.0 + gated) * _OPERAND, (readers - 1.0 + gated) * _OPERAND_SUM
+    same = tokens * layer.value_width / tp * _JOIN_HEADS + 2.0 * _drops(layer, machine) * wide * _DROPOUT
+
+    def under(plain: tuple[float, float], autocast: tuple[float, float], way: int) -> Any:
+        return plain[way] + auto * (autocast[way] - plain[way])
+
+    def moved(way: int) -> tuple[Any, Any, Any]:
+        rms, kernel = under(_PLAIN_NORM, _AUTOCAST_NORM, way), under(_KERNEL_NORM, _AUTOCAST_KERNEL_NORM, way)
+        norm = kernel + scaled * (rms - kernel)
+        gelu = _GELU[way] + layer.spelled_gelu * (under(_SPELLED, _AUTOCAST_SPELLED, way) - _GELU[way])
+        gate = gated * _PLAIN_GATE[way] + (1.0 - gated) * gelu
+        read = auto * wide * (operands[0] + way * operands[1])
+        joins = layer.mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
+        rope = scaled * turned * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way)
+        norms = (layer.num_norms * wide + layer.qk_norm * turned) * norm
+        return norms + joins + read + rope + inner * gate + same + permuted, norm, gate
+
+    forward, norm, gate = moved(0)
+    return forward, moved(1)[0], layer.num_norms * wide * norm, routed * gate
 
 
 def cast_s(layer: LayerShape, machine: Machine) -> Any:
