@@ -58,7 +58,7 @@ class PolicyAdapter:
         self._there = np.ones(environment.work.num_devices, dtype=bool)
         self._price = environment.work.state.usd_per_h.copy()
         self._carbon = environment.work.state.kg_per_j.copy()
-        self._speed = np.ones(environment.work.num_devices)
+        self._told = np.ones(environment.work.num_devices)
         self._batches = 0
         self._probed = _probed(environment)
         self._rate: dict[tuple[int, int], float] = {}
@@ -91,12 +91,14 @@ class PolicyAdapter:
         for rank in np.flatnonzero(~there & self._there).tolist():
             facts.append(RankLost(step=step, rank=rank, reason="taken away"))
         fresh = there & ~self._there
-        moved = there & (speed != self._speed)
+        # One value measured in use is not believed yet: out of use a device is told anew.
+        moved = there & (speed != self._told)
         if not self._sees_now:
-            moved[used] = False
+            self._told[used], moved[used] = np.nan, False
         for rank in np.flatnonzero(fresh | moved).tolist():
             facts.append(DeviceSeen(step=step, rank=rank, relative_speed=float(speed[rank])))
-        self._there, self._speed = there, speed
+            self._told[rank] = speed[rank]
+        self._there = there
         facts += self._links_now(seen, step) if self._sees_now else []
         if facts:
             self._tell(Together(step=step, events=tuple(facts)))

@@ -184,3 +184,27 @@ def test_the_controller_of_the_runtime_plays_too():
     assert np.isfinite(run.time_s).all() and rule.policy.queues.steps == 120
     assert rule.policy.queues["usd"].spent == pytest.approx(run.costs["usd"].sum())
     assert rule._structure == rule.policy.choice.structure
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_speeds_of_devices_out_of_use_are_known_as_they_were_in_the_batch_before(seed):
+    # A device that was idled on one value far off was never told of again, and believed slow for ever.
+    environment = environment_of(seed=seed, slots=300)
+    path = environment.path
+    path = replace(path, condition=np.repeat(path.condition[:100], 3), pattern=np.zeros(300, int))
+    environment = replace(environment, path=path, _memo={})
+    rule = ours_of(environment, (budget_of(environment, 0.6),), sees_now=False)
+    decide, looked = rule.decide, 0
+
+    def checked(seen):
+        nonlocal looked
+        idle = np.setdiff1d(np.arange(WIDTH), rule._structure.workers)
+        ordered = decide(seen)
+        believed, was = rule.policy.estimates.state().speed, path.speed[seen.condition]
+        assert believed[idle] == pytest.approx(was[idle], rel=0.03), seen
+        looked += len(idle)
+        return ordered
+
+    rule.decide = checked
+    run_of(rule, environment, sees_now=False, batches=10)
+    assert looked > 100
