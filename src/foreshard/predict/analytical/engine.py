@@ -88,7 +88,7 @@ def stage_times(batch: Batch) -> StageTimes:
     dense = sharing_of(machine)
     shape = batch.multiplicity.shape
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
-    forward, later, host, host_later = (np.zeros(shape) for _ in range(4))
+    forward, later, host = (np.zeros(shape) for _ in range(3))
     params, experts, every = (np.zeros(shape) for _ in range(3))
     layers: list[LayerTimes] = []
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
@@ -101,7 +101,6 @@ def stage_times(batch: Batch) -> StageTimes:
         forward += count * times.forward_s
         later += count * (times.backward_weight + times.reduce_backward)
         host += count * (times.host_forward + times.host_backward)
-        host_later += count * times.host_backward / 2
         trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
@@ -138,8 +137,7 @@ def stage_times(batch: Batch) -> StageTimes:
     parts["host"] += joined - device
     parts["data_comm"] += beside.sum(0) + waited[0] + waited[1]
     if np.count_nonzero(p.zero_bubble):
-        kept = _join(device - later - beside[2], host - host_later, sharpness) + waited[0] + waited[3]
-        later = p.zero_bubble * np.maximum(work - kept, 0.0)
+        later = p.zero_bubble * np.maximum(longer * later + beside[2] + waited[1] - waited[3], 0.0)
     else:
         later = np.zeros(shape)
     forward = longer * forward + beside[0] + waited[0]
@@ -371,7 +369,9 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     first, last = _bucket_shares(batch, stage)
     # Chunks of layers end one passage of the pipeline after another.
     chunks, apart = p.num_chunks, (p.num_chunks - 1.0) / p.num_chunks * p.num_stages
-    hidden_b = stage.backward * np.where(chunks > 1, apart, 1.0 - first)
+    # The last gradients of weights put off come in the last piece of the backward alone.
+    last_backward = np.where(p.zero_bubble > 0, stage.later, stage.backward)
+    hidden_b = last_backward * np.where(chunks > 1, apart, 1.0 - first)
     hidden_f = stage.forward * np.where(chunks > 1, apart, 1.0 - last)
     # Compute beside a collective is slowed, which counts where compute is what the step waits for.
     slowed = contention(machine) * (chunks == 1)
