@@ -89,6 +89,48 @@ def test_more_budget_is_of_use():
     assert found.seconds < 0.9 * first.seconds and found.num_attempts > first.num_attempts
 
 
+def test_twice_the_ranks_of_a_broadcast_are_about_twice_the_work_of_its_first_schedule():
+    """One that looks at the whole fabric for every rank takes four times the work."""
+    calls = []
+    for nodes in (16, 32, 64):
+        topology = topology_of(api.load_cluster(f"{nodes}x8xh100-sxm"))
+        load()
+        found, seconds = searched("broadcast", topology, 0.0)
+        assert found.schedule.algorithm == "ring"
+        calls.append(seconds)
+    assert calls[2] / calls[1] < 2.5 and calls[1] / calls[0] < 2.5
+
+
+@pytest.mark.parametrize("stopped_at", [1, 3])
+def test_ctrl_c_ends_a_search_with_the_best_so_far(stopped_at):
+    made = []
+
+    def attempts() -> Iterator[ScheduleAttempt]:
+        for number in range(9):
+
+            def make(to_beat_s: float, check: Check, number: int = number) -> ScheduleFound:
+                if number == stopped_at:
+                    raise KeyboardInterrupt
+                made.append(number)
+                schedule = schedule_of("send", "direct", 2)
+                return ScheduleFound(seconds=9.0 - number, schedule=lambda: schedule)
+
+            yield ScheduleAttempt(method=str(number), work=1.0, finishing_s=0.0, make=make)
+
+    found, made_by, tried, is_interrupted = _search(attempts(), 1.0, SynthesisBudget(1e6))
+    assert is_interrupted and made_by == str(stopped_at - 1) and tried == stopped_at == len(made)
+    assert found.seconds == 10.0 - stopped_at
+
+
+def test_ctrl_c_before_the_first_schedule_is_ctrl_c():
+    def make(to_beat_s: float, check: Check) -> ScheduleFound:
+        raise KeyboardInterrupt
+
+    first = ScheduleAttempt(method="first", work=1.0, finishing_s=0.0, make=make)
+    with pytest.raises(KeyboardInterrupt):
+        _search([first], 1.0, SynthesisBudget(1e6))
+
+
 TICK_S = 0.125
 BUDGET_S = 10.0
 TICKS = st.integers(0, 60)
@@ -119,7 +161,7 @@ def test_a_search_leaves_time_to_finish_the_best_schedule_it_found(tries):
 
     attempts = [attempt(number, seconds, ticks) for number, (seconds, ticks, _) in enumerate(tries)]
     budget = SynthesisBudget(BUDGET_S, lambda: now[0], lambda: now[0])
-    _, made_by, tried = _search(attempts, 1.0, budget)
+    _, made_by, tried, _ = _search(attempts, 1.0, budget)
     assert tried >= 1
     unavoidable_s = tries[0][1] * TICK_S + tries[0][2] if made_by == "method 0" else 0.0
     # the tick after which the budget is spent counts too

@@ -165,12 +165,18 @@ def _longest_path(rows: PipelineRows) -> PipelineSpan:
         round_trip_b = np.where(is_deepest, around_b, -np.inf)
         own_f = _later(place.down_busy, place.down + _pair(f + round_trip_f))
         own_b = _later(place.up_busy, place.up + _pair(kept * (b + round_trip_b)))
+        # Work that stage i puts off by i micro-batches: before its last forward, and from then to its last
+        # backward.
+        late = rows.late_s[r]
+        late_f_s = late * np.maximum(steady - place.stage, 0.0)
+        late_b_s = late * np.maximum(rounds - 1.0 - place.stage, 0.0) - late_f_s
+        own_b = own_b + _pair(late_b_s)
         here_start = _later(own_f, start)
         here_end = _later(own_b, np.where(steady > 0.0, end, -np.inf))
         # A last forward that is short ends the steady state.
         whole = here_start + here_end
-        whole[0] += steady * period_s[r] - place.call_s - np.where(steady > 0.0, (1.0 - kept) * f, 0.0)
-        whole[0] += rows.late_s[r] * (np.maximum(rounds - 1.0 - place.stage, 0.0) - steady)
+        whole[0] += steady * (period_s[r] - late) + late_f_s - place.call_s
+        whole[0] -= np.where(steady > 0.0, (1.0 - kept) * f, 0.0)
         better = present & (whole[0] > best[0])
         best, run = np.where(better, whole, best), np.where(better, r, run)
         steps, message = place.steps_above, place.message_above
@@ -214,12 +220,13 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
         kept, wait = rows.last_share[r], rows.wait_s[r]
         slow_f = np.where(present, np.maximum(slow_f, f + beside), slow_f)
         slow_b = np.where(present, np.maximum(slow_b, b + beside), slow_b)
-        gate, tail = _pair(rows.ready_s[r], data=True), _pair(rows.tail_s[r], data=True)
+        gate, tail, late = _pair(rows.ready_s[r], data=True), _pair(rows.tail_s[r], data=True), rows.late_s[r]
         here_down, here_up = down, up
         for is_last in (False, True):
             steps, message = (more, rows.inside_s[r]) if is_last else (none, none)
             here_down = _later(here_down + _pair(steps * (f + wait) + message), gate)
-            here_up = _later(here_up + _pair(steps * kept * b + message), tail)
+            put_off = np.minimum(before + steps, rounds - 1.0) + kept
+            here_up = _later(here_up + _pair(steps * kept * b + message), tail + _pair(put_off * late))
             call = rows.call_s[r] if is_last else rows.call_first_s[r]
             warm_up = np.clip(rows.warm_up[r] - steps * rows.per_stage[r], 0.0, rounds - 1.0)
             first = np.where(warm_up == rounds - 1.0, kept, 1.0)

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.kernels import Tables
 from foreshard.catalog.training import training_constants
 from foreshard.comm.collectives import AllReduce, all_reduce
 from foreshard.comm.fusion.priority import LayerWork
 from foreshard.comm.fusion.timeline import Gradients
+from foreshard.cost.tables import tabled
 from foreshard.errors import SpecError
 from foreshard.graph.pipeline_schedules import Op
 from foreshard.predict.batch import PlannedRun, build_batch
@@ -38,19 +40,49 @@ class BackwardPass:
     slowdown: float  # of gradient collectives inside a training step, as the predictor has it
 
     def reduce_s(self, num_bytes: Any) -> Any:
-        """Return seconds of reducing bytes of gradients over the replicas."""
-        return self.reduction.time_s(np.asarray(num_bytes, dtype=float)) * self.slowdown
+        """Return seconds of reducing bytes of gradients over the replicas.
+
+        Outside the sizes of a measured table it is the closed form times what that is off by at the nearest
+        size inside: a size is not better for being priced by another source.
+        """
+        size = np.asarray(num_bytes, dtype=float)
+        time_s = self.reduction.time_s(size)
+        if self.reduction.measured is not None:
+            nearest = np.clip(size, *self._measured_span())
+            closed = replace(self.reduction, measured=None)
+            time_s = closed.time_s(size) * self.reduction.time_s(nearest) / closed.time_s(nearest)
+        return time_s * self.slowdown
+
+    def is_measured(self, num_bytes: Any) -> Any:
+        """Return whether a measured table has the time of reducing so many bytes, before the slowdown."""
+        measured = self.reduction.measured
+        if measured is None:
+            return np.zeros(np.shape(num_bytes), dtype=bool)
+        return tabled(measured.tables, (measured.ranks, num_bytes))
+
+    def _measured_span(self) -> tuple[float, float]:
+        """Return the smallest and the largest size that a table has over the replicas, all without one."""
+        measured = self.reduction.measured
+        table = None if measured is None else np.asarray(measured.tables).item()
+        sizes = np.exp(table.axes[1]) if table else np.empty(0)
+        sizes = sizes[self.is_measured(sizes)]
+        return (float(sizes[0]), float(sizes[-1])) if len(sizes) else (1.0, np.inf)
 
 
-def backward_pass(model: Model, cluster: Cluster, plan: Plan, gradient_bytes: float) -> BackwardPass:
+def backward_pass(
+    model: Model, cluster: Cluster, plan: Plan, gradient_bytes: float, *, costs: str | Tables = "auto"
+) -> BackwardPass:
     """Return when gradients of `gradient_bytes` per parameter are ready under a data-parallel plan.
+
+    `costs` is where times of kernels come from; measured tables may have those of the reduction too.
 
     Raises
     ------
     SpecError
         The plan cuts the model: several stages, or groups that differ.
     """
-    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
+    framework = load_framework(plan.framework)
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework, costs=costs)
     prices = group_prices(case, build_batch([case], training_constants()))
     if len(prices) > 1 or prices[0].num_stages > 1 or prices[0].num_chunks > 1:
         raise SpecError(

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,17 @@ _IN_A_ROW = 20  # calls of a turn that follow each other, as in nccl-tests
 _MOST_BYTES = 2**30  # of a turn: large collectives follow each other less often
 
 
-def sweep(ranks: TimedRanks, collective: str, sizes: Sequence[int], *, repeats: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """A collective timed over sizes, and where: host and device of every rank."""
+
+    collective: str
+    hosts: tuple[str, ...]
+    devices: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]  # size_bytes and time_s
+
+
+def sweep(ranks: TimedRanks, collective: str, sizes: Sequence[int], *, repeats: int) -> Sweep:
     """Return the seconds of a collective for every size; every rank calls it and gets the same.
 
     Calls of a turn follow each other, and the device is waited for at its end; a call takes the turn's time
@@ -45,7 +56,9 @@ def sweep(ranks: TimedRanks, collective: str, sizes: Sequence[int], *, repeats: 
         times = max(1, min(_IN_A_ROW, _MOST_BYTES // (4 * floats)))
         turns = [_turn_s(ranks, world, call, times) for _ in range(_WARM_UP + repeats)]
         rows.append({"size_bytes": 4 * floats, "time_s": median(turns[_WARM_UP:])})
-    return rows
+    return Sweep(
+        collective=collective, hosts=tuple(ranks.hosts), devices=tuple(ranks.devices), rows=tuple(rows)
+    )
 
 
 def _call(collective: str, world: Any, floats: int, ranks: TimedRanks) -> Callable[[], Any]:
@@ -94,12 +107,17 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def as_nccl_tests(collective: str, num_ranks: int, rows: Sequence[dict[str, Any]]) -> str:
-    """Return a sweep as nccl-tests print theirs, for whatever reads that."""
-    head = "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
+def as_nccl_tests(swept: Sweep) -> str:
+    """Return a sweep as nccl-tests print theirs, with the ranks, for whatever reads that."""
+    collective, num_ranks = swept.collective, len(swept.hosts)
+    head = "# Using devices\n"
+    for rank, (host, device) in enumerate(zip(swept.hosts, swept.devices, strict=True)):
+        place = swept.hosts[:rank].count(host)
+        head += f"#  Rank {rank:2d} on {host:>10s} device {place:2d} [{place:02d}] {device}\n"
+    head += "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
     head += "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)\n"
     lines = []
-    for row in rows:
+    for row in swept.rows:
         size, time_s = row["size_bytes"], row["time_s"]
         rate = size / time_s / 1e9
         bus = rate * bus_factor(collective, num_ranks)
@@ -108,9 +126,7 @@ def as_nccl_tests(collective: str, num_ranks: int, rows: Sequence[dict[str, Any]
     return f"# {name}_perf\n{head}" + "\n".join(lines) + "\n"
 
 
-def local_sweep(
-    collective: str, num_ranks: int, sizes: Sequence[int], *, repeats: int, device: str
-) -> list[dict[str, Any]]:
+def local_sweep(collective: str, num_ranks: int, sizes: Sequence[int], *, repeats: int, device: str) -> Sweep:
     """Return what `sweep` finds between ranks of this machine, started and ended for it.
 
     Raises
@@ -141,7 +157,7 @@ def local_sweep(
 
 def _met_in(
     folder: str, rank: int, size: int, collective: str, sizes: Sequence[int], repeats: int, device: str
-) -> list[dict[str, Any]]:
+) -> Sweep:
     store = dist.FileStore(str(Path(folder) / "meet"), size)
     store.set_timeout(_TIMEOUT)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)

@@ -52,6 +52,8 @@ class TimedRanks:
             torch.cuda.set_device(device)
         store.set(f"host/{rank}", os.uname().nodename)
         self.hosts = [store.get(f"host/{r}").decode() for r in range(size)]
+        store.set(f"device/{rank}", _device_name(device))
+        self.devices = [store.get(f"device/{r}").decode() for r in range(size)]
 
     def group(self, ranks: Sequence[int], name: str) -> Any:
         """Return the process group of some ranks; all of them ask for it."""
@@ -69,6 +71,11 @@ class TimedRanks:
     def apart(self, ranks: Sequence[int]) -> bool:
         """Return whether some of the ranks are on different hosts."""
         return len({self.hosts[r] for r in ranks}) > 1
+
+
+def _device_name(device: torch.device) -> str:
+    """Return what a device calls itself: a GPU its product name, a processor cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def time_links(ranks: TimedRanks, *, repeats: int, tell: Tell = lambda text: None) -> dict[str, Any]:

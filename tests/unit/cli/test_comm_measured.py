@@ -61,12 +61,53 @@ def test_constants_that_a_cluster_file_may_not_name(shell, tmp_path):
         assert answer.code == 2 and "collectives" in answer.json["error"]["key"], line
 
 
-def test_the_library_is_swept_over_gloo(shell, tmp_path):
-    out = str(tmp_path / "sweep.log")
+HERE = """
+name = "this machine"
+[[devices]]
+name = "cpu"
+base = "a100-sxm-80gb"
+[[nodes]]
+count = 1
+device = "cpu"
+per_node = 2
+"""
+
+
+def test_a_sweep_of_the_library_is_measured_costs_of_the_devices_it_ran_on(shell, tmp_path):
+    out, here = str(tmp_path / "sweep.log"), tmp_path / "here.toml"
+    here.write_text(HERE, encoding="utf-8")
     words = ("--algorithm", "library", "--local", "2", "--repeats", "1", "--to", "4KiB", "--log", out)
     found = shell("comm", "measure", "all-reduce", "1KiB", *words, "--json").json
     assert [row["size_bytes"] for row in found["rows"]] == [1024, 2048, 4096] and found["backend"] == "gloo"
     assert shell("comm", "import", out, "--json").json["collective"] == "all-reduce"
+    times = [row["time_s"] for row in found["rows"]]
+    words = ("--costs", out, "--json")
+    for size in ("1KiB", "3KiB"):
+        answer = shell("comm", "predict", "all-reduce", size, here, *words).json
+        assert answer["evidence"] == "table" and min(times) * 0.99 <= answer["time_s"] <= max(times) * 1.01
+    # gloo on processors says nothing of NCCL on GPUs
+    refused = shell("comm", "predict", "all-reduce", "1KiB", "2xh100-sxm", *words)
+    assert refused.code == 2 and refused.json["error"]["value"] == "cpu"
+    notes = shell("comm", "buckets", "gpt2", here, *words).json["notes"]
+    assert "has the all-reduce of no bucket" in notes[0]  # all are larger than 4 KiB
+
+
+def test_buckets_are_reduced_in_measured_times(shell, tmp_path):
+    path = tmp_path / "a.log"
+    ranks = "".join(f"#  Rank {i} on host device {i} [{i}] NVIDIA H100 80GB HBM3\n" for i in range(8))
+    rows = "".join(f"{2**power} 1 float sum -1 {2**power * 1e-4:.2f} 0 0 0\n" for power in range(20, 31))
+    path.write_text("# all_reduce_perf\n" + ranks + HEAD + rows, encoding="utf-8")
+    words = ("comm", "buckets", "bert-large", "8xh100-sxm", "--json")
+    found, formula = shell(*words, "--costs", path).json, shell(*words).json
+    # 1e-10 s a byte, and what a training step adds, which is the same for every size
+    slower = [(one["end_s"] - one["start_s"]) / (1e-10 * one["bytes"]) for one in found["buckets"]]
+    assert len(slower) > 3 and 1.0 <= slower[0] < 1.5
+    assert slower == pytest.approx([slower[0]] * len(slower), rel=1e-6)
+    assert f"{100 * (slower[0] - 1):.1f} %" in found["notes"][0]
+    assert found["exposed_s"] > formula["exposed_s"] and "has the all-reduce of" in found["notes"][0]
+    path.write_text(path.read_text().replace("all_reduce", "all_gather"), encoding="utf-8")
+    other = shell(*words, "--costs", path).json
+    assert other["buckets"] == formula["buckets"] and "of no bucket" in other["notes"][0]
 
 
 @pytest.mark.parametrize(

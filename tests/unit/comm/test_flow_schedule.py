@@ -3,11 +3,16 @@
 import numpy as np
 import pytest
 
+from foreshard.api import load_cluster
+from foreshard.comm.flow import symmetry
+from foreshard.comm.flow.places import routing_of
 from foreshard.comm.flow.program import FlowProgramBuilder
 from foreshard.comm.flow.schedule_run import add_schedule, last_sends, run_schedule
 from foreshard.comm.flow.simulation import simulate
+from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
+from foreshard.comm.topology.of_cluster import topology_of
 from foreshard.errors import SpecError
 
 GIB = 2.0**30
@@ -208,3 +213,14 @@ def test_two_jobs_on_one_network_take_twice_as_long_together():
 def test_a_size_below_zero_is_refused():
     with pytest.raises(SpecError, match="size is -1 bytes"):
         run_schedule(ring(16), -1.0, node_ring(16), own_link)
+
+
+def test_a_chain_over_nodes_is_simulated_whole_before_its_classes_are_all_found(monkeypatch):
+    """Each round of refinement tells one more rank apart: as many rounds as ranks took minutes."""
+    rounds = []
+    numbered = symmetry._numbered
+    monkeypatch.setattr(symmetry, "_numbered", lambda hashes: rounds.append(0) or numbered(hashes))
+    topology = topology_of(load_cluster("40x8xh100-sxm"))
+    schedule = schedule_of("broadcast", "ring", 320, parts=4)
+    run = run_schedule(schedule, 1e6, topology, routing_of(schedule, topology))
+    assert run.num_simulated == run.num_sends and len(rounds) <= 2 * symmetry.MAX_ROUNDS + 2

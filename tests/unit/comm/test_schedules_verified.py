@@ -365,3 +365,16 @@ def test_the_sequential_builder_orders_writes_after_reads():
     build.send(0, 2, 0)
     schedule = build.schedule()
     assert [schedule.waits_for(i).tolist() for i in range(4)] == [[], [], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("ranks", [2, 7, 9])
+@pytest.mark.parametrize(("collective", "algorithm"), [("broadcast", "double-tree"), ("all-reduce", "ring")])
+def test_a_schedule_listed_by_rounds_is_the_same_and_right(collective, algorithm, ranks):
+    schedule = schedule_of(collective, algorithm, ranks, parts=3)
+    listed = schedule.listed_by_rounds()
+    assert not verify(listed).faults
+    assert (np.diff(listed.rounds()) >= 0).all()
+    assert listed.rounds().tolist() == sorted(schedule.rounds().tolist())
+    columns = ("source", "target", "chunk", "channel")
+    rows = [sorted(zip(*(getattr(one, name) for name in columns), strict=True)) for one in (schedule, listed)]
+    assert rows[0] == rows[1]

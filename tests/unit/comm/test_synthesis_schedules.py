@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology
+from foreshard.api import load_cluster
+from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology, routes_between, routes_from
 from foreshard.comm.synthesis.bounds import lower_bound_s
 from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
 from foreshard.comm.synthesis.quotient import greedy_reception, shifted_schedule, shifts_of
@@ -17,6 +18,8 @@ from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.synthesis.synthesize import synthesize
 from foreshard.comm.synthesis.timing import seconds_of
 from foreshard.comm.topology.graph import SharedResource
+from foreshard.comm.topology.of_cluster import topology_of
+from foreshard.comm.topology.regular import mesh
 from foreshard.errors import SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -211,3 +214,24 @@ def test_shifts_are_found_on_tori_and_alike_nodes_only():
 def test_a_size_of_nothing_is_refused():
     with pytest.raises(SpecError, match="Above 0"):
         synthesize("all-gather", 0.0, torus(2, 2), budget=counted(1.0))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(lambda: mesh((4, 3), bytes_per_s=1e9), id="grid"),
+        pytest.param(lambda: topology_of(load_cluster("2x4xh100-sxm+1x3xa100-sxm-80gb")), id="nodes"),
+    ],
+)
+@pytest.mark.parametrize("through_devices", [False, True])
+def test_routes_to_one_vertex_are_those_of_a_search_to_all(topology, through_devices):
+    made = topology()
+    vertices, found = range(len(made.vertices)), 0
+    for source in vertices:
+        routes = routes_from(made, source, through_devices=through_devices)
+        for target in vertices:
+            if target != source:
+                one = routes_between(made, source, target, through_devices=through_devices)
+                assert one == routes.get(target, [])
+                found += len(one)
+    assert found > 30

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
 from foreshard import quantity
+from foreshard.cli.comm.inputs import MEASURED_HELP, measured_collectives
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Count, Word
@@ -17,6 +19,7 @@ from foreshard.spec.plan import MAX_SEQ_LEN, PRECISIONS
 
 if TYPE_CHECKING:
     from foreshard.advise.request import Request
+    from foreshard.cli.comm.inputs import MeasuredCollectives
     from foreshard.comm.fusion.advice import BucketAdvice, FusionPlan
     from foreshard.predict.gradients import BackwardPass
 
@@ -48,7 +51,8 @@ _LITTLE = 0.005  # of a step: less than what runs of one configuration differ by
 @click.option(
     "--gradients", type=Word(*_WIDTH), default="fp32", help="Type of the gradients that are reduced."
 )
-def command(model: str, cluster: str, gradients: str, **choices: Any) -> None:
+@click.option("--costs", metavar="FILE", help=MEASURED_HELP)
+def command(model: str, cluster: str, gradients: str, costs: str | None, **choices: Any) -> None:
     """Find which buckets of gradients to set for training MODEL on CLUSTER with PyTorch DDP.
 
     The backward of the last micro-batch makes gradients; a bucket is reduced when it is full. Large buckets
@@ -58,14 +62,21 @@ def command(model: str, cluster: str, gradients: str, **choices: Any) -> None:
     \b
     foreshard comm buckets gpt2 4x8xa100-sxm-80gb --micro-batch 8
     foreshard comm buckets bert-large 2x8xa100-sxm-40gb@100Gb/s --gradients bf16 --json
+    foreshard comm buckets gpt2 8xh100-sxm --costs all_reduce.log
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
     from foreshard.comm.fusion.advice import bucket_advice
     from foreshard.comm.fusion.priority import best_partition
     from foreshard.predict.gradients import backward_pass
 
-    request = api.request(api.load_model(model), api.load_cluster(cluster), zero=0, **choices)
-    made = backward_pass(request.model, request.cluster, request.to_plan(), _WIDTH[gradients])
+    where = api.load_cluster(cluster)
+    measured = None if costs is None else measured_collectives(costs, where, "all-reduce")
+    if measured is not None:
+        choices["costs"] = measured.tables
+    request = api.request(api.load_model(model), where, zero=0, **choices)
+    made = backward_pass(
+        request.model, request.cluster, request.to_plan(), _WIDTH[gradients], costs=request.costs
+    )
     if made.num_replicas < 2:
         raise SpecError(
             "one replica reduces nothing",
@@ -78,7 +89,7 @@ def command(model: str, cluster: str, gradients: str, **choices: Any) -> None:
     partition, period = best_partition(made.layers, made.reduce_s)
     busy = sum(layer.forward_s + layer.backward_s for layer in made.layers)
     priority = {"partition_bytes": int(partition), "exposed_s": max(0.0, period - busy)}
-    notes = _notes(request, advice, made)
+    notes = [*_notes_of_measured(measured, advice, made), *_notes(request, advice, made)]
     data = _object(request, advice, made, notes) | {"priority": priority}
     give(data, lambda: _screen(request, advice, made, priority, notes))
 
@@ -134,6 +145,31 @@ def _buckets(plan: FusionPlan, made: BackwardPass) -> list[dict[str, Any]]:
         }
         for bucket in plan.times
     ]
+
+
+def _notes_of_measured(
+    measured: MeasuredCollectives | None, advice: BucketAdvice, made: BackwardPass
+) -> list[str]:
+    """Return which reductions of the buckets shown a file of measured times has."""
+    if measured is None:
+        return []
+    sizes = np.array([bucket.num_bytes for bucket in advice.best_cap.times])
+    covered = int(np.count_nonzero(made.is_measured(sizes)))
+    if not covered:
+        covers = "a table is of devices, collectives and ranks of one domain, and of its sizes"
+        return [
+            f"{measured.path} has the all-reduce of no bucket over {made.num_replicas} replicas: {covers}. "
+            "Reductions take the time of the closed form."
+        ]
+    slower = quantity.percent(made.slowdown - 1.0)
+    notes = [
+        f"Of {len(sizes)} buckets, {measured.path} has the all-reduce of {covered}, which inside a training "
+        f"step takes {slower} longer. Other sizes take the time of the closed form times what it is off by "
+        "at the nearest measured size."
+    ]
+    if not measured.is_named:
+        notes.append(f"{measured.path} does not say which collective ran: it is taken to be an all-reduce.")
+    return notes
 
 
 def _notes(request: Request, advice: BucketAdvice, made: BackwardPass) -> list[str]:

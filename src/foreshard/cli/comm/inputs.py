@@ -1,7 +1,8 @@
-"""What verbs of `foreshard comm` take: a topology, and a schedule by name or from a file."""
+"""What verbs of `foreshard comm` take: a topology, a schedule by name or from a file, measured times."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,16 @@ from typing import TYPE_CHECKING
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
+    from foreshard.catalog.kernels import Tables
     from foreshard.comm.schedules.schedule import Schedule
     from foreshard.comm.topology.graph import Topology
+    from foreshard.spec.cluster import Cluster
 
 RATES = ("fitted", "datasheet")
+MEASURED_HELP = (
+    "Measured times, where they cover it: a table of kernels (.csv), or the output of nccl-tests or of "
+    "comm measure --log."
+)
 MAX_LOG_BYTES = 2**26  # a log of NCCL at its most talkative, a schedule of a million sends
 _MAX_RANKS = 2048
 """Ranks whose sends are listed one by one: an all-reduce of as many has 8 million, which take some 6 GB."""
@@ -93,3 +100,31 @@ def schedule_file(path: str) -> Schedule:
     if Path(path).suffix.lower() == ".xml":
         return schedule_of_msccl(read_text(path, max_bytes=MAX_LOG_BYTES), file=path)
     return load_schedule(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCollectives:
+    """Measured times, and of which collective those are that answer for the one that is asked for."""
+
+    tables: Tables
+    path: str
+    collective: str
+    is_named: bool  # by the file; else it is taken to be the one that is asked for
+
+
+def measured_collectives(path: str, cluster: Cluster, collective: str) -> MeasuredCollectives:
+    """Return measured collectives: a table of kernels, or what nccl-tests printed."""
+    from foreshard.cost.tables import load_tables
+    from foreshard.interop.nccl_tests import read_nccl_tests, tables_of
+    from foreshard.spec.codec import read_text
+
+    if path.endswith((".csv", ".csv.gz")):
+        held = "all-gather" if collective == "reduce-scatter" else collective
+        return MeasuredCollectives(tables=load_tables(path), path=path, collective=held, is_named=True)
+    run = read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path)
+    return MeasuredCollectives(
+        tables=tables_of(run, cluster.device_of(0).name, path, collective),
+        path=path,
+        collective=run.collective or collective,
+        is_named=run.collective is not None,
+    )

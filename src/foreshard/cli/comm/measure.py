@@ -43,7 +43,9 @@ _LIBRARY = "library"
     help="cuda: NVIDIA devices, a rank on each (library).",
 )
 @click.option("--to", "largest", type=ByteCount(), help="Sweep from SIZE to here by factors of 2 (library).")
-@click.option("--log", metavar="OUT.log", help="Write the sweep as nccl-tests print it, for comm import.")
+@click.option(
+    "--log", metavar="OUT.log", help="Write the sweep as nccl-tests print it, for comm import and --costs."
+)
 def command(
     collective: str,
     size: float,
@@ -119,13 +121,13 @@ def _sweep(
     ranks = None if local else torchrun_ranks(device)
     number = local or (ranks.size if ranks else 2)
     if ranks is not None:
-        rows = sweep(ranks, collective, sizes, repeats=repeats)
+        swept = sweep(ranks, collective, sizes, repeats=repeats)
         if ranks.rank:
             return
     else:
-        rows = local_sweep(collective, number, sizes, repeats=repeats, device=device)
+        swept = local_sweep(collective, number, sizes, repeats=repeats, device=device)
     if log is not None:
-        write_text(log, as_nccl_tests(collective, number, rows))
+        write_text(log, as_nccl_tests(swept))
     backend = "nccl" if device == "cuda" else "gloo"
     data = {
         "schema_version": 1,
@@ -133,7 +135,7 @@ def _sweep(
         "algorithm": _LIBRARY,
         "num_ranks": number,
         "backend": backend,
-        "rows": rows,
+        "rows": list(swept.rows),
     }
     give(data, lambda: _swept(data))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from foreshard import quantity
-from foreshard.cli.comm.inputs import MAX_LOG_BYTES
+from foreshard.cli.comm.inputs import MEASURED_HELP, measured_collectives
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
@@ -20,13 +19,12 @@ from foreshard.errors import SpecError
 from foreshard.report.screen import Box, Screen, Table, table
 
 if TYPE_CHECKING:
-    from foreshard.catalog.kernels import Tables
+    from foreshard.cli.comm.inputs import MeasuredCollectives
     from foreshard.comm.nccl.channels import Channels
     from foreshard.comm.nccl.choice import NcclChoice
     from foreshard.comm.nccl.communicator import Communicator
     from foreshard.comm.nccl.estimates import Estimate
     from foreshard.comm.prediction import CollectivePrediction
-    from foreshard.spec.cluster import Cluster
 
 _OLD = (2, 10)  # the last release whose latencies are those of the era `old`
 _EARLY = (2, 19)  # and of `2.1x`
@@ -53,7 +51,7 @@ _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
 @click.option(
     "--costs",
     metavar="FILE",
-    help="Measured times, where they cover it: a table of kernels (.csv) or the output of nccl-tests.",
+    help=MEASURED_HELP,
 )
 def command(
     collective: str, size: float, cluster: str, ranks: int | None, library: str, costs: str | None
@@ -76,39 +74,11 @@ def command(
     rules = ".".join(map(str, release)) if release else ""
     where = api.load_cluster(cluster)
     rules = rules if rules in releases() else ""
-    measured = None if costs is None else _measured(costs, where, collective)
+    measured = None if costs is None else measured_collectives(costs, where, collective)
     tables = measured.tables if measured else None
     found = predict_collective(collective, size, where, ranks, era=era, release=rules, tables=tables)
     notes = _notes(found, release, measured)
     give(_object(found, notes), lambda: _screen(found, notes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """Measured times, and of which collective those are that answer for the one that is asked for."""
-
-    tables: Tables
-    path: str
-    collective: str
-    is_named: bool  # by the file; else it is taken to be the one that is asked for
-
-
-def _measured(path: str, cluster: Cluster, collective: str) -> _Measured:
-    """Return measured collectives: a table of kernels, or what nccl-tests printed."""
-    from foreshard.cost.tables import load_tables
-    from foreshard.interop.nccl_tests import read_nccl_tests, tables_of
-    from foreshard.spec.codec import read_text
-
-    if path.endswith((".csv", ".csv.gz")):
-        held = "all-gather" if collective == "reduce-scatter" else collective
-        return _Measured(tables=load_tables(path), path=path, collective=held, is_named=True)
-    run = read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path)
-    return _Measured(
-        tables=tables_of(run, cluster.device_of(0).name, path, collective),
-        path=path,
-        collective=run.collective or collective,
-        is_named=run.collective is not None,
-    )
 
 
 def _release(library: str) -> tuple[int, int] | None:
@@ -163,7 +133,7 @@ def _candidate(estimate: Estimate) -> dict[str, Any]:
 
 
 def _notes(
-    found: CollectivePrediction, release: tuple[int, int] | None, measured: _Measured | None
+    found: CollectivePrediction, release: tuple[int, int] | None, measured: MeasuredCollectives | None
 ) -> list[str]:
     """Return what the answer rests on, in sentences."""
     notes = _notes_of_time(found, measured)
@@ -198,7 +168,7 @@ def _notes(
     return notes
 
 
-def _notes_of_time(found: CollectivePrediction, measured: _Measured | None) -> list[str]:
+def _notes_of_time(found: CollectivePrediction, measured: MeasuredCollectives | None) -> list[str]:
     """Return what the time rests on: which measured rows, or which fit."""
     if measured is None or found.evidence != TABLE:
         form = (

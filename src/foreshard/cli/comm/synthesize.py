@@ -42,7 +42,7 @@ def command(
     """Make a schedule of one collective for the links of CLUSTER, and bound how far it is from the best.
 
     The time is that of a flow simulation, as comm simulate says it: flows share links fairly. Links that
-    serve their sends in the order of the schedule can be faster.
+    serve their sends in the order of the schedule can be faster. Ctrl-C ends the search with the best so far.
 
     \b
     foreshard comm synthesize all-gather 256MiB 2x8xa100-sxm-80gb --budget-s 10 -o schedule.json
@@ -78,6 +78,7 @@ def command(
         "gap": simulated_s / found.lower_bound_s - 1.0,
         "sends": found.schedule.num_sends,
         "wall_s": budget.spent_s,
+        "interrupted": found.is_interrupted,
     }
     give(data, lambda: _screen(data, found))
 
@@ -91,4 +92,5 @@ def _screen(data: dict[str, Any], found: Synthesis) -> Screen:
         Box(title="no schedule is faster than", value=bound, note=f"gap {100 * data['gap']:.1f} %"),
         Box(title="found by", value=found.method, note=f"in {quantity.seconds(data['wall_s'])}"),
     )
-    return Screen(header=(header,), boxes=boxes)
+    notes = ("Ctrl-C ended the search: this is the best so far.",) if data["interrupted"] else ()
+    return Screen(header=(header,), boxes=boxes, notes=notes)

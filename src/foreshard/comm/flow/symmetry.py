@@ -25,6 +25,8 @@ from foreshard.comm.flow.program import FlowProgram
 
 MAX_CLASSES_FRAC = 0.5
 """With more classes than this part of the slots, the small program saves less than it costs to make."""
+MAX_ROUNDS = 64
+"""Rounds of refinement: what takes more, as a chain of ranks over a network, is simulated sooner whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,14 +74,17 @@ class _Carried:
 
 
 def fold(program: FlowProgram, *, compiled: bool | None = None) -> Fold | None:
-    """Return the small program of a symmetric one, or None where too little repeats."""
+    """Return the small program of a symmetric one, or None where too little repeats or rounds run out."""
     if compiled is None:
         compiled = is_worth_compiling(program.num_tasks)
     kernel = loops("foreshard.comm.flow._symmetry_kernel", compiled)
     with np.errstate(over="ignore"):
         seen = _describe(program, kernel)
         carried = _carried(program, seen)
-        slot_class, resource_class = _classes(program, seen, carried, kernel)
+        classes = _classes(program, seen, carried, kernel)
+    if classes is None:
+        return None
+    slot_class, resource_class = classes
     if slot_class.max(initial=-1) + 1 > MAX_CLASSES_FRAC * program.num_slots:
         return None
     return _folded(program, seen, carried, slot_class, resource_class)
@@ -127,8 +132,8 @@ def _carried(program: FlowProgram, seen: _Description) -> _Carried:
 
 def _classes(
     program: FlowProgram, seen: _Description, carried: _Carried, kernel: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the class of each slot and of each resource."""
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the class of each slot and of each resource, None where rounds do not suffice to tell."""
     usage = carried.usage.view(np.uint64)
     run_index = seen.run_index.astype(np.uint64)
     slots = seen.content
@@ -136,8 +141,11 @@ def _classes(
     pairs = (seen.first_pair, seen.pair_other, seen.pair_hash)
     order, num_peeled = _slot_order(seen, kernel)
     slot_class, resource_class = _numbered(slots), _numbered(resources)
-    num_classes, is_finer = _num(slot_class) + _num(resource_class), True
+    num_classes, is_finer, rounds = _num(slot_class) + _num(resource_class), True, 0
     while is_finer and _num(slot_class) <= MAX_CLASSES_FRAC * program.num_slots:
+        if rounds == MAX_ROUNDS:
+            return None
+        rounds += 1
         of_runs = _sums(len(run_index), carried.run, joined(usage, resources[carried.resource]))
         of_slots = _sums(len(slots), seen.run_slot, joined(run_index, of_runs))
         old, slots = slots, np.empty_like(slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -121,6 +121,22 @@ class Schedule:
         if seen < self.num_sends:
             raise ValueError("sends wait for each other in a circle")
         return found
+
+    def listed_by_rounds(self) -> Schedule:
+        """Return the same sends round by round: links that serve them in order wait for none that is late."""
+        order = np.argsort(self.rounds(), kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(self.num_sends)
+        count = np.diff(self.indptr)[order]
+        indptr = np.concatenate([[0], np.cumsum(count)])
+        entry = np.repeat(self.indptr[order] - indptr[:-1], count) + np.arange(len(self.indices))
+        columns = ("source", "target", "chunk", "is_reduced", "channel")
+        return replace(
+            self,
+            **{name: getattr(self, name)[order] for name in columns},
+            indptr=indptr,
+            indices=place[self.indices[entry]],
+        )
 
 
 class ScheduleBuilder:

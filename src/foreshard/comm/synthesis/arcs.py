@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from foreshard.comm.synthesis.budget import Check, unlimited
@@ -56,6 +57,49 @@ def routes_from(
     dict of int to list of tuple of int
         Links of at most `MAX_ROUTES` routes to each vertex.
     """
+    return _routes(topology, vertex, through_devices, range(len(topology.vertices)))
+
+
+def routes_between(
+    topology: Topology, source: int, target: int, *, through_devices: bool = False
+) -> list[tuple[int, ...]]:
+    """Return the routes of `routes_from` to one vertex; the rest of a large fabric is not visited."""
+    among = _between(topology, source, target, through_devices)
+    return _routes(topology, source, through_devices, among).get(target, [])
+
+
+def _between(topology: Topology, source: int, target: int, through_devices: bool) -> set[int]:
+    """Return the vertices on routes of fewest hops, by searches from both ends that meet."""
+    # which vertices come before each, on the way from either end
+    before: tuple[dict[int, list[int]], ...] = ({source: []}, {target: []})
+    layers = [[source], [target]]
+    both_ways = topology.links_out, topology.links_in
+    while all(layers) and not before[0].keys() & before[1].keys():
+        work = [sum(len(links[at]) for at in layer) for links, layer in zip(both_ways, layers, strict=True)]
+        side = int(work[1] < work[0])
+        ahead: dict[int, list[int]] = {}
+        for at in layers[side]:
+            for link in both_ways[side][at]:
+                other = topology.links[link].source if side else topology.links[link].target
+                passes = through_devices or topology.vertices[other].kind != "device"
+                if other not in before[side] and (passes or other in (source, target)):
+                    ahead.setdefault(other, []).append(at)
+        before[side].update(ahead)
+        layers[side] = list(ahead)
+    met = before[0].keys() & before[1].keys()
+    found = set(met)
+    for way in before:
+        layer = set(met)
+        while layer:
+            layer = {one for at in layer for one in way[at]}
+            found |= layer
+    return found
+
+
+def _routes(
+    topology: Topology, vertex: int, through_devices: bool, among: Container[int]
+) -> dict[int, list[tuple[int, ...]]]:
+    """Return the routes of fewest hops over some vertices, which have all such routes to each of them."""
     found: dict[int, list[tuple[int, ...]]] = {vertex: [()]}
     layer = [vertex]
     while layer:
@@ -65,7 +109,7 @@ def routes_from(
                 continue
             for link in topology.links_out[at]:
                 target = topology.links[link].target
-                if target not in found:
+                if target not in found and target in among:
                     ahead.setdefault(target, []).extend((*route, link) for route in found[at])
         for target, routes in ahead.items():
             if len(routes) > 1:

@@ -39,6 +39,8 @@ _TREES = ((1, 16), (3, 10), (2, 16), (8, 4))
 """Trees of each rank, and pieces that each streams its data in, that are tried for an all-gather."""
 _BROADCAST_TREES = ((4, 32), (8, 16), (4, 256), (8, 128), (12, 64))
 """The same of the root of a broadcast."""
+_TREE_PIECES = (1, 4, 16)
+"""Pieces that the library's two trees each stream a broadcast in."""
 _MAX_RANKS_ROUTED_ALONE = 128
 """Ranks of an all-to-all whose chunks are routed one by one though all ranks are alike: some 16,000 paths."""
 _IN_NETWORK_PIECES = (1, 4, 16, 64, 256)
@@ -49,13 +51,13 @@ _MAX_MATCHED = 500_000_000
 """Pairs of an arc and a chunk of the largest matching: each is a byte of its table of useful transfers."""
 _PACKING_S = 2e-3
 """Seconds that packing trees takes for each pair of a rank and a vertex, before any is measured."""
-_LISTING_S = 1e-5
-"""Seconds in which the library lists a send of a schedule and times it."""
+_LISTING_S = 2e-5
+"""Seconds in which the library lists a send of a schedule and times it, of a tree over many ranks."""
 _SIMULATING_S = 4e-6
 """Seconds of the flow simulation for each send of a schedule of the library, whose ranks are alike."""
 _FINISHING_S = 2e-5
 """Seconds to list, verify and simulate each send of what a search finds: 4 to 20 us on one core."""
-KNOWN_PACE = {"trees": 1.0, "hierarchical": 1.0}
+KNOWN_PACE = {"trees": 1.0, "hierarchical": 1.0, "binomial": 1.0, "double-tree": 1.0}
 """Methods whose work is in seconds before any attempt is measured."""
 
 
@@ -142,6 +144,22 @@ def _templates(collective: str, num_bytes: float, topology: Topology) -> Iterato
         yield _made(
             name, _LISTING_S * sends, _SIMULATING_S * sends, make, topology, num_bytes, is_listed=True
         )
+    if collective == "broadcast":
+        yield from _broadcast_trees(num_bytes, topology)
+
+
+def _broadcast_trees(num_bytes: float, topology: Topology) -> Iterator[ScheduleAttempt]:
+    """Yield the trees of the library, which have few hops where a ring has one for each rank."""
+    ranks = topology.num_ranks
+
+    def made(name: str, parts: int) -> Schedule:
+        return schedule_of("broadcast", name, ranks, parts=parts).listed_by_rounds()
+
+    options = [("binomial", 1, ranks), *(("double-tree", n, 2 * n * ranks) for n in _TREE_PIECES)]
+    for name, parts, sends in options:
+        if sends <= MAX_SENDS:
+            make = partial(made, name, parts)
+            yield _made(name, _LISTING_S * sends, _FINISHING_S * sends, make, topology, num_bytes)
 
 
 def _ranks_of_nodes(topology: Topology) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -132,9 +132,18 @@ def all_reduce_bytes_per_s(topology: Topology) -> float:
 
 
 def broadcast_bytes_per_s(topology: Topology, root: int = 0) -> float:
-    """Return the bytes of a broadcast over its seconds that no schedule exceeds: the smallest cut."""
+    """Return the bytes of a broadcast over its seconds that no schedule exceeds: the smallest cut.
+
+    Of many ranks, cuts to some, and what enters every device and node.
+    """
     _check(topology)
-    return _min_cut(topology, [(root, v) for v in range(topology.num_ranks) if v != root])
+    others = _spaced([rank for rank in range(topology.num_ranks) if rank != root])
+    rate = _min_cut(topology, [(root, rank) for rank in others])
+    if len(others) < topology.num_ranks - 1:
+        start = topology.devices[root]
+        groups = [group for partition in _partitions(topology) for group in partition if not group[start]]
+        rate = min(rate, *(_crossing(topology, group, inward=True) for group in groups))
+    return rate
 
 
 def send_bytes_per_s(topology: Topology) -> float:
@@ -158,10 +167,14 @@ def _sinks(topology: Topology) -> Iterable[int]:
     """Return the ranks whose cuts are tried: one where shifts make all ranks alike, else up to a limit."""
     if translations_of(topology) is not None:
         return [0]
-    ranks = topology.num_ranks
-    if ranks <= _MAX_SINKS:
-        return range(ranks)
-    return np.unique(np.linspace(0, ranks - 1, _MAX_SINKS).astype(int)).tolist()
+    return _spaced(range(topology.num_ranks))
+
+
+def _spaced(ranks: Sequence[int]) -> Sequence[int]:
+    """Return all ranks up to a limit, of more so many that are spaced evenly."""
+    if len(ranks) <= _MAX_SINKS:
+        return ranks
+    return [ranks[i] for i in np.unique(np.linspace(0, len(ranks) - 1, _MAX_SINKS).astype(int)).tolist()]
 
 
 def _worst_cut_rate(topology: Topology, sinks: Iterable[int]) -> float:
@@ -210,16 +223,11 @@ def _partitions(topology: Topology) -> list[list[np.ndarray]]:
 def _crossing(topology: Topology, inside: np.ndarray, inward: bool | int = False) -> float:
     """Return the bytes/s that leave (or enter) a set of vertices, shared resources considered."""
     side = ~inside if inward else inside
-    total = 0.0
-    shared: dict[int, float] = {}
-    for link in topology.links:
-        if side[link.source] and not side[link.target]:
-            if link.shared:
-                tightest = min(link.shared, key=lambda one: topology.shared[one].bytes_per_s)
-                shared[tightest] = shared.get(tightest, 0.0) + link.bytes_per_s
-            else:
-                total += link.bytes_per_s
-    return total + sum(min(rate, topology.shared[one].bytes_per_s) for one, rate in shared.items())
+    out = side[topology.link_ends[:, 0]] & ~side[topology.link_ends[:, 1]]
+    links_bytes_per_s, shared_bytes_per_s = np.split(topology.capacity_bytes_per_s, [len(topology.links)])
+    shared, rate = topology.tightest_shared[out], links_bytes_per_s[out]
+    offered = np.bincount(shared[shared >= 0], rate[shared >= 0], minlength=len(shared_bytes_per_s))
+    return float(rate[shared < 0].sum() + np.minimum(offered, shared_bytes_per_s).sum())
 
 
 def _ratio(topology: Topology, inside: np.ndarray) -> float:

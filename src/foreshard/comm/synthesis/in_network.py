@@ -19,13 +19,12 @@ def reducing_planes(topology: Topology) -> dict[int, float]:
         ends = link.source, link.target
         rate[ends] = rate.get(ends, 0.0) + link.bytes_per_s
     planes: dict[int, float] = {}
+    devices = topology.devices.tolist()
     for switch, vertex in enumerate(topology.vertices):
         if not (vertex.kind == "switch" and vertex.can_reduce and vertex.can_multicast):
             continue
-        devices = topology.devices.tolist()
-        widths = [rate.get(ends, 0.0) for v in devices for ends in ((v, switch), (switch, v))]
-        if min(widths) > 0.0:
-            planes[switch] = min(widths)
+        if all((device, switch) in rate and (switch, device) in rate for device in devices):
+            planes[switch] = min(min(rate[one, switch], rate[switch, one]) for one in devices)
     return planes
 
 

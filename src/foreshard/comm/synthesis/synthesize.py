@@ -37,6 +37,8 @@ class Synthesis:
         What the search took.
     num_attempts : int
         Schedules that were made.
+    is_interrupted : bool
+        Whether Ctrl-C ended the search.
     """
 
     schedule: Schedule
@@ -45,6 +47,7 @@ class Synthesis:
     lower_bound_s: float
     wall_s: float
     num_attempts: int
+    is_interrupted: bool = False
 
     @property
     def gap(self) -> float:
@@ -59,8 +62,8 @@ def synthesize(
 
     An algorithm of the library comes first, whatever the budget. Then methods are tried one after the other,
     with chunks of half the size each time, until one is within `CLOSE_ENOUGH` of the bound, all are tried, or
-    the budget is spent but for what it takes to finish the schedule. The best one is
-    verified and returned; it depends on the seed and, where the budget ends the search, on the speed of the
+    the budget is spent but for what it takes to finish the schedule. The best one is verified and returned,
+    after Ctrl-C too; it depends on the seed and, where the budget ends the search, on the speed of the
     machine.
 
     Parameters
@@ -93,7 +96,7 @@ def synthesize(
         )
     bound = lower_bound_s(collective, num_bytes, topology)
     attempts = attempts_at(collective, num_bytes, topology, seed, bound, budget.check)
-    found, method, tried = _search(attempts, bound, budget)
+    found, method, tried, is_interrupted = _search(attempts, bound, budget)
     schedule = replace(found.schedule(), overlaps=True)
     if not found.is_listed and (faults := verify(schedule).faults):
         raise ForeshardError(f"the schedule that {method} made is wrong: {faults[0]}")
@@ -104,20 +107,21 @@ def synthesize(
         lower_bound_s=bound,
         wall_s=budget.spent_s,
         num_attempts=tried,
+        is_interrupted=is_interrupted,
     )
 
 
 def _search(
     attempts: Iterable[ScheduleAttempt], bound_s: float, budget: SynthesisBudget
-) -> tuple[ScheduleFound, str, int]:
-    """Return the best of attempts that a budget allows, what made it, and how many were made.
+) -> tuple[ScheduleFound, str, int, bool]:
+    """Return the best of attempts that a budget allows, its method, how many were made, if Ctrl-C came.
 
     The first is made whatever the budget. Of the others those are left out that would take longer than is
     left by what their method took before, and those that run out of time are given up. What is left is
     counted without the time to finish the best one or the one under way, whichever takes longer.
     """
     best: ScheduleFound | None = None
-    made_by, tried, finishing_s = "", 0, 0.0
+    made_by, tried, finishing_s, is_interrupted = "", 0, 0.0, False
     pace = dict(KNOWN_PACE)
     try:
         for attempt in attempts:
@@ -134,5 +138,9 @@ def _search(
                 break
     except BudgetSpent:
         pass
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        is_interrupted = True
     assert best is not None, "the library has an algorithm for every collective"
-    return best, made_by, tried
+    return best, made_by, tried, is_interrupted

@@ -140,11 +140,32 @@ class Topology:
         return np.array([link.latency_s for link in self.links])
 
     @cached_property
+    def link_ends(self) -> np.ndarray:
+        """Source and target of every link, shape (links, 2)."""
+        return np.array([(link.source, link.target) for link in self.links], dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def tightest_shared(self) -> np.ndarray:
+        """Narrowest shared resource of every link, -1 where it has none; shape (links,)."""
+        rates = [one.bytes_per_s for one in self.shared]
+        return np.array(
+            [min(link.shared, key=rates.__getitem__, default=-1) for link in self.links], dtype=np.int64
+        )
+
+    @cached_property
     def links_out(self) -> tuple[tuple[int, ...], ...]:
         """Links that leave each vertex."""
         found: list[list[int]] = [[] for _ in self.vertices]
         for i, link in enumerate(self.links):
             found[link.source].append(i)
+        return tuple(tuple(one) for one in found)
+
+    @cached_property
+    def links_in(self) -> tuple[tuple[int, ...], ...]:
+        """Links that lead to each vertex."""
+        found: list[list[int]] = [[] for _ in self.vertices]
+        for i, link in enumerate(self.links):
+            found[link.target].append(i)
         return tuple(tuple(one) for one in found)
 
     def resources_of(self, route: Sequence[int]) -> tuple[int, ...]:

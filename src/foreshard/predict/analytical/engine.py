@@ -88,7 +88,7 @@ def stage_times(batch: Batch) -> StageTimes:
     dense = sharing_of(machine)
     shape = batch.multiplicity.shape
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
-    forward, later, host, host_later = (np.zeros(shape) for _ in range(4))
+    forward, later, host = (np.zeros(shape) for _ in range(3))
     params, experts, every = (np.zeros(shape) for _ in range(3))
     layers: list[LayerTimes] = []
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
@@ -101,7 +101,6 @@ def stage_times(batch: Batch) -> StageTimes:
         forward += count * times.forward_s
         later += count * (times.backward_weight + times.reduce_backward)
         host += count * (times.host_forward + times.host_backward)
-        host_later += count * times.host_backward / 2
         trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
@@ -138,8 +137,7 @@ def stage_times(batch: Batch) -> StageTimes:
     parts["host"] += joined - device
     parts["data_comm"] += beside.sum(0) + waited[0] + waited[1]
     if np.count_nonzero(p.zero_bubble):
-        kept = _join(device - later - beside[2], host - host_later, sharpness) + waited[0] + waited[3]
-        later = p.zero_bubble * np.maximum(work - kept, 0.0)
+        later = p.zero_bubble * np.maximum(longer * later + beside[2] + waited[1] - waited[3], 0.0)
     else:
         later = np.zeros(shape)
     forward = longer * forward + beside[0] + waited[0]
@@ -371,7 +369,9 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     first, last = _bucket_shares(batch, stage)
     # Chunks of layers end one passage of the pipeline after another.
     chunks, apart = p.num_chunks, (p.num_chunks - 1.0) / p.num_chunks * p.num_stages
-    hidden_b = stage.backward * np.where(chunks > 1, apart, 1.0 - first)
+    # The last gradients of weights put off come in the last piece of the backward alone.
+    last_backward = np.where(p.zero_bubble > 0, stage.later, stage.backward)
+    hidden_b = last_backward * np.where(chunks > 1, apart, 1.0 - first)
     hidden_f = stage.forward * np.where(chunks > 1, apart, 1.0 - last)
     # Compute beside a collective is slowed, which counts where compute is what the step waits for.
     slowed = contention(machine) * (chunks == 1)
@@ -494,6 +494,31 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
     )
 
 
+def _unequal_chunks_s(batch: Batch, rows: PipelineRows) -> np.ndarray:
+    """Return seconds that stages wait for each other where chunks differ by a layer, shape (pipelines,).
+
+    The way down and up passes the larger chunks. In the steady state every stage comes from a larger chunk to
+    a smaller one once in a turn of as many micro-batches as stages, one after the other, and waits in part;
+    where one stage sets the pace, the others wait anyway. The first two turns have waits of their own.
+    """
+    layers = np.broadcast_to(sum(batch.counts), rows.count.shape)
+    chunks, present = rows.chunks, rows.count > 0
+    if not np.count_nonzero((chunks > 1.0) & present & (np.mod(layers, chunks) > 0.0)):
+        return np.zeros_like(chunks)
+    each = chunks * (rows.forward_s + rows.backward_s) / np.maximum(layers, 1.0)
+    layer_s = np.where(present & (layers > 0.0), each, np.inf).min(0)
+    layer_s = np.where((chunks > 1.0) & (rows.stages > 1.0) & np.isfinite(layer_s), layer_s, 0.0)
+    larger, smaller = np.ceil(layers / chunks), np.floor(layers / chunks)
+    over, gap = (np.where(present, n, 0.0) for n in (larger - layers / chunks, larger - smaller))
+    fill = (rows.count * over).sum(0) - over.max(0)
+    least = np.where(present, smaller, np.inf).min(0)
+    turn = (rows.count * gap).sum(0) - 2.0 * gap.max(0) - least
+    turns = np.maximum(rows.rounds / chunks / np.maximum(rows.stages, 1.0) - 2.0, 0.0)
+    pair_s = rows.forward_s + rows.backward_s
+    idle_s = np.where(present, pair_s, 0.0).max(0) - np.where(present, pair_s, np.inf).min(0)
+    return layer_s * fill + turns * np.maximum(layer_s * turn - rows.stages * chunks * idle_s, 0.0)
+
+
 def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     """Return the step time of every pipeline and its parts on the rank that sets the pace.
 
@@ -507,6 +532,7 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     end = end_of_step(batch, stage)
     rows = _rows(batch, stage, end)
     span = pipeline_span(rows)
+    span = span._replace(seconds=span.seconds + _unequal_chunks_s(batch, rows))
     if np.count_nonzero(batch.pipeline.by_order):
         span = span_by_order(rows, span, np.broadcast_to(batch.pipeline.by_order, rows.rounds[None].shape)[0])
     waits = _waits(batch, rows, span) if joined and span.seconds.size > 1 else 0.0
