@@ -76,16 +76,28 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         before = (times * up_to).sum(1) - slowest
         behind = np.where(up_to, 0.0, times).sum(1)
         fill = before + np.maximum(0.0, 2.0 * behind - slowest * (stages - 1 - at))
+        if problem.forward_s is not None:
+            parts = (part[options, places] for part in (problem.forward_s, problem.backward_s))
+            longer = np.maximum(*parts)[np.arange(len(times)), at]
+            fill = np.maximum(fill, before + behind - (slowest - longer) * (stages - 1 - at))
         if filling == "least" and problem.chunks > 1:
             fill = before
         most, fewest = (1.0, 0.0) if filling == "least" else (2 / 3, 2 / 3)
-        drained, shadowed = most * before + behind, slowest - fewest * times[:, 0]
+        backward, first = most * times, fewest * times[:, 0]
+        if problem.forward_s is not None:
+            backward = times - problem.forward_s[options, places]
+            first = problem.backward_s[options, places][:, 0]
+        last = backward[np.arange(len(times)), up_to.sum(1) - 1]
+        drained, shadowed = (backward * up_to).sum(1) - last + behind, slowest - first
         chunks, together = problem.chunks, stages if problem.chunks > 1 else 1
         slowest, micro, grain = chunks * slowest, chunks * micro, problem.grain[options].max(1)
         shadowed = 1e9 if chunks > 1 else shadowed
         row = (takes, fill, slowest, micro, grain, drained, shadowed + 0.0 * slowest)
-        hidden = most * (np.cumsum(times, axis=1) - times)
-        tail = np.where(up_to | (filling != "least"), np.maximum(tails - hidden, 0.0), 0.0).max(2)
+        hidden = np.cumsum(backward, axis=1) - backward
+        if filling == "least":  # behind the slowest stage no later than it has hidden what is behind it
+            spare = fill - before - (2.0 * behind - times.max(1) * (stages - 1 - at))
+            hidden = hidden + np.where(up_to, 0.0, np.inf if problem.chunks > 1 else spare[:, None])
+        tail = np.maximum(tails - hidden, 0.0).max(2)
         if filling == "full":
             row = (takes, times.sum(1) - times.max(1), *row[2:5], 0.0 * slowest, 0.0 * slowest)
             tail = tails.max(2)

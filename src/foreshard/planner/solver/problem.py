@@ -17,12 +17,8 @@ import numpy as np
 Filling = Literal["full", "typical", "least"]
 """What filling and draining a pipeline costs, as `pipeline_columns` counts it."""
 
-_FIRST_BACKWARD = {"typical": 2.0 / 3.0, "least": 0.0}
-"""Part of the first stage's time for a micro-batch that its backward takes at least: twice its forward, or
-nothing where messages take nearly all."""
-_BACKWARDS = {"typical": 2.0 / 3.0, "least": 1.0}
-"""Part of a stage's time for a micro-batch that its backward takes, with the message before it, at most: all
-where recomputation and slow messages go with the backward."""
+_BACKWARD = 2.0 / 3.0
+"""Part of a stage's time for a micro-batch that its backward typically takes, where that is not known."""
 
 
 class PipelineFamily(NamedTuple):
@@ -75,6 +71,9 @@ class Problem:
         Devices of each kind that share a link domain; empty where `leave_s` is None.
     max_pipelines : int or None
         Most pipelines side by side: those of stages that may not share a link domain. None for no limit.
+    forward_s, backward_s : ndarray, shape (options, types), or None
+        Parts of `time_s` that forward and backward take at least, messages not counted; None where nothing is
+        known of them.
     chunks : int
         Of layers that a device of a pipeline of several stages holds. With more than one, times are those of
         a chunk, samples count once for each chunk, and micro-batches come in rounds of as many as a pipeline
@@ -107,6 +106,8 @@ class Problem:
     shortest: np.ndarray | None = None
     chunks: int = 1
     max_pipelines: int | None = None
+    forward_s: np.ndarray | None = None
+    backward_s: np.ndarray | None = None
     bands: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
     far_s: np.ndarray = field(init=False)
@@ -302,9 +303,14 @@ class PipelineColumns(NamedTuple):
         return PipelineColumns(*(np.concatenate(pair, axis=1) for pair in pairs))
 
     def samples(self, seconds: np.ndarray) -> np.ndarray:
-        """Return what each processes in so many seconds, tail excluded, fractions of a sample included."""
-        fill, bottleneck, size, *_ = self.rates
-        return size * np.maximum((seconds - fill) / bottleneck, 0.0)
+        """Return what each processes at most in so many seconds, tail excluded, with fractions of samples.
+
+        A short last micro-batch comes on top, as far as it spares its time.
+        """
+        fill, bottleneck, size, grain, _, drained, shadowed, _, _ = self.rates
+        spared = (drained > 0.0) * (size - grain) * np.clip(shadowed / bottleneck, 0.0, 1.0)
+        passes = (seconds - fill) / bottleneck
+        return np.where(passes > 0.0, size * passes + spared, 0.0)
 
     def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return the whole samples each processes, as :meth:`PipelineRate.samples`."""
@@ -329,8 +335,8 @@ def pipeline_columns(
     that it has meanwhile: a micro-batch for each of them, half before its first backward, half after its last
     forward. The tail of a stage begins earlier than that of the first by the backwards of the stages before
     it, and a short last micro-batch drains faster. That is the `typical` cost, where backwards take twice as
-    long as forwards. The `least` holds whatever part of a stage's time its backward takes; tails behind the
-    slowest stage do not count in it, since they may begin earlier still.
+    long as forwards unless the problem knows them. The `least` is a bound: it takes to be known of forwards
+    and backwards only what the problem knows, and tails behind the slowest stage begin as early as they may.
 
     Source
     ------
@@ -379,21 +385,22 @@ class _Pipelines(NamedTuple):
     def rates(self, problem: Problem, filling: Filling) -> np.ndarray:
         """Return the fields of their `PipelineRate`, shape (9, pipelines); a pass goes through all chunks."""
         slowest_s, before = self.times_s.max(1), self._is_before_slowest(problem)
+        at = np.arange(len(slowest_s)), before.sum(1) - 1
         micro_batch, grain = problem.micro_batch[self.options[:, 0]], problem.grain[self.options].max(1)
         shortest = drained_s = shadowed_s = np.zeros(len(slowest_s))
         if problem.shortest is not None:
-            at = np.arange(len(slowest_s)), self.times_s.argmax(1)
             shortest = problem.shortest[self.options[at], self.types[at]]
         fill_s = self.times_s.sum(1) - slowest_s
         if filling != "full":
             after_s = np.where(before, 0.0, self.times_s).sum(1)
-            before_s, hidden_s = fill_s - after_s, slowest_s * (~before).sum(1) - after_s
-            fill_s = before_s + np.maximum(0.0, after_s - hidden_s)
+            before_s = fill_s - after_s
+            fill_s = before_s + self._behind_s(problem, before)[0]
             if filling == "least" and problem.chunks > 1:  # twice as many forwards ahead hide all of it
                 fill_s = before_s
             is_cut = grain < problem.chunks * micro_batch
-            drained_s = is_cut * (_BACKWARDS[filling] * before_s + after_s)
-            shadowed_s = is_cut * (slowest_s - _FIRST_BACKWARD[filling] * self.times_s[:, 0])
+            backward_s = self._backwards_s(problem, filling)
+            drained_s = is_cut * (np.where(before, backward_s, 0.0).sum(1) - backward_s[at] + after_s)
+            shadowed_s = is_cut * (slowest_s - self._first_backward_s(problem, filling))
         chunks, stages = problem.chunks, self.times_s.shape[1]
         together = np.full(len(slowest_s), stages if chunks > 1 else 1)
         size, pass_s = chunks * micro_batch, chunks * slowest_s
@@ -409,10 +416,41 @@ class _Pipelines(NamedTuple):
         if problem.leave_tail_s is not None:
             tails = tails + np.where(self.is_within, 0.0, problem.leave_tail_s[self.options, self.types])
         if filling != "full":
-            tails = tails - _BACKWARDS[filling] * (np.cumsum(self.times_s, axis=1) - self.times_s)
-        if filling == "least":
-            tails = np.where(self._is_before_slowest(problem), tails, 0.0)
+            backward_s = self._backwards_s(problem, filling)
+            tails = tails - (np.cumsum(backward_s, axis=1) - backward_s)
+        if (
+            filling == "least"
+        ):  # where the slowest stage hides the filling behind it, tails there begin earlier
+            before = self._is_before_slowest(problem)
+            seconds, unhidden_s = self._behind_s(problem, before)
+            early_s = np.full_like(seconds, np.inf) if problem.chunks > 1 else seconds - unhidden_s
+            tails = tails - np.where(before, 0.0, early_s[:, None])
         return np.maximum(tails, 0.0).max(2)
+
+    def _behind_s(self, problem: Problem, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of filling behind the slowest stage, and what they are if it hides all."""
+        slowest_s, number = self.times_s.max(1), (~before).sum(1)
+        after_s = np.where(before, 0.0, self.times_s).sum(1)
+        unhidden_s = 2.0 * after_s - slowest_s * number
+        least_s = np.maximum(0.0, unhidden_s)
+        if problem.forward_s is not None and problem.backward_s is not None:
+            at = np.arange(len(number)), before.sum(1) - 1
+            stages = self.options[at], self.types[at]
+            longer_s = np.maximum(problem.forward_s[stages], problem.backward_s[stages])
+            least_s = np.maximum(least_s, after_s - (slowest_s - longer_s) * number)
+        return least_s, unhidden_s
+
+    def _backwards_s(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return the most that a backward takes, with all messages beside it."""
+        if problem.forward_s is None:
+            return self.times_s * (_BACKWARD if filling == "typical" else 1.0)
+        return self.times_s - problem.forward_s[self.options, self.types]
+
+    def _first_backward_s(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return the least that a backward on the first stage takes, shape (pipelines,)."""
+        if problem.backward_s is None:
+            return self.times_s[:, 0] * (_BACKWARD if filling == "typical" else 0.0)
+        return problem.backward_s[self.options[:, 0], self.types[:, 0]]
 
     def _is_before_slowest(self, problem: Problem) -> np.ndarray:
         """Return which stages are the slowest or before it: the first of equal ones, in chunks the last."""

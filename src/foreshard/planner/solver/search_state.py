@@ -106,10 +106,12 @@ class SearchState:
         self.columns.update(dict.fromkeys(recut(self.problem, fresh)))
 
     def table(self) -> PipelineColumns:
-        """Return all columns as arrays, in the order in which they were generated."""
-        known = pipeline_columns(self.problem, []) if self._table is None else self._table
+        """Return all columns as arrays, in the order in which they were generated, by the least they take."""
+        known = pipeline_columns(self.problem, [], filling="least") if self._table is None else self._table
         fresh = list(islice(self.columns, known.takes.shape[1], None))
-        self._table = known.followed_by(pipeline_columns(self.problem, fresh)) if fresh else known
+        if fresh:
+            known = known.followed_by(pipeline_columns(self.problem, fresh, filling="least"))
+        self._table = known
         return self._table
 
     def is_closed(self, bound_s: float) -> bool:

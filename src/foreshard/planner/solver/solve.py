@@ -361,9 +361,8 @@ def fewest_devices(
     no_tail = np.zeros_like(problem.time_s)
     best, template = np.inf, None
     for size in np.unique(problem.micro_batch):
-        # A second of filling costs next to nothing beside a device.
-        limits = 1e12 * float(size), 1e12
-        found = cheapest_path(problem, no_tail, weights, int(size), limits, np.inf, known)
+        # A second costs next to nothing beside a device.
+        found = cheapest_path(problem, no_tail, weights, int(size), 1e-12, (1e12, np.inf), known)
         if found is not None and found[0] < best:
             best, template = found
     return best, template
