@@ -200,7 +200,9 @@ class ColumnEnumeration:
                 box.tail_s[0],
                 by_longest_tail=box.by_longest_tail,
                 spares=False,
+                filling=self.pricing.filling,
             )
+            is_full = self.pricing.filling == "full"  # a short micro-batch takes its part of the time
             number, codes, samples, options, stops = _label_paths()(
                 stages.types,
                 stages.options,
@@ -208,7 +210,7 @@ class ColumnEnumeration:
                 stages.tail_s,
                 stages.rooms,
                 seconds,
-                stages.backward_s,
+                np.full_like(stages.times_s, box.bottleneck_s[1]) if is_full else stages.backward_s,
                 choices.classes,
                 choices.class_takes,
                 self.pricing.duals,
@@ -228,7 +230,7 @@ class ColumnEnumeration:
                 float(problem.global_batch),
                 float(box.family.micro_batch * problem.chunks),
                 problem.chunks > 1,
-                problem.chunks == 1,
+                self.pricing.is_by_pace,
                 stages.hidden_s,
                 stages.early_s,
                 box.tail_s[0] * (1 - 1e-12),

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foreshard.planner.solver.compiled import compiled
-from foreshard.planner.solver.problem import PipelineFamily, Problem, StageSpan, Template, rounds_of
+from foreshard.planner.solver.problem import (
+    Filling,
+    PipelineFamily,
+    Problem,
+    StageSpan,
+    Template,
+    rounds_of,
+)
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 _ENOUGH = 48
@@ -95,13 +102,21 @@ class _PathTimes(NamedTuple):
     cost: float
 
     def lost(
-        self, rate: float, bottleneck_s: tuple[float, float], tail_s: float, *, in_rounds: bool
+        self,
+        rate: float,
+        bottleneck_s: tuple[float, float],
+        tail_s: float,
+        *,
+        in_rounds: bool,
+        filling: Filling = "least",
     ) -> float:
         """Return the samples that it loses as a box counts them, its first pass included.
 
         In a box of its own (its slowest stage and longest tail as limits) that is all that it loses.
         """
         lower, upper = bottleneck_s
+        if filling == "full":
+            return rate * sum(self.times_s)
         if len(self.times_s) == 1:
             return rate * (lower + self.tail_s - tail_s)
         at = max(i for i, time_s in enumerate(self.times_s) if time_s >= lower * (1 - 1e-12))
@@ -135,6 +150,8 @@ class Pricing:
         Worth of a device of each kind.
     longest_s : float
         No stage takes longer.
+    filling : {'least', 'full'}
+        The least costs are a bound on every pipeline; the full ones are nearer to what pipelines take.
     stages : dict, optional
         Of earlier questions with the same tails.
     """
@@ -143,6 +160,7 @@ class Pricing:
     pipelines: tuple[int, int]
     duals: np.ndarray
     longest_s: float
+    filling: Filling = "least"
     boxes: dict[int, PipelineBox] = field(default_factory=dict)
     solved: int = 0
     stages: dict[PipelineFamily, PricedStages] = field(default_factory=dict)
@@ -155,6 +173,15 @@ class Pricing:
         tails = self.problem.tail_between(self.pipelines)
         self.tails = {family: self.problem.tails_in(family, tails) for family in self.problem.families}
         self.option_cost = (self.problem.takes @ self.duals).astype(float)
+
+    @property
+    def _counting(self) -> dict[str, Any]:
+        return {"in_rounds": self.problem.chunks > 1, "filling": self.filling}
+
+    @property
+    def is_by_pace(self) -> bool:
+        """Return whether stages behind the slowest may be hidden by it."""
+        return self.problem.chunks == 1 and self.filling == "least"
 
     def start(self) -> None:
         """Make the first boxes."""
@@ -226,7 +253,7 @@ class Pricing:
         own = self._of(box.family, box.path)
         size = box.family.micro_batch
         alone_s = own.slowest_s, own.slowest_s
-        lost = own.lost(size / own.slowest_s, alone_s, own.tail_s, in_rounds=self.problem.chunks > 1)
+        lost = own.lost(size / own.slowest_s, alone_s, own.tail_s, **self._counting)
         passes = max((net_samples + own.cost + lost) / size - 1.0, 0.0)
         return own.tail_s + own.slowest_s * passes
 
@@ -252,11 +279,11 @@ class Pricing:
 
     def _slack(self, box: PipelineBox, own: _PathTimes, samples: float) -> tuple[float, float]:
         """Return the seconds by which a box is too quick for a pipeline, by its stages and by its tail."""
-        size, in_rounds = box.family.micro_batch, self.problem.chunks > 1
+        size = box.family.micro_batch
         alone_s = own.slowest_s, own.slowest_s
 
         def seconds(bottleneck_s: tuple[float, float], tail_s: float) -> float:
-            lost = own.lost(size / bottleneck_s[0], bottleneck_s, tail_s, in_rounds=in_rounds)
+            lost = own.lost(size / bottleneck_s[0], bottleneck_s, tail_s, **self._counting)
             return tail_s + bottleneck_s[0] * ((samples + lost) / size - 1.0)
 
         real_s = seconds(alone_s, own.tail_s)
@@ -283,9 +310,8 @@ class Pricing:
         own = self._of(box.family, path)
         lower, upper = box.bottleneck_s
         reach = box.family.micro_batch * ((seconds - box.tail_s[0]) / lower + 1.0)
-        lost = own.lost(
-            box.family.micro_batch / lower, box.bottleneck_s, box.tail_s[0], in_rounds=self.problem.chunks > 1
-        )
+        rate = box.family.micro_batch / lower
+        lost = own.lost(rate, box.bottleneck_s, box.tail_s[0], **self._counting)
         by_bottleneck, by_tail = self._slack(box, own, reach - lost)
         is_above = own.slowest_s > lower * (1 + 1e-8)
         if by_bottleneck >= by_tail and (is_above or upper > lower * (1 + 1e-8)):
@@ -302,7 +328,7 @@ class Pricing:
 
         def samples(bottleneck_s: tuple[float, float], tail_s: float) -> float:
             rate = size / bottleneck_s[0]
-            lost = own.lost(rate, bottleneck_s, tail_s, in_rounds=self.problem.chunks > 1)
+            lost = own.lost(rate, bottleneck_s, tail_s, **self._counting)
             return rate * (seconds - tail_s) + size - lost
 
         return samples(box.bottleneck_s, box.tail_s[0]) - samples((own.slowest_s,) * 2, own.tail_s)
@@ -342,7 +368,7 @@ class Pricing:
         (cost, path), longest = solution, False
         own = self._of(family, path)
         begun_s = tail[0] - sum(own.early_s[: own.first_of(min(tail[0], own.tail_s))])
-        if self.problem.chunks == 1 and len(path[0]) > 1 and begun_s > own.tails_s[0]:
+        if self.is_by_pace and len(path[0]) > 1 and begun_s > own.tails_s[0]:
             other = self._path(family, bottleneck, tail, by_longest_tail=True)
             if other is None:
                 return None
@@ -365,7 +391,13 @@ class Pricing:
         self.solved += 1
         stages = self._stages(family)
         seconds = box_seconds(
-            self.problem, stages, bottleneck, tail[0], by_longest_tail=by_longest_tail, spares=True
+            self.problem,
+            stages,
+            bottleneck,
+            tail[0],
+            by_longest_tail=by_longest_tail,
+            spares=True,
+            filling=self.filling,
         )
         rate = family.micro_batch / bottleneck[0]
         return path_among(
@@ -376,7 +408,7 @@ class Pricing:
             rate,
             bottleneck,
             tail[1],
-            may_hide=self.problem.chunks == 1,
+            may_hide=self.is_by_pace,
             by_longest_tail=by_longest_tail,
             least_tail_s=tail[0],
         )
@@ -571,6 +603,7 @@ def box_seconds(
     *,
     by_longest_tail: bool,
     spares: bool,
+    filling: Filling = "least",
 ) -> np.ndarray:
     """Return the seconds that stages lose in a box: before the slowest, behind it, as the first, alone.
 
@@ -586,6 +619,8 @@ def box_seconds(
         Whether that tail counts, instead of that of the first stage.
     spares : bool
         Whether a short last micro-batch counts for what it spares at most.
+    filling : {'least', 'full'}
+        In full every stage costs its time, and the longest tail all of it.
 
     Source
     ------
@@ -593,6 +628,8 @@ def box_seconds(
     """
     lower, upper = bottleneck_s
     times_s, in_rounds = stages.times_s, problem.chunks > 1
+    if filling == "full":
+        return plain_seconds(stages)
     behind_s = np.zeros_like(times_s) if in_rounds else 2.0 * times_s - upper
     part = 1.0 if in_rounds else np.maximum(0.0, 1.0 - stages.backward_s / upper)
     spared_s = stages.spared * part * lower / stages.family.micro_batch if spares else 0.0

@@ -141,6 +141,8 @@ class ProblemSearch:
     columns : sequence of Template
     beat_s : float
         As for :func:`solve`; `state.beat_s` may fall between steps.
+    filling : {'least', 'full'}
+        By which pipelines are generated: only the least proves bounds, the full finds good plans sooner.
     """
 
     def __init__(
@@ -150,11 +152,13 @@ class ProblemSearch:
         target_gap: float,
         columns: Sequence[Template] = (),
         beat_s: float = np.inf,
+        filling: Filling = "least",
     ) -> None:
         self.state = SearchState(
             problem=least_hops_in_times(problem),
             budget=TimeBudget(0.0),
             target_gap=target_gap,
+            filling=filling,
             beat_s=beat_s,
             columns=dict.fromkeys(columns),
         )
