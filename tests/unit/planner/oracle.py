@@ -27,12 +27,15 @@ def least_seconds(problem: Problem, filling: str) -> float:
     together, least = (
         np.concatenate([np.full(len(row[0]), row[i]) for row in rows])[:, None] for i in (8, 9)
     )
+    round_trip, apart, short = np.concatenate([row[10] for row in rows], axis=1)[..., None]
     tails = np.concatenate([row[7] for row in rows], axis=1)
     shares = np.arange(1, problem.global_batch + int((micro * together).max(initial=1)) + 1)
     passes = -(-shares // grain) * grain / micro
     last = passes % 1.0
     spared = np.where(last > 0.0, np.minimum((1.0 - last) * drained, last * shadowed), 0.0)
     seconds = fill + np.maximum(passes, least) * slowest - spared * (passes > 1.0)
+    further = (np.floor(passes) - 1.0) * apart + last * short
+    seconds = np.maximum(seconds, round_trip + further * (passes >= 1.0))
     # A share that does not come in rounds takes as long as the next one that does.
     seconds = np.where(np.ceil(passes) % together == 0, seconds, np.inf)
     seconds = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, : -problem.global_batch - 1 : -1]
@@ -97,11 +100,21 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         if filling == "least":  # behind the slowest stage no later than it has hidden what is behind it
             spare = fill - before - (2.0 * behind - times.max(1) * (stages - 1 - at))
             hidden = hidden + np.where(up_to, 0.0, np.inf if problem.chunks > 1 else spare[:, None])
-        tail = np.maximum(tails - hidden, 0.0).max(2)
+        begun = np.maximum(tails - hidden, 0.0)
+        tail, ways = begun.max(2), np.zeros((3, len(times)))
+        if filling != "full" and problem.chunks == 1 and stages > 1:
+            ways[0] = times.sum(1)
+        if problem.forward_s is not None and ways.any():
+            forwards = problem.forward_s[options, places].max(1)
+            backwards = problem.backward_s[options, places]
+            own = backwards[np.arange(len(times)), at]
+            later = (tail - (begun * up_to).max(2)).max(0)
+            ways[:2] = np.where(later < own - forwards, [ways[0] - later, own], [ways[0], forwards])
+            ways[2] = np.minimum(backwards.min(1), ways[1])
         if filling == "full":
             row = (takes, times.sum(1) - times.max(1), *row[2:5], 0.0 * slowest, 0.0 * slowest)
             tail = tails.max(2)
-        yield *(values[runs] for values in row), tail[:, runs], together, float(stages > 1)
+        yield *(values[runs] for values in row), tail[:, runs], together, float(stages > 1), ways[:, runs]
 
 
 def _inside_a_domain(problem: Problem, takes: np.ndarray) -> np.ndarray:

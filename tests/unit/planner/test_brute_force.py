@@ -204,6 +204,38 @@ def test_problems_of_eight_devices_and_layers_are_solved_exactly(seed):
     assert_solved(problem, best, least, budget_s=60.0)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_knows_parts_of_stages_that_quicker_ones_stand_for(seed):
+    """Every option comes again, slower in all, with a quicker forward or a quicker backward."""
+    pytest.importorskip("scipy")
+    drawn = random_problem(4 * seed)
+    slower_s, part = 1.001 * drawn.time_s, [0.1, 0.85][seed % 2]
+
+    def twice(values, axis=0):
+        return np.concatenate([values, values], axis=axis)
+
+    problem = replace(
+        drawn,
+        global_batch=max(drawn.micro_batch.max(), 3),
+        takes=twice(drawn.takes),
+        micro_batch=twice(drawn.micro_batch),
+        grain=twice(drawn.grain),
+        shortest=None if drawn.shortest is None else twice(drawn.shortest),
+        time_s=twice(drawn.time_s) * np.repeat([1.0, 1.001], len(drawn.takes))[:, None],
+        tail_s=twice(drawn.tail_s, axis=1),
+        max_in_flight=twice(drawn.max_in_flight),
+        hop_s=np.zeros((2 * len(drawn.takes),) * 2),
+        leave_s=None if drawn.leave_s is None else twice(drawn.leave_s),
+        leave_tail_s=None if drawn.leave_tail_s is None else twice(drawn.leave_tail_s),
+        forward_s=np.concatenate([(1.0 - part) * drawn.time_s, 0.5 * slower_s]),
+        backward_s=np.concatenate([part * drawn.time_s, 0.5 * slower_s]),
+    )
+    least = least_seconds(problem, "least")
+    bound = solving.solve(problem, budget_s=20.0, target_gap=0.0).lower_bound_s
+    assert bound <= least * (1 + 1e-9)
+    assert not np.isfinite(least) or bound >= 0.6 * least
+
+
 def in_chunks(problem: Problem) -> Problem:
     """The problem with 2 chunks of layers on each device, so that micro-batches come in rounds."""
     return replace(problem, chunks=2, global_batch=2 * problem.global_batch, grain=2 * problem.grain)

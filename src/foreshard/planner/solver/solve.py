@@ -16,7 +16,12 @@ import numpy as np
 
 from foreshard.planner.solver.bound_raising import BoundRaiser
 from foreshard.planner.solver.column_enumeration import memory_for
-from foreshard.planner.solver.enumeration import all_templates, best_of_all, undominated
+from foreshard.planner.solver.enumeration import (
+    all_templates,
+    best_of_all,
+    undominated,
+    with_least_parts,
+)
 from foreshard.planner.solver.hops import least_hops_in_times
 from foreshard.planner.solver.pipeline_mix import fractional_mix
 from foreshard.planner.solver.pricing import PricedStages, cheapest_path
@@ -297,10 +302,11 @@ class ProblemSearch:
                 state.offer(best.templates, filling=filling)
         least = None
         if proven and kept:
-            quick = undominated(problem, templates, filling="least")
-            least, proven = best_of_all(problem, quick, rows, half, filling="least")
+            quickest = with_least_parts(problem)
+            quick = undominated(quickest, templates, filling="least")
+            least, proven = best_of_all(quickest, quick, rows, half, filling="least")
         if proven:
-            self._solved_s = np.inf if least is None else step_seconds(problem, least, filling="least")
+            self._solved_s = np.inf if least is None else step_seconds(quickest, least, filling="least")
             self.excluded = len(templates) - len(kept)
             state.columns = dict.fromkeys(kept)
             state.evaluated = len(kept)
