@@ -94,8 +94,10 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         drained, shadowed = (backward * up_to).sum(1) - last + behind, slowest - first
         chunks, together = problem.chunks, stages if problem.chunks > 1 else 1
         slowest, micro, grain = chunks * slowest, chunks * micro, problem.grain[options].max(1)
-        shadowed = 1e9 if chunks > 1 else shadowed
-        row = (takes, fill, slowest, micro, grain, drained, shadowed + 0.0 * slowest)
+        if chunks > 1:
+            least = 0.0 * times if problem.forward_s is None else problem.backward_s[options, places]
+            shadowed = last - np.where(up_to, least, np.inf).min(1)
+        row = (takes, fill, slowest, micro, grain, drained, np.maximum(shadowed, 0.0))
         hidden = np.cumsum(backward, axis=1) - backward
         if filling == "least":  # behind the slowest stage no later than it has hidden what is behind it
             spare = fill - before - (2.0 * behind - times.max(1) * (stages - 1 - at))

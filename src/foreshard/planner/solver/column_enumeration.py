@@ -23,6 +23,7 @@ from foreshard.planner.solver.pricing import (
     Pricing,
     box_seconds,
     same_limits,
+    spared_part,
     stages_of,
     template_of,
 )
@@ -202,7 +203,7 @@ class ColumnEnumeration:
                 spares=False,
                 filling=self.pricing.filling,
             )
-            is_full = self.pricing.filling == "full"  # a short micro-batch takes its part of the time
+            spared = spared_part(problem, stages, box.bottleneck_s, self.pricing.filling)
             number, codes, samples, options, stops = _label_paths()(
                 stages.types,
                 stages.options,
@@ -210,7 +211,7 @@ class ColumnEnumeration:
                 stages.tail_s,
                 stages.rooms,
                 seconds,
-                np.full_like(stages.times_s, box.bottleneck_s[1]) if is_full else stages.backward_s,
+                box.bottleneck_s[1] * (1.0 - spared),
                 choices.classes,
                 choices.class_takes,
                 self.pricing.duals,

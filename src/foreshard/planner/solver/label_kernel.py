@@ -12,7 +12,7 @@ def label_paths(
     tail_s: np.ndarray,
     rooms: np.ndarray,
     seconds: np.ndarray,
-    backward_s: np.ndarray,
+    short_s: np.ndarray,
     classes: np.ndarray,
     class_takes: np.ndarray,
     duals: np.ndarray,
@@ -48,8 +48,8 @@ def label_paths(
     ----------
     types, options, times_s, tail_s, rooms, seconds : arrays, shape (stages,) and (4, stages)
         As in `path_kernel.shortest_path`.
-    backward_s : array, shape (stages,)
-        Least backward: a last micro-batch of a part r takes at least r of that of the first stage.
+    short_s : array, shape (stages,)
+        Of a time of `upper_s`, what a last micro-batch adds at least, of which a part r takes r of it.
     classes : array, shape (stages,)
         Stages of a class take the same devices.
     class_takes : array, shape (classes, kinds)
@@ -99,7 +99,7 @@ def label_paths(
     # first of several at the pace or before it (2 each): with the tail, or before that; alone.
     least = np.full((14, num_classes, deepest + 2, used_types), np.inf)
     chosen = np.full((14, num_classes, deepest + 2, used_types), -1)
-    least_backward = np.full(used_types, np.inf)
+    least_short = np.full(used_types, np.inf)
     slack_s = 0.0
     for k in range(number):
         if times_s[k] >= lower_s and tail_s[k] <= longest_tail_s:
@@ -130,7 +130,7 @@ def label_paths(
             if loss < least[role, c, room, t]:
                 least[role, c, room, t] = loss
                 chosen[role, c, room, t] = options[k]
-        least_backward[t] = min(least_backward[t], backward_s[k])
+        least_short[t] = min(least_short[t], short_s[k])
     longest = np.zeros(num_classes, dtype=np.int64)
     cheapest = np.full((14, deepest + 2, used_types), np.inf)
     for c in range(num_classes):
@@ -272,20 +272,17 @@ def label_paths(
                                             if through < least_samples * (1.0 - 1e-9):
                                                 continue
                                             passes = np.floor(through / size + 1e-9)
-                                            short = size - grain
+                                            short = max(size - grain, 0.0)
                                             whole = passes * size
-                                            if in_rounds:
-                                                begun = passes % depth
-                                                if short > 0.0 and begun == depth - 1:
-                                                    whole += short
-                                                else:
-                                                    whole -= begun * size
-                                            elif short > 0.0:
-                                                rest_s = (through - whole) / size * upper_s
-                                                if rest_s < least_backward[t]:
-                                                    part = rest_s / least_backward[t] * size / grain
-                                                    short = min(short, np.floor(part + 1e-9) * grain)
-                                                whole += max(short, 0.0)
+                                            begun = passes % depth if in_rounds else 0
+                                            rest_s = (through - whole) / size * upper_s
+                                            if short > 0.0 and rest_s < least_short[t]:
+                                                part = max(rest_s, 0.0) / least_short[t] * size / grain
+                                                short = min(short, np.floor(part + 1e-9) * grain)
+                                            if not in_rounds or (short > 0.0 and begun == depth - 1):
+                                                whole += short
+                                            else:
+                                                whole -= begun * size
                                         whole = min(whole, batch)
                                         if whole <= 0.0:
                                             continue

@@ -107,7 +107,7 @@ class _PathTimes(NamedTuple):
         bottleneck_s: tuple[float, float],
         tail_s: float,
         *,
-        in_rounds: bool,
+        chunks: int,
         filling: Filling = "least",
     ) -> float:
         """Return the samples that it loses as a box counts them, its first pass included.
@@ -115,6 +115,7 @@ class _PathTimes(NamedTuple):
         In a box of its own (its slowest stage and longest tail as limits) that is all that it loses.
         """
         lower, upper = bottleneck_s
+        in_rounds = chunks > 1
         if filling == "full":
             return rate * sum(self.times_s)
         if len(self.times_s) == 1:
@@ -129,7 +130,8 @@ class _PathTimes(NamedTuple):
         seconds += self.tails_s[0] - tail_s
         if not in_rounds:
             seconds = max(seconds, by_tail_s)
-        part = 1.0 if in_rounds else max(0.0, 1.0 - self.first_backward_s / upper)
+        longest = self.early_s[at] / self.times_s[at] if in_rounds else 1.0
+        part = max(0.0, longest - self.first_backward_s / upper) / chunks
         return rate * seconds - self.spared * part
 
     def first_of(self, tail_s: float) -> int:
@@ -176,7 +178,7 @@ class Pricing:
 
     @property
     def _counting(self) -> dict[str, Any]:
-        return {"in_rounds": self.problem.chunks > 1, "filling": self.filling}
+        return {"chunks": self.problem.chunks, "filling": self.filling}
 
     @property
     def is_by_pace(self) -> bool:
@@ -631,11 +633,25 @@ def box_seconds(
     if filling == "full":
         return plain_seconds(stages)
     behind_s = np.zeros_like(times_s) if in_rounds else 2.0 * times_s - upper
-    part = 1.0 if in_rounds else np.maximum(0.0, 1.0 - stages.backward_s / upper)
+    part = spared_part(problem, stages, bottleneck_s, filling)
     spared_s = stages.spared * part * lower / stages.family.micro_batch if spares else 0.0
     later_s = stages.tail_s - tail_s
     first_s = (0.0 if by_longest_tail else later_s) - spared_s + np.zeros_like(times_s)
     return np.array([times_s, behind_s, first_s, lower + later_s])
+
+
+def spared_part(
+    problem: Problem, stages: PricedStages, bottleneck_s: tuple[float, float], filling: Filling
+) -> np.ndarray:
+    """Return by the first stage of which part of a short last micro-batch its time is spared at most."""
+    if filling == "full":  # it takes its part of the time
+        return np.zeros_like(stages.times_s)
+    lower, upper = bottleneck_s
+    if problem.chunks == 1:
+        return np.maximum(0.0, 1.0 - stages.backward_s / upper)
+    is_pace = (stages.times_s >= lower * (1 - 1e-12)) & (stages.times_s <= upper * (1 + 1e-12))
+    longest = float((stages.early_s[is_pace] / stages.times_s[is_pace]).max(initial=0.0))
+    return np.maximum(0.0, longest - stages.backward_s / upper) / problem.chunks
 
 
 def path_among(

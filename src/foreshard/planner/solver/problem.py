@@ -436,12 +436,13 @@ class _Pipelines(NamedTuple):
             is_cut = grain < problem.chunks * micro_batch
             backward_s = self._backwards_s(problem, filling)
             drained_s = is_cut * (np.where(before, backward_s, 0.0).sum(1) - backward_s[at] + after_s)
-            shadowed_s = is_cut * (slowest_s - self._first_backward_s(problem, filling))
+            shadowed_s = slowest_s - self._first_backward_s(problem, filling)
+            if problem.chunks > 1:  # the last two of a round come up after each other
+                shadowed_s = backward_s[at] - self._backwards_at_least_s(problem, before)
+            shadowed_s = is_cut * np.maximum(shadowed_s, 0.0)
         chunks, stages = problem.chunks, self.times_s.shape[1]
         together = np.full(len(slowest_s), stages if chunks > 1 else 1)
         size, pass_s = chunks * micro_batch, chunks * slowest_s
-        if chunks > 1:  # how soon the micro-batch before a short one comes up is not known: all is spared
-            shadowed_s = drained_s * size / grain
         # What one stage does at once may be less than a micro-batch; several are not filled for that.
         least = np.full(len(slowest_s), float(stages > 1))
         rates = [fill_s, pass_s, size, grain, shortest, drained_s, shadowed_s, together, least]
@@ -515,6 +516,12 @@ class _Pipelines(NamedTuple):
         if problem.backward_s is None:
             return self.times_s[:, 0] * (_BACKWARD if filling == "typical" else 0.0)
         return problem.backward_s[self.options[:, 0], self.types[:, 0]]
+
+    def _backwards_at_least_s(self, problem: Problem, before: np.ndarray) -> np.ndarray:
+        """Return the least that a backward takes on any stage up to the slowest, shape (pipelines,)."""
+        if problem.backward_s is None:
+            return np.zeros(len(before))
+        return np.where(before, problem.backward_s[self.options, self.types], np.inf).min(1)
 
     def _is_before_slowest(self, problem: Problem) -> np.ndarray:
         """Return which stages are the slowest or before it: the first of equal ones, in chunks the last."""
