@@ -33,6 +33,7 @@ from foreshard.comm.jobs.policies import POLICIES
 from foreshard.comm.jobs.trace import load_jobs_file
 from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.synthesis.budget import SynthesisBudget
 from foreshard.comm.synthesis.synthesize import synthesize
 from foreshard.comm.topology.draft import Draft, Port
 from foreshard.comm.topology.fabrics import flat, rail_optimised
@@ -264,7 +265,7 @@ def all_links(size: float, budget_s: float = 20.0) -> list[tuple[str, str, float
     for name in ("ring", "hierarchical"):
         schedule = schedule_of("all-gather", name, 16, per_node=8)
         found.append((what, name, seconds_of(schedule, size, topology)))
-    made = synthesize("all-gather", size, topology, budget_s=budget_s)
+    made = synthesize("all-gather", size, topology, budget=SynthesisBudget(budget_s))
     return [*found, (what, "synthesised", made.seconds)]
 
 

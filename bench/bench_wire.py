@@ -34,6 +34,7 @@ from foreshard.comm.fusion.timeline import Gradients, bucket_times
 from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.schedule_file import load_schedule, save_schedule
+from foreshard.comm.synthesis.budget import SynthesisBudget
 from foreshard.comm.synthesis.synthesize import synthesize
 from foreshard.comm.topology.graph import Edge, Topology, Vertex
 from foreshard.lab.network import missing
@@ -195,7 +196,8 @@ def write_inputs(folder: Path) -> None:
 
 def cases(folder: Path) -> list[Case]:
     """What is compared: first the library's own sum of all gradients at once."""
-    made = synthesize("all-reduce", LAYERS * LAYER_BYTES, topology(100, MESSAGE_S), budget_s=10.0)
+    budget = SynthesisBudget(10.0)
+    made = synthesize("all-reduce", LAYERS * LAYER_BYTES, topology(100, MESSAGE_S), budget=budget)
     file = str(folder / "synthesized.json")
     save_schedule(made.schedule, file)
     print(f"synthesized: {made.method}, {made.schedule.num_sends} sends, gap to the bound {made.gap:.1%}")

@@ -72,6 +72,7 @@ def fake_predict(
     observed_step_s=None,
     speeds=None,
     other_jobs=(),
+    bursts=False,
     timeline=False,
 ):
     parts = _times(plan)

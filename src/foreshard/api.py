@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.catalog.frameworks import load_framework
-from foreshard.errors import ExtraMissingError, SpecError
+from foreshard.errors import ExtraMissingError, SpecError, unknown
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.spec.cluster import Cluster
@@ -99,9 +100,12 @@ _AMOUNTS = ("tokens", "max_usd", "max_hours", "usd_per_device_hour", "budget_s",
 
 
 def _of_text(name: str, value: Any) -> Any:
-    """Return the number that a text of an option means, as the command line reads it; else the value."""
+    """Return the number that a text of an option means, as the command line reads it; else the value.
+
+    Adapters are a text, of which a number is the rank.
+    """
     if not isinstance(value, str):
-        return value
+        return str(value) if name == "lora" and isinstance(value, int) else value
     if name == "buckets" and value.strip().lower() != AUTO:
         return int(parse(value, "bytes"))
     if name not in (*_COUNTED, *_AMOUNTS, "seq_len"):
@@ -438,7 +442,8 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     asked
         global_batch (required), seq_len, objective, max_usd, max_hours, tokens, max_devices, framework,
         precision, optimizer, engine, top, budget_s, usd_per_device_hour, lora, and degrees or options as a
-        value or several (tp=4, recompute="none", max_pp=2, forbid=["tp=8"]).
+        value or several (tp=4, recompute="none", max_pp=2, forbid=["tp=8"]). to names the tool that shall
+        train the plan, as `export` does; then only plans that it trains as predicted are searched.
 
     Returns
     -------
@@ -449,9 +454,60 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
 
     source, target = _loaded(model, cluster)
     asked = _named(asked)
+    tool = asked.pop("to", None)
+    if tool is not None:
+        asked = _for_tool(tool, asked, source, target)
     asked |= _cost_source(asked.pop("costs", None))
     prices = asked.pop("prices", None)
-    return plan(source, target if prices is None else _prices(prices).on(target), **asked)
+    result = plan(source, target if prices is None else _prices(prices).on(target), **asked)
+    return _with_gaps(result, source, target) if tool is None else result
+
+
+def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:
+    """Return what is asked of a search for plans that a tool trains: its degrees, and why it refuses one."""
+    from functools import partial
+
+    from foreshard.interop.exporters import TRAINERS, model_refusals, refusals, target_of, trains
+    from foreshard.interop.exporters.exported import InexpressibleError
+
+    target = target_of(tool)
+    if target not in TRAINERS:
+        raise unknown("tool", tool, TRAINERS, key="--to", rule="Tools that train a plan are")
+    if asked.get("framework") is not None and not trains(target, asked["framework"]):
+        raise SpecError(
+            f"a plan of {asked['framework']} for {tool}",
+            key="--framework",
+            value=asked["framework"],
+            rule=f"{tool} trains in the time and memory of {TRAINERS[target].runs or 'megatron-core'}",
+            fix="Leave --framework out, or --to",
+        )
+    reasons = model_refusals(model, target)
+    if asked.get("lora") is not None:
+        reasons = (*reasons, f"adapters (lora {asked['lora']})")
+    if reasons:
+        fix = "Leave --to out, or name another tool"
+        raise InexpressibleError(target, reasons, fix=fix)
+    runs = TRAINERS[target].runs
+    framework = {} if runs is None else {"framework": runs}
+    refuses = partial(refusals, target=target, model=model, cluster=cluster)
+    return {**TRAINERS[target].choices, **framework, **asked, "tool": tool, "refusals": refuses}
+
+
+def _with_gaps(result: PlanResult, model: Model, cluster: Cluster) -> PlanResult:
+    """Return the result with a note where the tool of its framework cannot train the chosen plan."""
+    from foreshard.interop.exporters import refusals, target_for
+
+    chosen = result.plans[0].plan if result.plans else None
+    target = None if chosen is None else target_for(chosen.framework)
+    if chosen is None or target is None or chosen.lora is not None:
+        return result
+    reasons = refusals(chosen, target, model=model, cluster=cluster)
+    if not reasons:
+        return result
+    note = f"{target} cannot train the chosen plan: {'; '.join(reasons)}. foreshard run can"
+    if len(cluster.nodes) == 1:
+        note += f", and plan --to {target} finds the best that {target} can"
+    return replace(result, notes=(*result.notes, note))
 
 
 def simulate(
@@ -716,13 +772,12 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     SpecError
         If the module cannot be traced.
     """
-    from foreshard.catalog.models import load_module
     from foreshard.profile.networks.catalog import network, network_name
 
     name = network_name(model)
     if name is None and not model.rpartition(":")[0].endswith(".py"):
         return None
-    made = load_module(model) if name is None else (*_with_torch(lambda: network(name)), None)
+    made = _module_of(model) if name is None else (*_with_torch(lambda: network(name)), None)
     if made is None:
         return None
     from foreshard.profile.tracing.trace import trace_module
@@ -733,6 +788,17 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     return trace_module(
         module, inputs, loss=loss, precision=precision, autocast=mixed, name=title, where=model
     )
+
+
+def _module_of(model: str) -> Any:
+    from foreshard.catalog.models import load_module
+
+    if find_spec("torch") is None:  # the factory may give a model that needs none
+        return load_module(model)
+    from foreshard.profile.tracing.autocast import regions_of_cuda
+
+    with regions_of_cuda():  # a decorator's region is made where the module is defined
+        return load_module(model)
 
 
 def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:

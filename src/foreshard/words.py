@@ -52,6 +52,10 @@ _SPELLINGS |= {
     **dict.fromkeys(("flash-attention-1", "flash1", "fa-1", "flashattention-1"), "fa1"),
     **dict.fromkeys(("eager", "math", "naive", "local"), "unfused"),
     **dict.fromkeys(("mem-efficient", "memory-efficient", "xformers", "efficient-attention"), "efficient"),
+    **dict.fromkeys(("current", "current-scaling", "per-tensor", "fp8-cs"), "tensorwise"),
+    **dict.fromkeys(("delayed-scaling", "fp8-ds"), "delayed"),
+    **dict.fromkeys(("per-row", "row-wise"), "rowwise"),
+    **dict.fromkeys(("block", "block-wise", "per-block", "128x128", "fp8-sc"), "blockwise"),
     **dict.fromkeys(("cudnn-attention", "fused-cudnn"), "cudnn"),
     **dict.fromkeys(("zbh1", "zb1", "zero-bubble-h1", "zero-bubble", "zerobubble"), "zb-h1"),
     **dict.fromkeys(("zbh2", "zb2", "zero-bubble-h2"), "zb-h2"),
@@ -194,6 +198,8 @@ _OPTIONS = {
     "attn": "attention",
     "attn-implementation": "attention",
     "attention-backend": "attention",
+    "float8-recipe": "fp8-recipe",
+    "recipe-name": "fp8-recipe",
     **{
         f"{name}-{word}": name
         for name in ("dp", "tp", "pp", "cp", "ep", "etp")

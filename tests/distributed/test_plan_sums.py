@@ -193,3 +193,39 @@ def test_adapters_of_a_plan_are_the_job_s(tmp_path: Path) -> None:
             Trainer(loaded(tmp_path, parts), replace(plan, lora=lora)).train_step()
         assert caught.value.key == "lora" and caught.value.value == lora and caught.value.fix
     assert Trainer(loaded(tmp_path, FROZEN), plan).train_step().loss > 0
+
+
+WIDE = "def model(): return [nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 256), nn.Linear(256, 1)]"
+FADING = {
+    "model": COUNTS["model"].rpartition("def model")[0] + WIDE,
+    "optimizer": JOB["optimizer"] + "\n"
+    "from foreshard.runtime.adaptive import steering\n"
+    "measured = steering.StepMeasured\n"
+    "def faded(**facts):\n"
+    "    if facts['step'] > 1:\n"
+    "        rates = {(a, b): 1e9 for a in range(3) for b in range(3) if a != b}\n"
+    "        rates |= {(1, 2): 2e7, (2, 1): 2e7}\n"
+    "        facts['link_s'] = {pair: (1e6, 1e6 / rate) for pair, rate in rates.items()}\n"
+    "    return measured(**facts)\n"
+    "steering.StepMeasured = faded",
+}
+"""From step 2 on the controller is told how messages fare, as where links are timed: one link is slow."""
+
+
+def test_the_controller_changes_the_algorithm_of_a_running_job_when_a_link_fades(tmp_path: Path) -> None:
+    """A double tree sends less over the link than the ring does; losses are those of one process.
+
+    The 8 ms between them are more than noise and less than a rank is worth: all ranks stay.
+    """
+    (tmp_path / "cluster.toml").write_text(CLUSTER.replace("count = 2", "count = 3").replace("4 ms", "10 us"))
+    plan = replace(replicas(3, batch=3), collectives="ring", comm={"grad_overlap": False})
+    flags = ["--steps", "9", "--dtype", "fp64", "--policy", "lyapunov"]
+    flags += ["--cluster", str(tmp_path / "cluster.toml")]
+    found = run(tmp_path, COUNTS | PAUSING | FADING, plan, *flags, local=3)
+    assert found.code == 0, found.stderr
+    orders = [line["text"] for line in events(found, ["plan"])]
+    assert any(text.startswith("re-route: ") for text in orders), orders
+    alone = rehearse(loaded(tmp_path, {"model": WIDE}).in_double(), replicas(1, batch=3), steps=9)[0][0]
+    assert list(found.losses.values()) == pytest.approx(alone, rel=1e-12)
+    sums = [line for line in noted(tmp_path) if not line.startswith("bucket")]
+    assert sums[0] == "ring" and "double-tree" in sums

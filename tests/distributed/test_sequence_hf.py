@@ -14,7 +14,7 @@ pytest.importorskip("transformers", exc_type=ImportError)
 
 from rehearsal import plan_of, rehearse, values, worst_error
 from test_tensor import parts, whole
-from test_tensor_hf import Lines, job
+from test_tensor_hf import CUT, Lines, job
 
 from foreshard.lab.lab import Lab
 from foreshard.predict.measured.costs import MeasuredCosts, load_costs
@@ -24,7 +24,6 @@ from foreshard.profile.layer_times import profile_layers, write_profile
 from foreshard.runtime.engine.executor import through
 from foreshard.runtime.gradient_check import gradient_error
 from foreshard.runtime.job import hf_split
-from foreshard.runtime.job.hf_tensor import CUT
 from foreshard.runtime.tensor.single_rank import TensorPart
 from foreshard.spec.plan import Plan
 
@@ -82,11 +81,11 @@ def test_single_precision(kind: str) -> None:
 def test_blocks_have_their_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
 
-    def spied(block: Any, products: Any, own: Any, ranks: Any, on_part: Any = hf_split.on_part) -> Any:
-        lengths.append(own.shape[1])
-        return on_part(block, products, own, ranks)
+    def spied(layer: Any, hidden: Any, run: Any = hf_split.BlockLayer.forward) -> Any:
+        lengths.append(hidden.shape[1])
+        return run(layer, hidden)
 
-    monkeypatch.setattr(hf_split, "on_part", spied)
+    monkeypatch.setattr(hf_split.BlockLayer, "forward", spied)
     rehearse(job("llama"), PLANS["four ranks"], steps=1, ranks=range(4))
     assert set(lengths) == {2}
 

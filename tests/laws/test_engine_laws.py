@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
+from foreshard.errors import SpecError
 from foreshard.predict import predict
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import PlannedRun, build_batch
@@ -195,6 +197,50 @@ def test_engines_stay_close_where_gradients_and_weights_travel_beside_compute(mo
     assert 0.94 * graph < analytical < 1.01 * graph
 
 
+@pytest.mark.parametrize("framework", ["torchtitan", "hf", "megatron-fsdp", "composer", "deepspeed", "ddp"])
+def test_engines_agree_whatever_binds(framework):
+    """Launches, collectives or computation: the same tasks hide the same others in both engines.
+
+    Experts of small models are bound by launches, dense models on slow networks by their gathers.
+    """
+    random, apart, compared = Random(16), [], 0
+    models = ("deepseek-v2-lite", "qwen3-30b-a3b", "gpt2-xl", "gpt3-13b", "llama3-8b")
+    clusters = ("8xh100", "2x8xb200", "8x8xh800", "4x4xa100-sxm-40gb@100Gb/s")
+    while compared < 24:
+        model, cluster = model_of(random.choice(models)), cluster_of(random.choice(clusters))
+        zero = {"deepspeed": random.choice([1, 2, 3]), "ddp": 0}.get(framework, 3)
+        choices = {
+            "tp": 1 if framework in ("hf", "deepspeed", "ddp") else random.choice([1, 4]),
+            "pp": random.choice([1, 2]) if framework == "torchtitan" else 1,  # weights move once a step
+            "micro_batch": random.choice([1, 2]),
+            "seq_len": random.choice([2048, 4096]),
+            "recompute": random.choice(["none", "full"]),
+            "global_batch": random.choice([64, 256]),
+            "ep": random.choice([2, 4]) if model.blocks[-1].num_experts else 1,
+        }
+        try:
+            plan = api.make_plan(model, cluster, framework=framework, zero=zero, **choices)
+        except SpecError:  # degrees that the model or the cluster does not divide
+            continue
+        analytical, graph = (seconds(engine, model, cluster, plan) for engine in ENGINES)
+        compared += 1
+        if abs(analytical / graph - 1.0) > 0.03:
+            apart.append((analytical / graph - 1.0, model.name, cluster.name, choices))
+    assert not apart
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_a_single_stage_has_no_bubble_to_fill(engine, schedule):
+    """Whatever the schedule, gradients are reduced beside the same backward."""
+    model, cluster = model_of("llama3-8b"), cluster_of("4x8xh100-sxm@400Gb/s")
+    options = {"tp": 4, "framework": "megatron-bridge", "global_batch": 32, "seq_len": 2048}
+    plain, other = (api.make_plan(model, cluster, schedule=one, **options) for one in ("1f1b", schedule))
+    assert seconds(engine, model, cluster, other) == pytest.approx(
+        seconds(engine, model, cluster, plain), rel=1e-9
+    )
+
+
 @pytest.mark.parametrize("schedule", ["zb-h2", "zbv", "dualpipe", "dualpipev"])
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
@@ -240,3 +286,23 @@ def test_deepspeed_sums_gradients_on_every_rank(engine, zero):
     # By ZeRO 1 the graph counts the gather, as long as a scatter, as optimizer; both are 16 bits an element.
     moved = [parts["data_comm"] + parts["optimizer"] for parts in (colossal, deepspeed)]
     assert moved[1] == pytest.approx(1.5 * moved[0], rel=0.1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_bf16_optimizer_of_deepspeed_sums_gradients_on_every_rank(engine):
+    """FRAMEWORKS section 11: fp32 gradients all-reduced in 16-bit buckets, then weights gathered."""
+    model, cluster = model_of("llama3-8b"), cluster_of("2x8xh100-sxm@100Gb/s")
+    options = {"zero": 1, "tp": 4, "sp": False, "global_batch": 16}
+    framework = load_framework("megatron-deepspeed@2022")
+    plan = api.make_plan(model, cluster, framework=framework.label, **options)
+    megatron = replace(framework, name="megatron-lm")
+    moved = []
+    for one in (megatron, framework):
+        case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=one)
+        batch = build_batch([case], TrainingConstants())
+        if engine == "graph":
+            parts = graph_times(case, batch, timeline=False)[0]
+        else:
+            parts = {name: float(values[0]) for name, values in step_times(batch).parts.items()}
+        moved.append(parts["data_comm"] + parts["optimizer"])
+    assert 1.25 * moved[0] < moved[1] < 1.55 * moved[0]

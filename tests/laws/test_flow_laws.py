@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshard.comm.flow.bounds import longest_path_s, resource_times_s
-from foreshard.comm.flow.maxmin import max_min_rates
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import simulate
 from foreshard.comm.flow.symmetry import fold
@@ -107,6 +106,27 @@ def slow_rates(program: FlowProgram, flows: list[int]) -> dict[int, float]:
     return rate
 
 
+def entries_of(program: FlowProgram):
+    """Of each flow: its number, its resources and what it uses of them, entry by entry."""
+    for flow in range(program.num_tasks):
+        row = slice(*program.route_indptr[program.route[flow] : program.route[flow] + 2])
+        resources = program.route_resources[row]
+        yield np.full(len(resources), flow), resources, program.route_usage[row]
+
+
+def first_rates(program: FlowProgram) -> np.ndarray:
+    """The rates at which all flows start: of each, with so few bytes that it ends before any other.
+
+    A flow that must wait for one of a higher priority starts at 0.
+    """
+    rates = []
+    for flow in range(program.num_tasks):
+        few = program.num_bytes.copy()
+        few[flow] = 1e-18
+        rates.append(1e-18 / simulate(replace(program, num_bytes=few), compiled=True).end_s[flow])
+    return np.where(np.array(rates) < 1e-15, 0.0, rates)
+
+
 def slow_simulation(program: FlowProgram) -> tuple[np.ndarray, np.ndarray]:
     """Go from event to event; solve all rates anew at each; search all tasks for what comes next."""
     num_tasks = program.num_tasks
@@ -180,16 +200,16 @@ def test_every_flow_has_a_full_resource_where_no_other_is_faster(seed):
     rng = np.random.default_rng(seed)
     num_flows, num_resources = int(rng.integers(1, 40)), int(rng.integers(1, 15))
     routes = random_routes(rng, num_flows, num_resources)
-    indptr = np.cumsum([0, *(len(route) for route in routes)])
-    resources = np.array([one for route in routes for one in route])
     capacity = rng.choice([1.0, 1.0, rng.uniform(0.1, 10)], num_resources)
-    weight, usage = rng.choice([1.0, 2.0, 0.1], num_flows), rng.choice([1.0, 0.25], len(resources))
     priority = rng.integers(0, int(rng.integers(1, 4)), num_flows)
-    flow = np.repeat(np.arange(num_flows), np.diff(indptr))
-    options = {"weight": weight, "priority": priority, "usage": usage}
-    rate = max_min_rates(indptr, resources, capacity, **options)
-    compiled = max_min_rates(indptr, resources, capacity, **options, compiled=True)
-    assert compiled == pytest.approx(rate, rel=SAME, abs=1e-11)
+    builder = FlowProgramBuilder(capacity)
+    for one, route in enumerate(routes):
+        row = builder.route(route, rng.choice([1.0, 0.25], len(route)).tolist())
+        builder.send(row, 1.0, weight=float(rng.choice([1.0, 2.0, 0.1])), priority=int(priority[one]))
+    program = builder.build()
+    weight = program.weight
+    flow, resources, usage = (np.concatenate(column) for column in zip(*entries_of(program), strict=True))
+    rate = first_rates(program)
     load = np.bincount(resources, usage * rate[flow], minlength=num_resources)
     assert np.all(load <= capacity * (1 + SAME))
     for one in range(num_flows):

@@ -30,6 +30,7 @@ def test_both_names_of_an_option_are_refused():
         ({"tp": "2", "micro_batch": "2", "seq": "2k"}, {"tp": 2, "micro_batch": 2, "seq_len": 2048}),
         ({"tokens": "2T", "usd_per_device_hour": "2.5"}, {"tokens": 2e12, "usd_per_device_hour": 2.5}),
         ({"buckets": "25MiB"}, {"buckets": 25 * 2**20}),
+        ({"lora": "16"}, {"lora": 16}),
     ],
 )
 def test_numbers_are_written_as_on_the_command_line(words, numbers):

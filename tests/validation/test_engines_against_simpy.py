@@ -209,9 +209,11 @@ class Sharded:
         units = prices.units[0][0]
         for k in range(prices.num_micro_batches):
             seconds = prices.op_s[:, 0, 0, int(k == prices.num_micro_batches - 1)]
+            device = prices.device_s[:, 0, 0]  # what launches add to an op is not slowed
             for i in range(len(units.params)):
                 self.add(
                     seconds[FORWARD] * units.forward[i],
+                    device[FORWARD] * units.forward[i],
                     units.gather_s[i],
                     0.0,
                     units.copy_weights_s[i],
@@ -221,6 +223,7 @@ class Sharded:
                 copies = units.copy_gradients_s[i] + (units.regather_s[i] > 0) * units.copy_weights_s[i]
                 self.add(
                     seconds[BACKWARD] * units.backward[i],
+                    device[BACKWARD] * units.backward[i],
                     units.regather_s[i],
                     units.scatter_s[i],
                     copies,
@@ -229,8 +232,8 @@ class Sharded:
         self.gathered = [self.env.event() for _ in range(len(self.pieces) + 2)]
         self.scattered = [self.env.event() for _ in self.pieces]
 
-    def add(self, busy_s, gather_s, scatter_s, copies_s, contention):
-        slowed = contention * min(busy_s, gather_s + scatter_s)
+    def add(self, busy_s, device_s, gather_s, scatter_s, copies_s, contention):
+        slowed = contention * min(device_s, gather_s + scatter_s)
         self.pieces.append((busy_s + copies_s + slowed, gather_s, scatter_s))
 
     def run(self) -> float:

@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
+from foreshard.catalog.clusters import with_device, with_nic
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.predict.tasks.kernels import KERNELS
-from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.device import Device
 from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    FP8_RECIPES,
     OFFLOADS,
     OPTIMIZERS,
     PRECISIONS,
@@ -41,6 +43,7 @@ _CHOICES = {
     "offload": (*OFFLOADS, CPU),
     "collectives": ALGORITHMS,
     "attention": ATTENTIONS,
+    "fp8_recipe": FP8_RECIPES,
 }
 _RATES = {"link": "link_bytes_per_s", "memory_bandwidth": "memory_bytes_per_s"}
 """Rates of a device that a change names: of its links to other devices, one direction, and of its memory."""
@@ -120,6 +123,8 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         )
     if key == "framework":
         _check_framework(value)
+    if key == "precision" and value.lower() != "fp8":
+        request = request.with_choice("fp8_recipe", None)  # scales are of 8-bit products alone
     if key in _CHOICES:
         return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
     return request.with_choice(key, value)
@@ -202,21 +207,16 @@ def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
         count = _whole(key, value, 1, 2**20)
         resized = replace(cluster.nodes[0], count=count)
         return replace(cluster, nodes=(resized,), name=f"{cluster.name} with {count} nodes")
-    nodes = tuple(_change_node(group, key, value) for group in cluster.nodes)
-    return replace(cluster, nodes=nodes, name=f"{cluster.name} with {key} {value}")
-
-
-def _change_node(group: NodeGroup, key: str, value: str) -> NodeGroup:
-    """Return the nodes with another device (its own board, NIC and price) or another rate."""
-    from foreshard.catalog.clusters import load_cluster
-
+    name = f"{cluster.name} with {key} {value}"
     if key in _RATES:
-        return replace(group, device=_with_rate(group.device, key, value))
-    size = f"{group.count}x{group.per_node}x"
-    if key == "device":
-        return replace(load_cluster(size + value).nodes[0], rack=group.rack)
-    fresh = load_cluster(f"{size}{group.device.name}@{value}").nodes[0]
-    return replace(group, nic_bytes_per_s=fresh.nic_bytes_per_s)
+        nodes = tuple(replace(g, device=_with_rate(g.device, key, value)) for g in cluster.nodes)
+        return replace(cluster, nodes=nodes, name=name)
+    change = with_device if key == "device" else with_nic
+    try:
+        return replace(change(cluster, value), name=name)
+    except SpecError as error:
+        error.key = f"--change {key}"
+        raise
 
 
 def _with_rate(device: Device, key: str, value: str) -> Device:

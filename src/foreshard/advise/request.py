@@ -23,6 +23,7 @@ from foreshard.spec.plan import (
     ATTENTIONS,
     AUTO,
     COMM_OPTIONS,
+    FP8_RECIPES,
     Plan,
     checked_buckets,
     no_best_buckets,
@@ -52,10 +53,15 @@ OPTIONS = (
     "optimizer",
     "framework",
     "attention",
+    "fp8_recipe",
     *COMM_OPTIONS,
     "collectives",
     "buckets",
 )
+_WRITTEN = (
+    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "seq_len", "collectives", "buckets"),
+)
+"""Options that a plan has one field for."""
 ASKED = (
     "engine",
     "network",
@@ -70,6 +76,7 @@ ASKED = (
     "observed_step_s",
     "speeds",
     "other_jobs",
+    "bursts",
 )
 """What a request asks of the predictor, besides the run."""
 COSTS = ("formula", "learned")
@@ -101,7 +108,8 @@ class Request:
     `choices` holds the degrees and options that were stated, by their names in `DEGREES` and `OPTIONS`;
     what is not in it takes the default. With `plan`, read from `plan_file`, `choices` is empty. `lora` is
     RANK[:TARGET(+TARGET)*]: adapters on `model`, whose own weights are then frozen. `speeds` makes parts of
-    the step so many times as fast, a question of what if. `other_jobs` run on other ranks of the cluster.
+    the step so many times as fast, a question of what if. `other_jobs` run on other ranks of the cluster, and
+    send evenly or in `bursts`.
     `prices` hold for what a change brings; the cluster has them already.
     """
 
@@ -124,6 +132,7 @@ class Request:
     observed_step_s: float | None = None
     speeds: Mapping[str, float] = field(default_factory=dict)
     other_jobs: tuple[TrainingJob, ...] = ()
+    bursts: bool = False
     prices: Prices | None = None
 
     def __post_init__(self) -> None:
@@ -181,6 +190,7 @@ class Request:
             framework=load_framework(plan.framework),
             costs=self.costs,
             other_jobs=self.other_jobs,
+            bursts=self.bursts,
         )
 
     def to_plan(self) -> Plan:
@@ -202,6 +212,9 @@ class Request:
         attention = choices.pop("attention", None)
         if attention is not None:
             attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
+        recipe = choices.pop("fp8_recipe", None)
+        if recipe is not None:
+            recipe = one_of(recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
         choices.setdefault("seq_len", self.model.max_seq_len)
         choices.setdefault("precision", self.cluster.default_precision())
         if "framework" in choices:
@@ -218,6 +231,7 @@ class Request:
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
         made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, attention=attention)
+        made = replace(made, fp8_recipe=recipe)
         return self._with_buckets(made, buckets)
 
     def _with_buckets(self, plan: Plan, buckets: Any) -> Plan:
@@ -252,7 +266,7 @@ class Request:
         asked = {**self._asked(), "engine": engine or self.engine}
         if asked["engine"] != self.engine:
             # other engines share less, and have one rank for all
-            asked |= {"network": None, "noise": None, "host_thread": False, "other_jobs": ()}
+            asked |= {"network": None, "noise": None, "host_thread": False, "other_jobs": (), "bursts": False}
         plan = self._checked_plan()
         made: Prediction = predict(self.trained, self.cluster, plan, timeline=False, **asked)
         return self._with_assumptions(made)
@@ -280,17 +294,22 @@ class Request:
         plan = self.to_plan()
         if self.plan_file is not None:
             from foreshard.catalog.frameworks import load_framework
+            from foreshard.catalog.offers import with_recipe
             from foreshard.catalog.stacks import check_attention
             from foreshard.spec.checks import check_plan
 
             try:
-                load_framework(plan.framework)
+                framework = load_framework(plan.framework)
             except SpecError as error:
                 error.file = self.plan_file
                 raise
             check_plan(plan, self.trained, self.cluster, file=self.plan_file)
             if plan.attention is not None:
                 check_attention(plan.attention, self.cluster.devices, key="attention", file=self.plan_file)
+            if plan.fp8_recipe is not None:
+                where = {"key": "fp8_recipe", "file": self.plan_file}
+                devices, recipe = self.cluster.devices, plan.fp8_recipe
+                with_recipe(framework, recipe, precision=plan.precision, devices=devices, **where)
         return plan
 
     def _with_assumptions(self, made: Prediction) -> Prediction:
@@ -361,7 +380,7 @@ def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
     if name in COMM_OPTIONS:
         return replace(plan, comm={**plan.comm, name: value})
-    if name in ("precision", "optimizer", "framework", "attention", "seq_len", "collectives", "buckets"):
+    if name in _WRITTEN:
         return replace(plan, **{name: value})
     if name == "micro_batch":  # as the flag: samples per data-parallel rank
         groups = tuple(replace(group, micro_batch=value * group.stages[0].inner_dp) for group in plan.groups)

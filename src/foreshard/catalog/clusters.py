@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from foreshard.catalog.instances import (
     instance_price,
     nic_rates_per_device,
 )
-from foreshard.catalog.shorthand import read_shorthand
+from foreshard.catalog.shorthand import nic_rate, read_shorthand
 from foreshard.catalog.transports import transport_of
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, NodeGroup
@@ -65,6 +66,45 @@ def load_cluster(text: str | Path) -> Cluster:
     if isinstance(text, Path) or text.endswith(".toml") or os.path.exists(text):
         return _from_file(text)
     return _from_shorthand(text)
+
+
+def with_device(cluster: Cluster, name: str) -> Cluster:
+    """Return the cluster with another device on each node.
+
+    Board, price, power and measured constants of collectives are those of the new device, and so is a NIC
+    rate that nobody stated. What was stated about the site stays: NIC, rack, network, links, electricity.
+    """
+    assumptions: list[str] = []
+    nodes = []
+    for group in cluster.nodes:
+        (term,) = read_shorthand(f"{group.count}x{group.per_node}x{name}")
+        own_latency = group.instance is None and group.nic_latency_s != DEFAULT_NIC_LATENCY_S
+        table = NodesTable(
+            count=term.count,
+            per_node=term.per_node,
+            device=term.named,
+            nic=None if group.nic_assumed else group.nic_bytes_per_s,
+            nic_latency=group.nic_latency_s if own_latency else None,
+            rack=group.rack,
+            carbon_kg_per_kwh=group.carbon_kg_per_kwh,
+            host_memory=group.host_memory_bytes,
+            pcie=group.pcie,
+        )
+        nodes.append(_nodes(table, term.device, term.instance, assumptions))
+    return _cluster(cluster.name, nodes, assumptions, network=cluster.network, links=cluster.links)
+
+
+def with_nic(cluster: Cluster, rate: str) -> Cluster:
+    """Return the cluster with a stated NIC rate of each node, written as after the `@` of a shorthand."""
+    nodes = []
+    replaced = set(cluster.warnings)
+    for group in cluster.nodes:
+        stated = nic_rate(rate, rate, group.per_node)
+        nodes.append(replace(group, nic_bytes_per_s=stated, nic_assumed=False))
+        if group.nic_assumed and group.instance is None:
+            replaced.add(_default_nic_line(group.device, group.per_node))
+    kept = [line for line in cluster.assumptions if line not in replaced]
+    return _cluster(cluster.name, nodes, kept, network=cluster.network, links=cluster.links)
 
 
 def nvlink_domain(device: Device, per_node: int) -> int:
@@ -143,6 +183,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         per_node=table.per_node,
         nic_bytes_per_s=nic,
         nic_latency_s=latency_s,
+        nic_assumed=table.nic is None,
         usd_per_h=usd_per_h,
         price_date=price_date,
         instance=instance.name if instance else None,
@@ -162,9 +203,12 @@ def _nic(table: NodesTable, device: Device, instance: Instance | None, assumptio
         return table.nic
     if instance and instance.nic_bytes_per_s is not None:
         return instance.nic_bytes_per_s
-    default = default_nic(device.name, table.per_node)
-    assumptions.append(f"{device.name}: {default.source}")
-    return default.value
+    assumptions.append(_default_nic_line(device, table.per_node))
+    return default_nic(device.name, table.per_node).value
+
+
+def _default_nic_line(device: Device, per_node: int) -> str:
+    return f"{device.name}: {default_nic(device.name, per_node).source}"
 
 
 def _nic_latency_s(table: NodesTable, instance: Instance | None, assumptions: list[str]) -> float:

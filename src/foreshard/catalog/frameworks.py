@@ -19,7 +19,7 @@ CHOICES = {
     "fsdp": ("none", "fsdp1", "fsdp2", "megatron-fsdp", "zero3"),
     "cuda_graphs": ("none", "partial", "full"),
     "dispatcher": ("allgather", "alltoall", "deepep", "hybridep"),
-    "fp8_recipe": ("fused", "tensorwise", "rowwise"),
+    "fp8_recipe": ("fused", "current", "tensorwise", "rowwise", "blockwise"),
     "cross_entropy": ("unfused", "native", "te", "eager", "chunked"),
 }
 

@@ -26,6 +26,9 @@ class MemoryProfile:
     backward_gradient_bytes : 16-bit gradients of the running backward beside fp32 main gradients
     casts_moments : the optimizer casts 16-bit moments of all parameters to fp32 for its step
     step_bytes : temporaries of the step with 16-bit gradients, bytes per parameter this rank updates
+    step_elements : parameters of a rank that ZeRO 3 updates at a time (sub_group_size), 0 for all
+    foreach_bytes : bytes per updated parameter of torch's AdamW over lists of tensors: square roots of all
+        second moments at once
     bucket_bytes : flat buffer of the gradient reduction
     bucket_of_backward : ZeRO 1 and 2 hold it in a backward only, two of them where reductions run beside it;
         ZeRO 3 keeps it, and copies it into the parts of the ranks
@@ -66,6 +69,8 @@ class MemoryProfile:
     backward_gradient_bytes: float = 0.0
     casts_moments: bool = False
     step_bytes: float = 0.0
+    step_elements: float = 0.0
+    foreach_bytes: float = 0.0
     bucket_bytes: float = 0.0
     bucket_of_backward: bool = False
     gathered_elements: float = 0.0

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError
+from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.plan import Plan
+
+_RUNS = {
+    "rowwise": ("hopper", "blackwell", "rubin", "cdna3", "cdna4"),
+    "blockwise": ("hopper", "blackwell", "rubin"),
+}
+"""Architectures with code for products of such scales: torch._scaled_mm (CUTLASS, hipBLASLt), cuBLAS 12.9."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +32,7 @@ class Offers:
     recompute : leading words of the recompute rules it takes; with "selective", modules as Megatron names
         them and parts of a stage (full:uniform:N, full:block:N) too
     low_precision : whether it trains with 8-bit matrix products
+    fp8_recipes : how it scales their operands, if it has a choice or one of its own
     shards_pipelines : whether levels above 1 go with pipelines
     offload : what it can keep in host memory
     cpu_offload : what its own switch of that name moves there: optimizer, or weights with their gradients and
@@ -39,6 +47,7 @@ class Offers:
     degrees: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ("none", "full")
     low_precision: bool = False
+    fp8_recipes: tuple[str, ...] = ()
     shards_pipelines: bool = False
     offload: tuple[str, ...] = ("none",)
     cpu_offload: str = ""
@@ -61,6 +70,56 @@ def offers_of(framework: Framework) -> Offers:
     """
     table = shipped("offers.toml")
     return _offers(framework.label if framework.label in table else framework.name)
+
+
+def with_recipe(
+    framework: Framework,
+    recipe: str,
+    *,
+    precision: str,
+    devices: Iterable[Device],
+    key: str = "--fp8-recipe",
+    file: str | None = None,
+) -> Framework:
+    """Return the framework with the scales of 8-bit operands that were chosen.
+
+    Raises
+    ------
+    SpecError
+        Where products are not in 8 bit, or the framework or a device has no code for the recipe.
+
+    Examples
+    --------
+    >>> from foreshard.catalog.frameworks import load_framework
+    >>> with_recipe(load_framework("nemo"), "tensorwise", precision="fp8", devices=()).fp8_recipe
+    'current'
+    """
+    shipped_ones = offers_of(framework).fp8_recipes
+    devices = tuple(devices)
+    without = {
+        name: [device.name for device in devices if device.arch not in _RUNS.get(name, (device.arch,))]
+        for name in (recipe, *shipped_ones)
+    }
+    if precision != "fp8":
+        what, rule = f"{recipe} scales in {precision}", "Recipes are of fp8; mxfp8 is a dtype of its own"
+        fix = "Add --dtype fp8, or leave out the recipe"
+    elif recipe not in shipped_ones:
+        what = f"{framework.label} ships no {recipe} scales"
+        rule = f"It ships {', '.join(shipped_ones) or 'no 8-bit recipes to choose from'}"
+        labels = [name for name in shipped("offers.toml") if name.startswith(f"{framework.name}@")]
+        older = [name for name in labels if recipe in _offers(name).fp8_recipes]
+        ways = [f"--framework {older[-1]}"] if older else []
+        fix = " or ".join((*(f"Use {name}" for name in shipped_ones[:1]), *ways)) or "Leave it out"
+    elif without[recipe]:
+        what = f"{recipe} scales on {without[recipe][0]}"
+        rule = f"Their products have code for {', '.join(_RUNS[recipe])}"
+        others = [name for name in shipped_ones if not without[name]]
+        fix = f"Use {others[0]}" if others else "Leave out --dtype fp8"
+    else:
+        engine = "delayed" in shipped_ones  # TransformerEngine, whose tensorwise scales are 'current' ones
+        own = {"delayed": "fused", "tensorwise": "current"}.get(recipe, recipe) if engine else recipe
+        return replace(framework, fp8_recipe=own)
+    raise SpecError(what, key=key, file=file, value=recipe, rule=rule, fix=fix)
 
 
 def not_offered(plan: Plan, framework: Framework) -> tuple[str, ...]:

@@ -94,12 +94,12 @@ def read_shorthand(text: str) -> tuple[Term, ...]:
         rate = written[index][2]
         of_all = rated == [len(terms) - 1]
         for place in range(len(terms)) if of_all else (index,):
-            nic = _rate(text, rate, terms[place].per_node)
+            nic = nic_rate(text, rate, terms[place].per_node)
             terms[place] = replace(terms[place], nic_bytes_per_s=nic)
     return tuple(terms)
 
 
-def _rate(text: str, rate: str, per_node: int) -> float:
+def nic_rate(text: str, rate: str, per_node: int) -> float:
     """Return the NIC rate of a node: as written, or so many times a port's or a device's."""
     each = _EACH.search(rate)
     plain = rate[: each.start()] if each else rate

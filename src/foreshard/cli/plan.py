@@ -25,10 +25,12 @@ from foreshard.cli.options.request import named_cluster, warn_of_stack
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
+from foreshard.interop.exporters import TRAINERS, target_of
 from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    FP8_RECIPES,
     MAX_SEQ_LEN,
     OPTIMIZERS,
     PRECISIONS,
@@ -102,11 +104,21 @@ def _vendors() -> tuple[str, ...]:
     type=Margin(),
     help="Least probability of fitting the memory (default 0.95); off lets plans fill it.",
 )
-@click.option("--framework", type=FrameworkLabel(), help="Default megatron-core.")
+@click.option("--framework", type=FrameworkLabel(), help="Default megatron-core, or what --to runs.")
+@click.option(
+    "--to",
+    type=Word(*TRAINERS, "torchtitan"),
+    help="Only plans that this tool trains as predicted; export writes them for it.",
+)
 @click.option(
     "--attention",
     type=Word(*ATTENTIONS),
     help="Kernel of attention (default: the framework's, or the one that the devices have).",
+)
+@click.option(
+    "--fp8-recipe",
+    type=Word(*FP8_RECIPES),
+    help="With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype).",
 )
 @click.option(
     "--dtype",
@@ -216,7 +228,8 @@ def command(
 
         prices = asked.pop("prices", None)
         known = known if prices is None else load_prices(prices).on(known)
-        warn_of_stack(asked.get("framework") or "megatron-core", known)
+        default = TRAINERS[target_of(asked["to"])].runs if "to" in asked else None
+        warn_of_stack(asked.get("framework") or default or "megatron-core", known)
         search = partial(_planned, source, known)
     runs: TargetRuns[tuple[PlanResult, Cluster]] | None = None
     with watched(asked.get("budget_s")) as pressed:
@@ -313,7 +326,8 @@ def _compared(
 def _only_where_one_cluster_is_planned(
     cluster: str | None, asked: dict[str, Any], of_one_cluster: dict[str, Any]
 ) -> None:
-    for name, value in {"cluster": cluster, "costs": asked.get("costs"), **of_one_cluster}.items():
+    named = {"cluster": cluster, "costs": asked.get("costs"), "to": asked.get("to")}
+    for name, value in {**named, **of_one_cluster}.items():
         if value:
             flag = "CLUSTER" if name == "cluster" else flag_of(name)
             raise SpecError(

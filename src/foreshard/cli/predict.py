@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="With --network flow: jobs on other ranks that share links and NICs, as 'comm jobs' takes them.",
 )
+@click.option(
+    "--bursts", is_flag=True, help="With --other-jobs, --engine event: they send in bursts, not evenly."
+)
 @click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
 @target.to_target
 @click.pass_context
@@ -41,6 +44,7 @@ def command(
     explain: bool,
     to_target: str | None,
     other_jobs: str | None,
+    bursts: bool,
     **values: Any,
 ) -> None:
     """Predict one training step of MODEL on CLUSTER: time, memory, cost, each in parts that sum.
@@ -66,6 +70,7 @@ def command(
         from foreshard.cli.options.other_jobs import other_jobs as jobs_in
 
         request = replace(request, other_jobs=jobs_in(other_jobs, request.cluster))
+    request = replace(request, bursts=bursts)
     if to_target is not None:
         runs = target.predicted_request(to_target, request)
         request = runs.answer

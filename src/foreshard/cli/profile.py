@@ -36,7 +36,7 @@ SIZES = Counts(65536)
 @click.option(
     "--kernels",
     metavar="KIND,...",
-    help="Without a job: kinds of kernels, of product, attention and stream (default all).",
+    help="Without a job: kinds of kernels, of product, experts, attention and stream (default all).",
 )
 @click.option(
     "--sizes",
@@ -48,7 +48,7 @@ SIZES = Counts(65536)
 def command(job: str | None, sizes: tuple[int, ...], kernels: str | None, **options: Any) -> None:
     """Time the layers of JOB.py here and the links between ranks; `foreshard calibrate` makes costs of it.
 
-    Without JOB.py matrix products, attention and streaming kernels are timed, into a table that
+    Without JOB.py kernels are timed: products, alone and of experts, attention, streams; into a table that
     `foreshard predict --costs` takes.
 
     An interrupted profile goes on where it stopped. With --local N the machine is kept as busy as N ranks

@@ -74,7 +74,8 @@ SEED = Count(-(2**63), 2**63 - 1)
     "--progress-s",
     type=Amount(1, 86400, dimension="s"),
     default=60.0,
-    help="Least time at one activity after which a rank hangs; ten times as long as ever before, at least.",
+    help="Least time at one activity after which a rank hangs, waits for a processor left out; ten times as "
+    "long as ever before, at least.",
 )
 @click.option(
     "--interface", metavar="ADDRESS", help="Address, or network interface, of this host that ranks meet on."

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _IN_NETWORK = ("hopper", "blackwell", "rubin")
 HOST_STAGED = "turing-pcie"
 """Measured where no device reads another's memory: a share of the PCIe rate, through the host's memory."""
+_MESH = 8.0
+"""Devices that the links of a mesh board join in pairs (OCP OAM base board); fewer use fewer of them."""
 _UNBOUNDED = 1e15
 """Factor on the rate of what takes no time: far above any, and what is divided by it stays above 0."""
 
@@ -156,6 +158,8 @@ def fabric_of(
         in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
     )
+    if generation == "mesh":
+        fabric = replace(fabric, reference=max(float(fabric.reference), _MESH))
     if pcie and group.pcie == "switch":
         fabric = replace(fabric, scaling=0.0, exchange_scaling=0.0)
     if group.collectives and not ideal:

@@ -23,13 +23,18 @@ from foreshard.comm.nccl.choice import MESSAGES, NcclChoice, nccl_choice
 from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
 from foreshard.comm.nccl.estimates import COLLECTIVES
 from foreshard.comm.nccl.rccl import has_rccl_model, rccl_choice
+from foreshard.cost.tables import COLLECTIVES as TABLED
+from foreshard.cost.tables import tabled
 from foreshard.errors import SpecError, unknown
 
 if TYPE_CHECKING:
+    from foreshard.catalog.kernels import Tables
     from foreshard.spec.cluster import Cluster
 
 NAMES = (*COLLECTIVES, *MESSAGES)
 """The collectives that can be predicted."""
+TABLE = "table"
+"""Evidence of a time that a measured table gives."""
 _FORMS = {
     "all-reduce": all_reduce_s,
     "all-gather": all_gather_s,
@@ -50,8 +55,8 @@ class CollectivePrediction:
     communicator: Communicator | None  # None where the devices are not those of NCCL
     choice: NcclChoice | None
     library: str  # whose choice it is: NCCL or RCCL; empty where there is none
-    evidence: str  # what the time rests on, of `comm.intervals.EVIDENCE`
-    time_intervals_s: Mapping[float, tuple[float, float]]  # by level
+    evidence: str  # what the time rests on, of `comm.intervals.EVIDENCE`, or `TABLE`
+    time_intervals_s: Mapping[float, tuple[float, float]]  # by level; empty for a time from a table
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -86,11 +91,12 @@ def predict_collective(
     *,
     era: str = "2.2x",
     release: str = "",
+    tables: Tables | None = None,
 ) -> CollectivePrediction:
     """Return the prediction of a collective over the first `num_ranks` devices (default: all).
 
     A send goes from the first of them to the last. `era` is that of `fabric_of`, `release` that of
-    `communicator_of`.
+    `communicator_of`. Measured `tables` give the time of what they cover: ranks of one scale-up domain.
 
     Raises
     ------
@@ -99,7 +105,7 @@ def predict_collective(
     """
     ranks = cluster.num_devices if num_ranks is None else num_ranks
     _check(collective, num_bytes, ranks, cluster)
-    fabric = fabric_between(cluster, range(ranks), nccl=era)
+    fabric = fabric_between(cluster, range(ranks), nccl=era, tables=tables)
     communicator = communicator_of(cluster, ranks, release=release) if has_nccl(cluster, ranks) else None
     choice, library = None, ""
     if communicator is not None:
@@ -107,14 +113,15 @@ def predict_collective(
     elif has_rccl_model(cluster, ranks):
         choice, library = rccl_choice(collective, num_bytes, ranks), "RCCL"
     time_s = float(collective_s(collective, num_bytes, ranks, fabric))
-    evidence = collective_evidence(cluster, ranks, float(fabric.domain))
+    measured = _is_tabled(collective, num_bytes, ranks, fabric)
+    evidence = TABLE if measured else collective_evidence(cluster, ranks, float(fabric.domain))
     return CollectivePrediction(
         collective=collective,
         num_bytes=num_bytes,
         num_ranks=ranks,
         time_s=time_s,
         evidence=evidence,
-        time_intervals_s=collective_intervals(time_s, num_bytes, evidence),
+        time_intervals_s={} if measured else collective_intervals(time_s, num_bytes, evidence),
         communicator=communicator,
         choice=choice,
         library=library,
@@ -126,6 +133,14 @@ def collective_s(collective: str, num_bytes: ArrayLike, ranks: int, fabric: Fabr
     if collective == "send":
         return send_s(num_bytes, ranks > fabric.domain, fabric)
     return _FORMS[collective](num_bytes, ranks, 1, fabric)
+
+
+def _is_tabled(collective: str, num_bytes: float, ranks: int, fabric: Fabric) -> bool:
+    """Return whether a measured table gives the time."""
+    name = {"reduce-scatter": "all-gather"}.get(collective, collective).replace("-", "_")
+    if name not in TABLED or ranks > fabric.domain:
+        return False
+    return bool(tabled(getattr(fabric, f"{name}_table"), (ranks, num_bytes)))
 
 
 def _check(collective: str, num_bytes: float, ranks: int, cluster: Cluster) -> None:

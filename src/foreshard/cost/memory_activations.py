@@ -119,6 +119,9 @@ def _attention_saved(
     if profile.attention_output_bytes:
         output = np.where(n.low > 0, profile.attention_output_bytes * out, output)
     keep = n.element * (block.query_width + block.kv_width) + output
+    if block.qk_norm:  # their norms read queries and keys before they are normed and turned
+        keys = block.num_kv_heads * block.head_dim
+        keep = keep + (n.element + 6 * profile.eager_norm) * (block.query_width + keys)
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     drop = _drops(block, profile)

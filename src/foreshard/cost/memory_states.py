@@ -173,7 +173,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     # Weights that stay gathered and gradients that stay whole make ZeRO 2 and 3 the same.
     sharded = (zero >= 2) * (shard > 1)
     holds = framework.pipeline_holds_units * sharded * (np.asarray(load.num_stages) > 1)
-    gathers = np.maximum(holds, profile.units * sharded * (zero == 2))
+    kept = sharded * (zero == 2) * (profile.units or framework.fsdp == "fsdp1")
+    gathers = np.maximum(holds, kept)
     dense3, expert3 = np.where(gathers, dense2, dense3), np.where(gathers, expert2, expert3)
     parameters = dense_bytes * dense3 + have.expert * block_weight * expert3 + gathers * element * everything
 
@@ -194,11 +195,12 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     unit = profile.unit_bytes * have.largest_unit
     live = _live_bytes(have, element, profile)
     gathered = (zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units)
+    unit_gradient = kept * (not profile.units) * max(profile.unit_bytes - 2.0, 0.0) * have.largest_unit
     stated = np.asarray(load.bucket_bytes) * (profile.bucket_bytes > 0)
     bucket = np.where(stated > 0, stated, profile.bucket_bytes) * (np.asarray(load.dp) > 1)
-    kept, filled = bucket, 0.0
+    kept_bucket, filled = bucket, 0.0
     if profile.bucket_of_backward:
-        kept = bucket * (zero >= 3)
+        kept_bucket = bucket * (zero >= 3)
         copied = np.minimum(bucket, element * trained)
         filled = np.where(zero >= 3, copied, bucket * (1.0 + load.grad_overlap))
     block = have.largest_block
@@ -211,10 +213,10 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         gradients=gradients,
         backward_gradients=half * trained,
         optimizer=optimizer,
-        buffers=kept + dummy,
+        buffers=kept_bucket + dummy,
         live=gathered * live,
-        working=gathered * np.maximum(unit, live) + cached + filled + queued,
-        step=_step_bytes(have, dense1, expert1, framework, profile),
+        working=gathered * np.maximum(unit, live) + unit_gradient + cached + filled + queued,
+        step=_step_bytes(have, dense1, expert1, zero, framework, profile),
         host=lasting * load.offload_optimizer,
         units=Units(
             # Tied matrices are one unit, which is used first and last.
@@ -254,14 +256,23 @@ def _block_weight_bytes(load: StageLoad, weight: Any, framework: Framework, prof
 
 
 def _step_bytes(
-    have: _Elements, dense_share: Any, expert_share: Any, framework: Framework, profile: MemoryProfile
+    have: _Elements,
+    dense_share: Any,
+    expert_share: Any,
+    zero: Any,
+    framework: Framework,
+    profile: MemoryProfile,
 ) -> Any:
     """Return the temporaries of the optimizer step.
 
     Moments in 16 bit are cast to fp32 for all parameters of one optimizer at once, and experts have their
-    own; 16-bit gradients are otherwise copied to fp32.
+    own; 16-bit gradients are otherwise copied to fp32, by ZeRO 3 in parts.
     """
     dense, expert = have.dense_trained * dense_share, have.expert_trained * expert_share
     if profile.casts_moments and framework.moment_bytes < 4:
         return 8.0 * np.maximum(dense, expert)
-    return profile.step_bytes * (framework.grad_bytes < 4) * (dense + expert)
+    updated = dense + expert
+    copied = updated
+    if profile.step_elements:
+        copied = np.where(zero >= 3, np.minimum(updated, profile.step_elements), updated)
+    return profile.step_bytes * (framework.grad_bytes < 4) * copied + profile.foreach_bytes * updated

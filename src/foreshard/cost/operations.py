@@ -11,6 +11,7 @@ import numpy as np
 from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
+from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.kernels import KernelModel
 from foreshard.spec.traced_module import Operation
 
@@ -79,6 +80,11 @@ def _products(operations: list[Operation], samples: float, kernels: KernelModel,
     return gemm_s(rows, columns, inner, kernels, batch=count, moved_bytes=moved)
 
 
+def _experts(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
+    rows, columns, inner, count = _sizes(operations, samples)
+    return grouped_gemm_s(rows * count, count, columns, inner, kernels)
+
+
 def _convolutions(operations: list[Operation], samples: float, kernels: KernelModel, vector: float) -> Any:
     moved = _bytes(operations, samples)
     direct_s = np.maximum(_flops(operations, samples) / vector, stream_s(moved, kernels))
@@ -120,6 +126,7 @@ def _streams(operations: list[Operation], samples: float, kernels: KernelModel, 
 
 _PRICES = {
     "product": _products,
+    "experts": _experts,
     "convolution": _convolutions,
     "depthwise": _depthwise,
     "grouped": _grouped,

@@ -81,6 +81,8 @@ class PipelineRows:
     # are ready
     ready_s: np.ndarray
     tail_s: np.ndarray
+    # what the first forward of a stage waits for weights that are gathered no further than one bucket ahead
+    wait_s: np.ndarray
     # time of the last micro-batch over that of the others: it may have fewer samples
     last_share: np.ndarray
     # forwards of a stage in a step, shape (pipelines,), as `chunks` and `stages`
@@ -145,6 +147,7 @@ def _longest_path(rows: PipelineRows) -> PipelineSpan:
     rounds = rows.rounds
     around = rows.around_s
     around_f, around_b = ((rows.chunks - 1.0) * seconds for seconds in around)
+    around_f = around_f + (rows.chunks - 1.0) * (rows.count * rows.wait_s).sum(0)
     # Where messages run beside the work, a round through all stages takes a period a stage: a chunk of layers
     # goes back to the first stage, but for the last chunk; zero-bubble pipelines go down and up again.
     is_cut = rows.chunks > 1.0
@@ -208,14 +211,14 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
     for r, count in enumerate(rows.count):
         present, more = count > 0, np.maximum(count - 1.0, 0.0)
         f, b, beside = rows.forward_s[r], rows.backward_s[r], rows.beside_s[r]
-        kept = rows.last_share[r]
+        kept, wait = rows.last_share[r], rows.wait_s[r]
         slow_f = np.where(present, np.maximum(slow_f, f + beside), slow_f)
         slow_b = np.where(present, np.maximum(slow_b, b + beside), slow_b)
         gate, tail = _pair(rows.ready_s[r], data=True), _pair(rows.tail_s[r], data=True)
         here_down, here_up = down, up
         for is_last in (False, True):
             steps, message = (more, rows.inside_s[r]) if is_last else (none, none)
-            here_down = _later(here_down + _pair(steps * f + message), gate)
+            here_down = _later(here_down + _pair(steps * (f + wait) + message), gate)
             here_up = _later(here_up + _pair(steps * kept * b + message), tail)
             call = rows.call_s[r] if is_last else rows.call_first_s[r]
             warm_up = np.clip(rows.warm_up[r] - steps * rows.per_stage[r], 0.0, rounds - 1.0)
@@ -227,9 +230,9 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
                     present=present & (more > 0) if is_last else present,
                     warm_up=warm_up,
                     call_s=call,
-                    down=here_down,
+                    down=here_down + _pair(wait, data=True),
                     up=here_up,
-                    down_busy=here_down + _pair(first * f + warm_up * slow_f + call),
+                    down_busy=here_down + _pair(wait, data=True) + _pair(first * f + warm_up * slow_f + call),
                     up_busy=here_up + _pair(kept * b + warm_up * slow_b + call),
                     steps_above=steps if is_last else none + 1.0,
                     message_above=message if is_last else after_s,
@@ -237,7 +240,7 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
             )
         before = before + count
         after_s = np.where(present, rows.after_s[r], after_s)
-        down = np.where(present, here_down + _pair(f + rows.after_s[r]), down)
+        down = np.where(present, here_down + _pair(f + wait + rows.after_s[r]), down)
         up = np.where(present, here_up + _pair(kept * b + rows.after_s[r]), up)
     return places
 

@@ -36,6 +36,7 @@ class LayerShape:
     cross_attention: Any
     dropout: Any
     num_norms: Any
+    qk_norm: Any  # queries and keys are normed, head by head
     scale_norm: Any  # norms have a scale and no bias: RMSNorm
     ffn: Any
     gated: Any
@@ -91,6 +92,7 @@ def layer_shape(block: Block) -> LayerShape:
         "cross_attention": block.cross_attention,
         "dropout": block.dropout > 0,
         "num_norms": block.num_norms,
+        "qk_norm": block.qk_norm,
         "scale_norm": block.norm_params == 1,
         "ffn": block.ffn,
         "gated": block.gated,

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import mode
+from typing import Any
 
+import numpy as np
+
+from foreshard.catalog.devices import resolve_device
+from foreshard.cost.tables import COLLECTIVES, DeviceTables, KernelTables, size_table
 from foreshard.errors import SpecError
 
 _TAG = re.compile(r"^\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)\s*")  # mpirun --tag-output, srun --label
@@ -44,6 +50,38 @@ class NcclTestRun:
     device: str | None
     rows: tuple[NcclTestRow, ...]
     num_skipped: int  # lines that begin as a row and have other columns
+
+
+def tables_of(run: NcclTestRun, device: str, path: str) -> KernelTables:
+    """Return the rows of a run as a cost source: a table of the device that it names, else of `device`.
+
+    Raises
+    ------
+    SpecError
+        For what no table holds: several hosts, unknown ranks, a broadcast or messages.
+    """
+    op = {"reduce-scatter": "all-gather"}.get(run.collective or "", run.collective or "").replace("-", "_")
+    rows = [row for row in run.rows if row.size_bytes > 0 and row.time_s > 0.0]
+    faults = (
+        (
+            op not in COLLECTIVES,
+            "the collective",
+            run.collective,
+            "A table is one of " + ", ".join(COLLECTIVES),
+        ),
+        (run.num_ranks is None, "the ranks", None, "The header of nccl-tests says on which ranks it ran"),
+        ((run.num_hosts or 1) > 1, "several hosts", run.num_hosts, "A table is of devices of one node"),
+        (not rows, "no size above 0", None, "A table has sizes and times"),
+    )
+    for is_wrong, what, value, rule in faults:
+        if is_wrong:
+            fix = "Refit the cluster instead: foreshard comm import FILE CLUSTER --fit OUT.toml"
+            raise SpecError(f"{what} of the run", file=path, key="--costs", value=value, rule=rule, fix=fix)
+    sizes = np.array([(run.num_ranks, row.size_bytes) for row in rows], dtype=float)
+    table: dict[str, Any] = {op: size_table(sizes, np.array([row.time_s for row in rows]), rises=[1])}
+    with suppress(SpecError):
+        device = resolve_device(run.device or device).name
+    return KernelTables(path=path, devices={(device, "16bit"): DeviceTables(**table)})
 
 
 def read_nccl_tests(text: str, file: str | None = None) -> NcclTestRun:

@@ -214,6 +214,14 @@ def _shipped(name: str, values: Sequence[Any], framework: Framework) -> None:
     if name in ("tp", "pp", "cp", "ep", "etp", "vpp"):
         has = offers.degrees if name != "pp" else ("pp",) if offers.schedules else ()
         known[name] = values if name in has else (1,)  # type: ignore[assignment]
+    if name == "shard_size" and not offers.in_groups:
+        raise SpecError(
+            f"{framework.label} has no shard groups",
+            key=_flag(name),
+            value=values[0],
+            rule="A search is among what the framework ships",
+            fix="Leave it out: weights and states are sharded over all ranks",
+        )
     wrong = [value for value in values if value not in known.get(name, (value,))]
     if wrong:
         raise SpecError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -16,6 +17,8 @@ from foreshard.units import number_of
 
 _DOUBLINGS = 10
 """Doublings of a NIC rate that are tried: a thousand times as fast is no network any more."""
+_FASTEST = 16
+"""Plans of the search that are timed with faster links: with those, another than the fastest may be it."""
 
 
 def idle_devices(
@@ -48,9 +51,9 @@ def idle_devices(
             lacks = f", {quantity.memory(min(missing))} more would do" if missing else ""
             yield f"{who} stay idle: no plan was found in which their {memory} suffice{lacks}"
             continue
-        seconds, plan = min(others, key=lambda pair: pair[0])
-        loss = quantity.percent(seconds / step_s - 1)
-        what = _what(request, g, plan, step_s)
+        others.sort(key=lambda pair: pair[0])
+        loss = quantity.percent(others[0][0] / step_s - 1)
+        what = _what(request, g, [plan for _, plan in others[:_FASTEST]] + fitting, step_s)
         yield f"{who} stay idle: the best plan found with them takes {loss} longer; {what}"
 
 
@@ -69,7 +72,13 @@ def _beside(request: PlanRequest, chosen: Plan, g: int) -> Iterator[Plan]:
     group, taken = request.cluster.nodes[g], set(chosen.ranks)
     idle = [rank for rank in range(first, first + group.num_devices) if rank not in taken]
     largest = max(range(len(chosen.groups)), key=lambda i: chosen.groups[i].share)
-    for tp, pp in product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
+    speed = group.device.peak(request.precision) * len(idle)
+    theirs = sum(
+        request.cluster.device_of(rank).peak(request.precision)
+        for stage in chosen.groups[largest].stages
+        for rank in stage.ranks
+    )
+    for tp, pp, recompute in product((1, 2, 4, 8), (1, 2, 4, 8, 16), ("none", "full")):
         dp, rest = divmod(len(idle), tp * pp)
         if rest or not dp or tp > group.per_node or pp > request.model.num_layers:
             continue
@@ -82,14 +91,15 @@ def _beside(request: PlanRequest, chosen: Plan, g: int) -> Iterator[Plan]:
             tp=tp,
             pp=pp,
             dp=dp,
-            recompute="full",
+            recompute=recompute,
             global_batch=dp,
             seq_len=request.seq_len,
         ).groups[0]
         stages = tuple(
             replace(stage, ranks=tuple(idle[rank] for rank in stage.ranks)) for stage in made.stages
         )
-        for share in sorted({dp * k for k in (1, 2, 4) if dp * k < chosen.groups[largest].share}):
+        even = round(chosen.groups[largest].share * speed / (speed + theirs) / dp)
+        for share in sorted({dp * k for k in (1, 2, 4, even) if 0 < dp * k < chosen.groups[largest].share}):
             groups = list(chosen.groups)
             groups[largest] = replace(groups[largest], share=groups[largest].share - share)
             plan = replace(chosen, groups=(*groups, replace(made, share=share, stages=stages)))
@@ -97,26 +107,33 @@ def _beside(request: PlanRequest, chosen: Plan, g: int) -> Iterator[Plan]:
                 yield plan
 
 
-def _what(request: PlanRequest, g: int, plan: Plan, step_s: float) -> str:
-    """Return what it would take for the plan to be the faster one: a NIC rate, or nothing of the network."""
+def _what(request: PlanRequest, g: int, plans: Sequence[Plan], step_s: float) -> str:
+    """Return what it would take for one of the plans to be the fastest: a NIC rate, or no network at all."""
     group = request.cluster.nodes[g]
     nic = f"{group.nic_bytes_per_s * 8 / 1e9:g} Gb/s"
-    for power in range(1, _DOUBLINGS + 1):
-        if _seconds(request, g, plan, 2.0**power) < step_s:
-            rate = group.nic_bytes_per_s * 2.0**power * 8 / 1e9
-            return f"their NIC of {nic} a node keeps them out, {rate:g} Gb/s would pay"
-    left = _seconds(request, g, plan, 2.0**_DOUBLINGS)
-    with_all = _seconds(request, None, plan, 2.0**_DOUBLINGS)
-    if with_all < step_s:
-        return f"faster links of all nodes would pay, not those of these alone ({nic} a node)"
+    for place in (g, None):
+        if _seconds(request, place, plans, 2.0**_DOUBLINGS) >= step_s:
+            continue
+        powers = range(1, _DOUBLINGS + 1)
+        first = bisect_left(powers, True, key=lambda n: _seconds(request, place, plans, 2.0**n) < step_s)
+        times = 2.0 ** powers[first]
+        rate = f"{group.nic_bytes_per_s * times * 8 / 1e9:g} Gb/s"
+        if place is not None:
+            return f"their NIC of {nic} a node keeps them out, {rate} would pay"
+        if len({nodes.nic_bytes_per_s for nodes in request.cluster.nodes}) > 1:
+            rate = f"NICs of all nodes {times:g} times as fast"
+        else:
+            rate = f"NICs of {rate} on all nodes"
+        return f"their NIC of {nic} a node keeps them out, {rate} would pay"
+    with_all = _seconds(request, None, plans, 2.0**_DOUBLINGS)
     return (
-        "no network would pay: with links as fast as can be it still takes "
-        f"{quantity.percent(left / step_s - 1)} longer, for their speed and memory"
+        f"no network would pay: with all links as fast as can be the best of {len(plans)} such plans "
+        f"still takes {quantity.percent(with_all / step_s - 1)} longer, for their speed and memory"
     )
 
 
-def _seconds(request: PlanRequest, g: int | None, plan: Plan, times: float) -> float:
-    """Return the step time of a plan where the NICs of a node group, or of all, are so many times as fast."""
+def _seconds(request: PlanRequest, g: int | None, plans: Sequence[Plan], times: float) -> float:
+    """Return the least step time of the plans, NICs of a node group or of all being so many times as fast."""
 
     def faster(place: int, group: NodeGroup) -> NodeGroup:
         return (
@@ -125,4 +142,4 @@ def _seconds(request: PlanRequest, g: int | None, plan: Plan, times: float) -> f
 
     nodes = tuple(faster(place, group) for place, group in enumerate(request.cluster.nodes))
     changed = replace(request, cluster=replace(request.cluster, nodes=nodes))
-    return engine_seconds(changed, [plan])[0]
+    return min(engine_seconds(changed, plans))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import Tables
+from foreshard.catalog.offers import with_recipe
 from foreshard.catalog.stacks import check_attention, running
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
@@ -27,6 +29,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     AUTO,
+    FP8_RECIPES,
     MAX_SEQ_LEN,
     OPTIMIZERS,
     PRECISIONS,
@@ -40,6 +43,10 @@ MARGIN = 0.95
 """Least probability that a plan fits its memory, where nothing else is asked for."""
 
 
+def _nothing_refused(plan: Plan) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A search: what to train, on what, what to make small, and how long to look.
@@ -50,6 +57,8 @@ class PlanRequest:
     overall_s : seconds that all searches may take of which this one is a part
     memory_margin : the least probability of fitting that plans are asked for; `headroom` applies it
     beat_s : plans of this step time or more are of no interest, and no reason is looked for why there is none
+    tool, refusals : a tool that is to train the plan, and why it cannot train one, nothing where it can; then
+        only equal replicas are searched, as tools lay them out
     """
 
     model: Model
@@ -65,6 +74,7 @@ class PlanRequest:
     comm: Mapping[str, bool] = field(default_factory=dict)
     optimizer: str = "adamw"
     attention: str | None = None
+    fp8_recipe: str | None = None
     engine: str = "graph"
     network: str = "closed-form"
     costs: str | Tables = "auto"
@@ -79,6 +89,8 @@ class PlanRequest:
     memory_margin: float = 0.0
     beat_s: float = math.inf
     overall_s: float = 0.0
+    tool: str | None = None
+    refusals: Callable[[Plan], tuple[str, ...]] = _nothing_refused
 
     @property
     def priced_framework(self) -> Framework:
@@ -91,7 +103,9 @@ class PlanRequest:
         """Return a plan with the algorithm and the bucket size asked for; the best size comes later."""
         own = None if self.best_buckets else self.framework.bucket_bytes or None
         sums = self.framework.collectives
-        return replace(plan, collectives=sums, buckets=own, attention=self.attention)
+        return replace(
+            plan, collectives=sums, buckets=own, attention=self.attention, fp8_recipe=self.fp8_recipe
+        )
 
     @property
     def setup(self) -> RunSetup:
@@ -136,6 +150,17 @@ class PlanRequest:
         """Return the plans to show or to time again, best first, and the error if none keeps the limits."""
         return ranked(predictions, self.objectives, self.limits, self.top, neighbours=self.chooses_later)
 
+    def none_of(self, reasons: Counter[str]) -> LimitError:
+        """Return the error where the tool can train none of the fastest plans, for these reasons of each."""
+        words = "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3))
+        return LimitError(
+            f"{self.tool} can train none of the fastest plans: {words}",
+            key="--to",
+            value=self.tool,
+            rule="A plan for a tool is one that it trains as predicted",
+            fix="State what it has, as --tp 1 or --recompute full, or leave --to out",
+        )
+
     @property
     def constants(self) -> TrainingConstants:
         """Return the fitted constants that price every plan."""
@@ -165,9 +190,12 @@ def checked_request(
     usd_per_device_hour: float | None = None,
     executor: str = "local",
     attention: str | None = None,
+    fp8_recipe: str | None = None,
     collectives: str = AUTO,
     buckets: int | str | None = None,
     memory_margin: float = MARGIN,
+    tool: str | None = None,
+    refusals: Callable[[Plan], tuple[str, ...]] = _nothing_refused,
     **stated: Any,
 ) -> PlanRequest:
     """Return the request, or raise SpecError naming the flag that is wrong.
@@ -195,11 +223,22 @@ def checked_request(
     ):
         if value is not None and not 0 < value < 1e30:
             raise invalid(value, "Must be a finite number above 0", key=flag, name=flag.strip("-"))
+    if tool is not None and len(in_fewest_groups(cluster).nodes) > 1:
+        raise SpecError(
+            f"{tool} on nodes that differ",
+            key="--to",
+            value=tool,
+            rule="It gives every replica the same layers and samples",
+            fix="Plan the nodes of one kind, or leave --to out",
+        )
     declared = load_framework(framework)
     if attention is not None:
         attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
         check_attention(attention, cluster.devices)
         declared = replace(declared, attention=attention)
+    if fp8_recipe is not None:
+        fp8_recipe = one_of(fp8_recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
+        declared = with_recipe(declared, fp8_recipe, precision=precision, devices=cluster.devices)
     return PlanRequest(
         model=model,
         cluster=in_fewest_groups(cluster),
@@ -212,6 +251,7 @@ def checked_request(
         if max_devices is None
         else whole(max_devices, key="--max-devices", name="max-devices"),
         attention=attention,
+        fp8_recipe=fp8_recipe,
         framework=replace(
             running(declared, cluster.devices),
             collectives=one_of(collectives, ALGORITHMS, key="--collectives", name="collectives"),
@@ -230,6 +270,8 @@ def checked_request(
         executor=check_executor(executor),
         choices=choices(stated, load_framework(framework)),
         memory_margin=memory_margin,
+        tool=tool,
+        refusals=refusals,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import Tables
+from foreshard.catalog.offers import with_recipe
 from foreshard.catalog.stacks import running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
@@ -58,7 +59,7 @@ class PlannedRun:
     `plan` has the copies that schedules keep as virtual stages (`Group.held`); `stated` is the plan as given.
     `framework` has the attention kernel that runs on the devices, `declared` the one it names. `costs` is the
     source of kernel times, as `catalog.kernels.kernel_model` takes it. `other_jobs` are on the same cluster:
-    a network that transfers share carries theirs too.
+    a network that transfers share carries theirs too, evenly, or in `bursts` after each computation.
     """
 
     model: Model
@@ -67,6 +68,7 @@ class PlannedRun:
     framework: Framework
     costs: str | Tables = "auto"
     other_jobs: tuple[TrainingJob, ...] = ()
+    bursts: bool = False
     stated: Plan = field(init=False)
     declared: Framework = field(init=False)
 
@@ -74,6 +76,10 @@ class PlannedRun:
         object.__setattr__(self, "stated", self.plan)
         chosen = self.plan.attention
         declared = self.framework if chosen is None else replace(self.framework, attention=chosen)
+        recipe = self.plan.fp8_recipe
+        if recipe is not None:
+            devices = self.cluster.devices
+            declared = with_recipe(declared, recipe, precision=self.plan.precision, devices=devices)
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "framework", running(declared, self.cluster.devices))
         groups = tuple(group.held for group in self.plan.groups)
@@ -317,14 +323,15 @@ def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRo
                 continue
             last = key
             device = nodes[pace.node_group].device
+            moved, traits = setup.as_moved(rank, setup.traits(device, stage.zero), len(group.stages))
             row = StageRow(
                 group=g,
                 stages=(s,),
                 counts=counts,
-                rank=rank,
+                rank=moved,
                 kernels=setup.kernels(device),
                 **_fabrics(case, setup, (g, s), joined),
-                traits=setup.traits(device, stage.zero),
+                traits=traits,
                 recompute=stage_recompute(stage, sum(counts)),
                 has_embedding=ends[0],
                 has_head=ends[1],
@@ -378,8 +385,8 @@ def _pipeline(case: PlannedRun, setup: RunSetup, group: Group, domains: np.ndarr
     return setup.pipeline(
         num_micro_batches=_micro_batches(group),
         num_stages=float(len(group.stages)),
-        num_chunks=float(group.num_chunks),
-        zero_bubble=float(group.schedule in ZERO_BUBBLE),
+        num_chunks=float(group.num_chunks) if len(group.stages) > 1 else 1.0,
+        zero_bubble=float(group.schedule in ZERO_BUBBLE and len(group.stages) > 1),
         all_forward=float(group.schedule == "gpipe"),
         by_order=float(BY_ORDER.index(group.schedule) + 1 if group.schedule in BY_ORDER else 0),
         ends_cross=float(crosses_node(group.stages[0], group.stages[-1], domains)),

@@ -113,7 +113,7 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     allocated = float(parts.allocated[fullest])
     peak, room = sum(breakdown.values()), float(capacity[fullest])
     per_node = np.array([case.cluster.nodes[row.worker.node_group].per_node for row in rows])
-    host = np.broadcast_to(parts.host, parts.peak.shape) * per_node
+    host = np.broadcast_to(parts.host, parts.peak.shape) * np.minimum(per_node, len(case.plan.ranks))
     memory = Memory(
         peak_bytes=peak,
         peak_allocated_bytes=allocated,

@@ -8,7 +8,7 @@ degrees; what follows from them follows here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -129,6 +129,37 @@ class RunSetup:
             matrix_bytes=0.5 if four else 1.0 if low else self.element_bytes,
             element_bytes=self.element_bytes,
             **(defaults | given),
+        )
+
+    def as_moved(self, rank: RankShape, traits: Traits, num_stages: Any) -> tuple[RankShape, Traits]:
+        """Return rank and traits by what moves when, where that is not what the ZeRO level says.
+
+        Units that a pipeline holds move as by level 1: each gathered ahead of its first forward of the step,
+        gradients reduced behind the last backward. FSDP at level 2 gathers units for every micro-batch, as at
+        level 3, but not again for the backward.
+
+        Source
+        ------
+        torch 2.13 distributed/pipelining/stage.py backward_maybe_with_nosync, schedules.py REDUCE_GRAD (every
+        unit reduced after the last backward); torchtitan b5bcd76 distributed/fsdp.py; torch
+        distributed/fsdp/_fully_shard/_fully_shard.py (weights are freed after the backward even without
+        reshard_after_forward), fully_sharded_data_parallel.py SHARD_GRAD_OP.
+        """
+        zero, framework = np.asarray(rank.zero), self.framework
+        if framework.fsdp not in ("fsdp1", "fsdp2") or not np.count_nonzero(zero >= 2):
+            return rank, traits
+        held = framework.pipeline_holds_units * (zero >= 2) * (np.asarray(num_stages) > 1)
+        level = np.where(held > 0, 1.0, np.where(zero == 2, 3.0, zero))
+
+        def where_held(value: Any, otherwise: Any) -> Any:
+            return np.where(held > 0, value, otherwise)[()]
+
+        return replace(rank, zero=level[()]), replace(
+            traits,
+            regathers=(1.0 - (zero == 2))[()],
+            grad_overlap=where_held(0.0, traits.grad_overlap),
+            param_gather_overlap=where_held(1.0, traits.param_gather_overlap),
+            bucket_elements=where_held(1.0, traits.bucket_elements),  # a unit each
         )
 
     @property

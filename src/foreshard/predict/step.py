@@ -82,6 +82,7 @@ def predict_timeline(
     observed_step_s: float | None = None,
     speeds: Mapping[str, float] | None = None,
     other_jobs: tuple[TrainingJob, ...] = (),
+    bursts: bool = False,
     constants: TrainingConstants | None = None,
     calibration: Calibration | None = None,
     timeline: bool = True,
@@ -120,6 +121,8 @@ def predict_timeline(
         closed-form).
     other_jobs : tuple of TrainingJob
         On other ranks of the cluster; links and NICs that both use carry theirs too (network flow).
+    bursts : bool
+        Other jobs send phase after phase, beginning with the step, rather than evenly (event engine).
     constants : TrainingConstants, optional
         Instead of the shipped ones, as leave-out validation does.
     calibration : Calibration, optional
@@ -140,6 +143,7 @@ def predict_timeline(
     _check_host_thread(host_thread, engine)
     speeds = _checked_speeds(speeds, engine, network)
     _check_other_jobs(other_jobs, plan, network)
+    _check_bursts(bursts, other_jobs, engine)
     checked_costs(costs, fidelity)
     fidelity = one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
     _number("--tokens", tokens)
@@ -156,7 +160,13 @@ def predict_timeline(
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     case = PlannedRun(
-        model=model, cluster=cluster, plan=plan, framework=framework, costs=costs, other_jobs=other_jobs
+        model=model,
+        cluster=cluster,
+        plan=plan,
+        framework=framework,
+        costs=costs,
+        other_jobs=other_jobs,
+        bursts=bursts,
     )
     batch = build_batch([case], constants, fidelity=fidelity)
     found = _times(case, batch, engine, network, timeline, noise, speeds, host_thread)
@@ -175,7 +185,8 @@ def predict_timeline(
     )
     if other_jobs:
         said = ", ".join(job.name for job in other_jobs)
-        note = f"other jobs send their bytes evenly over their iterations: {said}"
+        how = "in bursts, their iterations begin with the step" if bursts else "evenly over their iterations"
+        note = f"other jobs send their bytes {how}: {said}"
         prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
     if host_thread:
         note = "launches run ahead of the device, by at most 1,024 kernels of 5 us on the host"
@@ -374,6 +385,16 @@ def _check_other_jobs(jobs: tuple[TrainingJob, ...], plan: Plan, network: str) -
                     rule="A device runs one job",
                     fix="Give a plan file that leaves out its ranks, or the job other ranks",
                 )
+
+
+def _check_bursts(bursts: bool, jobs: tuple[TrainingJob, ...], engine: str) -> None:
+    """Refuse bursts without jobs that send them, and where steps are not simulated from begin to end."""
+    if bursts and not jobs:
+        rule, fix = "Bursts are those of other jobs", "Add --other-jobs FILE, or leave it out"
+        raise SpecError("bursts without other jobs", key="--bursts", rule=rule, fix=fix)
+    if bursts and engine != "event":
+        rule = "Bursts are simulated with every micro-batch, from event to event"
+        raise SpecError(f"bursts in the {engine} engine", key="--bursts", rule=rule, fix="Add --engine event")
 
 
 def checked_network(network: str | None, engine: str) -> str:

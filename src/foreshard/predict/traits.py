@@ -26,11 +26,24 @@ _BUCKET_BYTES = {"ddp": 25 * 2**20}
 _BUCKET_ELEMENTS = {"deepspeed": 5e8, "megatron-deepspeed": 5e8, "internevo": 512 * 1024.0**2}
 # The pipeline engine of DeepSpeed exchanges with a neighbour by one blocking call after another.
 _IN_TURN = ("deepspeed", "megatron-deepspeed")
+# ZeRO 1 and 2 all-reduce buckets (stage_1_and_2.py use_multi_rank_bucket_allreduce), and so does the
+# BF16_Optimizer (bf16_optimizer.py, engine.py buffered_allreduce_fallback).
+_SUMS_WHOLE = ("deepspeed", "megatron-deepspeed")
+# Of DeepSpeed's max_reuse_distance of 1e9 elements, passed in forward and again in backward
+# (partitioned_param_coordinator.py __params_to_release).
+_KEPT_ELEMENTS = 5e8
 _NARROW = ("fp8", "mxfp8", "nvfp4")
 # Bytes that torchao moves for an activation and for a weight that two products read: the scale of a
 # tensor takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed
 # copy in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s).
-_OWN_CASTS = {"fused": (0.0, 0.0), "tensorwise": (6.0, 8.0), "rowwise": (8.0, 10.0)}
+# TransformerEngine's current scaling finds the largest value first (cast.cuh, recipe/current_scaling.cu).
+_OWN_CASTS = {
+    "fused": (0.0, 0.0),
+    "current": (6.0, 0.0),
+    "tensorwise": (6.0, 8.0),
+    "rowwise": (8.0, 10.0),
+    "blockwise": (0.0, 0.0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +79,16 @@ class Traits:
     block_scaled: Any  # casts carry a scale per block of elements
     own_casts: Any  # bytes moved to cast an element of an activation to 8 bit, 0 for a fused kernel's
     own_weight_casts: Any  # of a weight, in forward and backward together
+    row_scaled: Any  # 8-bit operands have a scale per row or column
     wide_operands: Any  # tensor parallelism gathers operands of 8-bit products in 16 bit
     any_layout: Any  # 8-bit products take operands along either axis
     expert_overlap: Any
     context_gather: Any
     shared_overlap: Any
     narrow_gather: Any
-    fsdp: Any
+    regathers: Any  # 1 where sharded weights are gathered again before backward
+    prefetches: Any  # 1 where a layer asks for the weights of the next before it runs
+    kept_elements: Any  # of the last units, which stay gathered from forward to backward
     grouped: Any
     uneven_routing: Any
     dropped: Any
@@ -126,7 +142,9 @@ def traits_of(
     # Without 16-bit weights the weight itself is the master.
     wide = 4.0 if precision in ("fp32", "tf32") else 2.0
     optimizer_bytes = framework.grad_bytes + moments + wide + _OPTIMIZER_BYTES[optimizer]
-    gathers_narrow = 1.0 * (precision == "fp8") * options["narrow_gather"]
+    # Scales of rows are not those of the shards that are gathered.
+    narrow = precision == "fp8" and framework.fp8_recipe != "rowwise"
+    gathers_narrow = 1.0 * narrow * options["narrow_gather"]
     gathers_narrow = 1.0 if framework.fp8_params and precision in _NARROW else gathers_narrow
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
@@ -145,17 +163,22 @@ def traits_of(
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),
         p2p_in_turn=float(framework.name in _IN_TURN),
-        reduce_whole=float(framework.name == "deepspeed"),
+        reduce_whole=float(framework.name in _SUMS_WHOLE),
         bucket_elements=_bucket_elements(framework),
         tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
         grads_widened=float(framework.grads_widened),
-        block_scaled=float(precision in ("mxfp8", "nvfp4")),
+        block_scaled=float(
+            precision in ("mxfp8", "nvfp4") or (precision == "fp8" and framework.fp8_recipe == "blockwise")
+        ),
         own_casts=own_casts,
         own_weight_casts=own_weight_casts,
+        row_scaled=float(precision == "fp8" and framework.fp8_recipe == "rowwise"),
         wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
-        fsdp=float(framework.fsdp != "none"),
+        regathers=1.0,
+        prefetches=float(framework.explicit_prefetch),
+        kept_elements=_KEPT_ELEMENTS if framework.fsdp == "zero3" else 0.0,
         grouped=float(framework.grouped_gemm),
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),

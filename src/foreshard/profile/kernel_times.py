@@ -1,6 +1,7 @@
 """Kernels timed on the machine at hand: a table that `--costs` takes, written row by row.
 
-Matrix products, causal attention forward and backward, and a sum that streams memory. An interrupted table
+Matrix products, those of experts in one launch, causal attention forward and backward, and a sum that streams
+memory. An interrupted table
 goes on where it stopped, on the same device with the same software. On a GPU launches follow each other
 without waiting, as in training, so that a kernel shorter than its launch takes a launch.
 """
@@ -24,14 +25,21 @@ from foreshard.cost.tables import SIZES as PRODUCT
 from foreshard.errors import SpecError
 from foreshard.profile.layer_times import processor_name
 
-KINDS = ("product", "attention", "stream")
+KINDS = ("product", "experts", "attention", "stream")
 """Kinds of kernels that are timed; attention forward and backward."""
-_NAMES = tuple(dict.fromkeys((*PRODUCT, *ATTENTION, *COLUMNS["stream"])))
+_NAMES = tuple(dict.fromkeys((*PRODUCT, *COLUMNS["experts"], *ATTENTION, *COLUMNS["stream"])))
 HEADER = ("device", "dtype", "op", *_NAMES, "latency_ms", "threads", "torch")
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192, 16384)}
 """Rows, columns and inner sizes of products."""
 HEADS = {"cpu": (1, 4, 16), "cuda": (4, 16, 64, 256)}
 LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 16384)}
+EXPERTS = {"cpu": (2, 8, 32), "cuda": (2, 8, 32, 128)}
+"""Experts of a rank, in one launch of `torch.nn.functional.grouped_mm`."""
+EXPERT_ROWS = {"cpu": (4, 32, 256), "cuda": (16, 64, 256, 1024, 4096)}
+"""Rows of each expert."""
+EXPERT_WIDTHS = {"cpu": (128, 512), "cuda": (1024, 2048, 4096, 8192)}
+"""Columns and inner sizes of experts: hidden and intermediate sizes of a model."""
+_MOST_EXPERT_ELEMENTS = 2**31  # 4 GiB in 16 bit: small devices hold them too
 _DIMS, _SHARES = (64, 128), (1, 4)  # of a head; heads that share keys and values
 BYTES = {
     "cpu": tuple(2**power for power in range(16, 28, 2)),
@@ -78,6 +86,8 @@ def bench_on(device: str, dtype: str, threads: int = 1) -> Bench:
         if op == "product":
             a, b = values(sizes["m"], sizes["k"]), values(sizes["k"], sizes["n"])
             return lambda: a @ b
+        if op == "experts":
+            return _experts(sizes, values)
         if op == "stream":  # two tensors are read, one is written
             one, other, out = (values(sizes["bytes"] // (3 * DTYPES[dtype].itemsize)) for _ in range(3))
             return lambda: torch.add(one, other, out=out)
@@ -86,6 +96,14 @@ def bench_on(device: str, dtype: str, threads: int = 1) -> Bench:
     if device == "cuda":
         return Bench(name=torch.cuda.get_device_name(), prepare=prepare, wait=torch.cuda.synchronize)
     return Bench(name=processor_name(), prepare=prepare, wait=lambda: None)
+
+
+def _experts(sizes: Mapping[str, int], values: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+    """Return the products of experts that get as many rows each."""
+    experts, m, n, k = (sizes[name] for name in COLUMNS["experts"])
+    rows, weights = values(experts * m, k), values(experts, k, n)
+    ends = torch.arange(m, experts * m + 1, m, dtype=torch.int32, device=rows.device)
+    return lambda: F.grouped_mm(rows, weights, offs=ends)
 
 
 def _attention(op: str, sizes: Mapping[str, int], values: Callable[..., torch.Tensor]) -> Callable[[], Any]:
@@ -122,6 +140,13 @@ def kernels_of(kinds: Sequence[str], device: str, sizes: Sequence[int] = ()) -> 
         if kind == "product":
             grid = product(sorted(set(sizes or SIZES[device])), repeat=3)
             found += [("product", dict(zip(PRODUCT, size, strict=True))) for size in grid]
+        elif kind == "experts":
+            widths = EXPERT_WIDTHS[device]
+            found += [
+                ("experts", dict(zip(COLUMNS["experts"], (count, m, n, k), strict=True)))
+                for count, m, n, k in product(EXPERTS[device], EXPERT_ROWS[device], widths, widths)
+                if count * (m * (n + k) + n * k) <= _MOST_EXPERT_ELEMENTS
+            ]
         elif kind == "stream":
             found += [("stream", {"bytes": size}) for size in BYTES[device]]
         else:

@@ -34,6 +34,7 @@ from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
 from foreshard.runtime.membership.operator_requests import Requests
 from foreshard.runtime.membership.plan_repair import repaired
+from foreshard.runtime.membership.processor_wait import ProcessorWait
 from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
@@ -61,11 +62,15 @@ class RankWorker:
         self, work: RunSettings, rank: int, store: tuple[str, int], secret: bytes, hardware: Hardware
     ):
         self.work, self.rank, self.out = work, rank, Path(work.out)
-        self.progress = Progress(work.progress_s)
+        processor_wait = ProcessorWait()
+        self.progress = Progress(work.progress_s, waited_s=processor_wait)
         self.progress.arm()
         torch.set_num_threads(work.threads)
         self.metrics = Metrics(self.out, rank, trackers=work.trackers)
         self._log_warnings()
+        if not processor_wait.is_known:
+            text = "hanging is judged by all time: the system does not count waits for a processor"
+            self.metrics.event("wall time", text)
         hardware.use_device(
             work.device, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         )

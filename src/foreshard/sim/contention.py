@@ -15,6 +15,7 @@ import numpy as np
 from foreshard.comm.flow.compiled import is_worth_compiling
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import FlowTimes, simulate
+from foreshard.errors import SpecError
 from foreshard.graph.program import Program
 from foreshard.sim.critical_path import TaskTimes
 
@@ -23,6 +24,9 @@ MIN_COMPILED_TASKS = 20_000
 
 MAX_PHASES = 2_000_000
 """Phases that one simulation takes on: some seconds and 1 GB."""
+
+MAX_BURSTS = 20_000
+"""Phases of another job within a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,12 +74,41 @@ class Phases:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """What another job does in a phase of its iteration: it computes, then sends bytes over a route, or none.
+
+    Attributes
+    ----------
+    compute_s, num_bytes : float
+    route : int
+        Row of the network's routes, -1 for none.
+    overlaps : bool
+        Whether the next phase computes while the bytes are on their way.
+    """
+
+    compute_s: float
+    num_bytes: float
+    route: int
+    overlaps: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherJob:
+    """A job that repeats its phases from `start_s` on, as long as the program runs."""
+
+    name: str
+    phases: tuple[Burst, ...]
+    start_s: float = 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class SharedNetwork:
     """Resources by name, and routes over them: how many bytes each carries for a byte of a transfer.
 
     Of a capacity others may use a part; what is `left` transfers share. A resource `of_all` ranks is one for
     all of them: a transfer on it stands for theirs. Any other is of the one rank that stands for several.
+    Jobs in `others` send over the same resources, in bursts.
     """
 
     names: list[str] = field(default_factory=list)
@@ -83,6 +116,7 @@ class SharedNetwork:
     of_all: list[bool] = field(default_factory=list)
     left_bytes_per_s: list[float] = field(default_factory=list)
     routes: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = field(default_factory=dict)
+    others: list[OtherJob] = field(default_factory=list)
 
     def resource(self, name: str, bytes_per_s: float, left: float = 1.0, *, of_all: bool = False) -> int:
         """Add a resource, of which others leave a part, and return its number."""
@@ -115,8 +149,9 @@ class ContendedRun:
     ----------
     times : TaskTimes
     program : FlowProgram
+        Without other jobs.
     flows : FlowTimes
-        Of `program`.
+        Of `program`, and of other jobs behind its tasks.
     phase : ndarray of int, shape (P,)
         Task of `program` that each phase is.
     longer_s : ndarray, shape (P,)
@@ -161,13 +196,15 @@ def run(
     Raises
     ------
     SpecError
-        If tasks wait for each other in a circle.
+        If tasks wait for each other in a circle, or other jobs send too often.
     """
     places = places_of(phases)
     if compiled is None:
         compiled = places.num_tasks >= MIN_COMPILED_TASKS and is_worth_compiling(places.num_tasks)
-    flow_program = _flow_program(program, phases, network, places)
+    flow_program = _builder(program, phases, network, places).build()
     flows = simulate(flow_program, compiled=compiled)
+    if network.others:
+        flows = _beside_others(program, phases, network, places, flows.makespan_s, compiled=compiled)
     first, last = ends_of(program, phases, places)
     start_s, end_s = flows.start_s[places.phase], flows.end_s[places.phase]
     return ContendedRun(
@@ -240,9 +277,56 @@ def columns_of(
     return {**filled, "queue": queue}
 
 
-def _flow_program(
+def _beside_others(
+    program: Program,
+    phases: Phases,
+    network: SharedNetwork,
+    places: FlowPlaces,
+    alone_s: float,
+    *,
+    compiled: bool,
+) -> FlowTimes:
+    """Return when tasks run while other jobs repeat their iterations, at least until the last task ends."""
+    until_s = alone_s
+    while True:
+        builder = _builder(program, phases, network, places)
+        last = [_add_other(builder, network, job, until_s) for job in network.others]
+        flows = simulate(builder.build(), compiled=compiled)
+        end_s = float(flows.end_s[: places.num_tasks].max())
+        if all(float(flows.end_s[task]) >= end_s for task in last):
+            return flows
+        until_s = 2.0 * max(until_s, end_s)
+
+
+def _add_other(builder: FlowProgramBuilder, network: SharedNetwork, job: OtherJob, until_s: float) -> int:
+    """Append iterations of another job that take so long where it is alone; return their last task."""
+    rates = network.alone_bytes_per_s()
+    send_s = [burst.num_bytes / rates[burst.route] if burst.route >= 0 else 0.0 for burst in job.phases]
+    # at the least: where every phase computes while the one before sends
+    iteration_s = max(sum(burst.compute_s for burst in job.phases), sum(send_s))
+    count = 1 + int((until_s - job.start_s) / iteration_s) if until_s > job.start_s else 1
+    if count * len(job.phases) > MAX_BURSTS:
+        raise SpecError(
+            f"{job.name!r} sends {count * len(job.phases):,} times in a step",
+            key="--bursts",
+            rule=f"Bursts of a job are simulated one by one, at most {MAX_BURSTS:,}",
+            fix="Leave out --bursts: so many are as good as even",
+        )
+    sent: list[int] = []
+    computed = builder.compute(0.0, release_s=job.start_s)
+    overlaps = True
+    for burst in job.phases * count:
+        computed = builder.compute(burst.compute_s, after=[computed, *(() if overlaps else sent)])
+        if burst.route >= 0:
+            rate = float(rates[burst.route])
+            sent = [builder.send(burst.route, burst.num_bytes, after=[computed, *sent], weight=rate)]
+        overlaps = burst.overlaps
+    return builder.compute(0.0, after=[computed, *sent])
+
+
+def _builder(
     program: Program, phases: Phases, network: SharedNetwork, places: FlowPlaces
-) -> FlowProgram:
+) -> FlowProgramBuilder:
     builder = FlowProgramBuilder(np.array(network.left_bytes_per_s))
     for resources, usage in network.routes:
         builder.route(resources, usage)
@@ -260,7 +344,7 @@ def _flow_program(
         builder.depend(lags, waits[late])
         waits[late] = lags
     builder.depend(first[task], waits)
-    return builder.build()
+    return builder
 
 
 def _waited_s(phases: Phases, places: FlowPlaces, flows: FlowTimes) -> np.ndarray:

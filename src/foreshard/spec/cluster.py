@@ -22,6 +22,7 @@ class NodeGroup:
     # whole node, one direction; one-way latency of a message between nodes
     nic_bytes_per_s: float
     nic_latency_s: float
+    nic_assumed: bool = False  # the rate is that of the device or instance in the catalog, nobody stated it
     usd_per_h: float | None = None  # per node; None when no price is known
     # date of a catalog price as its source writes it; None for a price the user gave, or no price
     price_date: str | None = None

@@ -31,6 +31,8 @@ class Framework:
     fsdp : none | fsdp1 | fsdp2 | megatron-fsdp | zero3
     pipeline_holds_units : with a pipeline, sharded weights stay gathered from their first forward, and
         gradients whole until the last micro-batch
+    explicit_prefetch : weights of the next layer are asked for before a layer runs; else when the host gets
+        there, and experts whose tokens it counts stop it until they are counted
     cuda_graphs : none | partial | full
     grouped_gemm : experts run in one launch; False = one product per local expert
     routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
@@ -42,9 +44,11 @@ class Framework:
     bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
     default_recompute : recompute rule unless another is stated
     fp8_params : weights are stored and gathered in 8 bit
-    fp8_recipe : fused | tensorwise | rowwise   how 8-bit operands are made: one kernel writes both layouts
-        (TransformerEngine); a pass finds the scale of the tensor first; each row has a scale, each layout a
-        kernel, and communication 16 bit (both torchao). The latter two cast weights where they are used
+    fp8_recipe : fused | current | tensorwise | rowwise | blockwise   how 8-bit operands are made: one kernel
+        writes both layouts, with the scale of earlier steps, or a pass finds that of the tensor first
+        (TransformerEngine); the same pass, or each row has a scale, each layout a kernel, and communication
+        16 bit (both torchao, which cast weights where they are used); 128 elements have a scale, or 128 x 128
+        of a weight (DeepSeek-V3, TransformerEngine)
     memory : name of the memory profile
     """
 
@@ -77,6 +81,7 @@ class Framework:
     narrow_gather: bool = False
     fsdp: str = "none"
     pipeline_holds_units: bool = False
+    explicit_prefetch: bool = True
     cuda_graphs: str = "none"
     grouped_gemm: bool = True
     routing: str = "learned"

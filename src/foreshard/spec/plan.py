@@ -20,6 +20,7 @@ Optimizer = Literal["adamw", "adamw-8bit", "adafactor", "muon", "lion", "sgd"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Algorithm = Literal["auto", "ring", "tree"]
 Attention = Literal["unfused", "efficient", "fa1", "fa2", "fa3", "cudnn"]
+Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise"]
 CommOption = Literal[
     "tp_overlap",
     "grad_overlap",
@@ -40,6 +41,7 @@ OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
+FP8_RECIPES: tuple[str, ...] = get_args(Recipe)
 AUTO = "auto"
 """Of `--collectives` and `--buckets`: what is fastest."""
 COMM_OPTIONS: tuple[str, ...] = get_args(CommOption)
@@ -136,6 +138,7 @@ class Plan:
     optimizer: str = "adamw"
     framework: str = "megatron-core"
     attention: str | None = None  # kernel of attention; None is the framework's, as the devices have it
+    fp8_recipe: str | None = None  # how 8-bit operands are scaled; None is the framework's
     comm: Mapping[str, Any] = field(default_factory=dict)
     lora: str | None = None  # adapters on frozen weights, RANK[:TARGET(+TARGET)*]
     # algorithm of all-reduces, and bytes of a bucket of gradients (None: the framework's buckets)
@@ -159,6 +162,8 @@ class Plan:
         out: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.attention is not None:
             out["attention"] = self.attention
+        if self.fp8_recipe is not None:
+            out["fp8_recipe"] = self.fp8_recipe
         if self.lora is not None:
             out["lora"] = self.lora
         out |= {

@@ -24,6 +24,7 @@ from foreshard.spec.plan import (
     Optimizer,
     Plan,
     Precision,
+    Recipe,
     Schedule,
     Stage,
     check_recompute,
@@ -102,6 +103,7 @@ class PlanFile:
     optimizer: Optimizer = "adamw"
     framework: str = "megatron-core"
     attention: Attention | None = None
+    fp8_recipe: Recipe | None = None
     lora: Annotated[str, Size(1, 80)] | None = None
     defaults: GroupOptions = GroupOptions()
     groups: Annotated[tuple[GroupEntry, ...], Size(1)]

@@ -1,31 +1,38 @@
 """A torch module as it was traced: a chain of layers, each with the operations of its forward and backward.
 
-Every number of an operation is affine in the samples of a micro-batch, so that one trace prices any of them.
+Every number of an operation is a polynomial of the samples of a micro-batch, so that a few traces price any.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Affine", "Operation", "TracedLayer", "TracedModule"]
+__all__ = ["Growth", "Operation", "TracedLayer", "TracedModule"]
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
-    """A number of a micro-batch: what it is without samples, and what each sample adds."""
+class Growth:
+    """A number of a micro-batch: what it is without samples, and what each sample adds.
+
+    Attributes
+    ----------
+    square : float
+        Of pairs of samples, where a module compares every sample with every other.
+    """
 
     fixed: float
     each: float
+    square: float = 0.0
 
     def at(self, samples: float) -> float:
         """Return the number for a micro-batch.
 
         Examples
         --------
-        >>> Affine(3.0, 2.0).at(4)
+        >>> Growth(3.0, 2.0).at(4)
         11.0
         """
-        return self.fixed + self.each * samples
+        return self.fixed + samples * (self.each + samples * self.square)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,24 +43,27 @@ class Operation:
     ----------
     name : str
         The operator, as torch calls it.
-    kind : {'product', 'convolution', 'grouped', 'depthwise', 'attention', 'stream', 'layout'}
+    kind : {'product', 'experts', 'convolution', 'grouped', 'depthwise', 'attention', 'stream', 'layout'}
         What prices it. A convolution is the matrix product that it equals; those in groups that matrix
         units do not take are of their own kinds.
-    sizes : tuple of Affine
-        product, convolution: rows, columns, inner length, number of products; attention: number of
+    sizes : tuple of Growth
+        product, experts, convolution: rows, columns, inner length, number of products; attention: number of
         sequences, heads, queries, keys, head dimension, 1 where causal; grouped: channels of a group, 1
         where channels are last; depthwise: rows of the filter; others: none.
-    bytes : Affine
+    bytes : Growth
         Read and written.
-    flops : Affine
+    flops : Growth
         2 for each multiply-add of products.
+    wide : bool
+        Whether products are in 32 bit, whatever the module's precision.
     """
 
     name: str
     kind: str
-    sizes: tuple[Affine, ...]
-    bytes: Affine
-    flops: Affine
+    sizes: tuple[Growth, ...]
+    bytes: Growth
+    flops: Growth
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +77,9 @@ class TracedLayer:
     forward, backward : tuple of Operation
     parameters, frozen, buffers : int
         Elements: of parameters that get a gradient, of those that do not, of buffers.
-    saved_bytes : Affine
+    saved_bytes : Growth
         Kept from forward to backward.
-    boundary_bytes : Affine
+    boundary_bytes : Growth
         Handed to the next layer.
     """
 
@@ -79,8 +89,8 @@ class TracedLayer:
     parameters: int
     frozen: int
     buffers: int
-    saved_bytes: Affine
-    boundary_bytes: Affine
+    saved_bytes: Growth
+    boundary_bytes: Growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@ import csv
 import os
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import date
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from foreshard.catalog import cluster_file
-from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.clusters import load_cluster, with_device, with_nic
 from foreshard.catalog.devices import devices
 from foreshard.catalog.instances import default_nic, default_price, instances, is_old
 from foreshard.errors import SpecError
@@ -347,3 +347,32 @@ def test_every_instance_of_the_table_is_in_the_catalog():
 def test_a_bare_device_and_a_count_beyond_all_are_said(text, said):
     with pytest.raises(SpecError, match=re.escape(said)):
         load_cluster(text)
+
+
+@pytest.mark.parametrize("rate", ["", "@25Gb/s", "@400Gb/s/gpu"])
+@pytest.mark.parametrize("device", ["b200", "rtx-4090", "mi300x", "v100"])
+def test_another_device_leaves_what_a_fresh_shorthand_gives(rate: str, device: str) -> None:
+    changed = with_device(load_cluster(f"2x8xh100-pcie{rate}"), device)
+    fresh = load_cluster(f"2x8x{device}{rate}")
+    assert replace(changed, name=fresh.name) == fresh
+
+
+def test_another_device_leaves_the_site_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(
+        '[[nodes]]\ncount = 2\nper_node = 8\ndevice = "a100-sxm-80gb"\nnic = "200 Gb/s"\nrack = "r1"\n'
+        'carbon_kg_per_kwh = 0.3\nhost_memory = "1 TiB"\nnic_latency = "9 us"\n'
+    )
+    before = load_cluster(path).nodes[0]
+    after = with_device(load_cluster(path), "h100-sxm").nodes[0]
+    assert after.device.name == "h100-sxm"
+    for kept in ("nic_bytes_per_s", "nic_latency_s", "rack", "carbon_kg_per_kwh", "host_memory_bytes"):
+        assert getattr(after, kept) == getattr(before, kept)
+
+
+def test_a_stated_rate_takes_the_place_of_the_assumed_one() -> None:
+    changed = with_nic(load_cluster("2x8xh100-sxm"), "100Gb/s")
+    fresh = load_cluster("2x8xh100-sxm@100Gb/s")
+    assert changed.nodes == fresh.nodes
+    assert set(changed.assumptions) == set(fresh.assumptions)
+    assert changed.warnings == fresh.warnings

@@ -190,6 +190,51 @@ def test_import_wants_to_know_the_collective_it_predicts(shell, tmp_path):
     assert shell("comm", "import", tmp_path / "none.log").code == 2
 
 
+SECOND_SIZE = "  4194304  1048576  float  sum  -1  40.80  102.8  102.8  0  40.9  102.5  102.5  0\n"
+
+
+def test_predict_takes_measured_times_where_they_cover_it(shell, tmp_path):
+    """From nccl-tests and from a table alike; the size in the middle of two is their geometric mean."""
+    log, csv = tmp_path / "a.log", tmp_path / "a.csv"
+    log.write_text(NCCL_TESTS + SECOND_SIZE)
+    rows = ("h100-sxm,bf16,0.0204,all_reduce,2,1048576", "h100-sxm,bf16,0.0408,all_reduce,2,4194304")
+    csv.write_text("\n".join(["device,dtype,latency_ms,op,ranks,bytes", *rows]) + "\n")
+    call = ("comm", "predict", "all-reduce")
+    for file in (log, csv):
+        for size, time_s in (("1MiB", 20.4e-6), ("2MiB", 20.4e-6 * 2**0.5), ("4MiB", 40.8e-6)):
+            found = shell(*call, size, "1x8xh100-sxm", "--ranks", "2", "--costs", file, "--json").json
+            assert found["time_s"] == pytest.approx(time_s, rel=1e-9)
+            assert (found["evidence"], found["time_interval_s"]) == ("table", None)
+        for size, cluster, ranks in (
+            ("8MiB", "1x8xh100-sxm", "2"),
+            ("1MiB", "1x8xh100-sxm", "4"),
+            ("1MiB", "1x8xa100-sxm-80gb", "2"),
+        ):
+            other = (*call, size, cluster, "--ranks", ranks, "--json")
+            formula, found = shell(*other).json, shell(*other, "--costs", file).json
+            assert found["time_s"] == formula["time_s"] and found["evidence"] == formula["evidence"]
+            assert "does not cover" in found["notes"][0]
+    assert "measured" in shell(*call, "2MiB", "1x8xh100-sxm", "--ranks", "2", "--costs", log).out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("all_reduce", "broadcast", "broadcast"),
+        ("Pid  11 on  a device  1", "Pid  11 on  b device  1", "several hosts"),
+        ("  1048576  262144", "  0  0", "no size"),
+        ("#  size", "#  none", "header"),
+    ],
+)
+def test_measured_times_that_are_no_table_are_refused(shell, tmp_path, old, new, what):
+    log = tmp_path / "a.log"
+    log.write_text(NCCL_TESTS.replace(old, new))
+    call = ("comm", "predict", "all-reduce", "1MiB", "1x8xh100-sxm", "--costs")
+    answer = shell(*call, log, "--json")
+    assert answer.code == 2 and answer.json["error"]["file"] == str(log)
+    assert what in str(answer.json["error"]) and shell(*call, tmp_path / "none.csv").code == 2
+
+
 words = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 

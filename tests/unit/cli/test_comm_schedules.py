@@ -144,3 +144,13 @@ def test_the_schema_names_every_key_of_a_schedule_and_a_topology():
     assert list(topology["vertices"]) == names(plain_graph.VertexTable)
     assert list(topology["links"]) == names(plain_graph.TopologyLinkTable)
     assert list(topology["shared"]) == names(plain_graph.SharedTable)
+
+
+def test_clusters_whose_sends_no_memory_holds_are_refused(shell):
+    for words in (
+        ("simulate", "all-reduce", "1MiB", "300x8xh100-sxm"),
+        ("simulate", "all-gather", "1MiB", "99999x8xh100-sxm", "--ranks", "16"),
+        ("synthesize", "all-gather", "1MiB", "300x8xh100-sxm"),
+    ):
+        answer = shell("comm", *words, "--json")
+        assert answer.code == 2 and "comm predict" in answer.json["error"]["fix"]

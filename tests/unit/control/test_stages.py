@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from foreshard.control.orders import plan_of
+from foreshard.control.search.cache import SearchCache
 from foreshard.control.search.pricing import evaluate
 from foreshard.control.search.slot_search import solve_slot
 from foreshard.control.slots import MP_OVER_DP, Budget, Structure, WorkerPipeline
@@ -83,6 +84,25 @@ def test_choice_is_the_best_of_all_at_any_weights(cases, workers, layers, cases_
         wide += max(len(group.workers) for group in choice.structure.groups) > 1
         deep += len(choice.structure.groups) > 1
     assert wide and deep, "trivial cases"
+
+
+def test_a_state_that_stays_is_searched_to_what_a_long_search_finds(cases):
+    """A slot has time for few structures: what it had no time for is looked at in later ones."""
+    rng = np.random.default_rng(1)
+    for at in range(4):
+        made, now = cases.random_case(rng, 7, kinds=4, layers=6, tight=at % 2 == 1, egress=at % 3 == 0)
+        weights = {"money": rng.uniform(0.0, 0.5), "energy": rng.uniform(0.0, 1e-3) * (at % 2)}
+    asked = {"batch": 96, "micro_batch": 16, "time_weight": 1.0, "cost_weights": weights}
+    asked |= {"budgets": ALL_KINDS[:2], "reading": MP_OVER_DP}
+
+    def worth(one):
+        return one.time_s + sum(weights[each.name] * one.costs[each.key] for each in ALL_KINDS[:2])
+
+    least, cache = worth(solve_slot(made, now, **asked)), SearchCache()
+    choice = solve_slot(made, replace(now, speed=np.ones(7)), cache=cache, **asked)
+    for _ in range(16):
+        choice = solve_slot(made, now, running=choice, cache=cache, **asked)
+    assert worth(choice) <= least * (1.0 + 1e-9)
 
 
 def test_where_nothing_fits_it_is_said(cases):

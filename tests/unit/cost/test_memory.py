@@ -84,6 +84,47 @@ def test_gpt_without_flash_saves_34_and_5():
     assert with_sp.activations == pytest.approx(s * h * 34 / t + 5 * a * s * s / t)
 
 
+def test_norms_of_queries_and_keys_save_their_inputs():
+    """FRAMEWORKS section 4.2: 2T'(h + gd) more, and two fp32 copies where norms run as separate kernels."""
+    normed = replace(LLAMA_70B, qk_norm=True)
+    channels = normed.query_width + normed.num_kv_heads * normed.head_dim
+    for memory, each in (("megatron-core", 2), ("hf", 8)):
+        framework = Framework(name=memory, memory=memory)
+        with_norm, without = (
+            stage_memory(middle(block, tp=2), framework).activations for block in (normed, LLAMA_70B)
+        )
+        assert with_norm - without == pytest.approx(each * 1024 / 2 * channels)
+
+
+def test_fsdp1_at_level_two_keeps_16_bit_weights_whole_beside_its_shards():
+    """FRAMEWORKS section 3: fp32 shards are the masters; SHARD_GRAD_OP gathers them in 16 bit until freed."""
+    framework, profile = load_framework("composer"), memory_profile("composer")
+    load = middle(GPT, 4, dp=8, shard_size=8, expert_dp=8)
+    two, three = (stage_memory(replace(load, zero=zero), framework, profile) for zero in (2, 3))
+    params = 4 * GPT.num_params
+    assert three.parameters == pytest.approx(4 / 8 * params)
+    assert two.parameters == pytest.approx((4 / 8 + 2) * params)
+    assert two.gradients == three.gradients and two.optimizer == three.optimizer
+
+
+def test_zero_3_of_deepspeed_steps_in_parts():
+    """FRAMEWORKS section 3: fp32 gradients of one sub-group of 1e9 elements at a time."""
+    framework, profile = load_framework("deepspeed"), memory_profile("deepspeed")
+    load = middle(LLAMA_70B, 80, dp=8, shard_size=8, expert_dp=8)
+    own = 80 * LLAMA_70B.num_params / 8
+    parts, whole = (stage_states(replace(load, zero=zero), framework, profile).step for zero in (3, 1))
+    assert own > 1e9 and parts == 4e9
+    assert whole == pytest.approx(4 * own)
+
+
+@pytest.mark.parametrize(("name", "bytes_each"), [("ddp", 4.0), ("fms-fsdp", 4.0), ("composer", 0.0)])
+def test_adamw_over_lists_of_tensors_holds_square_roots_of_all(name, bytes_each):
+    """FRAMEWORKS section 7: torch's foreach AdamW, the default on CUDA unless fused is asked for."""
+    framework = load_framework(name)
+    states = stage_states(middle(GPT, zero=0), framework, memory_profile(framework.memory))
+    assert states.step == pytest.approx(bytes_each * GPT.num_params)
+
+
 @pytest.mark.parametrize(
     ("memory", "grad_bytes", "zero", "expected"),
     [

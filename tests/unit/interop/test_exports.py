@@ -19,6 +19,7 @@ from foreshard.catalog.hf.load import model_from_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.interop.exporters import TARGETS, export
+from foreshard.interop.exporters.torchtitan import flavor_of
 from foreshard.planner.search import plan as search
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan
@@ -145,6 +146,13 @@ def test_deepspeed_json_has_known_keys_and_multiplies_to_the_batch(zero):
     assert read["train_micro_batch_size_per_gpu"] * read["gradient_accumulation_steps"] * 16 == 64
 
 
+def test_deepspeed_offloads_the_optimizer_of_one_rank():
+    made = plan_from_degrees(MODEL.num_layers, 1, global_batch=8, seq_len=512, zero=2, offload="optimizer")
+    read = json.loads(export(made, "deepspeed", model=MODEL, cluster=CLUSTER).text)
+    assert read["zero_optimization"]["stage"] == 2
+    assert read["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
 def test_accelerate_file_has_known_keys_and_all_ranks():
     known = schema("accelerate")
     (text,) = files("fsdp", plan(zero=3)).values()
@@ -223,6 +231,50 @@ def test_uneven_shares_are_refused_with_the_reason(target):
 def test_what_a_target_cannot_say_is_refused(target, degrees, reason):
     with pytest.raises(SpecError, match=reason):
         export(plan(**degrees), target, model=MODEL, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "degrees", "reason"),
+    [
+        ("qwen3-8b", "torchtitan@0.2", {"pp": 2}, "pp 2 of qwen3"),
+        ("gpt-oss-20b", "torchtitan@0.2", {"pp": 2}, "pp 2 of gpt_oss"),
+        ("deepseek-v3", "torchtitan@0.2", {}, "next-token layers of deepseek-v3"),
+        ("deepseek-v3", "torchtitan@0.3", {"pp": 2}, "next-token layers of deepseek-v3 under pp or cp"),
+        ("mixtral-8x7b", "torchtitan@0.3", {}, "mixtral-8x7b .it ships"),
+    ],
+)
+def test_models_that_a_release_of_torchtitan_cannot_train_so_are_refused(name, target, degrees, reason):
+    model = load_model(name)
+    made = plan_from_degrees(model.num_layers, 16, global_batch=64, seq_len=4096, zero=2, **degrees)
+    with pytest.raises(SpecError, match=reason):
+        export(made, target, model=model, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("target", "recipe", "reason"),
+    [
+        ("torchtitan@0.3", "tensorwise", "tensorwise scales .it has rowwise"),
+        ("torchtitan@0.2", "delayed", "delayed scales .it has tensorwise, rowwise"),
+        ("megatron", "rowwise", "rowwise scales .it has delayed, tensorwise, blockwise"),
+    ],
+)
+def test_scales_that_a_target_has_not_are_refused(target, recipe, reason):
+    made = replace(plan(zero=1 if target == "megatron" else 3, precision="fp8"), fp8_recipe=recipe)
+    with pytest.raises(SpecError, match=reason):
+        export(made, target, model=MODEL, cluster=CLUSTER)
+
+
+def test_torchtitan_gathers_in_8_bit_without_the_name_of_a_recipe():
+    """It refuses enable_fsdp_float8_all_gather together with recipe_name."""
+    made = replace(plan(zero=3, precision="fp8"), fp8_recipe="tensorwise", comm={"narrow_gather": True})
+    read = tomllib.loads(export(made, "torchtitan@0.2", model=MODEL, cluster=CLUSTER).text)
+    assert read["quantize"]["linear"]["float8"] == {"enable_fsdp_float8_all_gather": True}
+
+
+def test_a_model_of_the_sizes_of_a_flavor_with_other_experts_is_not_that_flavor():
+    model = load_model("qwen3-30b-a3b")
+    wider = replace(model, blocks=tuple(replace(block, expert_ffn=1024) for block in model.blocks))
+    assert flavor_of(model) == ("qwen3", "30B-A3B") and flavor_of(wider) is None
 
 
 @pytest.mark.parametrize(

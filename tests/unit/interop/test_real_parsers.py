@@ -210,6 +210,12 @@ TORCHTITAN = (
     ("llama3-8b", {"tp": 2, "cp": 2, "zero": 3, "precision": "fp8"}),
     ("llama3-8b", {"pp": 2, "zero": 2, "schedule": "gpipe", "precision": "fp32"}),
     ("qwen3-30b-a3b", {"ep": 8, "zero": 3}),
+    ("deepseek-v2-lite", {"ep": 4, "pp": 2, "zero": 2}),
+    ("gpt-oss-20b", {"ep": 8, "zero": 3}),
+)
+TORCHTITAN_03 = (
+    ("deepseek-v3", {"ep": 8, "zero": 3}),
+    ("qwen3-8b", {"pp": 2, "zero": 2}),
 )
 
 
@@ -271,7 +277,7 @@ def test_torchtitan_02_reads_the_plan(name, degrees, tmp_path):
     assert rule.mode == said[0] and said[1] in (None, rule.selective_ac_option)
 
 
-@pytest.mark.parametrize(("name", "degrees"), TORCHTITAN)
+@pytest.mark.parametrize(("name", "degrees"), (*TORCHTITAN, *TORCHTITAN_03))
 def test_torchtitan_03_reads_the_plan(name, degrees, tmp_path, monkeypatch):
     model = load_model(name)
     made = planned(model, **degrees)
@@ -282,6 +288,10 @@ def test_torchtitan_03_reads_the_plan(name, degrees, tmp_path, monkeypatch):
     _torchtitan_batches(made, config)
     kinds = {"none": "NoneType", "full": "FullAC.Config", "selective:op": "SelectiveAC.Config"}
     assert type(config.activation_checkpoint).__qualname__ == kinds[made.groups[0].stages[0].recompute]
+    theirs = config.model_spec.model
+    assert len(theirs.layers) == model.num_layers
+    assert (theirs.dim, theirs.vocab_size) == (model.hidden, model.vocab)
+    assert len(getattr(theirs, "mtp_layers", [])) == model.num_next_token
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What is fixed, limited or forbidden holds for every plan of a search, and nothing else does."""
 
+import re
+
 import pytest
 
 from foreshard import api
@@ -113,6 +115,17 @@ def test_idle_devices_are_explained():
     said = [note for note in found.notes if "t4 stay idle" in note]
     assert len(found.plans[0].plan.ranks) == 8
     assert said and ("GiB" in said[0] or "longer" in said[0])
+
+
+def test_the_network_that_would_pay_does():
+    model, cluster = api.load_model("gpt2-xl"), "1x2xh100-sxm{0}+1x2xa100-sxm-80gb{0}"
+    asked = {"global_batch": 24, "seq_len": 1024, "budget_s": 2.0, "top": 1}
+    slow = api.plan(model, cluster.format("@100Gb/s"), **asked)
+    (note,) = [note for note in slow.notes if "a100-sxm-80gb stay idle" in note]
+    rate = re.search(r"NICs of (\d+ Gb/s) on all nodes would pay", note)[1]
+    fast = api.plan(model, cluster.format(f"@{rate}"), **asked)
+    assert fast.plans[0].prediction.step_time_s < slow.plans[0].prediction.step_time_s
+    assert len(fast.plans[0].plan.ranks) == 4
 
 
 def test_a_stated_price_is_that_of_every_offer_to_rent():

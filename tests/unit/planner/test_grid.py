@@ -238,6 +238,21 @@ def test_kept_plans_differ_in_degrees():
     assert len({_degrees(one, 0) for one in found.tables}) == 4
 
 
+@pytest.mark.parametrize("space", [SPACES[0], SPACES[2]], ids=("megatron", "torchtitan"))
+def test_of_each_degrees_the_best_wanted_plan_is_kept(space):
+    request = _request(*space)
+    table, score, _, fits = _priced(request)
+
+    def wanted(rows):
+        return (rows.recompute == 0) & (rows.offload == 0) & ((rows.zero + rows.micro_batch) % 2 == 1)
+
+    found = search_rows(request, keep=5, refusals=lambda row: () if wanted(row)[0] else ("unwanted",))
+    assert found.refused["unwanted"] > 0
+    best = _best_of_each(table, score, fits & wanted(table))
+    assert found.score == pytest.approx(best[:5])
+    assert found.bound == pytest.approx(best[0])
+
+
 def test_interrupt_keeps_what_was_found(monkeypatch):
     import foreshard.planner.grid.search as grid
 

@@ -269,7 +269,7 @@ def test_the_optimizer_streams_its_shard(zero, ranks):
     kernels = batch.machine.kernels
     bytes_per_s = (kernels.memory_bytes_per_s * kernels.stream_eff).item()
     once = CONSTANTS.step_fixed + 5 * CONSTANTS.step_per_layer
-    seconds = optimizer_s(PARAMS, 0.0, 5.0, batch.machine).item()
+    seconds = optimizer_s(PARAMS, 0.0, 5.0, batch.machine, 8.0).item()
     assert seconds - once == pytest.approx(30.0 * PARAMS / ranks / bytes_per_s, rel=0.02)
 
 
@@ -353,12 +353,37 @@ def test_recipes_of_8_bit_move_what_their_kernels_do():
     assert other.traits.own_casts == 0, "blocks have kernels of their own"
 
 
+def test_scales_per_block_cost_what_other_block_scaled_casts_do():
+    """DeepSeek-V3 section 3.3.2; under TransformerEngine every other recipe has kernels of its own."""
+    case, batch = batch_of(precision="fp8")
+    moved = {}
+    for recipe in ("fused", "current", "blockwise"):
+        framework = replace(case.framework, fp8_recipe=recipe)
+        machine = build_batch([replace(case, framework=framework)], CONSTANTS).machine
+        launch = np.max(machine.kernels.stream_launch_s)
+        moved[recipe] = cast_s(batch.kinds[0], machine).item() - launch
+    least = moved["current"] / 6.0
+    assert moved["fused"] == pytest.approx(4.0 * CONSTANTS.cast_traffic * least)
+    assert moved["blockwise"] == pytest.approx(4.0 * CONSTANTS.cast_blocks * least)
+
+
 def test_scales_per_row_gather_in_16_bit():
     found = {}
     for release in ("0.2", "0.3"):
         batch = batch_of(framework=f"torchtitan@{release}", precision="fp8", zero=3, tp=2)[1]
         found[release] = region_times(batch.pipeline.hidden, batch.machine)
     assert found["0.2"].operands_s < found["0.2"].scatter_s == found["0.3"].operands_s
+
+
+def test_norms_of_queries_and_keys_run_like_other_norms():
+    model = api.load_model("llama3-8b")
+    normed = replace(model, blocks=tuple(replace(block, qk_norm=True) for block in model.blocks))
+    plain, more = (elementwise_times(b.kinds[0], b.machine) for _, b in map(batch_of, (model, normed)))
+    block = model.blocks[0]
+    channels = block.query_width + block.num_kv_heads * block.head_dim
+    given = more[0] - plain[0]
+    assert given * block.num_norms * model.hidden == pytest.approx(plain[2] * channels)
+    assert more[2] == pytest.approx(plain[2]), "recomputation of layernorm leaves them out"
 
 
 def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_kernel():

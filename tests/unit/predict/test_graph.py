@@ -158,6 +158,57 @@ def test_ends_of_a_sharded_model_stay_gathered_between_forward_and_backward():
     assert (units.regather_s[1:-1] == units.gather_s[1:-1]).all()
 
 
+def test_torchtitan_moves_held_weights_and_gradients_once_a_step():
+    """FRAMEWORKS section 9, FSDP2 with PP: gathered once a step, reduced after the last backward."""
+    options = {"framework": "torchtitan", "pp": 2, "tp": 4, "zero": 3, "cluster": "2x8xh100-sxm@100Gb/s"}
+    few, many = (case_of(global_batch=batch, **options) for batch in (8, 32))
+    moved = [parts_of(case)["data_comm"] for case in (few, many)]
+    assert moved[1] == pytest.approx(moved[0], rel=0.05)
+    batch = build_batch([few], CONSTANTS)
+    step, times = engine.PricedStep.of(few, batch).executed()
+    for lowered in step.groups:
+        for stage, tasks in enumerate(lowered.data):
+            reduce = [task for task in tasks if step.program.kind[task] == Kind.GRADIENT_REDUCE]
+            last = lowered.last[lowered.last_gradient(stage, 0)]
+            assert reduce and min(times.start_s[reduce]) >= times.end_s[last]
+            units = len(lowered.prices.units[stage][0].params)
+            assert len(tasks) - len(reduce) == units
+
+
+def test_fsdp_at_level_two_gathers_once_a_micro_batch():
+    """SHARD_GRAD_OP, reshard_after_forward False: weights are freed after the backward all the same."""
+    options = {"framework": "composer", "global_batch": 32, "comm": {"grad_overlap": False}}
+    kept, freed = (prices_of(case_of(zero=zero, **options))[0].units[0][0] for zero in (2, 3))
+    assert kept.regather_s.sum() == 0.0 < freed.regather_s.sum()
+    assert (kept.gather_s == freed.gather_s).all() and (kept.scatter_s == freed.scatter_s).all()
+
+
+def test_zero_3_of_deepspeed_keeps_what_it_needs_again_soon():
+    """FRAMEWORKS section 11: weights used again within 1e9 elements, there and back, are not released."""
+    (prices,) = prices_of(case_of(framework="deepspeed", zero=3, global_batch=16, model="llama2-7b"))
+    units = prices.units[0][0]
+    behind = units.params[::-1].cumsum()[::-1] - units.params
+    kept = units.regather_s[1:-1] == 0.0
+    assert 0 < kept.sum() < len(kept) and (kept == (behind[1:-1] < 5e8)).all()
+    (small,) = prices_of(case_of(framework="deepspeed", zero=3, global_batch=16, model="gpt2"))
+    assert small.units[0][0].regather_s.sum() == 0.0
+
+
+def test_counting_tokens_of_experts_holds_up_the_next_gather():
+    """FRAMEWORKS section 9: a host sync in the layer kills the overlap unless prefetch is explicit."""
+    case = case_of(
+        framework="hf", model="mixtral-8x7b", zero=3, global_batch=32, cluster="2x8xh100-sxm@200Gb/s"
+    )
+    explicit = replace(case, framework=replace(case.framework, explicit_prefetch=True))
+    (prices,) = prices_of(case)
+    units = prices.units[0][0]
+    forward = sum(units.forward_s.values())
+    held = units.counting_s[2:]
+    assert units.counting_s[:2].sum() == 0.0 and held == pytest.approx(forward[1:-1])
+    assert prices_of(explicit)[0].units[0][0].counting_s.sum() == 0.0
+    assert sum(parts_of(explicit).values()) < sum(parts_of(case).values())
+
+
 def test_tied_table_is_summed_between_the_ends():
     tied, untied = (
         case_of(pp=2, tp=8, zero=0, global_batch=4, model=name) for name in ("gpt3-1.3b", "llama3-8b")

@@ -12,6 +12,9 @@ from foreshard import api
 from foreshard.comm.jobs.background import IN, OUT, BackgroundLoad, left_by
 from foreshard.comm.jobs.job import IterationPhase, TrainingJob, collective_transfers
 from foreshard.errors import SpecError
+from foreshard.graph.program import ProgramBuilder
+from foreshard.sim import contention
+from foreshard.sim.contention import Burst, OtherJob, Phases, SharedNetwork
 from foreshard.spec.plan_file import parse_plan
 from foreshard.spec.variation import Noise
 
@@ -135,3 +138,105 @@ def test_the_command_reads_jobs_of_the_same_cluster(tmp_path):
     jobs.write_text(jobs.read_text().replace(RACKS, "2x8xh100-sxm"))
     other = run("--network", "flow").exception
     assert isinstance(other, SpecError) and other.key == "cluster"
+
+
+def burst_s(cluster, *jobs, **more):
+    """Seconds of the step while jobs send in bursts, and of its gradient collectives."""
+    return step_s(cluster, *jobs, engine="event", bursts=True, **more)
+
+
+def beside_s(jobs: list[tuple[float, float]]) -> float:
+    """Return when a transfer of a second ends beside jobs that wait and then send, over and over.
+
+    All that send at once have equal parts of the link; from one change to the next.
+    """
+    now, left = 0.0, 1.0
+    wakes, sends = [wait for wait, _ in jobs], [0.0 for _ in jobs]
+    while left > 1e-12:
+        rate = 1.0 / (1 + sum(size > 0.0 for size in sends))
+        changes = [left / rate, *(size / rate for size in sends if size > 0.0)]
+        changes += [wake - now for wake, size in zip(wakes, sends, strict=True) if size <= 0.0]
+        span = min(changes)
+        now, left = now + span, left - rate * span
+        for i, (wait, size) in enumerate(jobs):
+            if sends[i] > 0.0:
+                sends[i] -= rate * span
+                if sends[i] < 1e-12:
+                    sends[i], wakes[i] = 0.0, now + wait
+            elif wakes[i] <= now + 1e-12:
+                sends[i] = size
+    return now
+
+
+@pytest.mark.parametrize("jobs", [[], [(0.5, 0.25)], [(0.2, 0.1), (0.33, 0.4)], [(0.01, 0.003), (2.0, 1.0)]])
+def test_bursts_share_a_link_as_a_loop_over_changes_finds(jobs):
+    builder = ProgramBuilder()
+    builder.add("send", 1.0, [])
+    network = SharedNetwork()
+    route = network.route([network.resource("link", 1e9)], [1.0])
+    network.others = [
+        OtherJob(name="beside", phases=(Burst(compute_s=wait, num_bytes=size * 1e9, route=route),))
+        for wait, size in jobs
+    ]
+    sent = Phases(
+        task=np.array([0]),
+        delay_s=np.zeros(1),
+        num_bytes=np.array([1e9]),
+        route=np.array([route]),
+        beside=np.zeros(1, dtype=bool),
+    )
+    found = contention.run(builder.build(), sent, network)
+    assert found.times.makespan_s == pytest.approx(beside_s(jobs), rel=1e-9)
+    assert found.program.num_tasks == 1
+
+
+def test_without_jobs_that_send_the_step_is_as_it_was(cluster):
+    alone = step_s(cluster, engine="event")[0]
+    inside = job(1e9, (4, 5))  # within a node
+    assert burst_s(cluster, inside)[0] == alone
+
+
+def test_a_job_that_waits_for_its_bursts_takes_less_than_an_even_one(cluster):
+    """10 ms of computation, and 8 ms of sending that take 16 beside a gradient: 8 of 26 ms are lost."""
+    _, gradients = step_s(cluster)
+    bursts = burst_s(cluster, job(100e6 / 100, compute_s=0.01 / 100))[1]
+    assert bursts / gradients == pytest.approx(26 / 18, rel=1e-2)
+    assert bursts < step_s(cluster, job(100e6))[1]
+
+
+def test_bursts_never_shorten_a_step_and_large_ones_take_half(cluster):
+    alone = step_s(cluster, engine="event")
+    times = [burst_s(cluster, job(size))[0] for size in (1e6, 1e8, 1e10)]
+    assert alone[0] <= times[0] <= times[1] <= times[2]
+    endless = burst_s(cluster, job(1e12, compute_s=0.0))
+    assert endless[1] / alone[1] == pytest.approx(2.0, rel=2e-2)
+
+
+def test_bursts_meet_ranks_that_differ_once(cluster):
+    noise = Noise(jitter=0.05, seeds=4)
+    found = api.request(
+        "gpt2-xl",
+        cluster,
+        PLAN,
+        network="flow",
+        other_jobs=(job(1e8),),
+        engine="event",
+        bursts=True,
+        noise=noise,
+    ).predict()
+    assert found.step_time_distribution.contention == "once"
+    assert found.step_time_s > burst_s(cluster, job(1e8))[0]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "more", "fix"),
+    [
+        ((), {"engine": "event"}, "--other-jobs"),
+        ((job(1e6),), {"engine": "graph", "network": "flow"}, "--engine event"),
+        ((job(1.0, compute_s=1e-9),), {"engine": "event"}, "as good as even"),
+    ],
+)
+def test_bursts_that_cannot_be_simulated_are_refused(cluster, jobs, more, fix):
+    with pytest.raises(SpecError) as caught:
+        api.request("gpt2-xl", cluster, PLAN, other_jobs=jobs, bursts=True, **more).predict()
+    assert caught.value.key == "--bursts" and fix in caught.value.fix

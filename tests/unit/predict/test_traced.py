@@ -18,7 +18,7 @@ from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
 from foreshard.profile.networks.catalog import network
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
-from foreshard.spec.traced_module import Affine, Operation
+from foreshard.spec.traced_module import Growth, Operation
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,9 @@ def grouped_s(width, *, last=False, samples=8.0, flops=1e12, num_bytes=1e6):
     operation = Operation(
         name="convolution",
         kind="grouped",
-        sizes=(Affine(width, 0.0), Affine(float(last), 0.0)),
-        bytes=Affine(0.0, num_bytes),
-        flops=Affine(0.0, flops),
+        sizes=(Growth(width, 0.0), Growth(float(last), 0.0)),
+        bytes=Growth(0.0, num_bytes),
+        flops=Growth(0.0, flops),
     )
     device = resolve_device("rtx-3090")
     return float(operations_s([operation], samples, kernel_model(device, "fp16"), device.peak("fp32"))[0])
@@ -200,3 +200,87 @@ def test_a_depthwise_convolution_streams_its_image_for_every_row_of_the_filter()
     (found,) = [o for layer in traced.layers for o in layer.forward if o.kind == "depthwise"]
     moved = 2 * (2 * 16 * 64 * 32 * 32 + 64 * 49)
     assert operations_s([found], 16, kernels, 1e12)[0] == pytest.approx(float(stream_s(7 * moved, kernels)))
+
+
+def sharded(module, cluster, *, share=1.0, **degrees):
+    """Return costs and prediction with ZeRO 3; `share` of the bytes of parameters is moved."""
+    plan = plan_of(module, cluster.num_devices, **{"zero": 3} | degrees)
+    sizes = [degrees.get("micro_batch", 64)]
+    costs = traced_costs(module, [nodes.device for nodes in cluster.nodes], micro_batches=sizes)
+    costs = replace(costs, gathered_share=share)
+    return costs, predict_measured(costs, cluster, plan)
+
+
+def test_zero_3_without_bytes_to_move_is_compute_and_a_part_of_the_optimizer(resnet):
+    _, made = sharded(resnet, load_cluster("1x4xa100-sxm-40gb"), share=0.0)
+    alone = step_of(resnet, "1x1xa100-sxm-40gb")
+    assert made.time_breakdown_s["data_comm"] == 0.0
+    assert made.time_breakdown_s["compute"] == pytest.approx(alone.time_breakdown_s["compute"], rel=1e-9)
+    assert made.time_breakdown_s["optimizer"] == pytest.approx(alone.time_breakdown_s["optimizer"] / 4)
+    assert sum(made.time_breakdown_s.values()) == pytest.approx(made.step_time_s, rel=1e-9)
+
+
+def test_zero_3_by_hand(resnet):
+    """One link and one device, told apart: a gather may be one layer ahead, a gradient leaves when made."""
+    cluster = load_cluster("2x1xa100-sxm-40gb@40Gb/s")
+    short = replace(resnet, layers=resnet.layers[-6:-1], tied=())
+    costs, made = sharded(short, cluster, share=0.5, micro_batch=32, global_batch=128)
+    moved_s = [costs.gather_s(cluster, (0, 1), 0.5 * c.parameter_bytes) for c in costs.layers]
+    line = lambda cost, name: getattr(cost, name)[0] + 32 * getattr(cost, name)[1]  # noqa: E731
+    chain = list(range(len(costs.layers)))
+    visits = 2 * ([(i, "forward_s") for i in chain] + [(i, "backward_s") for i in reversed(chain)])
+    link = device = 0.0
+    there, ends = [], []
+    for layer, _ in visits[:2]:
+        link += moved_s[layer]
+        there.append(link)
+    for place, (layer, name) in enumerate(visits):
+        device = max(device, there[place]) + line(costs.layers[layer], name)
+        ends.append(device)
+        if place + 2 < len(visits):
+            if ahead_s := moved_s[visits[place + 2][0]]:
+                link = max(link, device) + ahead_s
+            there.append(link if ahead_s else 0.0)  # a layer without parameters waits for nothing
+        if name == "backward_s" and moved_s[layer]:
+            link = max(link, device) + moved_s[layer]
+    optimizer_s = sum(cost.optimizer_s for cost in costs.layers) / 2
+    assert made.step_time_s == pytest.approx(max(link, device) + optimizer_s, rel=1e-9)
+    assert made.time_breakdown_s["data_comm"] > 0
+
+
+def test_zero_3_trades_memory_for_messages(resnet):
+    peaks, steps = [], []
+    for nodes in (1, 2, 4):
+        _, made = sharded(resnet, load_cluster(f"{nodes}x1xv100-sxm-16gb@10Gb/s"))
+        peaks.append(made.memory.breakdown_bytes["parameters"] + made.memory.breakdown_bytes["gradients"])
+        steps.append(made.step_time_s)
+    assert peaks == sorted(peaks, reverse=True)
+    slower = sharded(resnet, load_cluster("2x1xv100-sxm-16gb@5Gb/s"))[1]
+    assert slower.step_time_s > steps[1] > steps[0]
+
+
+def test_zero_3_of_a_pipeline_is_refused(resnet):
+    with pytest.raises(SpecError, match="beside other stages") as caught:
+        step_of(resnet, "1x4xv100-sxm-16gb", zero=3, pp=2, dp=2, micro_batch=16, global_batch=128)
+    assert caught.value.fix
+
+
+def test_products_of_experts_are_priced_as_in_a_transformer():
+    from foreshard.cost.grouped import grouped_gemm_s
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = torch.nn.Parameter(torch.zeros(4, 256, 512, dtype=torch.bfloat16))
+            self.register_buffer("ends", torch.arange(64, 257, 64, dtype=torch.int32))
+
+        def forward(self, x):
+            return torch._grouped_mm(x.flatten(0, 1), self.mix, offs=self.ends).relu()
+
+    traced = trace_module(Experts(), torch.empty(1, 256, 256), precision="bf16")
+    found = [o for layer in traced.layers for o in (*layer.forward, *layer.backward) if o.kind == "experts"]
+    kernels = kernel_model(resolve_device("h100-sxm"), "bf16")
+    seconds = operations_s(found, 2, kernels, 1e12)
+    # forward: rows of each expert; backward: the gradient of its weights, summed over those rows
+    for made, (tokens, n, k) in zip(seconds, ((512, 512, 256), (1024, 512, 128)), strict=True):
+        assert made == pytest.approx(float(grouped_gemm_s(tokens, 4, n, k, kernels)), rel=1e-9)

@@ -123,13 +123,48 @@ def test_attention_and_streams_are_in_the_table_and_priced_by_it(tmp_path):
 
 
 def test_the_processor_runs_each_kind(tmp_path, monkeypatch):
-    for name, few in (("HEADS", (4,)), ("LENGTHS", (16,)), ("BYTES", (3072,)), ("SIZES", (8,))):
+    few_experts = (("EXPERTS", (2,)), ("EXPERT_ROWS", (4,)), ("EXPERT_WIDTHS", (8,)))
+    for name, few in (("HEADS", (4,)), ("LENGTHS", (16,)), ("BYTES", (3072,)), ("SIZES", (8,)), *few_experts):
         monkeypatch.setattr(f"foreshard.profile.kernel_times.{name}", {"cpu": few})
     out = tmp_path / "kernels.csv"
     made = api.profile_kernels(str(out), repeats=1)
     rows = rows_of(out)
-    assert made["timed"] == len(rows) == 1 + 1 + 2 * 2 * 2
+    assert made["timed"] == len(rows) == 1 + 1 + 1 + 2 * 2 * 2
     assert all(float(row["latency_ms"]) > 0.0 for row in rows)
     tables = load_tables(str(out))
     (own,) = tables.devices.values()
     assert own.attention.seconds(1, 4, 1, 16, 64) > 0.0 and own.stream.seconds(3072.0) > 0.0
+    assert own.experts.seconds(2, 4, 8, 8) > 0.0
+
+
+def test_products_of_experts_are_in_the_table_and_priced_by_it(tmp_path):
+    from dataclasses import replace
+
+    from foreshard.catalog.devices import resolve_device
+    from foreshard.catalog.kernels import kernel_model
+    from foreshard.cost.grouped import grouped_gemm_s
+
+    out = tmp_path / "kernels.csv"
+    timed(Machine(), out, kinds=("experts",))
+    tables = load_tables(str(out))
+    kernels = kernel_model(resolve_device("h100-sxm"), "bf16", costs=tables)
+    inside = grouped_gemm_s(8 * 256, 8, 4096, 2048, kernels)
+    # what runs at the power limit in training is slower than a kernel alone
+    alone = replace(kernels, gemm_slower=1.0)
+    expected = work_s({"experts": 8, "m": 256, "n": 4096, "k": 2048}) + 1e-6
+    assert inside >= grouped_gemm_s(8 * 256, 8, 4096, 2048, alone)
+    assert grouped_gemm_s(8 * 256, 8, 4096, 2048, alone) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_experts_launch_multiplies_every_expert(dtype):
+    import torch
+
+    from foreshard.profile.kernel_times import bench_on
+
+    sizes = {"experts": 3, "m": 4, "n": 8, "k": 16}
+    run = bench_on("cpu", dtype).prepare("experts", sizes)
+    held = {tuple(tensor.shape): tensor for tensor in (cell.cell_contents for cell in run.__closure__)}
+    rows, weights = held[12, 16], held[3, 16, 8]
+    expected = torch.bmm(rows.view(3, 4, 16), weights).flatten(0, 1)
+    assert torch.allclose(run().float(), expected.float(), rtol=1e-2, atol=1e-2)

@@ -1,10 +1,16 @@
 """Traces of torch modules: FLOPs, parameters and saved bytes against torch's own counters, and the chain."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
 
+from random_modules import counted_flops, random_module, tracked_bytes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from foreshard.errors import SpecError
@@ -445,3 +451,227 @@ def test_groups_choose_the_kernel(channels, groups, kind):
     # forward and the gradient of the weights
     assert [o.kind for o in found if o.flops.each] == [kind] * 2
     assert traced.flops(1) == pytest.approx(2 * 2 * 36 * channels * channels / groups * 9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_modules_are_counted_as_torch_counts_them(seed):
+    module, inputs, names = random_module(seed)
+    trained = sum(parameter.numel() for parameter in module.parameters())
+    traced = trace_module(module, inputs, precision="fp32")
+    (meta, (given,)) = on_meta(module, inputs, 12)
+    assert traced.num_params == trained
+    assert traced.flops(12) == pytest.approx(counted_flops(meta, given), rel=1e-12), names
+    if {"frozen", "mapped"}.isdisjoint(names):  # the tracker takes neither
+        held, own = tracked_bytes(meta, given), given.numel() * given.element_size()
+        # an input that is kept is no activation to the tracker
+        assert any(traced.saved_bytes(12) == pytest.approx(size, rel=0.02) for size in (held, held + own)), (
+            names
+        )
+
+
+class Regions(nn.Module):
+    """Products in 16 bit, a region in it that is not, and a head outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            x = self.a(x)
+            with torch.autocast("cuda", enabled=False):
+                x = self.b(x.float())
+        return self.head(x)
+
+
+def test_a_modules_own_autocast_says_what_is_cast():
+    traced, found = calls(Regions(), (8,), precision="bf16")
+    forward = [o for layer in traced.layers for o in layer.forward if o.kind == "product"]
+    sizes = [element * (4 * 8 + 8 * 8 + 4 * 8) for element in (2, 4, 4)]
+    assert [o.bytes.at(4) for o in forward] == sizes
+    assert [o.wide for o in forward] == [False, True, True]
+    assert sum(o.wide for o in found if o.kind == "product") == 2 + 4  # twice as many backward
+    assert not traced.casts_weights
+
+
+def test_autocast_of_another_precision_is_refused_with_the_one_to_ask_for():
+    for precision in ("fp32", "fp16"):
+        with pytest.raises(SpecError, match="computes in bf16") as caught:
+            trace_module(Regions(), torch.empty(1, 8), precision=precision)
+        assert caught.value.key == "--dtype" and "bf16" in caught.value.fix
+
+
+def test_attention_inside_of_torchs_own_layers_is_one_kernel_and_cast():
+    module = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = module
+
+        def forward(self, x):
+            return self.mix(x, x, x, need_weights=False)[0]
+
+    traced = trace_module(Mixed(), torch.empty(1, 6, 32), precision="bf16", autocast=True)
+    found = [o for layer in traced.layers for o in layer.forward]
+    (fused,) = [o for o in found if o.kind == "attention"]
+    assert fused.bytes.each == 2 * 4 * 6 * 32  # queries, keys, values and output in 16 bit
+    assert not any(o.wide for o in found if o.kind == "product")
+
+
+class Asks(nn.Module):
+    """Asks for values: of its own positions, which are known, or of what it was given."""
+
+    def __init__(self, *, given):
+        super().__init__()
+        self.linear, self.given = nn.Linear(4, 4), given
+
+    def forward(self, x):
+        places = torch.arange(x.shape[-1])
+        places[1:] += 0
+        asked = x.mean() if self.given else (places.diff() - 1).sum()
+        return self.linear(x) if asked.item() == 0 else x
+
+
+def test_values_that_follow_from_nothing_given_are_known():
+    traced = trace_module(Asks(given=False), torch.empty(1, 4), precision="fp32")
+    assert traced.flops(1) == 2 * 2 * 16
+    with pytest.raises(SpecError, match=r"test_tracing\.py:\d+: return self\.linear") as caught:
+        trace_module(Asks(given=True), torch.empty(1, 4), precision="fp32")
+    assert "branches" in caught.value.fix
+
+
+def test_what_is_overwritten_by_something_given_is_not_known():
+    class Overwritten(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            made = torch.zeros(4)
+            view = made[:2]
+            view += x.sum()
+            return self.linear(x) * made.max().item()
+
+    with pytest.raises(SpecError, match="does not run without values"):
+        trace_module(Overwritten(), torch.empty(1, 4), precision="fp32")
+
+
+def test_samples_that_are_compared_with_each_other_count_as_pairs():
+    """A contrastive loss; and a sequence in the place of samples, whose attention makes no such tensor."""
+
+    class Contrasts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.a(x) @ self.b(x).T
+
+    module = Contrasts()
+    traced = trace_module(module, torch.empty(1, 8), precision="fp32")
+    meta, (given,) = on_meta(module, torch.empty(1, 8), 50)
+    assert traced.flops(50) == pytest.approx(counted_flops(meta, given), rel=1e-12)
+    assert any(o.bytes.square for layer in traced.layers for o in layer.forward)
+    layers = nn.TransformerEncoderLayer(32, 4, 64)
+    traced = trace_module(layers, torch.empty(1, 2, 32), precision="fp32")
+    meta, (given,) = on_meta(layers, torch.empty(1, 2, 32), 50)
+    assert traced.flops(50) == pytest.approx(counted_flops(meta, given), rel=1e-12)
+
+
+def test_outputs_may_be_nested_and_gradients_sparse():
+    class Detects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.heads = (
+                nn.Embedding(30, 8, sparse=True),
+                nn.ModuleList(nn.Linear(8, n) for n in (2, 4)),
+            )
+
+        def forward(self, x):
+            seen = self.words(x)
+            return {"boxes": [head(seen) for head in self.heads], "names": "two"}
+
+    traced = trace_module(Detects(), torch.zeros(1, 5).long(), precision="fp32")
+    assert traced.flops(1) == 3 * 2 * 5 * 8 * 6
+    assert any("sparse" in said for said in traced.assumptions)
+
+
+def test_a_recomputed_block_keeps_its_input_only():
+    class Recomputed(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.first, self.part = (
+                nn.Linear(8, 8),
+                nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)),
+            )
+            self.reentrant = reentrant
+
+        def forward(self, x):
+            return checkpoint(self.part, self.first(x), use_reentrant=self.reentrant)
+
+    for reentrant in (False, True):
+        traced = trace_module(Recomputed(reentrant), torch.empty(1, 8), precision="fp32")
+        assert traced.saved_bytes(1) == 2 * 4 * 8  # of the first layer, and of the block
+
+
+def test_a_recomputed_block_is_cast_as_its_forward_was():
+    """Products of the block: one forward, one again, two gradients, all in 16 bit."""
+
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            part = nn.Sequential(self.second, nn.Softmax(-1))
+            return checkpoint(part, self.first(x), use_reentrant=False)
+
+    _, found = calls(Recomputed(), (8,), precision="bf16", autocast=True)
+    products = [o for o in found if o.kind == "product"]
+    # of the first layer one forward and one gradient, as nobody asks for that of the input
+    assert len(products) == 2 + 4 and not any(o.wide for o in products)
+
+
+def test_attention_of_a_recomputed_block_is_one_kernel_each_time():
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.part = nn.Linear(32, 32), Attention()
+
+        def forward(self, x):
+            return checkpoint(self.part, self.first(x), use_reentrant=False)
+
+    _, found = calls(Recomputed(), (6, 32), precision="bf16")
+    names = [o.name for o in found if o.kind == "attention"]
+    assert sorted(names) == ["attention", "attention", "attention_backward"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(4)), "sizes"),
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "before torch.jit.script"),
+    ],
+)
+def test_modules_that_hide_what_they_are_get_a_way_out(make, fix):
+    with pytest.raises(SpecError) as caught:
+        trace_module(make(), torch.empty(1, 4), precision="fp32")
+    assert fix in caught.value.fix
+
+
+def test_experts_products_are_counted():
+    """Grouped products, which torch's counter leaves out: three of every expert's rows."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Parameter(torch.zeros(4, 16, 8, dtype=torch.bfloat16))
+            self.register_buffer("ends", torch.tensor([4, 8, 12, 16], dtype=torch.int32))
+
+        def forward(self, x):
+            return torch._grouped_mm(x.flatten(0, 1), self.mix, offs=self.ends).relu()
+
+    traced = trace_module(Experts(), torch.empty(1, 16, 16), precision="bf16")
+    assert traced.flops(3) == 2 * 2 * 3 * 16 * 16 * 8  # forward and the gradient of the weights

@@ -6,6 +6,7 @@ from foreshard.advise import nearest_fit as nearest_fit_module
 from foreshard.advise.advice import improvements
 from foreshard.advise.change import apply, effect
 from foreshard.advise.nearest_fit import nearest_fit, verdict
+from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
@@ -37,11 +38,13 @@ def test_options_change_inside_a_plan_degrees_do_not(answered):
         apply(by_plan, "nodes=4")
 
 
-def test_a_device_change_brings_its_own_board_and_keeps_the_count():
-    asked = apply(ask("llama3-8b", "2x8xh100-sxm@100Gb/s"), "device=a100-sxm-80gb")
+@pytest.mark.parametrize("stated", ["@100Gb/s", ""])
+def test_a_device_change_brings_its_own_board_and_keeps_the_count_and_a_stated_nic(stated):
+    asked = apply(ask("llama3-8b", f"2x8xh100-sxm{stated}"), "device=a100-sxm-40gb")
     group = asked.cluster.nodes[0]
-    assert (group.count, group.per_node, group.device.name) == (2, 8, "a100-sxm-80gb")
-    assert group.nic_bytes_per_s != 100e9 / 8
+    assert (group.count, group.per_node, group.device.name) == (2, 8, "a100-sxm-40gb")
+    fresh = load_cluster(f"2x8xa100-sxm-40gb{stated}").nodes[0]
+    assert group.nic_bytes_per_s == fresh.nic_bytes_per_s
 
 
 def test_gain_is_in_tokens_per_second():
@@ -194,3 +197,9 @@ def test_defaults_are_assumptions():
 def test_virtual_stages_need_a_pipeline():
     with pytest.raises(SpecError, match="without a pipeline"):
         ask("llama3-8b", "1x8xh100-sxm", vpp=4).to_plan()
+
+
+def test_a_change_to_16_bits_leaves_the_recipe_of_8_bits_behind():
+    asked = ask("llama3-8b", "8xh100-sxm", precision="fp8", fp8_recipe="blockwise")
+    fresh = ask("llama3-8b", "8xh100-sxm", precision="bf16").predict()
+    assert apply(asked, "dtype=bf16").predict().step_time_s == fresh.step_time_s

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from foreshard.runtime.membership.link_blame import LinkBlame
+from foreshard.runtime.membership.processor_wait import ProcessorWait
 from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.membership.supervisor import START_S, Supervisor
 from foreshard.runtime.membership.supervisor_state import load_state, reopen
@@ -329,6 +330,17 @@ def test_ranks_that_all_wait_are_stuck(told):
     assert told.beat(1, count=8, waits_for=None)["stuck"], "what was cut stays so until the next generation"
 
 
+def test_ranks_that_wait_for_a_processor_are_not_stuck(told):
+    told.all_join([0, 1, 2])
+    waits, waited_s, found = {0: [1], 1: [0], 2: [1]}, 0.0, []
+    for _ in range(40):
+        told.now_s += 0.5
+        waited_s += 0.4
+        found += [told.beat(r, count=7, waits_for=w, waited_s=waited_s)["stuck"] for r, w in waits.items()]
+    assert not any(found), "in 20 s they could have run for 4 s"
+    assert stuck(told, 0, waits, for_s=2.5) == [True] * 3, "the rest of the time, with a processor"
+
+
 def test_one_rank_that_works_keeps_all_from_being_stuck(told):
     told.all_join([0, 1, 2])
     assert stuck(told, 0, {0: [1], 1: [0], 2: None}) == [False] * 3, "rank 2 works: it is only slow"
@@ -471,3 +483,47 @@ def test_the_first_step_of_a_process_is_learned_apart_wherever_it_begins():
             progress.turn_to("vote")
         assert progress.to_dict()["longest_s"]["forward"] == 2.0
         assert progress.to_dict()["longest_s"]["forward/first"] == 50.0
+
+
+def test_a_rank_without_a_processor_does_not_hang():
+    """100 s of which it could run for 9 are not a hang at 10 s; 11 s of its own are."""
+    now, waits = [0.0], [0.0]
+    progress = Progress(10.0, now=lambda: now[0], waited_s=lambda: waits.pop() if waits else 0.0)
+    progress.turn_to("forward")
+    progress.turn_to("vote")  # known, so that it may take no more than ten times as long
+    progress.turn_to("forward")
+    now[0], waits[:] = 100.0, [91.0]
+    assert progress.hang() is None
+    now[0] = 102.0
+    where = progress.hang()
+    assert where is not None and where.endswith("for 11 s (and 91 s without a processor)")
+    progress.turn_to("vote")
+    assert progress.to_dict()["longest_s"]["forward/first"] == pytest.approx(11.0), "nor is the wait learned"
+
+
+def proc(folder, threads, children=()):
+    """Write what Linux says of threads: nanoseconds run and waited."""
+    for (process, task), (ran, waited) in threads.items():
+        place = folder / process / "task" / task
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "schedstat").write_text(f"{ran} {waited} 3\n")
+        (place / "children").write_text(" ".join(children) if process == "self" else "")
+
+
+def test_of_all_threads_and_readers_the_longest_wait_counts(tmp_path):
+    s = 10**9
+    proc(tmp_path, {("self", "7"): (s, 5 * s), ("self", "8"): (s, s), ("90", "90"): (s, 0)}, children=["90"])
+    wait = ProcessorWait(tmp_path)
+    assert wait.is_known and wait() == 0.0
+    proc(tmp_path, {("self", "7"): (s, 6 * s), ("self", "8"): (s, 3 * s), ("90", "90"): (s, s)}, ["90"])
+    assert wait() == 2.0
+    proc(tmp_path, {("90", "90"): (s, 5 * s), ("self", "9"): (s, s)}, ["90"])
+    assert wait() == 4.0, "the reader's; thread 9 is new"
+    assert wait() == 0.0
+
+
+def test_a_system_that_does_not_count_waits_says_so(tmp_path):
+    assert not ProcessorWait(tmp_path).is_known
+    proc(tmp_path, {("self", "7"): (0, 0)})
+    wait = ProcessorWait(tmp_path)
+    assert not wait.is_known and wait() == 0.0

@@ -73,7 +73,7 @@ def test_a_device_without_costs_starts_as_predicted_or_equal(cluster, measured_j
     assert learned.state.speed[[0, 1]].tolist() == [1.0, 1.0], "what was measured before stays"
     assert learned.state.speed[2] == 0.3
     assert learned.state.speed[3] == pytest.approx(0.9 * predicted.state.speed[3]), "rank 3 was idle"
-    assert not learned.unmeasured and np.array_equal(learned.passes.each_s, predicted.passes.each_s)
+    assert not learned.unmeasured and np.array_equal(learned.passes.pass_s, predicted.passes.pass_s)
 
 
 def replace_layers(model):

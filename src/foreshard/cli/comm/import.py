@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 from foreshard import quantity
+from foreshard.cli.comm.inputs import MAX_LOG_BYTES
 from foreshard.cli.options.answer import give, write_text
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Word
@@ -21,8 +22,6 @@ from foreshard.spec.codec import read_text
 if TYPE_CHECKING:
     from foreshard.comm.refit import MeasuredRun
     from foreshard.interop.nccl_tests import NcclTestRun
-
-_MAX_BYTES = 2**26  # a log of NCCL at its most talkative
 
 
 @verb_command("import")
@@ -52,7 +51,7 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.interop.nccl_tests import read_nccl_tests
 
-    run = read_nccl_tests(read_text(file, max_bytes=_MAX_BYTES), file)
+    run = read_nccl_tests(read_text(file, max_bytes=MAX_LOG_BYTES), file)
     name = collective or run.collective
     fitted = None
     if fit is not None:
@@ -60,7 +59,7 @@ def command(
             run,
             name,
             cluster,
-            [(read_nccl_tests(read_text(one, max_bytes=_MAX_BYTES), one), one) for one in also],
+            [(read_nccl_tests(read_text(one, max_bytes=MAX_LOG_BYTES), one), one) for one in also],
         )
         write_text(fit, fitted.text)
     predicted = _predictions(run, name, cluster) if cluster is not None else [None] * len(run.rows)

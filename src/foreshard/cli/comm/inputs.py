@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
     from foreshard.comm.topology.graph import Topology
 
 RATES = ("fitted", "datasheet")
-_MAX_BYTES = 2**26
+MAX_LOG_BYTES = 2**26  # a log of NCCL at its most talkative, a schedule of a million sends
+MAX_RANKS = 2048
+"""Ranks whose sends are listed one by one: an all-reduce of as many has 8 million, which take some 6 GB."""
+_MAX_DEVICES = 2**14  # of a topology, of which a schedule may use a part
 _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
 
@@ -25,8 +29,27 @@ def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
     if Path(cluster).suffix.lower() in _TOPOLOGY_FILES:
         return read_topology(cluster), None
     loaded = api.load_cluster(cluster)
+    check_size("CLUSTER", loaded.num_devices, _MAX_DEVICES, "A topology is drawn up link by link")
     sizes = {nodes.per_node for nodes in loaded.nodes}
     return topology_of(loaded, rates=rates), sizes.pop() if len(sizes) == 1 else None  # type: ignore[arg-type]
+
+
+def check_size(key: str, number: int, most: int, why: str) -> None:
+    """Refuse what would take hours and all memory."""
+    if number > most:
+        fix = f"Give {most:,} or less: comm predict has no limit"
+        raise SpecError(f"{number:,} ranks", key=key, value=number, rule=f"{why}: at most {most:,}", fix=fix)
+
+
+def load_loops(topology: Topology) -> None:
+    """Load the compiled loops with a send between two ranks: the wall time of what follows is its own."""
+    from foreshard.comm.flow.places import routing_of
+    from foreshard.comm.flow.schedule_run import run_schedule
+    from foreshard.comm.schedules.registry import schedule_of
+
+    if find_spec("numba") is not None:
+        small = schedule_of("all-gather", "ring", 2)
+        run_schedule(small, 1.0, topology, routing_of(small, topology, forwarding="any"), compiled=True)
 
 
 def schedule_named(
@@ -35,6 +58,8 @@ def schedule_named(
     """Return the schedule of an algorithm's name, or of a file that must be one of the collective."""
     from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 
+    if collective not in ("send", "broadcast"):
+        check_size("--ranks", ranks, MAX_RANKS, "Every send of a schedule is listed")
     suffix = Path(algorithm).suffix.lower()
     if suffix not in (".json", ".xml"):
         knows_nodes = algorithm in ALGORITHMS and "per_node" in ALGORITHMS[algorithm].options
@@ -59,5 +84,5 @@ def schedule_file(path: str) -> Schedule:
     from foreshard.spec.codec import read_text
 
     if Path(path).suffix.lower() == ".xml":
-        return schedule_of_msccl(read_text(path, max_bytes=_MAX_BYTES), file=path)
+        return schedule_of_msccl(read_text(path, max_bytes=MAX_LOG_BYTES), file=path)
     return load_schedule(path)

@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard import quantity
+from foreshard.cli.comm.inputs import MAX_LOG_BYTES
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
 from foreshard.comm.nccl.constants import GIGA, releases, tuning
 from foreshard.comm.nccl.rccl import rccl_tuning
-from foreshard.comm.prediction import NAMES, predict_collective
+from foreshard.comm.prediction import NAMES, TABLE, predict_collective
 from foreshard.errors import SpecError
 from foreshard.report.screen import Box, Screen, Table, table
 
 if TYPE_CHECKING:
+    from foreshard.catalog.kernels import Tables
     from foreshard.comm.nccl.channels import Channels
     from foreshard.comm.nccl.choice import NcclChoice
     from foreshard.comm.nccl.communicator import Communicator
     from foreshard.comm.nccl.estimates import Estimate
     from foreshard.comm.prediction import CollectivePrediction
+    from foreshard.spec.cluster import Cluster
 
 _OLD = (2, 10)  # the last release whose latencies are those of the era `old`
 _EARLY = (2, 19)  # and of `2.1x`
@@ -46,7 +49,14 @@ _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
     metavar="nccl[@VERSION]",
     help="Library and release; 2.10 and before are slower.",
 )
-def command(collective: str, size: float, cluster: str, ranks: int | None, library: str) -> None:
+@click.option(
+    "--costs",
+    metavar="FILE",
+    help="Measured times, where they cover it: a table of kernels (.csv) or the output of nccl-tests.",
+)
+def command(
+    collective: str, size: float, cluster: str, ranks: int | None, library: str, costs: str | None
+) -> None:
     """Predict one collective of SIZE bytes on CLUSTER, and explain what NCCL (on MI300X: RCCL) picks for it.
 
     COLLECTIVE is all-reduce, all-gather, reduce-scatter, broadcast, all-to-all or send. SIZE is what
@@ -56,6 +66,7 @@ def command(collective: str, size: float, cluster: str, ranks: int | None, libra
     \b
     foreshard comm predict all-reduce 1GiB 8x8xh100-sxm
     foreshard comm predict all-gather 64KiB 8x8xh100-sxm --ranks 16 --json
+    foreshard comm predict all-reduce 3MiB 8xh100-sxm --costs all_reduce.log
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
 
@@ -63,11 +74,23 @@ def command(collective: str, size: float, cluster: str, ranks: int | None, libra
     era = "2.2x" if release is None or release > _EARLY else "2.1x" if release > _OLD else "old"
     rules = ".".join(map(str, release)) if release else ""
     where = api.load_cluster(cluster)
-    found = predict_collective(
-        collective, size, where, ranks, era=era, release=rules if rules in releases() else ""
-    )
-    notes = _notes(found, release)
+    rules = rules if rules in releases() else ""
+    tables = None if costs is None else _tables(costs, where)
+    found = predict_collective(collective, size, where, ranks, era=era, release=rules, tables=tables)
+    notes = _notes(found, release, costs)
     give(_object(found, notes), lambda: _screen(found, notes))
+
+
+def _tables(path: str, cluster: Cluster) -> Tables:
+    """Return measured collectives: a table of kernels, or what nccl-tests printed."""
+    from foreshard.cost.tables import load_tables
+    from foreshard.interop.nccl_tests import read_nccl_tests, tables_of
+    from foreshard.spec.codec import read_text
+
+    if path.endswith((".csv", ".csv.gz")):
+        return load_tables(path)
+    device = cluster.device_of(0).name
+    return tables_of(read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path), device, path)
 
 
 def _release(library: str) -> tuple[int, int] | None:
@@ -95,7 +118,7 @@ def _object(found: CollectivePrediction, notes: list[str]) -> dict[str, Any]:
         "size_bytes": int(found.num_bytes),
         "num_ranks": found.num_ranks,
         "time_s": found.time_s,
-        "time_interval_s": list(found.time_intervals_s[INTERVAL]),
+        "time_interval_s": list(found.time_intervals_s[INTERVAL]) if found.time_intervals_s else None,
         "time_intervals_s": {str(level): list(ends) for level, ends in found.time_intervals_s.items()},
         "evidence": found.evidence,
         "algbw_bytes_per_s": found.algbw_bytes_per_s,
@@ -121,12 +144,22 @@ def _candidate(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _notes(found: CollectivePrediction, release: tuple[int, int] | None) -> list[str]:
+def _notes(
+    found: CollectivePrediction, release: tuple[int, int] | None, costs: str | None = None
+) -> list[str]:
     """Return what the answer rests on, in sentences."""
-    notes = [
-        "The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md); its "
-        f"interval is of {_RESTS_ON[found.evidence]}."
-    ]
+    if found.evidence == TABLE:
+        notes = [f"The time is interpolated between measured sizes of {costs}, which state no interval."]
+    else:
+        notes = (
+            [f"{costs} does not cover it: a table is of ranks of one domain and of its sizes."]
+            if costs
+            else []
+        )
+        notes.append(
+            "The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md); "
+            f"its interval is of {_RESTS_ON[found.evidence]}."
+        )
     if found.choice is None:
         return [
             *notes,
@@ -188,6 +221,8 @@ def _screen(found: CollectivePrediction, notes: list[str]) -> Screen:
 
 
 def _interval(found: CollectivePrediction) -> str:
+    if not found.time_intervals_s:
+        return "measured"
     low, high = (quantity.seconds(end) for end in found.time_intervals_s[INTERVAL])
     return f"{100 * INTERVAL:.0f} % within {low} to {high}"
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from foreshard import quantity
-from foreshard.cli.comm.inputs import RATES, schedule_named, topology_at
+from foreshard.cli.comm.inputs import RATES, load_loops, schedule_named, topology_at
 from foreshard.cli.options.answer import dump, give, say, write_text
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
@@ -77,7 +76,8 @@ def command(
             rule="A collective moves at least one byte",
             fix="Give 64KiB",
         )
-    _load_loops(topology)
+    if topology.num_ranks >= _LARGE:
+        load_loops(topology)
     started = time.perf_counter()
     schedule = schedule_named(collective, algorithm, ranks or topology.num_ranks, per_node, channels, parts)
     route = routing_of(schedule, topology, forwarding="any")
@@ -103,17 +103,6 @@ def command(
         "wall_s": wall_s,
     }
     give(data, lambda: _screen(data, run))
-
-
-def _load_loops(topology: Topology) -> None:
-    """Load the compiled loops with a send between two ranks: the wall time of a simulation is its own."""
-    from foreshard.comm.flow.places import routing_of
-    from foreshard.comm.flow.schedule_run import run_schedule
-    from foreshard.comm.schedules.registry import schedule_of
-
-    if topology.num_ranks >= _LARGE and find_spec("numba") is not None:
-        small = schedule_of("all-gather", "ring", 2)
-        run_schedule(small, 1.0, topology, routing_of(small, topology, forwarding="any"), compiled=True)
 
 
 def _closed_form_s(schedule: Schedule, topology: Topology, route: Routing, size: float) -> float | None:

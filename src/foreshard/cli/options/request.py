@@ -17,6 +17,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    FP8_RECIPES,
     MAX_SEQ_LEN,
     OFFLOADS,
     OPTIMIZERS,
@@ -89,6 +90,7 @@ def _run_options() -> list[click.Option]:
             help="Default megatron-core; 'foreshard schema frameworks' lists them.",
         ),
         attention_option(),
+        recipe_option(),
         *(_comm_option(name) for name in COMM_OPTIONS),
         *wire_options(),
         click.Option(
@@ -103,6 +105,12 @@ def attention_option() -> click.Option:
     """Return a fresh option of the kernel of attention."""
     text = "Kernel of attention (default: the framework's, or the one that the devices have)."
     return click.Option(["--attention"], type=Word(*ATTENTIONS), help=text)
+
+
+def recipe_option() -> click.Option:
+    """Return a fresh option of the scales of 8-bit operands."""
+    text = "With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype)."
+    return click.Option(["--fp8-recipe"], type=Word(*FP8_RECIPES), help=text)
 
 
 def warn_of_stack(label: str, cluster: Cluster) -> None:

@@ -19,7 +19,9 @@ _PREDICTS = {
     *("precision", "optimizer", "recompute", "engine", "costs", "fidelity", *NOISE),
 }
 _PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
-_RULE = "A traced module takes dp, pp, zero 0-2, micro-batch, recompute, schedule, dtype and optimizer"
+_RULE = (
+    "A traced module takes dp, pp, zero (3 without pp), micro-batch, recompute, schedule, dtype and optimizer"
+)
 
 
 def traced(model: str, precision: Any) -> TracedModule | None:

@@ -435,16 +435,6 @@ def execute(
     return num_done, num_moments, num_solves
 
 
-def rates_of_all(routes: Any, slots: Any, shares: Any, shift: int) -> None:
-    """Set the new rates of all slots, each with one flow, component by component."""
-    for slot in range(len(slots.route)):
-        attach(routes, slots, shares, shift, slot)
-    for resource in range(len(routes.capacity)):
-        if shares.seen[resource] != 1 and shares.head[resource] >= 0:
-            num_flows, num_resources = component(routes, slots, shares, shift, resource, 1)
-            solve(routes, slots, shares, shift, num_flows, num_resources)
-
-
 def transpose(indptr: Any, indices: Any, after_indptr: Any, after: Any, fill: Any) -> None:
     """List the tasks that wait for each task (CSR); `after_indptr` and `fill` come in as zeros."""
     num_tasks = len(indptr) - 1

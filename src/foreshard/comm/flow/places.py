@@ -10,6 +10,7 @@ from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.routing import Forwarding
 from foreshard.comm.topology.routing import Routing as Routes
 from foreshard.errors import SpecError
+from foreshard.units import number_of
 
 
 def routing_of(schedule: Schedule, topology: Topology, *, forwarding: Forwarding = "direct") -> Routing:
@@ -25,10 +26,11 @@ def routing_of(schedule: Schedule, topology: Topology, *, forwarding: Forwarding
     """
     if schedule.num_ranks > topology.num_ranks:
         raise SpecError(
-            f"{schedule.num_ranks} ranks on {topology.num_ranks} devices",
+            f"{schedule.num_ranks} ranks on {number_of(topology.num_ranks, 'device')}",
             key="ranks",
             value=schedule.num_ranks,
             rule="Every rank is a device of the topology",
+            fix=f"Give {topology.num_ranks} ranks or less, or a larger cluster",
         )
     routes = Routes(topology, forwarding=forwarding)
     vertices = _vertices(schedule, topology, routes)

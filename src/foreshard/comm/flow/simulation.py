@@ -1,7 +1,11 @@
 """When every task of a flow program starts and ends: a simulation from event to event.
 
 Between two events every flow has a constant rate, the weighted max-min fair one. At an event only the flows
-that are connected, through shared resources, with one that starts or ends get new rates.
+that are connected, through shared resources, with one that starts or ends get new rates. These come by
+progressive filling: all rates rise together, by their weights; where a resource is full, its flows
+keep theirs and the others rise on. Flows of a higher priority are filled first, the rest share what is left.
+
+Source: Bertsekas and Gallager, Data Networks (1992), 6.5.2.
 """
 
 from __future__ import annotations
@@ -11,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.comm.flow._kernel import Routes, Tasks
+from foreshard.comm.flow._kernel import Routes, Shares, Slots, Tasks
 from foreshard.comm.flow.compiled import is_worth_compiling, loops
-from foreshard.comm.flow.maxmin import empty_shares, empty_slots, entry_shift
 from foreshard.comm.flow.program import FlowProgram
 from foreshard.errors import SpecError
 
@@ -68,9 +71,9 @@ def simulate(program: FlowProgram, *, compiled: bool | None = None) -> FlowTimes
     start_s, end_s = np.zeros(program.num_tasks), np.full(program.num_tasks, -1.0)
     tasks, waits = kernel_tasks(program, kernel)
     routes = _routes(program)
-    shift = entry_shift(program.route_indptr)
-    slots = empty_slots(program.num_slots)
-    shares = empty_shares(program.num_resources, program.num_slots, shift)
+    shift = _entry_shift(program.route_indptr)
+    slots = _empty_slots(program.num_slots)
+    shares = _empty_shares(program.num_resources, program.num_slots, shift)
     done, moments, solves = kernel.execute(routes, tasks, slots, shares, shift, waits, start_s, end_s)
     if done < program.num_tasks:
         raise _circle(np.flatnonzero(end_s < 0.0))
@@ -111,6 +114,50 @@ def kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
     columns = (program.num_bytes, program.weight, program.priority, program.release_s, program.route)
     links = (program.slot, next_task, after_indptr, after)
     return Tasks(program.delay_s, *columns, *links), waits
+
+
+def _empty_slots(num_slots: int) -> Slots:
+    """Return slots that run nothing."""
+    return Slots(
+        task=np.full(num_slots, -1),
+        phase=np.zeros(num_slots, dtype=np.int64),
+        route=np.zeros(num_slots, dtype=np.int64),
+        weight=np.ones(num_slots),
+        priority=np.zeros(num_slots, dtype=np.int64),
+        rate=np.zeros(num_slots),
+        new_rate=np.zeros(num_slots),
+        left_bytes=np.zeros(num_slots),
+        since_s=np.zeros(num_slots),
+        mark=np.zeros(num_slots, dtype=np.int64),
+        seen=np.zeros(num_slots, dtype=np.int64),
+        event_s=np.zeros(num_slots),
+        heap=np.zeros(num_slots, dtype=np.int64),
+        place=np.full(num_slots, -1),
+    )
+
+
+def _entry_shift(route_indptr: np.ndarray) -> int:
+    """Return the bits that number the resources of the longest route."""
+    return int(np.diff(route_indptr).max(initial=1) - 1).bit_length()
+
+
+def _empty_shares(num_resources: int, num_slots: int, shift: int) -> Shares:
+    """Return resources without flows; no route has more than ``2**shift`` resources."""
+    return Shares(
+        head=np.full(num_resources, -1),
+        next=np.full(num_slots << shift, -1),
+        before=np.full(num_slots << shift, -1),
+        left=np.zeros(num_resources),
+        load=np.zeros(num_resources),
+        num_filling=np.zeros(num_resources, dtype=np.int64),
+        level=np.zeros(num_resources),
+        heap=np.zeros(num_resources, dtype=np.int64),
+        place=np.full(num_resources, -1),
+        seen=np.zeros(num_resources, dtype=np.int64),
+        resources=np.zeros(num_resources, dtype=np.int64),
+        flows=np.zeros(num_slots, dtype=np.int64),
+        seeds=np.zeros(num_resources, dtype=np.int64),
+    )
 
 
 def _circle(stuck: np.ndarray) -> SpecError:

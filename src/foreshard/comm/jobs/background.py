@@ -1,13 +1,14 @@
-"""What other jobs leave of the links between racks and of the NICs of nodes.
+"""What other jobs send over the links between racks and the NICs of nodes, and what they leave of them.
 
-A job sends its bytes of an iteration evenly over the time that an iteration takes without contention. Of a
-resource that jobs share, each gets what it asks for but at most an equal part, as max-min fairness has it;
-what is left is for the run that asks.
+Unless its bursts are simulated, a job sends its bytes of an iteration evenly over the time that an iteration
+takes without contention. Of a resource that jobs share, each gets what it asks for but at most an equal part,
+as max-min fairness has it; what is left is for the run that asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,14 @@ def left_by(capacity: float, demands: Sequence[float]) -> float:
             break
         left, others = left - demand, others - 1
     return left / (others + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseLoad:
+    """What a phase of a job sends, and how long that takes it alone."""
+
+    num_bytes: dict[Place, float]
+    alone_s: float
 
 
 class BackgroundLoad:
@@ -73,19 +82,31 @@ class BackgroundLoad:
 
     def _rates(self, job: TrainingJob) -> dict[Place, float]:
         """Return bytes per second of a job on each place, over an iteration without contention."""
-        phases = [self._bytes(phase.transfers) for phase in job.phases]
-        transfer_s = np.array(
-            [
-                max((size / self._capacity(place) for place, size in own.items()), default=0.0)
-                for own in phases
-            ]
-        )
-        iteration_s = iteration_length_s(job.phases, transfer_s)
+        phases = self.phases(job)
+        iteration_s = iteration_length_s(job.phases, np.array([own.alone_s for own in phases]))
         totals: dict[Place, float] = {}
         for own in phases:
-            for place, size in own.items():
+            for place, size in own.num_bytes.items():
                 totals[place] = totals.get(place, 0.0) + size
         return {place: size / iteration_s for place, size in totals.items()} if iteration_s > 0.0 else {}
+
+    def phases(self, job: TrainingJob) -> list[PhaseLoad]:
+        """Return what each phase of a job sends over places."""
+        found = []
+        for phase in job.phases:
+            own = self._bytes(phase.transfers)
+            alone_s = max((size / self._capacity(place) for place, size in own.items()), default=0.0)
+            found.append(PhaseLoad(num_bytes=own, alone_s=alone_s))
+        return found
+
+    def nic_load(self, load: PhaseLoad, ranks: Sequence[int], way: int) -> float:
+        """Return the seconds for which a phase takes the busiest of the NICs of these ranks' nodes."""
+        seconds = [0.0]
+        for node in {self._nodes[rank] for rank in ranks}:
+            size = load.num_bytes.get(("nic", node, way))
+            if size:
+                seconds.append(size / self._nic_bytes_per_s[node])
+        return max(seconds)
 
     def _capacity(self, place: Place) -> float:
         kind, index, _ = place

@@ -51,11 +51,6 @@ class JobDemand:
     hashed: Choice
     capacity_bytes_per_s: np.ndarray
 
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the job sends anything."""
-        return bool(self.options)
-
     def paths(self, choice: Choice) -> list[PathOption]:
         """Return the path of each transfer."""
         return [some[number] for some, number in zip(self.options, choice, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.topology.graph import Edge, Topology
 
 MAX_ROUTES = 8
@@ -67,7 +68,8 @@ def routes_from(
                 if target not in found:
                     ahead.setdefault(target, []).extend((*route, link) for route in found[at])
         for target, routes in ahead.items():
-            routes.sort(key=lambda route: (-bottleneck_bytes_per_s(topology, route), route))
+            if len(routes) > 1:
+                routes.sort(key=lambda route: (-bottleneck_bytes_per_s(topology, route), route))
             found[target] = routes[:MAX_ROUTES]
         layer = list(ahead)
     del found[vertex]
@@ -79,7 +81,7 @@ def bottleneck_bytes_per_s(topology: Topology, route: tuple[int, ...]) -> float:
     return min(float(topology.capacity_bytes_per_s[one]) for one in topology.resources_of(route))
 
 
-def arcs_of(topology: Topology) -> list[Arc]:
+def arcs_of(topology: Topology, check: Check = unlimited) -> list[Arc]:
     """Return every arc of a topology, by source, target and channel.
 
     Examples
@@ -95,6 +97,7 @@ def arcs_of(topology: Topology) -> list[Arc]:
     rank_of = {vertex: rank for rank, vertex in enumerate(topology.devices.tolist())}
     made = []
     for vertex, rank in rank_of.items():
+        check()
         routes = routes_from(topology, vertex)
         reached = sorted((rank_of[target], target) for target in routes if target in rank_of)
         for other, target in reached:

@@ -1,21 +1,23 @@
-"""What is tried for each collective, the quickest first."""
+"""What is tried for each collective: algorithms of the library, then searches, the quickest first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
 
+from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.arcs import Arc, arcs_of, reversed_topology
 from foreshard.comm.synthesis.bounds import all_gather_bytes_per_s, broadcast_bytes_per_s
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.in_network import in_network_schedule, reducing_planes
 from foreshard.comm.synthesis.legs import hops_of_arcs, hops_of_shifts
 from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
 from foreshard.comm.synthesis.packing import Packing, packed_trees, schedule_of_trees, streamed
-from foreshard.comm.synthesis.quotient import greedy_reception, schedule_of, shifts_of
+from foreshard.comm.synthesis.quotient import greedy_reception, shifted_schedule, shifts_of
 from foreshard.comm.synthesis.reversal import all_reduce_from, reduce_scatter_from
 from foreshard.comm.synthesis.routing import (
     all_to_all_of_shifts,
@@ -43,57 +45,139 @@ _IN_NETWORK_PIECES = (1, 4, 16, 64, 256)
 """Pieces tried of what goes through a switch that reduces: more make the last one's way back shorter."""
 _MAX_PATHS = 64
 """Paths that a send is spread over, each with several chunks: as many load links evenly."""
+_MAX_MATCHED = 500_000_000
+"""Pairs of an arc and a chunk of the largest matching: each is a byte of its table of useful transfers."""
 _PACKING_S = 2e-3
 """Seconds that packing trees takes for each pair of a rank and a vertex, before any is measured."""
+_LISTING_S = 1e-5
+"""Seconds in which the library lists a send of a schedule and times it."""
+_SIMULATING_S = 4e-6
+"""Seconds of the flow simulation for each send of a schedule of the library, whose ranks are alike."""
+_FINISHING_S = 2e-5
+"""Seconds to list, verify and simulate each send of what a search finds: 4 to 20 us on one core."""
+KNOWN_PACE = {"trees": 1.0, "hierarchical": 1.0}
+"""Methods whose work is in seconds before any attempt is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleFound:
-    """What an attempt came to: its own count of seconds, and the schedule when it is asked for."""
+    """What an attempt came to: its own count of seconds, and the schedule when it is asked for.
+
+    What `is_listed` is an algorithm of the library as it is: right by its tests, and timed already.
+    """
 
     seconds: float
     schedule: Callable[[], Schedule]
+    is_listed: bool = False
 
 
-Attempt = Callable[[float], ScheduleFound | None]
+Make = Callable[[float, Check], ScheduleFound | None]
 """Given the seconds to beat, makes a schedule, or None where it does not beat them."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScheduleAttempt:
+    """One way to look for a schedule.
+
+    Attributes
+    ----------
+    method : str
+    work : float
+        In any unit of that method; in seconds where `KNOWN_PACE` has it.
+    finishing_s : float, seconds
+        For listing, verifying and simulating the schedule that it would make.
+    make : callable
+    """
+
+    method: str
+    work: float
+    finishing_s: float
+    make: Make
+
+
 def attempts_at(
-    collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float
-) -> Iterator[tuple[str, float, Attempt]]:
-    """Yield the attempts at a collective, the quickest first."""
+    collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float, check: Check = unlimited
+) -> Iterator[ScheduleAttempt]:
+    """Yield the attempts at a collective: algorithms of the library, then the quickest search first."""
+    yield from _templates(collective, num_bytes, topology)
     if collective in ("all-reduce", "broadcast") and reducing_planes(topology):
         for pieces in _IN_NETWORK_PIECES:
-            yield "in-network", pieces, partial(_through_switches, collective, num_bytes, topology, pieces)
+            through = partial(in_network_schedule, collective, topology, pieces)
+            finishing_s = _FINISHING_S * pieces * 2 * topology.num_ranks
+            yield _made("in-network", pieces, finishing_s, through, topology, num_bytes)
     if collective == "broadcast":
-        yield from _spreads("broadcast", num_bytes, topology, seed)
+        yield from _spreads("broadcast", num_bytes, topology, seed, check)
     elif collective == "all-gather":
-        yield from _all_gathers(num_bytes, topology, seed)
+        yield from _all_gathers(num_bytes, topology, seed, check)
     elif collective == "reduce-scatter":
-        for method, work, attempt in _all_gathers(num_bytes, reversed_topology(topology), seed):
-            yield method, work, _backwards(attempt, topology, num_bytes)
+        for one in _all_gathers(num_bytes, reversed_topology(topology), seed, check):
+            yield replace(one, make=_backwards(one.make, topology, num_bytes))
     elif collective in ("all-to-all", "send"):
-        yield from _routings(collective, num_bytes, topology, seed, bound_s)
+        yield from _routings(collective, num_bytes, topology, seed, bound_s, check)
     else:
-        gathers = _all_gathers(num_bytes, topology, seed)
-        scatters = _all_gathers(num_bytes, reversed_topology(topology), seed)
-        for (method, work, gather), (_, _, scatter) in zip(gathers, scatters, strict=True):
-            yield method, 2 * work, _both_ways(gather, scatter, topology, num_bytes)
+        gathers = _all_gathers(num_bytes, topology, seed, check)
+        scatters = _all_gathers(num_bytes, reversed_topology(topology), seed, check)
+        for out, back in zip(gathers, scatters, strict=True):
+            make = _both_ways(out.make, back.make, topology, num_bytes)
+            yield replace(out, work=2 * out.work, finishing_s=2 * out.finishing_s, make=make)
 
 
-def _through_switches(
-    collective: str, num_bytes: float, topology: Topology, pieces: int, _: float
-) -> ScheduleFound:
-    schedule = in_network_schedule(collective, topology, pieces)
-    return ScheduleFound(seconds=seconds_of(schedule, topology, num_bytes), schedule=lambda: schedule)
+def _templates(collective: str, num_bytes: float, topology: Topology) -> Iterator[ScheduleAttempt]:
+    """Yield what the library has: it is at hand at once, and right by its tests."""
+    ranks = topology.num_ranks
+    once = ranks * (ranks - 1)
+    options: list[tuple[str, int, int, int | None]]
+    if collective in ("all-to-all", "send"):
+        options = [("direct", once if collective == "all-to-all" else 1, 1, None)]
+    elif collective == "broadcast":
+        options = [("ring", _PARTS[-1] * (ranks - 1), _PARTS[-1], None)]
+    else:
+        sends = 2 * once if collective == "all-reduce" else once
+        options = [("ring", sends, 1, None)]
+        per_node = _ranks_of_nodes(topology)
+        if per_node:
+            options.append(("hierarchical", sends, 1, per_node))
+    for name, sends, parts, per_node in options:
+        make = partial(schedule_of, collective, name, ranks, parts=parts, per_node=per_node)
+        yield _made(
+            name, _LISTING_S * sends, _SIMULATING_S * sends, make, topology, num_bytes, is_listed=True
+        )
 
 
-def _backwards(attempt: Attempt, topology: Topology, num_bytes: float) -> Attempt:
+def _ranks_of_nodes(topology: Topology) -> int | None:
+    """Return the ranks of each node where several equal nodes follow each other, else None."""
+    nodes = np.array([topology.vertices[one].node for one in topology.devices.tolist()])
+    size = int((nodes == nodes[0]).sum())
+    known = nodes[0] >= 0 and 1 < size < len(nodes) and len(nodes) % size == 0
+    in_order = known and (np.diff(nodes.reshape(-1, size)) == 0).all()
+    return size if in_order and len(np.unique(nodes)) * size == len(nodes) else None
+
+
+def _made(
+    method: str,
+    work: float,
+    finishing_s: float,
+    make: Callable[[], Schedule],
+    topology: Topology,
+    num_bytes: float,
+    *,
+    is_listed: bool = False,
+) -> ScheduleAttempt:
+    """Return the attempt of a schedule that is made whole and then timed."""
+
+    def timed(_: float, check: Check) -> ScheduleFound:
+        schedule = make()
+        seconds = seconds_of(schedule, topology, num_bytes)
+        return ScheduleFound(seconds=seconds, schedule=lambda: schedule, is_listed=is_listed)
+
+    return ScheduleAttempt(method=method, work=work, finishing_s=finishing_s, make=timed)
+
+
+def _backwards(attempt: Make, topology: Topology, num_bytes: float) -> Make:
     """Return the attempt at a reduce-scatter of an attempt at an all-gather of the links turned round."""
 
-    def scatter(to_beat_s: float) -> ScheduleFound | None:
-        found = attempt(to_beat_s)
+    def scatter(to_beat_s: float, check: Check) -> ScheduleFound | None:
+        found = attempt(to_beat_s, check)
         if found is None:
             return None
         gathered = found.schedule
@@ -104,11 +188,11 @@ def _backwards(attempt: Attempt, topology: Topology, num_bytes: float) -> Attemp
     return scatter
 
 
-def _both_ways(gather: Attempt, scatter: Attempt, topology: Topology, num_bytes: float) -> Attempt:
+def _both_ways(gather: Make, scatter: Make, topology: Topology, num_bytes: float) -> Make:
     """Return the attempt at an all-reduce of attempts at all-gathers along and against the links."""
 
-    def reduce(to_beat_s: float) -> ScheduleFound | None:
-        out, back = gather(to_beat_s), scatter(to_beat_s)
+    def reduce(to_beat_s: float, check: Check) -> ScheduleFound | None:
+        out, back = gather(to_beat_s, check), scatter(to_beat_s, check)
         if out is None or back is None:
             return None
         made, turned = out.schedule, back.schedule
@@ -121,40 +205,35 @@ def _both_ways(gather: Attempt, scatter: Attempt, topology: Topology, num_bytes:
     return reduce
 
 
-def _all_gathers(num_bytes: float, topology: Topology, seed: int) -> Iterator[tuple[str, float, Attempt]]:
+def _all_gathers(num_bytes: float, topology: Topology, seed: int, check: Check) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather: by symmetry where there is one, else by matching."""
     group = translations_of(topology)
     if group is None:
-        yield from _spreads("all-gather", num_bytes, topology, seed)
+        yield from _spreads("all-gather", num_bytes, topology, seed, check)
         return
     shifts = shifts_of(topology, group)
 
-    def attempt(parts: int, rng: np.random.Generator) -> ScheduleFound:
-        reception = greedy_reception(shifts, num_bytes, parts, rng)
+    def attempt(parts: int, rng: np.random.Generator, _: float, check: Check) -> ScheduleFound:
+        reception = greedy_reception(shifts, num_bytes, parts, rng, check)
         if (shifts.num_channels > 1).any():
             # ranks that take turns on routes wait for each other: only the whole schedule tells how long
-            schedule = schedule_of(reception, shifts)
+            schedule = shifted_schedule(reception, shifts)
             return ScheduleFound(seconds=seconds_of(schedule, topology, num_bytes), schedule=lambda: schedule)
-        return ScheduleFound(seconds=reception.seconds, schedule=lambda: schedule_of(reception, shifts))
+        return ScheduleFound(seconds=reception.seconds, schedule=lambda: shifted_schedule(reception, shifts))
 
-    for parts, rng in _chunkings(seed, topology.num_ranks * (topology.num_ranks - 1)):
-        yield "symmetry", parts, partial(_ignoring_limit, attempt, parts, rng)
-
-
-def _ignoring_limit(
-    attempt: Callable[[int, np.random.Generator], ScheduleFound],
-    parts: int,
-    rng: np.random.Generator,
-    _: float,
-) -> ScheduleFound:
-    return attempt(parts, rng)
+    once = topology.num_ranks * (topology.num_ranks - 1)
+    for parts, rng in _chunkings(seed, once):
+        make = partial(attempt, parts, rng)
+        yield ScheduleAttempt(
+            method="symmetry", work=parts, finishing_s=_FINISHING_S * parts * once, make=make
+        )
 
 
 def _spreads(
-    collective: str, num_bytes: float, topology: Topology, seed: int
-) -> Iterator[tuple[str, float, Attempt]]:
+    collective: str, num_bytes: float, topology: Topology, seed: int, check: Check
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather or broadcast: a matching of each size, trees, other matchings."""
-    arcs = arcs_of(topology)
+    arcs = arcs_of(topology, check)
     matchings = list(_matchings(collective, num_bytes, topology, arcs, seed))
     first = len(matchings) // _RESTARTS
     yield from matchings[:first]
@@ -164,7 +243,7 @@ def _spreads(
 
 def _packings(
     collective: str, num_bytes: float, topology: Topology, arcs: list[Arc]
-) -> Iterator[tuple[str, float, Attempt]]:
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather or broadcast by packing trees."""
     hops = hops_of_arcs(topology, arcs)
     ranks = topology.num_ranks
@@ -172,48 +251,55 @@ def _packings(
     roots = tuple(range(ranks)) if gathers else (0,)
 
     @cache
-    def packed(trees: int) -> Packing | None:
+    def packed(trees: int, check: Check) -> Packing | None:
         bytes_per_s = all_gather_bytes_per_s(topology) if gathers else broadcast_bytes_per_s(topology)
-        return packed_trees(topology, arcs, roots, trees, bytes_per_s)
+        return packed_trees(topology, arcs, roots, trees, bytes_per_s, check)
 
-    def attempt(trees: int, pieces: int, _: float) -> ScheduleFound | None:
-        packing = packed(trees)
+    def attempt(trees: int, pieces: int, _: float, check: Check) -> ScheduleFound | None:
+        packing = packed(trees, check)
         if packing is None:
             return None
-        orders = [streamed(packing, hops, num_bytes, pieces, by_piece=one) for one in (True, False)]
+        orders = [
+            streamed(packing, hops, num_bytes, pieces, by_piece=one, check=check) for one in (True, False)
+        ]
         best = min(orders, key=lambda order: order.seconds)
         return ScheduleFound(
             seconds=best.seconds, schedule=lambda: schedule_of_trees(best, packing, hops, arcs, pieces)
         )
 
     for trees, pieces in _TREES if gathers else _BROADCAST_TREES:
-        if trees * pieces * len(roots) * (ranks - 1) <= MAX_SENDS:
-            yield "trees", _PACKING_S * ranks * len(topology.vertices), partial(attempt, trees, pieces)
+        sends = trees * pieces * len(roots) * (ranks - 1)
+        if sends <= MAX_SENDS:
+            work = _PACKING_S * ranks * len(topology.vertices)
+            make, finishing_s = partial(attempt, trees, pieces), _FINISHING_S * sends
+            yield ScheduleAttempt(method="trees", work=work, finishing_s=finishing_s, make=make)
 
 
 def _matchings(
     collective: str, num_bytes: float, topology: Topology, arcs: list[Arc], seed: int
-) -> Iterator[tuple[str, float, Attempt]]:
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-gather or broadcast by greedy matching."""
     ranks = topology.num_ranks
 
-    def attempt(parts: int, rng: np.random.Generator, to_beat_s: float) -> ScheduleFound | None:
+    def attempt(parts: int, rng: np.random.Generator, to_beat_s: float, check: Check) -> ScheduleFound | None:
         spread = spread_chunks(collective, num_bytes, ranks, parts)
-        made = greedy_transfers(topology, arcs, spread, rng, give_up_s=to_beat_s)
+        made = greedy_transfers(topology, arcs, spread, rng, give_up_s=to_beat_s, check=check)
         if made is None:
             return None
         return ScheduleFound(
             seconds=made.seconds, schedule=lambda: schedule_of_transfers(made, arcs, spread, ranks)
         )
 
-    more = ranks if collective == "broadcast" else 1
-    for parts, rng in _chunkings(seed, (ranks - 1) * (ranks // more), more):
-        yield "matching", parts, partial(attempt, parts, rng)
+    more, items = (ranks, 1) if collective == "broadcast" else (1, ranks)
+    for parts, rng in _chunkings(seed, (ranks - 1) * items, more):
+        if len(arcs) * items * parts <= _MAX_MATCHED:
+            make, finishing_s = partial(attempt, parts, rng), _FINISHING_S * (ranks - 1) * items * parts
+            yield ScheduleAttempt(method="matching", work=parts, finishing_s=finishing_s, make=make)
 
 
 def _routings(
-    collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float
-) -> Iterator[tuple[str, float, Attempt]]:
+    collective: str, num_bytes: float, topology: Topology, seed: int, bound_s: float, check: Check
+) -> Iterator[ScheduleAttempt]:
     """Yield attempts at an all-to-all or send by paths that load links evenly."""
     ranks = topology.num_ranks
     group = translations_of(topology) if collective == "all-to-all" else None
@@ -221,16 +307,16 @@ def _routings(
     if shifts and (shifts.num_channels > 1).any() and ranks <= _MAX_RANKS_ROUTED_ALONE:
         # which of several routes a chunk takes matters more than that all ranks do alike
         shifts = None
-    arcs = [] if shifts else arcs_of(topology)
+    arcs = [] if shifts else arcs_of(topology, check)
     hops = hops_of_shifts(shifts) if shifts else hops_of_arcs(topology, arcs)
 
-    def attempt(parts: int, rng: np.random.Generator, _: float) -> ScheduleFound:
+    def attempt(parts: int, rng: np.random.Generator, _: float, check: Check) -> ScheduleFound:
         paths = min(parts, _MAX_PATHS) if collective == "send" else parts
         demands = demands_of(collective, ranks, paths)
         if shifts:
             demands = demands[: ranks * parts]  # those of rank 0
         chunk_bytes = num_bytes / parts / (1 if collective == "send" else ranks)
-        order = routed_order(hops, demands, parts // paths, chunk_bytes, bound_s, rng)
+        order = routed_order(hops, demands, parts // paths, chunk_bytes, bound_s, rng, check)
         if shifts:
             return ScheduleFound(
                 seconds=order.seconds, schedule=lambda: all_to_all_of_shifts(order, hops, shifts, parts)
@@ -241,7 +327,10 @@ def _routings(
 
     sends, most = (1, _MAX_PATHS) if collective == "send" else (ranks * (ranks - 1), 1)
     for parts, rng in _chunkings(seed, sends, most):
-        yield "even paths", parts, partial(attempt, parts, rng)
+        make = partial(attempt, parts, rng)
+        yield ScheduleAttempt(
+            method="even paths", work=parts, finishing_s=_FINISHING_S * parts * sends, make=make
+        )
 
 
 def _chunkings(seed: int, num_sends: int, most: int = 1) -> Iterator[tuple[int, np.random.Generator]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.comm.synthesis.arcs import Arc
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.quotient import Shifts
 from foreshard.comm.topology.graph import Topology
 
@@ -135,7 +136,7 @@ def remaining_s(hops: HopGraph, item_bytes: float, hop: np.ndarray, parent: np.n
     return np.array(own)
 
 
-def ordered(hops: HopGraph, legs: Legs, chunk_bytes: float) -> HopOrder:
+def ordered(hops: HopGraph, legs: Legs, chunk_bytes: float, check: Check = unlimited) -> HopOrder:
     """Return when each leg starts if every resource is given to the next leg in turn that can start."""
     transfer_s = (hops.transfer_s_per_byte * chunk_bytes + hops.latency_s).tolist()
     used: list[list[int]] = [[] for _ in range(hops.num_resources)]
@@ -155,6 +156,7 @@ def ordered(hops: HopGraph, legs: Legs, chunk_bytes: float) -> HopOrder:
     started: list[int] = []
     end = 0.0
     while arriving or freeing:
+        check()
         now = min(heap[0][0] for heap in (arriving, freeing) if heap) * (1 + 1e-12)
         touched: set[int] = set()
         while freeing and freeing[0][0] <= now:

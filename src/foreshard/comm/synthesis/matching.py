@@ -9,6 +9,7 @@ import numpy as np
 
 from foreshard.comm.schedules.schedule import Chunk, Schedule, chunks_of
 from foreshard.comm.synthesis.arcs import MUCH_FASTER, Arc
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.topology.graph import Topology
 
 
@@ -58,6 +59,7 @@ def greedy_transfers(
     rng: np.random.Generator,
     *,
     give_up_s: float = np.inf,
+    check: Check = unlimited,
 ) -> Transfers | None:
     """Return transfers that bring every chunk to every rank, by matching free arcs with chunks over time.
 
@@ -76,23 +78,30 @@ def greedy_transfers(
         Breaks ties.
     give_up_s : float, seconds
         Schedules that end no sooner are not wanted.
+    check : callable, optional
+        Ends the search by an exception.
 
     Returns
     -------
     Transfers or None
         None where the time to give up is reached.
     """
-    return _Matching(topology, arcs, spread, rng).run(give_up_s)
+    return _Matching(topology, arcs, spread, rng, check).run(give_up_s)
 
 
 class _Matching:
     """State of the matching: who holds what, which arcs are useful, until when links are busy."""
 
     def __init__(
-        self, topology: Topology, arcs: list[Arc], spread: SpreadChunks, rng: np.random.Generator
+        self,
+        topology: Topology,
+        arcs: list[Arc],
+        spread: SpreadChunks,
+        rng: np.random.Generator,
+        check: Check,
     ) -> None:
         ranks, items = topology.num_ranks, len(spread.chunks)
-        self.rng = rng
+        self.rng, self.check = rng, check
         self.source = np.array([arc.source for arc in arcs])
         self.target = np.array([arc.target for arc in arcs])
         self.transfer_s = spread.chunk_bytes / np.array([arc.bytes_per_s for arc in arcs])
@@ -204,6 +213,7 @@ class _Matching:
             free = free[self._has_work(free, repeats)]
             noise = self.rng.random(len(free))
             while len(free):
+                self.check()
                 arc = int(free[self._most_urgent(free, noise)])
                 item = self._scarcest(arc, repeats)
                 self._take(int(self.target[arc]), item)

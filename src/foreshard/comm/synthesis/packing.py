@@ -9,6 +9,7 @@ import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.synthesis.arcs import Arc
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.legs import HopGraph, HopOrder, Legs, ordered, remaining_s
 from foreshard.comm.synthesis.splitting import TreeFlows, tree_capacities
 from foreshard.comm.topology.graph import Topology
@@ -57,7 +58,12 @@ class Packing:
 
 
 def packed_trees(
-    topology: Topology, arcs: list[Arc], roots: Sequence[int], trees_per_root: int, rate_bytes_per_s: float
+    topology: Topology,
+    arcs: list[Arc],
+    roots: Sequence[int],
+    trees_per_root: int,
+    rate_bytes_per_s: float,
+    check: Check = unlimited,
 ) -> Packing | None:
     """Return the packing with the most bandwidth for a number of trees per root, None where none is found.
 
@@ -71,6 +77,8 @@ def packed_trees(
         More come nearer the bound, and take longer to find.
     rate_bytes_per_s : float
         Bytes of the collective over its seconds, that no schedule exceeds.
+    check : callable, optional
+        Ends the search by an exception.
 
     Returns
     -------
@@ -81,11 +89,11 @@ def packed_trees(
         return None
     count = np.zeros(topology.num_ranks, dtype=np.int64)
     count[list(roots)] = trees_per_root
-    scaled = tree_capacities(topology, arcs, count, rate_bytes_per_s)
+    scaled = tree_capacities(topology, arcs, count, rate_bytes_per_s, check)
     if scaled is None:
         return None
     seconds_per_byte, room = scaled
-    trees = tuple(_grown(arcs, room, count))
+    trees = tuple(_grown(arcs, room, count, check))
     return Packing(
         roots=tuple(roots), trees_per_root=trees_per_root, seconds_per_byte=seconds_per_byte, trees=trees
     )
@@ -101,7 +109,7 @@ class _Partial:
     depth: np.ndarray
 
 
-def _grown(arcs: list[Arc], room: np.ndarray, count: np.ndarray) -> list[SpanningTree]:
+def _grown(arcs: list[Arc], room: np.ndarray, count: np.ndarray, check: Check) -> list[SpanningTree]:
     """Return trees grown one by one, arc by arc, each arc by as many copies as leaves room for the others.
 
     Source
@@ -119,6 +127,7 @@ def _grown(arcs: list[Arc], room: np.ndarray, count: np.ndarray) -> list[Spannin
         tree = waiting.pop()
         tight = np.zeros(len(arcs), dtype=bool)
         while (tree.depth < 0).any():
+            check()
             arc, number = forest.next_arc(tree, waiting, tight)
             if number < tree.copies:
                 waiting.append(replace(tree, copies=tree.copies - number))
@@ -182,7 +191,15 @@ class _Forest:
         return TreeFlows(capacity, list(range(self.num_ranks)), needed)
 
 
-def streamed(packing: Packing, hops: HopGraph, num_bytes: float, pieces: int, *, by_piece: bool) -> HopOrder:
+def streamed(
+    packing: Packing,
+    hops: HopGraph,
+    num_bytes: float,
+    pieces: int,
+    *,
+    by_piece: bool,
+    check: Check = unlimited,
+) -> HopOrder:
     """Return the hops of a collective in which each tree streams its data in pieces.
 
     Parameters
@@ -197,6 +214,8 @@ def streamed(packing: Packing, hops: HopGraph, num_bytes: float, pieces: int, *,
     by_piece : bool
         Whether each link takes the first pieces of all trees before the second ones; else the leg with most
         behind it.
+    check : callable, optional
+        Ends the search by an exception.
 
     Returns
     -------
@@ -225,7 +244,7 @@ def streamed(packing: Packing, hops: HopGraph, num_bytes: float, pieces: int, *,
     piece = item % pieces
     keys = (piece, -left_s) if not by_piece else (-left_s, piece)
     turn = np.lexsort(keys).argsort().astype(float)
-    return ordered(hops, Legs(item=item, hop=hop, parent=before, turn=turn), chunk_bytes)
+    return ordered(hops, Legs(item=item, hop=hop, parent=before, turn=turn), chunk_bytes, check)
 
 
 def schedule_of_trees(

@@ -10,6 +10,7 @@ import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.synthesis.arcs import MUCH_FASTER, bottleneck_bytes_per_s, routes_from
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.symmetry import Translations
 from foreshard.comm.topology.graph import Topology
 
@@ -121,7 +122,9 @@ class Reception:
     item: np.ndarray
 
 
-def greedy_reception(shifts: Shifts, num_bytes: float, parts: int, rng: np.random.Generator) -> Reception:
+def greedy_reception(
+    shifts: Shifts, num_bytes: float, parts: int, rng: np.random.Generator, check: Check = unlimited
+) -> Reception:
     """Return an all-gather of one rank by list scheduling: the scarcest useful item on each free way.
 
     Whenever a way is free, it takes an item that its sender holds and its receiver is not receiving. A way
@@ -136,12 +139,14 @@ def greedy_reception(shifts: Shifts, num_bytes: float, parts: int, rng: np.rando
     parts : int, at least 1
     rng : Generator
         Breaks ties.
+    check : callable, optional
+        Ends the search by an exception.
 
     Returns
     -------
     Reception
     """
-    return _Reception(shifts, num_bytes, parts, rng).run()
+    return _Reception(shifts, num_bytes, parts, rng).run(check)
 
 
 class _Reception:
@@ -177,7 +182,7 @@ class _Reception:
         self.taken[item, part] = True
         np.add.at(self.suppliers[..., part], (self.tier, self.after[:, item]), 1)
 
-    def run(self) -> Reception:
+    def run(self, check: Check) -> Reception:
         """Return the receptions in order of their start."""
         rows: list[tuple[float, int, int]] = []
         ways = self.rng.permutation(len(self.transfer_s))
@@ -188,6 +193,7 @@ class _Reception:
             # a slow way takes what only it can carry before any slow way repeats what others will
             for repeats in (False, True):
                 for way in ways.tolist():
+                    check()
                     if not self.left or (self.free_s[uses[way]] > now).any():
                         continue
                     chosen = self._choice(way, now, repeats)
@@ -230,7 +236,7 @@ class _Reception:
         return divmod(best, self.parts)
 
 
-def schedule_of(reception: Reception, shifts: Shifts) -> Schedule:
+def shifted_schedule(reception: Reception, shifts: Shifts) -> Schedule:
     """Return the schedule in which every rank receives what rank 0 does, shifted."""
     ranks, parts = shifts.topology.num_ranks, reception.parts
     every = np.arange(ranks)

@@ -6,6 +6,7 @@ import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.synthesis.arcs import Arc
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.legs import HopGraph, HopOrder, Legs, ordered, remaining_s
 from foreshard.comm.synthesis.quotient import Shifts
 
@@ -22,6 +23,7 @@ def routed_order(
     chunk_bytes: float,
     bound_s: float,
     rng: np.random.Generator,
+    check: Check = unlimited,
 ) -> HopOrder:
     """Return the hops of equal chunks along paths that load resources evenly.
 
@@ -41,20 +43,23 @@ def routed_order(
         That no schedule takes fewer of.
     rng : Generator
         Breaks ties.
+    check : callable, optional
+        Ends the search by an exception.
 
     Returns
     -------
     HopOrder
     """
-    chosen = _even_paths(hops, demands, pieces * chunk_bytes / bound_s, rng)
+    chosen = _even_paths(hops, demands, pieces * chunk_bytes / bound_s, rng, check)
     paths = [path for path in chosen for _ in range(pieces)]
     same_way = bool((demands == demands[0]).all())
     turn = _turns(hops, paths) if same_way else rng.random(len(paths))
-    return ordered(hops, _legs_of(hops, paths, chunk_bytes, turn, longest_first=not same_way), chunk_bytes)
+    legs = _legs_of(hops, paths, chunk_bytes, turn, longest_first=not same_way)
+    return ordered(hops, legs, chunk_bytes, check)
 
 
 def _even_paths(
-    hops: HopGraph, demands: np.ndarray, bytes_per_s: float, rng: np.random.Generator
+    hops: HopGraph, demands: np.ndarray, bytes_per_s: float, rng: np.random.Generator, check: Check
 ) -> list[list[int]]:
     """Return a path of hops for each demand; a resource is full where its load is 1."""
     from scipy.sparse import csr_matrix
@@ -79,6 +84,7 @@ def _even_paths(
     paths: list[list[int]] = [[] for _ in demands]
     for _ in range(_PASSES):
         for item in rng.permutation(len(demands)).tolist():
+            check()
             for hop in paths[item]:
                 load[uses[hop]] -= busy[hop]
             price = (busy * (0.01 + np.maximum(load[uses] + busy, 0.0) ** _STEEPNESS)).sum(axis=1) + base

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 
 from foreshard.comm.synthesis.arcs import Arc
+from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.topology.graph import Topology
 
 _SCALINGS = 6
@@ -32,14 +33,15 @@ class TreeFlows:
         Trees of all roots.
     """
 
-    def __init__(self, capacity: np.ndarray, sinks: list[int], needed: int) -> None:
-        self.capacity, self.sinks, self.needed = capacity, list(sinks), needed
+    def __init__(self, capacity: np.ndarray, sinks: list[int], needed: int, check: Check = unlimited) -> None:
+        self.capacity, self.sinks, self.needed, self.check = capacity, list(sinks), needed, check
 
     def shortfall(self, sink: int) -> int:
         """Return by how much the flow to a device falls short."""
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import maximum_flow
 
+        self.check()
         graph = csr_matrix(self.capacity.astype(np.int32))
         return self.needed - int(maximum_flow(graph, len(self.capacity) - 1, sink).flow_value)
 
@@ -58,7 +60,7 @@ class TreeFlows:
 
 
 def tree_capacities(
-    topology: Topology, arcs: list[Arc], trees: np.ndarray, rate_bytes_per_s: float
+    topology: Topology, arcs: list[Arc], trees: np.ndarray, rate_bytes_per_s: float, check: Check
 ) -> tuple[float, np.ndarray] | None:
     """Return seconds per byte of a tree's data, and the trees that each arc may carry at once.
 
@@ -75,6 +77,8 @@ def tree_capacities(
         That start at each rank.
     rate_bytes_per_s : float
         Of all trees together, that no schedule exceeds.
+    check : callable
+        Ends the search by an exception.
 
     Returns
     -------
@@ -94,10 +98,10 @@ def tree_capacities(
     first, last = 0, len(scalings) - 1
     while first < last:
         middle = (first + last) // 2
-        flows = _flows(topology, _whole(topology, scalings[middle]), trees)
+        flows = _flows(topology, _whole(topology, scalings[middle]), trees, check)
         first, last = (first, middle) if flows.largest_shortfall(1) == 0 else (middle + 1, last)
     for scaling in scalings[first : first + _SCALINGS]:
-        found = _split_off(topology, arcs, _whole(topology, scaling), trees)
+        found = _split_off(topology, arcs, _whole(topology, scaling), trees, check)
         if found is not None:
             return float(scaling), found
     return None
@@ -109,19 +113,21 @@ def _whole(topology: Topology, scaling: float) -> np.ndarray:
     return np.floor(scaled * (1 + _SLACK)).astype(np.int64)
 
 
-def _flows(topology: Topology, room: np.ndarray, trees: np.ndarray) -> TreeFlows:
+def _flows(topology: Topology, room: np.ndarray, trees: np.ndarray, check: Check) -> TreeFlows:
     count = len(topology.vertices)
     capacity = np.zeros((count + 1, count + 1), dtype=np.int64)
     for link, number in zip(topology.links, room.tolist(), strict=True):
         capacity[link.source, link.target] += number
     devices = topology.devices
     capacity[count, devices] = trees
-    return TreeFlows(capacity, devices.tolist(), int(trees.sum()))
+    return TreeFlows(capacity, devices.tolist(), int(trees.sum()), check)
 
 
-def _split_off(topology: Topology, arcs: list[Arc], room: np.ndarray, trees: np.ndarray) -> np.ndarray | None:
+def _split_off(
+    topology: Topology, arcs: list[Arc], room: np.ndarray, trees: np.ndarray, check: Check
+) -> np.ndarray | None:
     """Return the trees of each arc when all switches are split off, None where that leaves too few."""
-    flows = _flows(topology, room, trees)
+    flows = _flows(topology, room, trees, check)
     capacity = flows.capacity
     ends = [(link.source, link.target) for link in topology.links]
     held: dict[Path, int] = {(i,): int(number) for i, number in enumerate(room) if number}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.comm.synthesis.attempts import Attempt, ScheduleFound, attempts_at
+from foreshard.comm.schedules.verify import verify
+from foreshard.comm.synthesis.attempts import KNOWN_PACE, ScheduleAttempt, ScheduleFound, attempts_at
 from foreshard.comm.synthesis.bounds import lower_bound_s
+from foreshard.comm.synthesis.budget import BudgetSpent, SynthesisBudget
 from foreshard.comm.synthesis.timing import seconds_of
 from foreshard.comm.topology.graph import Topology
-from foreshard.errors import SpecError
+from foreshard.errors import ForeshardError, SpecError
 
 CLOSE_ENOUGH = 1e-3
 """Gap to the lower bound at which the search stops: a tenth of a percent is below what links vary by."""
@@ -52,13 +53,15 @@ class Synthesis:
 
 
 def synthesize(
-    collective: str, num_bytes: float, topology: Topology, *, budget_s: float, seed: int = 0
+    collective: str, num_bytes: float, topology: Topology, *, budget: SynthesisBudget, seed: int = 0
 ) -> Synthesis:
     """Return the fastest schedule found for a collective of a size on a topology.
 
-    Methods are tried one after the other, with chunks of half the size each time, until one is within
-    `CLOSE_ENOUGH` of the bound, all are tried, or the budget is spent; the best one is returned. It depends
-    on the seed and, where the budget ends the search, on the speed of the machine.
+    An algorithm of the library comes first, whatever the budget. Then methods are tried one after the other,
+    with chunks of half the size each time, until one is within `CLOSE_ENOUGH` of the bound, all are tried, or
+    the budget is spent but for what it takes to finish the schedule. The best one is
+    verified and returned; it depends on the seed and, where the budget ends the search, on the speed of the
+    machine.
 
     Parameters
     ----------
@@ -67,8 +70,7 @@ def synthesize(
     num_bytes : float, bytes
         Size of the collective, as `Chunk.weight` is a part of it.
     topology : Topology
-    budget_s : float, seconds
-        The first attempt is finished whatever the budget.
+    budget : SynthesisBudget
     seed : int, default 0
 
     Returns
@@ -79,8 +81,9 @@ def synthesize(
     ------
     SpecError
         For an unknown collective, a size that is not above 0, or devices that do not reach each other.
+    ForeshardError
+        If what was found does not compute the collective: a fault of the search.
     """
-    start = time.perf_counter()
     if not 0.0 < num_bytes < np.inf:
         raise SpecError(
             f"a collective of {num_bytes:g} bytes",
@@ -89,50 +92,46 @@ def synthesize(
             rule="Above 0 and finite",
         )
     bound = lower_bound_s(collective, num_bytes, topology)
-    attempts = attempts_at(collective, num_bytes, topology, seed, bound)
-    found, method, tried = _search(attempts, bound, start + budget_s)
+    attempts = attempts_at(collective, num_bytes, topology, seed, bound, budget.check)
+    found, method, tried = _search(attempts, bound, budget)
     schedule = replace(found.schedule(), overlaps=True)
+    if not found.is_listed and (faults := verify(schedule).faults):
+        raise ForeshardError(f"the schedule that {method} made is wrong: {faults[0]}")
     return Synthesis(
         schedule=schedule,
         method=method,
-        seconds=seconds_of(schedule, topology, num_bytes),
+        seconds=found.seconds if found.is_listed else seconds_of(schedule, topology, num_bytes),
         lower_bound_s=bound,
-        wall_s=time.perf_counter() - start,
+        wall_s=budget.spent_s,
         num_attempts=tried,
     )
 
 
 def _search(
-    attempts: Iterator[tuple[str, float, Attempt]], bound_s: float, deadline: float
+    attempts: Iterable[ScheduleAttempt], bound_s: float, budget: SynthesisBudget
 ) -> tuple[ScheduleFound, str, int]:
-    """Return the best of attempts that a deadline allows, what made it, and how many were made.
+    """Return the best of attempts that a budget allows, what made it, and how many were made.
 
-    Parameters
-    ----------
-    attempts : iterator of (str, float, callable)
-        A method's name, its work in any unit of that method (seconds for trees), and the attempt.
-    bound_s : float, seconds
-        The search ends within `CLOSE_ENOUGH` of it.
-    deadline : float, seconds
-        By `time.perf_counter`.
-
-    Returns
-    -------
-    tuple of (ScheduleFound, str, int)
+    The first is made whatever the budget. Of the others those are left out that would take longer than is
+    left by what their method took before, and those that run out of time are given up.
     """
     best: ScheduleFound | None = None
     made_by, tried = "", 0
-    pace = {"trees": 1.0}
-    for method, work, attempt in attempts:
-        begun = time.perf_counter()
-        if best and begun + pace.get(method, 0.0) * work > deadline:
-            continue
-        found = attempt(best.seconds if best else np.inf)
-        tried += 1
-        pace[method] = (time.perf_counter() - begun) / work
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best, made_by = found, method
-        if best and best.seconds <= bound_s * (1 + CLOSE_ENOUGH):
-            break
-    assert best is not None, "matching finds a schedule wherever all devices reach each other"
+    pace = dict(KNOWN_PACE)
+    try:
+        for attempt in attempts:
+            budget.kept_s = attempt.finishing_s
+            if best and not budget.allows(pace.get(attempt.method, 0.0) * attempt.work):
+                continue
+            begun_s = budget.worked_s
+            found = attempt.make(best.seconds if best else np.inf, budget.check)
+            tried += 1
+            pace[attempt.method] = (budget.worked_s - begun_s) / attempt.work
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best, made_by = found, attempt.method
+            if best and best.seconds <= bound_s * (1 + CLOSE_ENOUGH):
+                break
+    except BudgetSpent:
+        pass
+    assert best is not None, "the library has an algorithm for every collective"
     return best, made_by, tried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from foreshard.comm.flow.compiled import is_worth_compiling, loops
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.arcs import routes_from
 from foreshard.comm.topology.graph import Topology
@@ -43,43 +44,53 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
     SpecError
         If two places that exchange data are not connected.
     """
-    rate = topology.capacity_bytes_per_s
-    route_of = _RouteTable(schedule, topology)
-    free = [0.0] * len(rate)
-    arrived = [0.0] * schedule.num_sends
-    size = (schedule.weight * num_bytes).tolist()
-    indptr, indices = schedule.indptr.tolist(), schedule.indices.tolist()
-    slowness = (1.0 / rate).tolist()
-    ends = zip(schedule.source.tolist(), schedule.target.tolist(), schedule.channel.tolist(), strict=True)
-    for i, end in enumerate(ends):
-        resources, latency_s, slowest = route_of[end]
-        start = max((arrived[j] for j in indices[indptr[i] : indptr[i + 1]]), default=0.0)
-        start = max(start, max(free[one] for one in resources))
-        for one in resources:
-            free[one] = start + size[i] * slowness[one]
-        arrived[i] = start + size[i] * slowest + latency_s
-    return np.array(arrived)
+    busy_s = 1.0 / topology.capacity_bytes_per_s
+    ends, end = _distinct_ends(schedule)
+    routes = _Routes(schedule, topology)
+    links = [routes.links(*one) for one in ends]
+    used = [topology.resources_of(one) for one in links]
+    first = np.concatenate([[0], np.cumsum([len(some) for some in used])]).astype(np.int64)
+    resources = np.array([one for some in used for one in some], dtype=np.int64)
+    latency = topology.latency_s.tolist()
+    latency_s = np.array([sum(latency[link] for link in one) for one in links])
+    slowest_s = np.maximum.reduceat(busy_s[resources], first[:-1]) if len(used) else np.zeros(0)
+    arrived = np.zeros(schedule.num_sends)
+    kernel = loops("foreshard.comm.synthesis._timing_kernel", is_worth_compiling(schedule.num_sends))
+    kernel.serve(
+        end,
+        schedule.weight * num_bytes,
+        schedule.indptr.astype(np.int64),
+        schedule.indices.astype(np.int64),
+        first,
+        resources,
+        (busy_s, latency_s, slowest_s),
+        np.zeros(len(busy_s)),
+        arrived,
+    )
+    return arrived
 
 
-class _RouteTable(dict[tuple[int, int, int], tuple[tuple[int, ...], float, float]]):
-    """Resources, latency and seconds per byte of (source place, target place, channel), when asked for."""
+def _distinct_ends(schedule: Schedule) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+    """Return each (source place, target place, channel) once, and which of them each send has."""
+    widths = [int(one.max(initial=0)) + 1 for one in (schedule.target, schedule.channel)]
+    key = (schedule.source.astype(np.int64) * widths[0] + schedule.target) * widths[1] + schedule.channel
+    keys, end = np.unique(key, return_inverse=True)
+    pair, channel = np.divmod(keys, widths[1])
+    source, target = np.divmod(pair, widths[0])
+    return list(zip(source.tolist(), target.tolist(), channel.tolist(), strict=True)), end
+
+
+class _Routes:
+    """Links from place to place on a channel: routes past devices only where no other leads there."""
 
     def __init__(self, schedule: Schedule, topology: Topology) -> None:
-        super().__init__()
         named = {vertex.name: i for i, vertex in enumerate(topology.vertices)}
         self._vertex = [*topology.devices.tolist(), *(named[name] for name in schedule.switches)]
         self._topology = topology
         self._routes: dict[tuple[int, bool], dict[int, list[tuple[int, ...]]]] = {}
 
-    def __missing__(self, end: tuple[int, int, int]) -> tuple[tuple[int, ...], float, float]:
-        links = self._links(*end)
-        resources = self._topology.resources_of(links)
-        latency_s = float(self._topology.latency_s[list(links)].sum())
-        slowest = 1.0 / float(self._topology.capacity_bytes_per_s[list(resources)].min())
-        self[end] = resources, latency_s, slowest
-        return self[end]
-
-    def _links(self, source: int, target: int, channel: int) -> tuple[int, ...]:
+    def links(self, source: int, target: int, channel: int) -> tuple[int, ...]:
+        """Return the links of the route that a channel takes."""
         start, end = self._vertex[source], self._vertex[target]
         for through_devices in (False, True):
             key = start, through_devices

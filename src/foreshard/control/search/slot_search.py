@@ -278,8 +278,8 @@ class _SlotSearch:
                 tried = self.look(other)
                 if tried is not None and self._weigh(tried) < self._weigh(best) * _BETTER:
                     best = tried
-                if self.left <= 0:
-                    break
+                if self.left <= 0 or self._is_spent():
+                    break  # what was not looked at is no neighbour that is known
             else:
                 self.state.explored.add((at, self.level))
             if best == at:

@@ -8,10 +8,13 @@ notes come out. A new exporter is one file and an entry of ``TARGETS`` below. Re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from foreshard.errors import SpecError, unknown
+from foreshard.catalog.frameworks import load_framework
+from foreshard.errors import unknown
 
 if TYPE_CHECKING:
     from foreshard.interop.exporters.exported import Exported
@@ -22,9 +25,11 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """One tool; `frameworks` are the beginnings of those whose plans it runs as predicted.
+    """One tool; `frameworks` are the beginnings of the labels of those whose plans it runs as predicted.
 
-    Its function returns the text of the one `file`, or names and texts of several, and notes.
+    Its function returns the text of the one `file`, or names and texts of several, and notes. `runs` is the
+    framework of plans made for it, where that is not the default; `choices` are the only degrees it has.
+    A module has `model_gaps` where models differ in whether it trains them.
     """
 
     module: str
@@ -33,23 +38,53 @@ class Target(NamedTuple):
     file: str = ""
     function: str = "export"
     frameworks: tuple[str, ...] = ("",)
+    runs: str | None = None
+    choices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
-_MEGATRON, _TITAN = ("megatron", "nemo", "mlperf"), ("torchtitan",)
+_MEGATRON = ("megatron-core", "megatron-fsdp", "megatron-lm", "megatron-bridge", "nemo", "mlperf")
+_SHARDED = MappingProxyType({"zero": (2, 3)})  # FSDP shards weights too
 TARGETS = {
     "megatron": Target(
         "megatron", "Megatron", "Megatron-LM core_v0.19.0", "megatron_args.sh", frameworks=_MEGATRON
     ),
     "torchtitan@0.2": Target(
-        "torchtitan", "torchtitan", "torchtitan 0.2.2", "train.toml", "export_toml", _TITAN
+        "torchtitan",
+        "torchtitan",
+        "torchtitan 0.2.2",
+        "train.toml",
+        "export_toml",
+        ("torchtitan@0.2", "torchtitan@2024"),
+        "torchtitan@0.2",
+        _SHARDED,
     ),
     "torchtitan@0.3": Target(
-        "torchtitan", "torchtitan", "torchtitan 0.3.0", "foreshard_recipe.py", "export_recipe", _TITAN
+        "torchtitan",
+        "torchtitan",
+        "torchtitan 0.3.0",
+        "foreshard_recipe.py",
+        "export_recipe",
+        ("torchtitan@0.3",),
+        "torchtitan",
+        _SHARDED,
     ),
     "deepspeed": Target(
-        "deepspeed", "DeepSpeed", "DeepSpeed 0.19.8", "ds_config.json", frameworks=("deepspeed",)
+        "deepspeed",
+        "DeepSpeed",
+        "DeepSpeed 0.19.8",
+        "ds_config.json",
+        frameworks=("deepspeed",),
+        runs="deepspeed",
+        choices={"tp": (1,), "pp": (1,), "cp": (1,), "ep": (1,)},
     ),
-    "fsdp": Target("fsdp", "accelerate", "accelerate 1.15.0.dev0", "accelerate.json"),
+    "fsdp": Target(
+        "fsdp",
+        "accelerate",
+        "accelerate 1.15.0.dev0",
+        "accelerate.json",
+        runs="hf",
+        choices={"pp": (1,), "ep": (1,), "zero": (2, 3), "sp": (False,)},
+    ),
     "nccl": Target("nccl", "NCCL", "NCCL ext-tuner/example 3ea7eed"),
     "msccl": Target("msccl", "MSCCL", "msccl-tools 030a750"),
     "slurm": Target("slurm", "Slurm", "Slurm 25.05", "train.sbatch"),
@@ -59,6 +94,8 @@ TARGETS = {
 
 _BESIDE = ("nccl", "msccl", "slurm", "skypilot")
 """Targets that start a plan or carry its collectives, and say nothing of the model."""
+TRAINERS = {name: tool for name, tool in TARGETS.items() if name not in _BESIDE}
+"""Targets that train the plan."""
 _NEWEST = {"torchtitan": "torchtitan@0.3"}
 """Target of a tool's name without a release: the newest that is known."""
 
@@ -66,6 +103,45 @@ _NEWEST = {"torchtitan": "torchtitan@0.3"}
 def target_of(name: str) -> str:
     """Return the target that a name means; without a release, that of the newest."""
     return _NEWEST.get(name, name)
+
+
+def target_for(framework: str) -> str | None:
+    """Return the target that trains the plans of a framework, None where there is none.
+
+    Examples
+    --------
+    >>> target_for("torchtitan@0.2"), target_for("torchtitan"), target_for("megatron-deepspeed")
+    ('torchtitan@0.2', 'torchtitan', None)
+    """
+    label = load_framework(framework).label
+    own = (name for name, tool in TRAINERS.items() if all(tool.frameworks))
+    target = next((name for name in own if label.startswith(TARGETS[name].frameworks)), None)
+    return next((name for name, newest in _NEWEST.items() if newest == target), target)
+
+
+def trains(target: str, framework: str) -> bool:
+    """Return whether a target runs the plans of a framework as they were predicted."""
+    tool = TARGETS[target_of(target)]
+    names = tool.frameworks if all(tool.frameworks) else (tool.runs or "",)
+    return load_framework(framework).label.startswith(names)
+
+
+def model_refusals(model: Model, target: str) -> tuple[str, ...]:
+    """Return the reasons why a target trains no plan of a model as it is, none where it trains some."""
+    module = import_module(f"foreshard.interop.exporters.{TARGETS[target].module}")
+    gaps = getattr(module, "model_gaps", None)
+    return () if gaps is None else tuple(gaps(model))
+
+
+def refusals(plan: Plan, target: str, *, model: Model, cluster: Cluster) -> tuple[str, ...]:
+    """Return the reasons why a target would not train as the plan says, none where it would."""
+    from foreshard.interop.exporters.exported import InexpressibleError
+
+    try:
+        export(plan, target, model=model, cluster=cluster)
+    except InexpressibleError as error:
+        return error.reasons
+    return ()
 
 
 def export(
@@ -80,15 +156,13 @@ def export(
     target = target_of(target)
     if target not in TARGETS:
         raise unknown("target", target, TARGETS, key="--to", rule="Targets are")
-    from foreshard.interop.exporters.exported import Exported, ExportRequest
+    from foreshard.interop.exporters.exported import Exported, ExportRequest, InexpressibleError
     from foreshard.interop.exporters.uniform import other_framework_note, placement_note, wire_notes
 
     tool = TARGETS[target]
     if plan.lora is not None and target not in _BESIDE:
-        what = f"{target} cannot express the plan: adapters (lora {plan.lora})"
         fix = "Set the adapters up in the tool, and leave lora out of the exported plan"
-        rule = "An export trains exactly as the plan does"
-        raise SpecError(what, key="--to", value=target, rule=rule, fix=fix)
+        raise InexpressibleError(target, (f"adapters (lora {plan.lora})",), fix=fix)
     request = ExportRequest(
         plan=plan, target=target, version=tool.version, model=model, cluster=cluster, prediction=prediction
     )

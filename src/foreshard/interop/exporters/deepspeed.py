@@ -33,7 +33,7 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
         yield f"shards of {degrees.shard_size} among {degrees.dp} ranks (since 0.19.8 it shards over all)"
     if degrees.offload in ("activations", "all") and degrees.recompute != "full":
         yield f"offload {degrees.offload} without full recompute (it offloads checkpoints)"
-    if degrees.offload == "optimizer" and degrees.zero == 0:
+    if degrees.offload == "optimizer" and _level(plan, degrees) == 0:
         yield "offload of the optimizer with zero 0"
 
 
@@ -54,12 +54,17 @@ def _config(plan: Plan, degrees: Uniform) -> dict[str, Any]:
 
 
 def _zero(plan: Plan, degrees: Uniform) -> dict[str, Any]:
-    made: dict[str, Any] = {"stage": degrees.zero}
+    made: dict[str, Any] = {"stage": _level(plan, degrees)}
     if "grad_overlap" in plan.comm:
         made["overlap_comm"] = plan.comm["grad_overlap"]
     if degrees.offload in ("optimizer", "all"):
         made["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return made
+
+
+def _level(plan: Plan, degrees: Uniform) -> int:
+    """Return the level of sharding; on one rank too, since DeepSpeed offloads from level 1 on."""
+    return degrees.zero if degrees.dp > 1 else plan.groups[0].stages[0].zero
 
 
 def _notes(degrees: Uniform) -> list[str]:

@@ -15,6 +15,18 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 
+class InexpressibleError(SpecError):
+    """A target would not train as the plan says; `reasons` has every gap, so that it is corrected once."""
+
+    def __init__(
+        self, target: str, reasons: tuple[str, ...], fix: str = "Choose another target, or change the plan"
+    ) -> None:
+        what = f"{target} cannot express the plan: {'; '.join(reasons)}"
+        rule = "An export trains exactly as the plan does"
+        super().__init__(what, key="--to", value=target, rule=rule, fix=fix)
+        self.reasons = reasons
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
     """A plan to export, and what the caller knows beside it."""
@@ -71,7 +83,4 @@ def reject_if(target: str, reasons: Iterable[str]) -> None:
     """
     found = tuple(dict.fromkeys(reasons))
     if found:
-        what = f"{target} cannot express the plan: {'; '.join(found)}"
-        rule = "An export trains exactly as the plan does"
-        fix = "Choose another target, or change the plan"
-        raise SpecError(what, key="--to", value=target, rule=rule, fix=fix)
+        raise InexpressibleError(target, found)

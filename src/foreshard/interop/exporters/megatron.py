@@ -13,7 +13,7 @@ from shlex import quote
 from foreshard.catalog.frameworks import load_framework
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
-from foreshard.interop.exporters.uniform import Uniform, required_uniform
+from foreshard.interop.exporters.uniform import Uniform, recipe_gaps, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
 
@@ -50,6 +50,7 @@ def overlaps(plan: Plan) -> dict[str, bool]:
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     plan = request.plan
+    yield from recipe_gaps(plan, "megatron-core")
     if degrees.schedule not in _SCHEDULES:
         yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer not in _OPTIMIZERS:
@@ -163,6 +164,8 @@ def _batch_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
 
 def _option_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
     flags = [*_PRECISIONS[plan.precision], ("--optimizer", _OPTIMIZERS[plan.optimizer])]
+    if plan.fp8_recipe is not None:
+        flags.append(("--fp8-recipe", plan.fp8_recipe))
     flags += _sharding_flags(degrees) + _recompute_flags(degrees.recompute)
     if degrees.offload == "optimizer":
         flags += [("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",)]

@@ -14,7 +14,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.interop.exporters.exported import ExportRequest, filled
-from foreshard.interop.exporters.uniform import Gaps, Uniform, required_uniform
+from foreshard.interop.exporters.uniform import Gaps, Uniform, recipe_gaps, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
@@ -26,6 +26,9 @@ _SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+
+_NO_PIPELINE_02 = ("qwen3", "gpt_oss")  # `pipelining_fn=None` in their train specs
+_WITHOUT = "a config.json with num_nextn_predict_layers 0 plans without"
 
 
 def export_toml(request: ExportRequest) -> tuple[str, list[str]]:
@@ -44,11 +47,12 @@ def export_recipe(request: ExportRequest) -> tuple[str, list[str]]:
 
 def flavor_of(model: Model) -> tuple[str, str] | None:
     """Return torchtitan's family and flavor of the same sizes, None where it ships none."""
-    block = model.blocks[0]
-    sizes = [model.num_layers, model.hidden, block.num_heads, block.num_kv_heads, model.vocab]
+    first, last = model.blocks[0], model.blocks[-1]
+    sizes = [model.num_layers, model.hidden, last.num_heads, last.num_kv_heads, model.vocab]
+    sizes += [first.ffn, last.num_experts, last.top_k, last.expert_ffn]
     for family, flavors in shipped("flavors.toml", "foreshard.interop.exporters").items():
         for flavor, known in flavors.items():
-            if sizes == known and block.qk_norm == (family == "qwen3"):
+            if sizes == known and last.qk_norm == (family == "qwen3"):
                 return family, flavor
     return None
 
@@ -58,15 +62,17 @@ def _known(request: ExportRequest, gaps: Gaps) -> tuple[Uniform, str, str]:
         rule = "torchtitan trains models it ships, by family and flavor"
         fix = "Give MODEL after the plan"
         raise SpecError(f"{request.target} needs the model", key="MODEL", rule=rule, fix=fix)
-    degrees = required_uniform(request, _model_gaps, _gaps, gaps)
+    of_model = tuple(model_gaps(request.model))
+    degrees = required_uniform(request, lambda *_: of_model, _gaps, gaps)
     named = flavor_of(request.model)
     assert named is not None
     return degrees, *named
 
 
-def _model_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
-    if request.model is not None and flavor_of(request.model) is None:
-        yield f"{request.model.name} (it ships Llama 3 and Qwen 3)"
+def model_gaps(model: Model) -> Iterator[str]:
+    """Yield why no plan of a model can be trained."""
+    if flavor_of(model) is None:
+        yield f"{model.name} (it ships Llama 3, Qwen 3, DeepSeek V2 and V3, and gpt-oss)"
 
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
@@ -96,6 +102,12 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 
 
 def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    family = (flavor_of(request.model) or ("",))[0] if request.model else ""
+    yield from recipe_gaps(request.plan, "torchtitan@0.2")
+    if degrees.pp > 1 and family in _NO_PIPELINE_02:
+        yield f"pp {degrees.pp} of {family} (it pipelines Llama 3 and DeepSeek)"
+    if request.model and request.model.num_next_token:
+        yield f"the next-token layers of {request.model.name} ({_WITHOUT})"
     if degrees.tp > 1 and not degrees.sp:
         yield "tensor parallelism without sequence parallelism"
     if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
@@ -103,6 +115,9 @@ def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 
 
 def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
+    if request.model and request.model.num_next_token and degrees.pp * degrees.cp > 1:
+        yield f"the next-token layers of {request.model.name} under pp or cp ({_WITHOUT})"
+    yield from recipe_gaps(request.plan, "torchtitan@0.3")
     if _narrow_gather(request.plan):
         yield "narrow_gather (its scales per row gather in 16 bit)"
     if degrees.etp > 1:
@@ -139,12 +154,19 @@ def _async_tp(plan: Plan, degrees: Uniform) -> bool:
     return degrees.tp > 1 and bool(plan.comm.get("tp_overlap", default))
 
 
+def _reshards(degrees: Uniform) -> str:
+    """Return the policy that predictions are of: by default pipelines keep weights gathered."""
+    if degrees.zero < 3:
+        return "never"
+    return "always" if degrees.pp == 1 else "default"
+
+
 def _parallelism(degrees: Uniform, head: str) -> dict[str, Any]:
     replicate, shard = _data_parallel(degrees)
     made: dict[str, Any] = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": "always" if degrees.zero == 3 else "never",
+        "fsdp_reshard_after_forward": _reshards(degrees),
         "tensor_parallel_degree": degrees.tp,
         "context_parallel_degree": degrees.cp,
         "pipeline_parallel_degree": degrees.pp,
@@ -182,8 +204,11 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
         "activation_checkpoint": _checkpoint_02(degrees.recompute),
         "compile": {"enable": _async_tp(plan, degrees)},
     }
-    if _narrow_gather(plan):
-        sections["quantize.linear.float8"] = {"enable_fsdp_float8_all_gather": True}
+    scaled: dict[str, Any] = {"enable_fsdp_float8_all_gather": True} if _narrow_gather(plan) else {}
+    if plan.fp8_recipe == "rowwise":  # tensorwise is what it does without a name, and alone gathers in 8 bit
+        scaled["recipe_name"] = plan.fp8_recipe
+    if scaled:
+        sections["quantize.linear.float8"] = scaled
     return sections
 
 
@@ -203,6 +228,10 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
     compiled = _async_tp(plan, degrees)
     quantized = plan.precision == "fp8"
     options = f"filter_fqns=['lm_head'], model_compile_enabled={compiled}"
+    registered = [f"converters=[Float8LinearConverter.Config({options})]"] if quantized else []
+    next_token = request.model.num_next_token if request.model else 0
+    if next_token:
+        registered.append(f"num_mtp_layers={next_token}")
     return filled(
         "foreshard_recipe.py.txt",
         version=request.version,
@@ -211,7 +240,9 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
         num_ranks=len(degrees.ranks),
         import_quantization=_IMPORT_QUANTIZATION if quantized else "",
         import_checkpoint=f"{_IMPORT_CHECKPOINT}{checkpoint}\n" if checkpoint else "",
-        converters=f", converters=[Float8LinearConverter.Config({options})]" if quantized else "",
+        import_loss=_IMPORT_NEXT_TOKEN if next_token else _IMPORT_LOSS,
+        loss=_LOSS_NEXT_TOKEN if next_token else _LOSS,
+        registered="".join(f", {option}" for option in registered),
         training=_arguments(training),
         parallelism=_arguments(parallelism),
         checkpoint=f"{checkpoint}.Config()" if checkpoint else None,
@@ -220,6 +251,12 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
 
 
 _IMPORT_QUANTIZATION = "from torchtitan.components.quantization import Float8LinearConverter\n"
+_IMPORT_LOSS = "from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss"
+_LOSS = """ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
+        )"""
+_IMPORT_NEXT_TOKEN = "from torchtitan.models.deepseek_v3.mtp import MTPLoss"
+_LOSS_NEXT_TOKEN = "MTPLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))"
 _IMPORT_CHECKPOINT = "from torchtitan.distributed.activation_checkpoint import "
 
 

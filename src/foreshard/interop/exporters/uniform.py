@@ -7,11 +7,12 @@ all that is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.offers import offers_of
 from foreshard.interop.exporters.exported import ExportRequest, reject_if
 from foreshard.spec.plan import Group, Plan
 
@@ -179,6 +180,13 @@ def placement_note(plan: Plan) -> tuple[str, ...]:
     return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)
 
 
+def recipe_gaps(plan: Plan, framework: str) -> Iterator[str]:
+    """Yield a gap where a framework has no such scales of 8-bit operands."""
+    known = offers_of(load_framework(framework)).fp8_recipes
+    if plan.fp8_recipe is not None and plan.fp8_recipe not in known:
+        yield f"{plan.fp8_recipe} scales (it has {', '.join(known)})"
+
+
 def wire_notes(plan: Plan) -> tuple[str, ...]:
     """Return how to set the algorithm and the bucket size of a plan, which no target's file states."""
     notes = []
@@ -203,6 +211,6 @@ def wire_notes(plan: Plan) -> tuple[str, ...]:
 
 def other_framework_note(plan: Plan, names: tuple[str, ...], target: str) -> tuple[str, ...]:
     """Return a caution where the plan was predicted for a framework other than the target."""
-    if load_framework(plan.framework).name.startswith(names):
+    if load_framework(plan.framework).label.startswith(names):
         return ()
     return (f"The plan was made for {plan.framework}: under {target} its time and memory differ.",)

@@ -20,7 +20,7 @@ _DEGREES = {
     "ep": "--expert-model-parallel-size",
 }
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_RECIPES = {"delayed": "fp8", "tensorwise": "fp8", "mxfp8": "mxfp8"}
+_RECIPES = {"delayed": "fp8", "tensorwise": "fp8", "blockwise": "fp8", "mxfp8": "mxfp8"}
 _REFUSED = {
     "--use-torch-fsdp2": "torch's FSDP2 inside Megatron",
     "--hybrid-context-parallel": "context parallelism by sample",
@@ -51,6 +51,8 @@ def read(text: str, file: str) -> StatedRun:
     choices["sp"] = "--sequence-parallel" in flags and choices["tp"] > 1
     choices |= _sharding(flags) | _batch(flags) | _overlaps(flags, choices)
     choices["precision"] = _precision(flags)
+    if choices["precision"] == "fp8":
+        choices["fp8_recipe"] = _fp8_recipe(flags)
     optimizer = flags.choice("--optimizer", ("adam", "sgd", "muon", "dist_muon", "lion"), "adam")
     choices["optimizer"] = {"adam": "adamw", "dist_muon": "muon"}.get(optimizer, optimizer)
     choices["recompute"] = _recompute(flags)
@@ -103,11 +105,12 @@ def _precision(flags: LaunchFlags) -> str:
     if "--fp4-format" in flags:
         return "nvfp4"
     if any(flag in flags for flag in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")):
-        recipe = flags.choice("--fp8-recipe", (*_RECIPES, "blockwise"), "delayed")
-        if recipe == "blockwise":
-            raise flags.cannot("--fp8-recipe", "fp8 scaled by blocks of 128")
-        return _RECIPES[recipe]
+        return _RECIPES[_fp8_recipe(flags)]
     return "bf16" if "--bf16" in flags else "fp16" if "--fp16" in flags else "fp32"
+
+
+def _fp8_recipe(flags: LaunchFlags) -> str:
+    return flags.choice("--fp8-recipe", tuple(_RECIPES), "delayed")
 
 
 def _recompute(flags: LaunchFlags) -> str:

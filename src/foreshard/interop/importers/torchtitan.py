@@ -34,6 +34,10 @@ def read(text: str, file: str) -> StatedRun:
     choices: dict[str, Any] = {"framework": "torchtitan@0.2", "recompute": _recompute(config)}
     choices |= _degrees(parallel)
     choices["precision"] = _precision(config, training)
+    if choices["precision"] == "fp8":
+        scaled = config.table("quantize").table("linear").table("float8")
+        recipes = {"tensorwise": "tensorwise", "rowwise": "rowwise"}
+        choices["fp8_recipe"] = scaled.word("recipe_name", recipes, default="tensorwise")
     choices["optimizer"] = config.table("optimizer").word(
         "name", {"AdamW": "adamw", "Adam": "adamw"}, default="AdamW"
     )
@@ -64,7 +68,7 @@ def read(text: str, file: str) -> StatedRun:
     if shard == 1 and choices["cp"] == 1:
         choices["zero"], replicas = 0, 1
     else:
-        choices["zero"] = _zero(parallel, pp)
+        choices["zero"] = _zero(parallel)
     return StatedRun(
         choices=choices,
         block_counts=counts,
@@ -85,9 +89,9 @@ def _degrees(parallel: ConfigTable) -> dict[str, Any]:
     return {degree: parallel.whole(name, default=1) for degree, name in names.items()}
 
 
-def _zero(parallel: ConfigTable, pp: int) -> int:
-    """Return the ZeRO level: by default weights stay gathered after the forward of a pipeline."""
-    meanings = {"default": 2 if pp > 1 else 3, "always": 3, "never": 2}
+def _zero(parallel: ConfigTable) -> int:
+    """Return the ZeRO level; by either, weights stay gathered in a pipeline."""
+    meanings = {"default": 3, "always": 3, "never": 2}
     level: int = parallel.word("fsdp_reshard_after_forward", meanings, default="default")
     return level
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +22,8 @@ class Found:
     """The best plan of every choice of degrees, the best `keep` of those, and what the search has covered.
 
     beat : plans of this score or more are of no interest
+    refusals : reasons not to keep the plan of a table of one row; None where all may be kept
+    refused : how many plans each reason kept out
     score : what is made small, of each kept plan
     bound : no row has a smaller score, by the analytical engine
     floor_s : no step takes less by any engine: computation alone, spread evenly over the stages
@@ -31,6 +35,8 @@ class Found:
 
     keep: int
     beat: float = np.inf
+    refusals: Callable[[PlanTable], tuple[str, ...]] | None = None
+    refused: Counter[str] = field(default_factory=Counter)
     tables: list[PlanTable] = field(default_factory=list)
     score: np.ndarray = field(default_factory=lambda: np.empty(0))
     step_time_s: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -43,6 +49,7 @@ class Found:
     least_step_s: float = np.inf
     least_peak_bytes: float = np.inf
     least_peak: PlanTable | None = None
+    _wanted: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def excludes(self, bound: np.ndarray | float) -> np.ndarray:
         """Return which bounds are too high for a plan to be kept; a plan as good as the last one may be."""
@@ -63,10 +70,33 @@ class Found:
             step_time_s = np.concatenate([self.step_time_s, step_time_s])
         order = _in_order(table, score)
         degrees = np.array([getattr(table, name)[order] for name in _DEGREES])
-        _, first = np.unique(degrees, axis=1, return_index=True)
-        kept = order[np.sort(first)[: self.keep]]
+        if self.refusals is None:
+            _, first = np.unique(degrees, axis=1, return_index=True)
+            kept = order[np.sort(first)[: self.keep]]
+        else:
+            kept = self._first_wanted(table, order, degrees)
         self.tables = [table.take(slice(i, i + 1)) for i in kept]
         self.score, self.step_time_s = score[kept], step_time_s[kept]
+
+    def _is_wanted(self, row: PlanTable) -> bool:
+        assert self.refusals is not None
+        key = tuple(int(getattr(row, name)[0]) for name in COLUMNS)
+        if key not in self._wanted:
+            reasons = self.refusals(row)
+            self.refused.update(reasons)
+            self._wanted[key] = not reasons
+        return self._wanted[key]
+
+    def _first_wanted(self, table: PlanTable, order: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+        """Return the first plan of each choice of degrees that is wanted, `keep` of them at most."""
+        kept: dict[tuple[int, ...], int] = {}
+        for place, row in enumerate(order):
+            key = tuple(degrees[:, place].tolist())
+            if key not in kept and self._is_wanted(table.take(slice(row, row + 1))):
+                kept[key] = int(row)
+                if len(kept) == self.keep:
+                    break
+        return np.array(list(kept.values()), dtype=np.int64)
 
     def note_peak(self, table: PlanTable, peak_bytes: np.ndarray) -> None:
         """Remember the plan that needs least memory."""
@@ -79,6 +109,7 @@ class Found:
         """Add what a search of other rows found."""
         self.evaluated += other.evaluated
         self.pruned += other.pruned
+        self.refused += other.refused
         self.interrupted |= other.interrupted
         self.stopped |= other.stopped
         self.least_step_s = min(self.least_step_s, other.least_step_s)

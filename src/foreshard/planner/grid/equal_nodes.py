@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -20,13 +22,14 @@ from foreshard.planner.ranking import SHOWN, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import ObjectiveBound, PlanResult, Ranked
 from foreshard.planner.solver.time_budget import LEAST_S
+from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import acting
+from foreshard.spec.plan import Plan, acting
 from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 
-_OF_REQUEST = ("collectives", "bucket_bytes", "attention", "keeps_scores")
+_OF_REQUEST = ("collectives", "bucket_bytes", "attention", "keeps_scores", "fp8_recipe")
 """What a request sets of its framework, apart from what is hidden."""
 _ROUNDING = 1e-12
 """Share by which sums of the same terms in another order may differ."""
@@ -44,6 +47,7 @@ class _Searched:
     found: list[Found] = field(default_factory=list)
     skipped: dict[int, float] = field(default_factory=dict)  # devices -> seconds no step falls below
     left: dict[int, float] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)  # why a tool cannot train plans, and how many
 
     @property
     def interrupted(self) -> bool:
@@ -73,7 +77,9 @@ def search_homogeneous(request: PlanRequest, *, explain: bool = True, least_s: f
     predictions = _predictions(request, searched, started + request.budget_s)
     error: InfeasibleError | LimitError | None
     plans, error = request.ranked(predictions)
-    if not plans and request.beat_s == np.inf:
+    if not plans and searched.refused:
+        error = request.none_of(searched.refused)
+    elif not plans and request.beat_s == np.inf:
         pairs = list(zip(searched.parts, searched.found, strict=True))
         explain = explain and not searched.stopped
         left_s = started + request.budget_s - time.perf_counter()
@@ -159,6 +165,7 @@ def _search_size(
     if any(len(found.score) for found in searched.found):
         patience_s = 0.0
     options = {"deadline": deadline, "patience_s": patience_s, "executor": request.executor}
+    options["refusals"] = None if request.tool is None else partial(_refusals, request)
     found = search_rows(grid, keep=_kept(request), beat=beat, **options)  # type: ignore[arg-type]
     nothing = not len(found.score) and not found.stopped
     if nothing and grid.max_step_s < np.inf and found.least_step_s < np.inf:
@@ -166,6 +173,23 @@ def _search_size(
         found = search_rows(request.grid_on(part, objective="time"), keep=1, **options)  # type: ignore[arg-type]
     searched.parts.append(part)
     searched.found.append(found)
+    searched.refused += found.refused
+
+
+def _refusals(request: PlanRequest, row: PlanTable) -> tuple[str, ...]:
+    return request.refusals(_plan_of(request, row))
+
+
+def _plan_of(request: PlanRequest, row: PlanTable) -> Plan:
+    plan = row.plan(
+        0,
+        request.model,
+        seq_len=request.seq_len,
+        framework=request.framework.label,
+        precision=request.precision,
+        optimizer=request.optimizer,
+    )
+    return request.stated(replace(plan, comm=acting(plan, request.comm)))
 
 
 def _kept(request: PlanRequest) -> int:
@@ -201,15 +225,7 @@ def _predictions(request: PlanRequest, searched: _Searched, deadline: float) -> 
         for i, table in enumerate(found.tables):
             if i >= min(request.top, SHOWN) and (searched.stopped or time.perf_counter() >= deadline):
                 break
-            plan = table.plan(
-                0,
-                request.model,
-                seq_len=request.seq_len,
-                framework=request.framework.label,
-                precision=request.precision,
-                optimizer=request.optimizer,
-            )
-            plan = request.stated(replace(plan, comm=acting(plan, request.comm)))
+            plan = _plan_of(request, table)
             made.append(
                 predict(
                     request.model,

@@ -103,7 +103,7 @@ def _gather(ray: Any, pending: list[Any], rest: Cells, found: Found, bound: floa
 def _task(shared: tuple[GridRequest, Found], cells: Cells, stop_at: float, patience_s: float) -> Found:
     """Search some cells, knowing the plans found before."""
     request, before = shared
-    found = Found(keep=before.keep, beat=before.beat)
+    found = Found(keep=before.keep, beat=before.beat, refusals=before.refusals)
     found.tables, found.score, found.step_time_s = before.tables, before.score, before.step_time_s
     deadline = time.perf_counter() + stop_at - time.time()
     walk(request, cells, found, deadline=deadline, patience_s=patience_s)

@@ -10,6 +10,7 @@ the best plans: then they are the best of all.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,7 @@ def search_rows(
     beat: float = np.inf,
     patience_s: float = 0.0,
     executor: str = "local",
+    refusals: Callable[[PlanTable], tuple[str, ...]] | None = None,
 ) -> Found:
     """Return the best rows of the whole space and how many were timed and excluded.
 
@@ -58,8 +60,10 @@ def search_rows(
         How much longer to look while there is no plan at all.
     executor : str
         'local', or as :mod:`foreshard.planner.grid.ray_sweep` takes it.
+    refusals : callable, optional
+        Of a table of one row: reasons not to keep its plan.
     """
-    found = Found(keep=keep, beat=beat)
+    found = Found(keep=keep, beat=beat, refusals=refusals)
     space, found.floor_s = cells_in_order(request)
     if executor == "local":
         walk(request, space, found, deadline=deadline, patience_s=patience_s)

@@ -107,11 +107,12 @@ def search_cluster(request: PlanRequest) -> PlanResult:
     """Return the best plans on any cluster, with a bound on every plan of the space.
 
     On equal nodes the grid alone answers where dollars or joules are to be small, which unequal pipelines
-    only move, and where the framework runs no 1f1b pipelines.
+    only move, where the framework runs no 1f1b pipelines, and where a tool is to train what is planned.
     """
     equal = len(request.cluster.nodes) == 1
     by_time = request.objectives[0] == "time" or request.limits
-    if equal and not (by_time and "1f1b" in offers_of(request.framework).schedules):
+    pipelines = by_time and request.tool is None and "1f1b" in offers_of(request.framework).schedules
+    if equal and not pipelines:
         return search_homogeneous(request)
     whole = request.choices.of_whole_plans
     if equal and whole:

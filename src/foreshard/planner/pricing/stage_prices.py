@@ -216,7 +216,7 @@ def _tail_of(
     )
     end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     # All of a pipeline follows its first forward; other stages wait for their weights while it fills.
-    return np.asarray(end.tail + end.update + end.ready * (np.asarray(batch.has_embedding) > 0))
+    return np.asarray(end.tail + end.update + (end.ready + end.wait) * (np.asarray(batch.has_embedding) > 0))
 
 
 def _copies(request: PlanRequest) -> tuple[int, ...]:
@@ -250,6 +250,12 @@ def _batch(
     leaves, ends = (
         np.array([[_leaves(kind, blocks, apart=far) for kind in kinds]]) for far in (apart, crosses or apart)
     )
+    num_stages = np.where(alone > 0, 1.0, 2.0)
+    rank, moved = setup.as_moved(
+        rank_row(request, kinds),
+        row([traits[kind.node_group, kind.zero] for kind in kinds], Traits),
+        num_stages,
+    )
     return Batch(
         kinds=tuple(layer_shape(block) for block, _ in request.model.block_kinds()),
         counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
@@ -258,8 +264,8 @@ def _batch(
             fabric=fabric,
             sync=row([joined for _ in kinds], Fabric),
             link=fabric,
-            traits=row([traits[kind.node_group, kind.zero] for kind in kinds], Traits),
-            rank=rank_row(request, kinds),
+            traits=moved,
+            rank=rank,
             constants=request.constants,
         ),
         recompute=row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
@@ -271,7 +277,7 @@ def _batch(
         ),
         pipeline=setup.pipeline(
             num_micro_batches=1e6,
-            num_stages=np.where(alone > 0, 1.0, 2.0),
+            num_stages=num_stages,
             num_chunks=np.where(alone > 0, 1.0, float(chunks)),
             zero_bubble=0.0,
             all_forward=0.0,

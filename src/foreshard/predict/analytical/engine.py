@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from foreshard.graph.pace import PipelineRows, PipelineSpan, pipeline_span
 from foreshard.predict.analytical.by_order import span_by_order
+from foreshard.predict.analytical.sharded import ShardedUnit, on_device, waits
 from foreshard.predict.batch import Batch
 from foreshard.predict.tasks.collectives import (
+    ShardTimes,
     Sharing,
     across_groups_s,
     bucket_elements,
@@ -24,8 +27,7 @@ from foreshard.predict.tasks.collectives import (
     gradient_sync_s,
     message_s,
     region_times,
-    sharded_layer_s,
-    sharded_table_s,
+    shard_times,
     sharing_of,
     tied_sync_s,
 )
@@ -88,11 +90,13 @@ def stage_times(batch: Batch) -> StageTimes:
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
     forward, later, host, host_later = (np.zeros(shape) for _ in range(4))
     params, experts, every = (np.zeros(shape) for _ in range(3))
+    layers: list[LayerTimes] = []
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
         as_wide = not np.count_nonzero(kind.hidden - p.hidden)
         times = layer_times(
             kind, machine, batch.recompute, region=region if as_wide else None, dense_sharing=dense
         )
+        layers.append(times)
         _add_layers(parts, times, count)
         forward += count * times.forward_s
         later += count * (times.backward_weight + times.reduce_backward)
@@ -102,9 +106,6 @@ def stage_times(batch: Batch) -> StageTimes:
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
         every += count * (times.dense_params + times.expert_params)
-        gathered, moved = _add_fsdp(parts, batch, times, count, dense)
-        forward += gathered
-        later += moved
     _add_ends(parts, batch, ends)
     forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
     forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
@@ -113,21 +114,35 @@ def stage_times(batch: Batch) -> StageTimes:
     params = params + matrices * table * (1.0 - p.head_frozen)
     every = every + matrices * table
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
-    later += _add_tables(parts, batch, table, ends, dense)
-    device = np.asarray(sum(parts.values()))
+    later += _reduce_tables(parts, batch, table, ends, dense)
+    computed = np.asarray(sum(parts.values()))
+    beside, waited = np.zeros((3, *shape)), np.zeros((4, *shape))
+    units = _units(batch, layers, ends, table, dense)
+    if units:
+        added = on_device(units, machine)
+        beside = np.stack([np.zeros(shape) + one for one in (added.forward, added.first, added.late)])
+    device = computed + beside.sum(0)
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     sharpness = machine.constants.host_sharpness
-    work = _join(device, host, sharpness)
-    parts["host"] += work - device
-    if np.count_nonzero(p.zero_bubble):
-        later = p.zero_bubble * (work - _join(device - later, host - host_later, sharpness))
-    else:
-        later = np.zeros(shape)
+    joined = _join(device, host, sharpness)
+    # The host holds up the tasks of forward and backward in proportion.
+    longer = 1.0 + (joined - device) / np.maximum(computed, 1e-12)
     # The host launches the kernels of a short micro-batch too.
     short = p.num_micro_batches - np.ceil(p.num_micro_batches - 1e-9) + 1.0
-    last_share = _join(short * device, host, sharpness) / np.maximum(work, 1e-12)
-    # The host holds up forward and backward in proportion.
-    forward = work * forward / np.maximum(device, 1e-12)
+    last = _join(short * computed + beside.sum(0), host, sharpness)
+    if units:
+        shorter = 1.0 + (last - beside.sum(0) - computed) / np.maximum(computed, 1e-12)
+        waited = _unit_waits(batch, units, longer, shorter)
+    work = joined + waited[0] + waited[1]
+    last_share = np.where(short < 1.0 - 1e-9, (last + waited[2]) / np.maximum(work, 1e-12), 1.0)
+    parts["host"] += joined - device
+    parts["data_comm"] += beside.sum(0) + waited[0] + waited[1]
+    if np.count_nonzero(p.zero_bubble):
+        kept = _join(device - later - beside[2], host - host_later, sharpness) + waited[0] + waited[3]
+        later = p.zero_bubble * np.maximum(work - kept, 0.0)
+    else:
+        later = np.zeros(shape)
+    forward = longer * forward + beside[0] + waited[0]
     messages = _messages(batch)
     total = _steady(batch, work, messages)
     parts["pipeline_comm"] += total - work
@@ -171,45 +186,110 @@ def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> Non
     parts["tensor_comm"] += first * ends.embedding_tensor + last * ends.head_tensor
 
 
-def _add_fsdp(
-    parts: dict[str, np.ndarray], batch: Batch, times: LayerTimes, count: np.ndarray, dense: Sharing
-) -> tuple[Any, Any]:
-    """Add what gathering weights and scattering gradients of each layer leaves exposed.
+def _units(
+    batch: Batch, layers: list[LayerTimes], ends: EndTimes, table: Any, dense: Sharing
+) -> list[ShardedUnit]:
+    """Return the units of each stage that are sharded one by one (ZeRO 3): layers by kind, embedding, head.
 
-    Returns how much of it goes with the forward, and with the weight gradients.
-    """
-    given = times.backward_s - times.backward_weight
-    forward, first, both = sharded_layer_s(
-        times.dense_params,
-        times.expert_params,
-        times.forward_s,
-        given,
-        times.backward_weight,
-        batch.machine,
-        dense=dense,
-    )
-    parts["data_comm"] += count * (forward + both)
-    return count * forward, count * (both - first)
-
-
-def _add_tables(
-    parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: EndTimes, dense: Sharing
-) -> Any:
-    """Add the collectives of the tables of both ends in every micro-batch (ZeRO 2 and 3).
-
-    Returns how much of it goes with the weight gradients.
+    No unit where no stage is.
     """
     p, machine = batch.pipeline, batch.machine
+    sharded = machine.rank.zero >= 3
+    if not np.count_nonzero(sharded):
+        return []
+
+    def shard(params: Any, experts: Any, trained: Any, trained_experts: Any) -> ShardTimes:
+        whole = shard_times(params, experts, machine, dense=dense)
+        part = shard_times(params * trained, experts * trained_experts, machine, dense=dense)
+        return ShardTimes(
+            gather=sharded * whole.gather,
+            scatter=sharded * part.scatter,
+            copy_weights=sharded * whole.copy_weights,
+            copy_gradients=sharded * part.copy_gradients,
+        )
+
+    own = 1.0 - p.tied * (batch.has_embedding > 0)
+    again = _regathered(batch, layers, batch.has_head * own * table)
+    units = [
+        ShardedUnit(
+            count=count,
+            forward=times.forward_s,
+            backward=times.backward_s,
+            late=times.backward_weight + times.reduce_backward,
+            counting=times.counting,
+            shard=shard(
+                times.dense_params,
+                times.expert_params,
+                np.maximum(kind.trainable, 0.0),
+                1.0 - np.asarray(kind.frozen, dtype=float),
+            ),
+            regathers=again,
+        )
+        for kind, count, times in zip(batch.kinds, batch.counts, layers, strict=True)
+    ]
+    halves = {name: getattr(ends, f"{name}_tensor") / 2 for name in ("embedding", "head")}
+    for name, count, held in (("embedding", batch.has_embedding, 1.0), ("head", batch.has_head, own)):
+        backward = getattr(ends, f"{name}_backward")
+        units.append(
+            ShardedUnit(
+                count=count,
+                forward=getattr(ends, f"{name}_forward") + halves[name],
+                backward=backward + halves[name],
+                late=backward / (1.0 + (name == "head")),
+                counting=0.0,
+                shard=shard(table * held, 0.0, 1.0 - p.head_frozen, 1.0),
+                regathers=0.0,
+            )
+        )
+    return units
+
+
+def _regathered(batch: Batch, layers: list[LayerTimes], head: Any) -> Any:
+    """Return the share of a stage's layers whose weights are gathered again before backward."""
+    traits = batch.machine.traits
+    if not np.count_nonzero(traits.kept_elements):
+        return traits.regathers
+    count = np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    held = sum(
+        number * (times.dense_params + times.expert_params)
+        for number, times in zip(batch.counts, layers, strict=True)
+    )
+    kept = np.ceil(np.maximum(traits.kept_elements - head, 0.0) * count / np.maximum(held, 1.0))
+    return traits.regathers * (1.0 - np.minimum(kept / count, 1.0))
+
+
+def _unit_waits(batch: Batch, units: list[ShardedUnit], longer: Any, shorter: Any) -> np.ndarray:
+    """Return what stages wait for in forward, backward, both of the last micro-batch, half a backward.
+
+    That half are the gradients of inputs, before those of weights.
+    """
+    *layers, embedding, head = units
+    of = partial(waits, layers, embedding, head, batch.machine, chunks=batch.pipeline.num_chunks)
+    forward, backward = of(longer=longer)
+    first = backward
+    if np.count_nonzero(batch.pipeline.zero_bubble):
+        first = of(longer=longer, given_only=True)[1]
+    short = forward + backward
+    if np.count_nonzero(shorter < longer):
+        short = sum(of(longer=shorter))
+    shape = batch.multiplicity.shape
+    return np.stack([np.zeros(shape) + one for one in (forward, backward, short, first)])
+
+
+def _reduce_tables(
+    parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: EndTimes, dense: Sharing
+) -> Any:
+    """Add, and return, what reducing the tables of both ends every micro-batch leaves exposed (ZeRO 2)."""
+    p, machine = batch.pipeline, batch.machine
+    if not np.count_nonzero(machine.rank.zero == 2):
+        return 0.0
     first = batch.has_embedding * table
     last = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
-    gather, scatter = sharded_table_s(first + last, machine, dense=dense)
-    reduce: Any = 0.0
-    if np.count_nonzero(machine.rank.zero == 2):
-        tables = np.array((first, last)) * (1.0 - p.head_frozen)
-        busy = np.array((np.zeros_like(last), ends.head_backward + np.zeros_like(last)))
-        reduce = every_reduce_s(tables, 0.0, machine, busy, dense=dense).sum(0)
-    parts["data_comm"] += gather + scatter + reduce
-    return scatter + reduce
+    tables = np.array((first, last)) * (1.0 - p.head_frozen)
+    busy = np.array((np.zeros_like(last), ends.head_backward + np.zeros_like(last)))
+    reduce = every_reduce_s(tables, 0.0, machine, busy, dense=dense).sum(0)
+    parts["data_comm"] += reduce
+    return reduce
 
 
 def _messages(batch: Batch) -> Messages:
@@ -270,8 +350,9 @@ def _steady(batch: Batch, work: np.ndarray, messages: Messages) -> Any:
 class EndOfStep:
     """What gradients and weights take outside the steady state on each run of stages, seconds."""
 
-    # gathering the weights that the first forward needs
+    # gathering the weights that the first forward needs first, and waiting for those it needs later
     ready: np.ndarray
+    wait: np.ndarray
     # from the last backward until the gradients are reduced
     tail: np.ndarray
     # the optimizer, and gathering updated weights that no forward hides
@@ -282,9 +363,10 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     """Return what precedes the first micro-batch and follows the last one on each run of stages."""
     machine, p = batch.machine, batch.pipeline
     rank, traits = machine.rank, machine.traits
+    buckets = _num_buckets(batch, stage)
     reduce, gather = (
-        np.where(rank.zero >= 3, 0.0, seconds)
-        for seconds in gradient_sync_s(stage.params, stage.expert_params, machine)
+        np.where(rank.zero >= 3, 0.0, buckets * seconds)
+        for seconds in gradient_sync_s(stage.params / buckets, stage.expert_params / buckets, machine)
     )
     first, last = _bucket_shares(batch, stage)
     # Chunks of layers end one passage of the pipeline after another.
@@ -296,7 +378,10 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     slowed_b = slowed * np.minimum(hidden_b, reduce * (1.0 - last))
     slowed_f = slowed * np.minimum(hidden_f, gather * (1.0 - last))
     exposed = np.maximum(reduce * last + slowed_b, reduce - hidden_b)
-    waited = np.maximum(gather * last + slowed_f, gather - hidden_f)
+    waited = np.maximum(slowed_f, gather * (1.0 - last) - hidden_f)
+    # Every stage waits for its own buckets, if it has several; a chunk that is one bucket does not.
+    each = (chunks == 1) | (traits.bucket_elements > 0)
+    in_turn = np.where(chunks > 1, (1.0 - last) * np.maximum(gather - stage.forward, 0.0), waited)
     tail = np.where(traits.grad_overlap > 0, exposed, reduce)
     tail = tail + across_groups_s(stage.params, stage.expert_params, machine)
     if np.count_nonzero(p.tied):
@@ -305,12 +390,34 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         # Each end waits for the other, and the sum takes as long as the slower one needs.
         slower = (ends * tied).max(0) if batch.boundaries.is_chain else tied
         tail = tail + np.where(p.num_stages > 1, ends * slower, 0.0)
-    optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine)
+    optimizer = optimizer_s(stage.params, stage.expert_params, sum(batch.counts), machine, p.num_devices)
     optimizer = optimizer + orthogonal_s(batch.kinds, batch.counts, machine)
     beside = traits.param_gather_overlap > 0
     return EndOfStep(
-        ready=np.where(beside, waited, 0.0), tail=tail, update=optimizer + np.where(beside, 0.0, gather)
+        ready=np.where(beside, gather * last + np.where(each, 0.0, waited), 0.0),
+        wait=np.where(beside & each, in_turn, 0.0),
+        tail=tail,
+        update=optimizer + np.where(beside, 0.0, gather),
     )
+
+
+def _bucket_limit(batch: Batch) -> Any:
+    """Return the elements after which a bucket of each stage leaves."""
+    traits, rank = batch.machine.traits, batch.machine.rank
+    first = (batch.has_embedding > 0) & (traits.grad_overlap > 0)
+    return bucket_elements(traits.bucket_elements, rank.dp * rank.cp, first)
+
+
+def _num_buckets(batch: Batch, stage: StageTimes) -> Any:
+    """Return in how many collectives the gradients of a stage move, which each take their start-up.
+
+    A bucket leaves behind the layer that fills it.
+    """
+    limit = _bucket_limit(batch)
+    params = np.maximum(stage.params + stage.expert_params, 1.0)
+    layer = params / np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    filled = np.where(np.isfinite(limit), np.ceil(np.minimum(limit, params) / layer) * layer, params)
+    return np.maximum(params / filled, 1.0)
 
 
 def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
@@ -318,17 +425,18 @@ def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
 
     The last holds the embedding, if the stage does; chunks of layers are buckets at least.
     """
-    p, rank = batch.pipeline, batch.machine.rank
-    limit = bucket_elements(batch.machine.traits.bucket_elements, rank.dp * rank.cp, batch.has_embedding > 0)
+    p, rank, limit = batch.pipeline, batch.machine.rank, _bucket_limit(batch)
     params = np.maximum(stage.params + stage.expert_params, 1.0)
     first = np.minimum(1.0, limit / params)
     table = (1.0 - p.head_frozen) * p.hidden * p.vocab / rank.tp
     own = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
     chunk = np.maximum(params - own * table, 0.0) / p.num_chunks
     table = batch.has_embedding * table
+    layer = chunk / np.maximum(np.asarray(sum(batch.counts)) / p.num_chunks, 1.0)
     rest = np.where(
         np.isfinite(limit), np.mod(chunk + table, np.where(np.isfinite(limit), limit, 1.0)), np.inf
     )
+    rest = np.where(limit <= layer, layer, rest)
     last = np.minimum(np.maximum(rest, table), chunk + table)
     return np.minimum(first, 1.0 / p.num_chunks), np.where(first >= 1.0, 1.0 / p.num_chunks, last / params)
 
@@ -377,6 +485,7 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
         warm_up=full(np.where(p.all_forward > 0, whole, warm_up)),
         per_stage=full(np.where(p.all_forward > 0, 0.0, 1.0 + is_cut)),
         ready_s=full(end.ready),
+        wait_s=full(end.wait / chunks),
         tail_s=full(end.tail),
         last_share=full(stage.last_share),
         rounds=full(whole * chunks)[0],

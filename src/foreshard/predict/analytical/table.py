@@ -126,6 +126,8 @@ class TableStages:
         width = table.tp * table.cp * table.dp
         domain = domain_block(node)
         leaves = (table.pp > 1) & (width * table.pp > domain)
+        traits = setup.traits(node.device, table.zero[None])
+        rank, traits = setup.as_moved(self._rank, traits, table.pp[None])
         return Batch(
             kinds=tuple(layer_shape(block) for block in rows.blocks),
             counts=rows.counts,
@@ -134,8 +136,8 @@ class TableStages:
                 fabric=fabric,
                 sync=fabric,
                 link=fabric,
-                traits=setup.traits(node.device, table.zero[None]),
-                rank=self._rank,
+                traits=traits,
+                rank=rank,
                 constants=constants,
             ),
             recompute=self._rule,
@@ -147,7 +149,7 @@ class TableStages:
                 num_micro_batches=_real(table.num_micro_batches),
                 num_stages=_real(table.pp),
                 num_chunks=_real(table.vpp),
-                zero_bubble=(table.schedule[None] == _ZERO_BUBBLE) * 1.0,
+                zero_bubble=((table.schedule == _ZERO_BUBBLE) & (table.pp > 1))[None] * 1.0,
                 all_forward=(table.schedule[None] == _GPIPE) * 1.0,
                 ends_cross=leaves[None] * 1.0,
                 num_devices=_real(width * table.pp),

@@ -122,6 +122,8 @@ class NoisyStep:
         """Return when transfers of ranks that differ share links: one of `spec.variation.CONTENTIONS`."""
         if self.shared is None:
             return "none"
+        if self.shared.network.others:  # their bursts meet the one rank that stands for all
+            return "once"
         phases = self._steps(noise) * num_copies(self.replicated, self.shared.phases)
         return "every step" if phases <= MAX_PHASES else "once"
 

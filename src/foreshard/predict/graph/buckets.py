@@ -26,11 +26,6 @@ class Buckets:
         return replace(self, reduce_s=self.reduce_s / speed, gather_s=self.gather_s / speed)
 
 
-def overlaps(machine: Machine) -> bool:
-    """Return whether gradients or weights move beside compute, which takes buckets."""
-    return float(machine.traits.grad_overlap) > 0 or float(machine.traits.param_gather_overlap) > 0
-
-
 def chunk_buckets(units: LayerUnits, machine: Machine, *, first: bool) -> Buckets:
     """Cut the units of a chunk, in order of backward, into buckets and price them."""
     rank = machine.rank

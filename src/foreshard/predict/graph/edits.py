@@ -64,12 +64,14 @@ def checked_speeds(speeds: Mapping[str, float], *, key: str = "speeds") -> dict[
 def _faster(price: GroupPrices, speeds: Mapping[str, float]) -> GroupPrices:
     data = speeds.get("data_comm", 1.0)
     faster = {id(unit): _faster_unit(unit, speeds) for row in price.units for unit in row}
+    units = [[faster[id(unit)] for unit in row] for row in price.units]
     ops = price.ops.sped_up(speeds)
+    ops = replace(ops, outside=outside_s(units, price.machines, ops.device))
     return replace(
         price,
         ops=ops,
         parts=ops.parts(),
-        units=[[faster[id(unit)] for unit in row] for row in price.units],
+        units=units,
         send_s=price.send_s / speeds.get("pipeline_comm", 1.0),
         optimizer_s=price.optimizer_s / speeds.get("optimizer", 1.0),
         across_s=price.across_s / data,
@@ -83,6 +85,9 @@ def _faster_unit(unit: LayerUnits, speeds: Mapping[str, float]) -> LayerUnits:
     changed: dict[str, Any] = {name: getattr(unit, name) / data for name in _UNIT_SECONDS}
     for name in ("forward_s", "backward_s"):
         changed[name] = {part: value / speeds.get(part, 1.0) for part, value in getattr(unit, name).items()}
+    before, after = (sum(one.values()) for one in (unit.forward_s, changed["forward_s"]))
+    faster = np.divide(after, before, out=np.ones(len(unit.params)), where=before > 0)
+    changed["counting_s"] = unit.counting_s * np.append(1.0, faster[:-1])
     return replace(unit, **changed)
 
 
@@ -100,7 +105,7 @@ def rewired(prices: list[GroupPrices], overlaps: Mapping[str, bool]) -> list[Gro
             )
             for machine in price.machines
         ]
-        ops = replace(price.ops, outside=outside_s(price.units, machines))
+        ops = replace(price.ops, outside=outside_s(price.units, machines, price.ops.device))
         made.append(replace(price, machines=machines, ops=ops, parts=ops.parts()))
     return made
 
@@ -127,9 +132,11 @@ def with_transfers_of(prices: list[GroupPrices], other: list[GroupPrices]) -> li
     """Return the step with the transfers of the same plan on another network, or by other algorithms."""
     made = []
     for mine, theirs in zip(prices, other, strict=True):
-        ops = replace(theirs.ops, device=_kept(mine.ops.device, theirs.ops.device), host=mine.ops.host)
         rows = zip(mine.units, theirs.units, strict=True)
         units = [[_computed_as(a, b) for a, b in zip(*row, strict=True)] for row in rows]
+        device = _kept(mine.ops.device, theirs.ops.device)
+        outside = outside_s(units, theirs.machines, device)
+        ops = replace(theirs.ops, device=device, host=mine.ops.host, outside=outside)
         optimizer_s = mine.optimizer_s
         made.append(replace(theirs, ops=ops, parts=ops.parts(), units=units, optimizer_s=optimizer_s))
     return made

@@ -13,9 +13,9 @@ import numpy as np
 from foreshard.graph.pipeline import PipelineShape, pipeline_durations, pipeline_shape
 from foreshard.graph.pipeline_schedules import Op
 from foreshard.graph.program import Kind, Program, ProgramBuilder
-from foreshard.predict.graph.buckets import Buckets, chunk_buckets, overlaps, slowdown_s
+from foreshard.predict.graph.buckets import Buckets, chunk_buckets, slowdown_s
 from foreshard.predict.graph.launches import with_launches
-from foreshard.predict.graph.prices import GroupPrices, LayerUnits
+from foreshard.predict.graph.prices import GroupPrices, LayerUnits, piece_times
 
 _LAST_GRADIENT = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
@@ -168,7 +168,8 @@ class _GroupLowering:
         for s, (row, machine) in enumerate(zip(prices.units, prices.machines, strict=True)):
             self.buckets.append([])
             for c, units in enumerate(row):
-                key = id(units), id(machine), s == 0 and c == 0 and overlaps(machine)
+                first = s == 0 and c == 0 and float(machine.traits.grad_overlap) > 0
+                key = id(units), id(machine), first
                 if key not in known:
                     known[key] = chunk_buckets(units, machine, first=key[2]).sped_up(prices.data_speed)
                 self.buckets[s].append(known[key])
@@ -238,25 +239,14 @@ class _GroupLowering:
 
     def _sharded_cuts(self, shape: PipelineShape, s: int, c: int) -> list[_Cut]:
         """One piece per unit, with the copies and the slowdown of its gather and scatter."""
-        units, cuts = self.prices.units[s][c], []
-        op_s = self.prices.op_s[:, s, c, 0]
-        overlap = self.contention * float(self.traits[s].grad_overlap)
+        units, machine, cuts = self.prices.units[s][c], self.prices.machines[s], []
+        busy_s = self.prices.device_s[:, s, c]
         for op in Op:
             tasks = shape.ops[op, s, c][shape.ops[op, s, c] >= 0]
             if len(tasks) == 0:
                 continue
-            shares = units.forward if op == Op.FORWARD else units.backward[::-1]
-            moved, copies = np.zeros(len(shares)), np.zeros(len(shares))
-            if op == Op.FORWARD:
-                moved, copies = units.gather_s, units.copy_weights_s
-            if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-                moved = moved + units.regather_s[::-1]
-                copies = copies + np.where(units.regather_s > 0, units.copy_weights_s, 0.0)[::-1]
-            if op in _LAST_GRADIENT:
-                moved = moved + units.scatter_s[::-1]
-                copies = copies + units.copy_gradients_s[::-1]
-            tax = overlap * np.minimum(op_s[op] * shares, moved)
-            cuts.append(_Cut(tasks=tasks, shares=shares, data_s=copies + tax))
+            shares, copies, slowed = piece_times(op, units, machine, float(busy_s[op]))
+            cuts.append(_Cut(tasks=tasks, shares=shares, data_s=copies + slowed))
         return cuts
 
     def _bucket_cuts(self, shape: PipelineShape, s: int, c: int) -> list[_Cut]:
@@ -404,13 +394,19 @@ class _GroupLowering:
         shape, builder = self.lowered.shape, self.builder
         ops = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
         first_piece = int(self.lowered.first[ops[0]])  # the pieces of a stage follow each other
-        moves = {(op, c): _moves(op, units) for op in Op for c, units in enumerate(self.prices.units[s])}
+        ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
+        # In turn with the ops, a gather waits for the whole of the one before it anyway.
+        longer = (ahead > 1) * self.prices.op_s[..., 0] / np.maximum(self.prices.device_s, 1e-12)
+        moves = {
+            (op, c): _moves(op, units, float(longer[Op.FORWARD, s, c]))
+            for op in Op
+            for c, units in enumerate(self.prices.units[s])
+        }
         gather_s, scatter_s = np.concatenate(
             [moves[place] for place in zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), strict=True)],
             axis=1,
         )
         owner = ops.repeat(self.lowered.last[ops] - self.lowered.first[ops] + 1)
-        ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
         gathers, scatters = np.flatnonzero(gather_s), np.flatnonzero(scatter_s)
         # When piece i ends, its gradients leave before the weights of piece i + ahead come.
         after, waiting = np.append(gathers - ahead, scatters), np.append(gathers, scatters + ahead)
@@ -451,11 +447,16 @@ class _GroupLowering:
             self.builder.depend(*((task[edges], own) if waits else (own, before[edges])))
 
 
-def _moves(op: int, units: LayerUnits) -> np.ndarray:
-    """Return seconds of gather and of scatter of each unit of an op, in the order of its pieces."""
+def _moves(op: int, units: LayerUnits, longer: float) -> np.ndarray:
+    """Return seconds of gather and of scatter of each unit of an op, in the order of its pieces.
+
+    The host makes a forward `longer` by this factor, and with it what a gather waits for.
+    """
     none = np.zeros(len(units.params))
     if op == Op.FORWARD:
-        return np.stack([units.gather_s, none])
+        before = longer * units.counting_s + np.append(0.0, units.copy_weights_s[:-1])
+        waits = (units.counting_s > 0) & (units.gather_s > 0) & (longer > 0)
+        return np.stack([units.gather_s + waits * before, none])
     gather, scatter = units.regather_s[::-1], units.scatter_s[::-1]
     return np.stack(
         [none if op == Op.BACKWARD_WEIGHT else gather, none if op == Op.BACKWARD_INPUT else scatter]

@@ -93,7 +93,7 @@ def _partial(batch: Batch, part: Callable[[Fabric], PartialFabric]) -> Batch:
             sync=part(machine.sync),
             link=part(machine.link),
             kernels=_instant(machine.kernels),
-            traits=replace(machine.traits, **none),
+            traits=replace(machine.traits, prefetches=1.0 + 0.0 * machine.traits.prefetches, **none),
         ),
     )
 

@@ -26,10 +26,9 @@ class OpSeconds:
         return with_host(self.device, self.host, self.outside, self.short, self.sharpness)
 
     def sped_up(self, speeds: Mapping[str, float]) -> OpSeconds:
-        """Return the ops with the tasks of some parts so many times as fast."""
+        """Return the ops with the tasks of some parts so many times as fast; `outside` stays."""
         device = {name: value / speeds.get(name, 1.0) for name, value in self.device.items()}
-        outside = self.outside / speeds.get("data_comm", 1.0)
-        return replace(self, device=device, host=self.host / speeds.get("host", 1.0), outside=outside)
+        return replace(self, device=device, host=self.host / speeds.get("host", 1.0))
 
 
 def op_parts(
@@ -77,7 +76,7 @@ def with_host(
     """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
 
     The host runs ahead from op to op, so what counts is its time over the device's for a forward and its
-    backward, with the copies and collectives in turn with them: `outside`, shape (stages, chunks).
+    backward, with what sharded weights add to them: `outside`, shape (stages, chunks).
     """
     scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
     parts = {name: value[..., None] * scale for name, value in device.items()}

@@ -17,10 +17,11 @@ import numpy as np
 
 from foreshard.comm.fabric import Fabric
 from foreshard.comm.jobs.background import IN, OUT, BackgroundLoad
+from foreshard.comm.jobs.job import TrainingJob
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import PlannedRun, crossed_by, crossed_by_gradients
 from foreshard.predict.graph.prices import GroupPrices, first_of_equals
-from foreshard.sim.contention import SharedNetwork
+from foreshard.sim.contention import Burst, OtherJob, SharedNetwork
 
 _SLOWER = 1.0 - 1e-9
 
@@ -63,7 +64,7 @@ class StepNetwork:
         self._ports: dict[tuple[int, int], _Ports] = {}
         self._paths: dict[tuple[int, int, str, str], int] = {}
         self._ranks: dict[tuple[int, int], int] = {}
-        self._others = BackgroundLoad(case.cluster, case.other_jobs)
+        self._others = BackgroundLoad(case.cluster, () if case.bursts else case.other_jobs)
         self._links = [
             tuple(
                 self.network.resource(
@@ -80,6 +81,46 @@ class StepNetwork:
             for s, stage in enumerate(price.group.stages):
                 self._ranks[price.index, s] = stage.ranks[0]
                 self._ports[price.index, s] = self._new(case, price, s)
+        if case.bursts:
+            others = [self._other(case, job) for job in case.other_jobs]
+            self.network.others = [job for job in others if any(burst.route >= 0 for burst in job.phases)]
+
+    def _other(self, case: PlannedRun, job: TrainingJob) -> OtherJob:
+        """Return another job by what its phases send over links and NICs.
+
+        A phase takes as long as it would alone at the least, on whichever of the cluster's links that is.
+        """
+        found = []
+        for phase, load in zip(job.phases, self._others.phases(job), strict=True):
+            if not load.alone_s:
+                found.append(Burst(compute_s=phase.compute_s, num_bytes=0.0, route=-1))
+                continue
+            sent = max(load.num_bytes.values())
+            alone = self.network.resource(f"{job.name} elsewhere", sent / load.alone_s)
+            busy_s: dict[int, float] = {alone: load.alone_s}
+            for (kind, index, way), size in load.num_bytes.items():
+                if kind == "link":
+                    one = self._links[index][way]
+                    busy_s[one] = size / self.network.capacity_bytes_per_s[one]
+            for (group, s), ports in self._ports.items():
+                ranks = case.plan.groups[group].stages[s].ranks
+                for way in (OUT, IN):
+                    busy_s[ports.nic[way]] = self._others.nic_load(load, ranks, way)
+            usage = {
+                one: seconds * self.network.capacity_bytes_per_s[one] / sent
+                for one, seconds in busy_s.items()
+                if seconds > 0.0
+            }
+            route = self.network.route(tuple(usage), tuple(usage.values()))
+            found.append(
+                Burst(
+                    compute_s=phase.compute_s,
+                    num_bytes=sent,
+                    route=route,
+                    overlaps=phase.overlaps,
+                )
+            )
+        return OtherJob(name=job.name, phases=tuple(found), start_s=job.arrival_s)
 
     def _new(self, case: PlannedRun, price: GroupPrices, s: int) -> _Ports:
         fabric, rank = price.machines[s].fabric, price.group.stages[s].ranks[0]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.graph.pipeline_schedules import ZERO_BUBBLE
+from foreshard.graph.pipeline_schedules import ZERO_BUBBLE, Op
 from foreshard.predict.batch import Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import OpSeconds, op_parts
 from foreshard.predict.machine import Machine
@@ -23,6 +23,7 @@ from foreshard.predict.tasks.collectives import (
     every_reduce_s,
     message_s,
     shard_times,
+    slowed_s,
     tied_sync_s,
 )
 from foreshard.predict.tasks.formula import LayerTimes, end_times, layer_times
@@ -50,6 +51,7 @@ class LayerUnits:
     params: np.ndarray  # trained, dense
     expert_params: np.ndarray
     gather_s: np.ndarray
+    counting_s: np.ndarray  # of the forward of the unit before, until the gather leaves
     regather_s: np.ndarray  # before backward; 0 where weights stay gathered
     scatter_s: np.ndarray
     copy_weights_s: np.ndarray
@@ -127,6 +129,11 @@ class GroupPrices:
         """Return the group with launches on a thread of the host, beside the ops."""
         ops = replace(self.ops, host=0.0 * self.ops.host)
         return replace(self, ops=ops, parts=ops.parts(), launch_s=self.ops.host)
+
+    @property
+    def device_s(self) -> np.ndarray:
+        """Seconds of each op on the device without its host and what sharding adds: (4, stages, chunks)."""
+        return np.sum(list(self.ops.device.values()), axis=0)
 
     @property
     def op_s(self) -> np.ndarray:
@@ -264,6 +271,8 @@ class _GroupPricer:
         schedule = self.group.schedule
         if schedule in ("interleaved", *TURNING) and self.num_chunks == 1:
             schedule = "1f1b"
+        if len(self.units) == 1 and schedule == "zb-h1":  # there is no bubble to fill
+            schedule = "1f1b"
         ops = self._ops(units)
         return GroupPrices(
             index=self.g,
@@ -300,7 +309,7 @@ class _GroupPricer:
         return OpSeconds(
             device=device,
             host=host,
-            outside=outside_s(priced, self.machines),
+            outside=outside_s(priced, self.machines, device),
             short=self._short(),
             sharpness=self.constants.host_sharpness,
         )
@@ -356,6 +365,8 @@ class _GroupPricer:
             _shard_sums(*params, machine, units.shape)
             for params in ((dense, expert), (trained, expert_trained))
         )
+        behind = (dense + expert)[::-1].cumsum()[::-1] - dense - expert
+        again = float(machine.traits.regathers) * (behind >= float(machine.traits.kept_elements)) * ~is_end
         return LayerUnits(
             forward_s={
                 "compute": column(at["forward"], *(end[f"{name}_forward"] for name in _ENDS)),
@@ -375,7 +386,8 @@ class _GroupPricer:
             params=trained,
             expert_params=expert_trained,
             gather_s=whole["gather"],
-            regather_s=np.where(is_end, 0.0, whole["gather"]),
+            counting_s=np.append(0.0, column(at["counting"], 0.0, 0.0)[:-1]),
+            regather_s=again * whole["gather"],
             scatter_s=part["scatter"],
             copy_weights_s=whole["copy_weights"],
             copy_gradients_s=part["copy_gradients"],
@@ -400,7 +412,8 @@ class _GroupPricer:
             machine = self.machines[s]
             params, experts = sum(u.params.sum() for u in row), sum(u.expert_params.sum() for u in row)
             num_blocks = sum(sum(unit >= 0 for unit in names) for names in self.units[s])
-            optimizer[s] = float(optimizer_s(params, experts, num_blocks, machine)) + self.orthogonal[s]
+            update = optimizer_s(params, experts, num_blocks, machine, self.pipeline["num_devices"])
+            optimizer[s] = float(update) + self.orthogonal[s]
             across[s] = float(across_groups_s(params, experts, machine))
         return optimizer, across
 
@@ -413,20 +426,49 @@ class _GroupPricer:
         return max(float(tied_sync_s(p["hidden"], p["vocab"], crosses, self.machines[i])) for i in (0, -1))
 
 
-def outside_s(units: list[list[LayerUnits]], machines: list[Machine]) -> np.ndarray:
-    """Return seconds of sharded weights that run in turn with the ops of a chunk, shape (stages, chunks)."""
-    in_turn = [float(machine.traits.grad_overlap) <= 0 for machine in machines]
-    return np.array(
-        [
-            [
-                u.copy_weights_s @ (1.0 + (u.regather_s > 0))
-                + u.copy_gradients_s.sum()
-                + alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
-                for u in row
-            ]
-            for alone, row in zip(in_turn, units, strict=True)
-        ]
-    )
+def piece_times(
+    op: int, units: LayerUnits, machine: Machine, busy_s: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of an op cut at its units, in the order of its pieces: shares, copies, and what slows them.
+
+    `busy_s` are the device seconds of the op.
+    """
+    if op == Op.FORWARD:
+        shares, moved, copies = units.forward, units.gather_s, units.copy_weights_s
+    else:
+        shares, moved, copies = units.backward[::-1], np.zeros(len(units.params)), np.zeros(len(units.params))
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        moved = moved + units.regather_s[::-1]
+        copies = copies + np.where(units.regather_s > 0, units.copy_weights_s, 0.0)[::-1]
+    if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+        moved = moved + units.scatter_s[::-1]
+        copies = copies + units.copy_gradients_s[::-1]
+    busy = busy_s * shares
+    if op == Op.FORWARD:
+        busy = busy - np.append(units.counting_s[1:], 0.0)
+    return shares, copies, slowed_s(moved, busy, machine)
+
+
+def outside_s(
+    units: list[list[LayerUnits]], machines: list[Machine], device: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Return device seconds that sharded weights add to a forward and a backward, shape (stages, chunks).
+
+    Copies, compute that collectives slow, and collectives that run in turn with it. `device` are the seconds
+    of ops by part, shape (4, stages, chunks).
+    """
+    busy_s = np.sum(list(device.values()), axis=0)
+    outside = np.zeros((len(units), len(units[0])))
+    for s, (row, machine) in enumerate(zip(units, machines, strict=True)):
+        if float(machine.rank.zero) < 3:
+            continue
+        alone = float(machine.traits.grad_overlap) <= 0
+        for c, u in enumerate(row):
+            for op in (Op.FORWARD, Op.BACKWARD):
+                _, copies, slowed = piece_times(op, u, machine, float(busy_s[op, s, c]))
+                outside[s, c] += copies.sum() + slowed.sum()
+            outside[s, c] += alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
+    return outside
 
 
 def _shard_sums(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from foreshard.comm.collectives import all_reduce_s, send_s
+from foreshard.comm.collectives import all_gather_s, all_reduce_s, send_s
 from foreshard.comm.fabric import fabric_between
 from foreshard.errors import SpecError
 from foreshard.predict.measured.links import MeasuredLinks
@@ -127,6 +127,7 @@ class MeasuredCosts:
     parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
     # gradients that are summed at once while the backward goes on; 0: all together after it, as `run` does
     bucket_bytes: float = 0.0
+    gathered_share: float = 1.0  # bytes of a parameter that ZeRO 3 moves, of those that are kept
     flops_per_sample: float = 0.0  # of forward and backward; 0: not known
     notes: tuple[str, ...] = ()  # of how the costs were made
     _sums: dict[tuple[str, int], LayerSums] = field(
@@ -224,6 +225,13 @@ class MeasuredCosts:
         links = [_stated(cluster, a, b) for a, b in zip(owners, (*owners[1:], owners[0]), strict=True)]
         rate, latency_s = min(r for r, _ in links), max(wait for _, wait in links)
         return 2 * (m - 1) * latency_s + 2 * (m - 1) / m * num_bytes / rate
+
+    def gather_s(self, cluster: Cluster, owners: Sequence[int], num_bytes: float) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter of so many bytes in all: half of a ring."""
+        if not self.by_formula:
+            return 0.5 * float(self.ring_s(cluster, owners, num_bytes))
+        stride = min(b - a for a, b in pairwise(sorted(owners)))
+        return float(all_gather_s(num_bytes, len(owners), stride, fabric_between(cluster, owners)))
 
 
 def _apart(cluster: Cluster, ranks: Sequence[int]) -> bool:

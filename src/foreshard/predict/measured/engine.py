@@ -35,6 +35,10 @@ _FORMULA_ASSUMPTIONS = (
     "reading data is not timed",
     "a token is a sample",
 )
+_SHARDED_ASSUMPTIONS = (
+    "zero 3: each layer of the chain is gathered by itself, for forward and backward of every micro-batch, "
+    "the next one while it computes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +210,15 @@ def _rank_times(step: MeasuredStep, times: critical_path.TaskTimes) -> list[Rank
         done_s = float(times.end_s[list(tasks.gradients.values())].max())
         busy_s = sum(tasks.work_s.values())
         synced_s, end_s = float(times.start_s[tasks.optimizer]), float(times.end_s[tasks.optimizer])
+        waiting_s, sync_s = _gap(done_s, busy_s), synced_s - done_s
+        if tasks.sharded:  # a stage alone waits for nothing but its values
+            waiting_s, sync_s = 0.0, sync_s + waiting_s
         found.append(
             RankTimes(
                 rank=rank,
                 **tasks.work_s,
-                waiting_s=_gap(done_s, busy_s),
-                sync_s=synced_s - done_s,
+                waiting_s=waiting_s,
+                sync_s=sync_s,
                 optimizer_s=end_s - synced_s,
                 end_s=end_s,
             )
@@ -231,7 +238,8 @@ def _bottleneck(parts: Mapping[str, float], critical: RankTimes) -> str:
 
 def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[str, ...]:
     if costs.by_formula:
-        return (*_FORMULA_ASSUMPTIONS, *costs.notes)
+        sharded = any(stage.zero >= 3 for group in plan.groups for stage in group.stages)
+        return (*_FORMULA_ASSUMPTIONS, *costs.notes, *(_SHARDED_ASSUMPTIONS if sharded else ()))
     slow = {name: factor for name, factor in costs.slow.items() if factor != 1.0}
     low, high = costs.spread
     links = costs.links.between(apart=cluster.num_nodes > 1)
@@ -279,5 +287,10 @@ def _check(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> None:
                 rule = "Measured costs price stages of data- and tensor-parallel ranks"
                 raise wrong("cp or ep above 1", key, stage.cp * stage.ep, rule)
             if stage.zero >= 3 and stage.inner_dp > 1:
-                rule = "Measured costs do not price the gathering of values"
-                raise wrong("zero 3", f"{key}.zero", stage.zero, rule, "Use zero 0, 1 or 2")
+                if not costs.by_formula:
+                    rule = "Measured costs do not price the gathering of values"
+                    raise wrong("zero 3", f"{key}.zero", stage.zero, rule, "Use zero 0, 1 or 2")
+                if len(group.stages) > 1 or len(plan.groups) > 1:
+                    rule = "The gathering of values is priced for one stage that all ranks share"
+                    fix = "Use zero 0, 1 or 2, or no pipeline and one group"
+                    raise wrong("zero 3 beside other stages", f"{key}.zero", stage.zero, rule, fix)

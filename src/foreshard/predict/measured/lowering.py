@@ -16,6 +16,7 @@ from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import counts_of
 from foreshard.predict.measured.passes import PassSeconds
+from foreshard.predict.measured.sharding import add_sharded
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -29,6 +30,7 @@ class RankTasks:
     work_s: dict[str, float]  # of its passes, as `PassSeconds.of_rank`
     gradients: dict[int, int]  # the task of its stage that completes the gradients of each layer
     reduced: int | None = None  # the last ring that the rank takes part in
+    sharded: bool = False  # gradients are summed and split in the stage, layer by layer
     optimizer: int = -1
 
     def holds(self, layers: Sequence[int], part: int | None) -> bool:
@@ -87,18 +89,25 @@ def _add_group(
 ) -> dict[int, RankTasks]:
     """Append the pipeline of a group and, to `found`, its passes; return its ranks."""
     passes = PassSeconds(costs, cluster, group)
+    if group.stages[0].zero >= 3 and group.stages[0].inner_dp > 1:
+        made = add_sharded(builder, costs, cluster, g, group, passes)
+        found += [Passes(tasks=(task,), count=1, ranks=group.stages[0].ranks) for task in made.passes]
+        ranks = _ranks_of(group, passes, [made.gradients])
+        for tasks in ranks.values():
+            tasks.reduced, tasks.sharded = made.reduced, True
+        return ranks
     if passes.forward.shape[:2] == (1, 1):  # a stage alone waits for nothing: its passes are one task
-        own_s, ranks = float(passes.forward.sum() + passes.backward.sum()), group.stages[0].ranks
+        own_s, members = float(passes.forward.sum() + passes.backward.sum()), group.stages[0].ranks
         count = 2 * len(passes.sizes)
         if costs.bucket_bytes:
             last_s = float(passes.backward[0, 0, -1])
             start = builder.add(f"group{g}", own_s - last_s)
             gradients = _last_backward(builder, costs, cluster, g, group, last_s, start)
-            found.append(Passes(tasks=(start,), count=count - 1, ranks=ranks))
-            found.append(Passes(tasks=tuple(gradients.values()), count=1, ranks=ranks))
+            found.append(Passes(tasks=(start,), count=count - 1, ranks=members))
+            found.append(Passes(tasks=tuple(gradients.values()), count=1, ranks=members))
             return _ranks_of(group, passes, [gradients])
         chunks = [(builder.add(f"group{g}", own_s),)]
-        found.append(Passes(tasks=chunks[0], count=count, ranks=ranks))
+        found.append(Passes(tasks=chunks[0], count=count, ranks=members))
     else:
         shape = pipeline_shape(
             group.schedule,
@@ -121,8 +130,8 @@ def _add_group(
         )
         ops = add_pipeline(builder, shape, seconds, group=g).ops
         for s, stage in enumerate(group.stages):
-            tasks = ops[:, s][ops[:, s] >= 0].tolist()
-            found += [Passes(tasks=(task,), count=1, ranks=stage.ranks) for task in tasks]
+            numbers = ops[:, s][ops[:, s] >= 0].tolist()
+            found += [Passes(tasks=(task,), count=1, ranks=stage.ranks) for task in numbers]
         last = ops.max(axis=(0, 3))
         chunks = [tuple(row) for row in last.tolist()]
     gradients_of = [
@@ -192,6 +201,8 @@ def _add_rings(
 ) -> None:
     """Append the sums of gradients: one ring for all that the same ranks hold, in the order of the ranks."""
     rings: dict[tuple[int, ...], list[tuple[tuple[int, ...], float]]] = {}
+    if any(tasks.sharded for tasks in ranks.values()):  # of all ranks, or of none
+        return
     for layers, size, part in _pieces(costs, ranks):
         owners = tuple(rank for rank in sorted(ranks) if ranks[rank].holds(layers, part))
         if size > 0 and len(owners) > 1:

@@ -14,6 +14,9 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
 
+GATHERED_LAYERS = 2
+"""Layers whose values ZeRO 3 holds whole: the one that computes, and the next."""
+
 
 def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memory:
     """Return what the fullest rank holds, tensors only, and every stage's peak."""
@@ -48,9 +51,15 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
     kept, temporary = zip(*(_saved_bytes(costs, stage, span) for span in stage.layers), strict=True)
     shards = stage.inner_dp if stage.zero >= 1 else 1
     own = sum(layer.parameter_bytes for layer in layers)
+    held, frozen = own, sum(layer.frozen_bytes for layer in layers)
+    whole = 0.0
+    if stage.zero >= 3 and shards > 1:
+        sizes = [costs.gathered_share * layer.parameter_bytes for layer in layers]
+        whole = max(sum(sizes[i : i + GATHERED_LAYERS]) for i in range(len(sizes)))
+        held = own / shards
     return {
-        "parameters": own + sum(layer.frozen_bytes for layer in layers),
-        "gradients": own,
+        "parameters": held + frozen + whole,
+        "gradients": held + whole,
         "optimizer": sum(layer.state_bytes for layer in layers) / shards,
         "activations": samples * _most_kept(group, place, kept),
         "temporary": samples * max(temporary),

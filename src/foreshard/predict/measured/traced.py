@@ -69,6 +69,7 @@ def traced_costs(
         largest=int(many),
         tied=tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in module.tied),
         bucket_bytes=BUCKET_BYTES,
+        gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=(module.flops(many) - module.flops(few)) / (many - few),
         notes=module.assumptions,
     )
@@ -87,10 +88,37 @@ def _table(
             fix="Name one of them",
         )
     kernels = kernel_model(device, module.precision, fidelity=fidelity)
-    vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(module.precision))
-    has_units = module.precision != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
-    price = partial(operations_s, kernels=kernels, vector_flops_per_s=vector, matrix_units=has_units)
+    price = partial(_priced, device=device, precision=module.precision, fidelity=fidelity)
     return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in module.layers)
+
+
+def _priced(
+    operations: tuple[Operation, ...], samples: float, *, device: Device, precision: str, fidelity: str
+) -> np.ndarray:
+    """Return the seconds of operations; products in 32 bit run as torch lets them by default.
+
+    Convolutions may take TF32, products may not. Source: PyTorch, "CUDA semantics", TensorFloat-32.
+    """
+    vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(precision))
+    found = np.zeros(len(operations))
+    of_precision: dict[str, list[int]] = {}
+    for i, operation in enumerate(operations):
+        of_precision.setdefault(_precision_of(operation, device, precision), []).append(i)
+    for name, which in of_precision.items():
+        units = name != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
+        kernels = kernel_model(device, name, fidelity=fidelity)
+        found[which] = operations_s(
+            [operations[i] for i in which], samples, kernels, vector, matrix_units=units
+        )
+    return found
+
+
+def _precision_of(operation: Operation, device: Device, precision: str) -> str:
+    """Return what an operation is priced in: the module's precision, but for products in 32 bit."""
+    if not operation.wide or precision not in ("fp16", "bf16"):
+        return precision
+    narrower = "fp32" if operation.kind in ("product", "experts") else "tf32"
+    return next((name for name in (narrower, "fp32") if device.supports(name)), precision)
 
 
 def _layer(

@@ -284,52 +284,15 @@ def contention(machine: Machine) -> Any:
     return machine.constants.fsdp_contention * (1.0 - machine.traits.static)
 
 
+def slowed_s(moved: Any, busy: Any, machine: Machine) -> Any:
+    """Return what `moved` seconds of collectives add to `busy` seconds of compute that runs beside them."""
+    return contention(machine) * np.minimum(busy, moved) * (machine.traits.grad_overlap > 0)
+
+
 def beside_s(moved: Any, busy: Any, machine: Machine) -> Any:
-    """Return what `moved` seconds of a layer's collectives add to `busy` seconds of compute."""
-    overlapped = np.maximum(contention(machine) * np.minimum(busy, moved), moved - busy)
+    """Return what `moved` seconds of collectives add to a step: waiting, or compute that they slow."""
+    overlapped = np.maximum(slowed_s(moved, busy, machine), moved - busy)
     return np.where(machine.traits.grad_overlap > 0, overlapped, moved)
-
-
-def sharded_layer_s(
-    params: Any,
-    experts: Any,
-    forward: Any,
-    backward_input: Any,
-    backward_weight: Any,
-    machine: Machine,
-    *,
-    dense: Sharing | None = None,
-) -> tuple[Any, Any, Any]:
-    """Return what keeping a layer's weights sharded adds to its busy seconds (ZeRO 3), 0 elsewhere.
-
-    What is added to its forward; to the half of backward that gathers weights, alone; to both halves of
-    backward.
-    """
-    sharded = machine.rank.zero >= 3
-    if not np.count_nonzero(sharded):
-        return 0.0, 0.0, 0.0
-    shard = shard_times(params, experts, machine, dense=dense)
-    whole = backward_input + backward_weight
-    return (
-        sharded * (shard.copy_weights + beside_s(shard.gather, forward, machine)),
-        sharded * (shard.copy_weights + beside_s(shard.gather, backward_input, machine)),
-        sharded
-        * (
-            shard.copy_weights + shard.copy_gradients + beside_s(shard.gather + shard.scatter, whole, machine)
-        ),
-    )
-
-
-def sharded_table_s(params: Any, machine: Machine, *, dense: Sharing | None = None) -> tuple[Any, Any]:
-    """Return seconds of gathering the sharded tables of the ends first and of scattering them last (ZeRO 3).
-
-    Nothing hides them.
-    """
-    sharded = machine.rank.zero >= 3
-    if not np.count_nonzero(sharded):
-        return 0.0, 0.0
-    root = shard_times(params, 0.0, machine, dense=dense)
-    return sharded * (root.gather + root.copy_weights), sharded * (root.scatter + root.copy_gradients)
 
 
 def across_groups_s(params: Any, experts: Any, machine: Machine) -> Any:
@@ -396,7 +359,8 @@ def gradient_sync_s(params: Any, expert_params: Any, machine: Machine) -> tuple[
 def bucket_elements(own: Any, replicas: Any, first: Any) -> Any:
     """Return the elements after which a bucket leaves.
 
-    Megatron has small ones only on the first stage's first chunk (megatron/training/training.py, ddp_config).
+    Megatron has small ones only on the first stage's first chunk and with overlap_grad_reduce
+    (megatron/training/training.py, ddp_config).
     """
     small = np.where(first, np.maximum(40e6, 1e6 * replicas), np.inf)
     return np.where(np.asarray(own) > 0.0, own, small)

@@ -63,6 +63,8 @@ class LayerTimes:
     )
     offload_backward: Any
     reduce_backward: Any  # gradients reduced every micro-batch (ZeRO 2), where compute does not hide them
+    # the whole forward where the host counts the tokens of every expert before it gets to the next layer
+    counting: Any
     dense_params: Any  # on this rank
     expert_params: Any
 
@@ -167,6 +169,7 @@ def layer_times(
     backward_weight = linear.weight_gradient + expert_weight + accumulate
     sent = sent * paired_exchange(sent, forward + backward_input + backward_weight, machine)
     shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
+    counts = (np.asarray(layer.num_experts) > 0) * (1.0 - machine.traits.prefetches)
     return LayerTimes(
         forward=forward,
         backward_input=backward_input,
@@ -187,6 +190,7 @@ def layer_times(
         reduce_backward=every_reduce_s(
             dense * layer.trainable, experts, machine, backward_input, dense=dense_sharing
         ),
+        counting=counts * (forward + regions * tensor + context + shown + offload_forward),
         dense_params=dense,
         expert_params=experts,
     )

@@ -58,16 +58,17 @@ def offload_s(layer: LayerShape, machine: Machine, *busy: Any) -> tuple[Any, ...
     return tuple(rank.offload_activations * np.maximum(moved - beside, 0.0) for beside in busy)
 
 
-def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machine) -> Any:
-    """Return seconds of the optimizer, and of what a step does once, on a rank."""
+def optimizer_s(params: Any, expert_params: Any, num_layers: Any, machine: Machine, num_devices: Any) -> Any:
+    """Return seconds of the optimizer, and of what a step does once, on a rank; `num_devices` of the plan."""
     rank, c = machine.rank, machine.constants
     dense = params / np.where(rank.zero >= 1, rank.shard, 1.0)
     experts = expert_params / np.where(rank.zero >= 1, shards_of(expert_replicas(rank), rank), 1.0)
     traits, count = machine.traits, dense + experts
     update = stream_s(traits.optimizer_bytes * count, machine.kernels)
     if np.count_nonzero(rank.offload_optimizer):
-        # Gradients go to the host, its cores update, weights come back; a node's devices share its memory.
+        # Gradients go to the host, its cores update, weights come back; the ranks of a node share its memory.
+        sharing = np.minimum(machine.fabric.per_node, num_devices)
         link = count * (traits.grad_reduce_bytes + traits.param_bytes) / traits.host_link_bytes_per_s
-        on_host = link + traits.optimizer_bytes * count * machine.fabric.per_node / HOST_MEMORY_BYTES_PER_S
+        on_host = link + traits.optimizer_bytes * count * sharing / HOST_MEMORY_BYTES_PER_S
         update = np.where(rank.offload_optimizer > 0, on_host, update)
     return update + c.step_fixed + c.step_per_layer * num_layers

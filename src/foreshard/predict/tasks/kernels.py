@@ -315,9 +315,9 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     gate = 1.0 + np.asarray(layer.gated, dtype=float)
     wide = own * layer.hidden
     joins = layer.mixers
-    norm = layer.num_norms * wide
-    drop = 2.0 * _drops(layer, machine) * wide * _DROPOUT
     turned = tokens * (layer.query_width + layer.key_width) / rank.tp
+    norm = layer.num_norms * wide + layer.qk_norm * turned
+    drop = 2.0 * _drops(layer, machine) * wide * _DROPOUT
     rope = turned * _ROPE
     routed = layer.top_k * tokens / rank.tp
     # The kernel of a scan applies its gate.
@@ -353,7 +353,8 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     rate = stream_rate(norm_bytes(layer, machine), machine.kernels)
     scale = factor * rank.element_bytes / (2.0 * rate)
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
-    return forward * scale, back * scale, norm_forward * scale, expert * scale
+    wide_norms = layer.num_norms * wide / np.maximum(norm, 1.0)  # recomputation names no other
+    return forward * scale, back * scale, wide_norms * norm_forward * scale, expert * scale
 
 
 def cast_s(layer: LayerShape, machine: Machine) -> Any:

@@ -21,7 +21,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, note: Note) -> Any:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        out = _made_for(query, value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         note(_call("attention", query, key, causal, (query, key, value, out)), (query, key, value), out)
         ctx.save_for_backward(query, key, value, out, rows)
@@ -31,10 +31,21 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         query, key, value, out, _ = ctx.saved_tensors
-        made = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+        made = tuple(_made_for(tensor, tensor.shape[-1]) for tensor in (query, key, value))
         read = (query, key, value, out, gradient)
         ctx.note(_call("attention_backward", query, key, ctx.causal, (read, made)), read, made)
         return (*made, None, None)
+
+
+def _made_for(like: Any, width: int) -> Any:
+    """Make a tensor as kernels lay it out: as what they read, with heads of a position side by side."""
+    if like.dim() < 4:
+        return like.new_empty((*like.shape[:-1], width))
+    inside = like.transpose(-3, -2)
+    made = (
+        torch.empty_like(inside) if width == like.shape[-1] else inside.new_empty((*inside.shape[:-1], width))
+    )
+    return made.transpose(-3, -2)
 
 
 def _call(name: str, query: Any, key: Any, causal: bool, touched: Any) -> Call:

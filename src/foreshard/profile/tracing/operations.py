@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -21,6 +21,7 @@ _FREE = {
     aten.detach.default,
     aten.alias.default,
     aten.lift_fresh.default,
+    aten._unsafe_view.default,
 }
 _MATRIX_CHANNELS = 8  # of a group, that a matrix unit multiplies at once
 _GROUP_CHANNELS = 32  # of a group, that kernels on matrix units for groups take at most
@@ -44,6 +45,7 @@ class Call:
     sizes: tuple[float, ...]
     bytes: float
     flops: float
+    wide: bool = False  # whether a product is in 32 bit
 
 
 def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool = False) -> Iterator[Call]:
@@ -82,15 +84,27 @@ def is_channels_last(tensors: Iterable[Any]) -> bool:
 
 def nbytes(tensor: Any) -> float:
     """Return the bytes that an operation touches of a tensor: an expanded one is read once."""
+    if tensor.layout is torch.sparse_coo:
+        return nbytes(tensor._indices()) + nbytes(tensor._values())
     return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
+
+
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among the arguments or results of an operation: in tuples and lists, or alone."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def bytes_of(values: Any) -> float:
     """Return the bytes of all tensors among values, each once."""
-    found = {id(value): value for value in tree_leaves(values) if isinstance(value, torch.Tensor)}
-    return sum(nbytes(value) for value in found.values())
+    found = {id(tensor): tensor for tensor in tensors_of(values)}
+    return sum(map(nbytes, found.values()))
 
 
+@cache
 def _is_view(func: Any) -> bool:
     """Return whether an operation only makes another view of its input."""
     results = func._schema.returns
@@ -109,7 +123,18 @@ def _bmm(args: tuple[Any, ...]) -> tuple[float, ...]:
     return m, n, k, count
 
 
+def _grouped_mm(args: tuple[Any, ...]) -> tuple[float, ...]:
+    """Return the sizes of the products of the mean group: of its rows, or of its weights' gradient."""
+    (m, k), n = args[0].shape[-2:], args[1].shape[-1]
+    if args[1].dim() == 3:
+        count = args[1].shape[0]
+        return (m / count if args[0].dim() == 2 else m), n, k, count
+    count = args[2].shape[0]
+    return m, n, k / count, count
+
+
 _PRODUCTS = {
+    aten._grouped_mm.default: _grouped_mm,
     aten.mm.default: _mm,
     aten.addmm.default: lambda args: _mm(args[1:]),
     aten.bmm.default: _bmm,
@@ -118,7 +143,14 @@ _PRODUCTS = {
 
 
 def _product(name: str, sizes: tuple[float, ...], args: Any, out: Any) -> Call:
-    return Call(name, "product", tuple(map(float, sizes)), bytes_of((args, out)), 2.0 * prod(sizes))
+    return Call(
+        name,
+        "experts" if name == "_grouped_mm" else "product",
+        tuple(map(float, sizes)),
+        bytes_of((args, out)),
+        2.0 * prod(sizes),
+        wide=out.dtype is torch.float32,
+    )
 
 
 def _convolution(
@@ -154,7 +186,7 @@ def _of_groups(
         kind, sizes = "depthwise", (float(prod(weight.shape[2:-1])),)
     elif not _on_matrix_units(width, groups):
         kind, sizes = "grouped", (float(width), float(channels_last))
-    return Call(name, kind, sizes, moved, flops)
+    return Call(name, kind, sizes, moved, flops, wide=weight.dtype is torch.float32)
 
 
 def _group_width(weight: Any, groups: int) -> int:

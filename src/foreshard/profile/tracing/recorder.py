@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from foreshard.profile.tracing.attention import FusedAttention
-from foreshard.profile.tracing.operations import Call, calls_of
+from foreshard.profile.tracing.constants import Constants
+from foreshard.profile.tracing.operations import Call, calls_of, tensors_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +53,12 @@ class Recorder:
         (forward operations before, storage, bytes) of what forward keeps for backward.
     users : dict of int to list of int
         Forward operations that read each parameter or buffer, by storage.
+    shapes : list of tuple
+        Of every tensor that forward operations make.
+    known : Constants
+        Values that do not follow from inputs or parameters.
+    sparse : bool
+        Whether a gradient is sparse.
     """
 
     constants: frozenset[int]
@@ -66,6 +71,9 @@ class Recorder:
     turns: list[tuple[int, int]] = field(default_factory=list)
     saved: list[tuple[int, int, float]] = field(default_factory=list)
     users: dict[int, list[int]] = field(default_factory=dict)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    known: Constants = field(default_factory=Constants)
+    sparse: bool = False
     in_backward: bool = False
     # tensors whose storages are compared must not be freed and their place taken by others
     _alive: list[Any] = field(default_factory=list)
@@ -76,35 +84,46 @@ class Recorder:
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add an operation as torch calls it."""
-        calls = calls_of(func, (*args, *kwargs.values()), out, channels_last=self.channels_last)
-        self._add(list(calls), (args, kwargs), out)
+        read = (*args, *kwargs.values())
+        calls = calls_of(func, read, out, channels_last=self.channels_last)
+        self._add(list(calls), read, out)
+        if not self.in_backward:
+            self.known.add(func, args, kwargs, out)
 
     def _add(self, calls: list[Call], read: Any, made: Any) -> None:
         if self.in_backward:
             self.backward.append(calls)
+            self.sparse |= any(tensor.layout is torch.sparse_coo for tensor in tensors_of(made))
             return
         self.forward.append(calls)
         self.reads.append(self._storages(read))
         self.writes.append(self._storages(made))
+        self.shapes += [tuple(tensor.shape) for tensor in tensors_of(made)]
         for storage in self.reads[-1] & self.constants:
             self.users.setdefault(storage, []).append(len(self.reads) - 1)
 
     def _storages(self, values: Any) -> set[int]:
-        tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+        tensors = tensors_of(values)
         self._alive.extend(tensors)
         return {storage_of(tensor) for tensor in tensors}
+
+    def calls(self) -> Iterator[Call]:
+        """Yield the kernels of forward and backward."""
+        for calls in (*self.forward, *self.backward):
+            yield from calls
 
     def keep(self, tensor: Any) -> Any:
         """Note what forward keeps for backward, except parameters and buffers."""
         storage = storage_of(tensor)
-        if storage not in self.constants:
+        # what a block that is recomputed keeps during the backward is not kept from the forward
+        if storage not in self.constants and not self.in_backward:
             self._alive.append(tensor)
             self.saved.append((len(self.forward), storage, float(tensor.untyped_storage().nbytes())))
         return tensor
 
     def end(self, name: str, out: Any) -> None:
         """Note that a module has returned."""
-        if not isinstance(out, torch.Tensor) or not out.requires_grad:
+        if self.in_backward or not isinstance(out, torch.Tensor) or not out.requires_grad:
             return
         place = len(self.ends)
         size = float(out.numel() * out.element_size())
@@ -123,6 +142,10 @@ class _Operations(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            known = self._recorder.known.scalar_of(args[0])
+            if known is not None:
+                return known
         out = func(*args, **(kwargs or {}))
         self._recorder.add(func, args, kwargs or {}, out)
         return out
@@ -131,12 +154,35 @@ class _Operations(TorchDispatchMode):
 @contextmanager
 def recording(module: Any, recorder: Recorder) -> Iterator[None]:
     """Record what runs inside, with the ends of the module's children."""
-    names = {child: name for name, child in module.named_modules() if name}
+    names = {
+        child: name
+        for name, child in module.named_modules()
+        if name and not isinstance(child, torch.jit.ScriptModule)  # takes no hooks
+    }
     with ExitStack() as stack:
         for child in names:
             hook = child.register_forward_hook(lambda child, _, out: recorder.end(names[child], out))
             stack.callback(hook.remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
-        stack.enter_context(FusedAttention(recorder.note))
+        stack.enter_context(_functions_open())
         stack.enter_context(_Operations(recorder))
         yield
+
+
+@contextmanager
+def _functions_open() -> Iterator[None]:
+    """Let modes see what functions of ``torch.nn.functional`` call, rather than those functions whole.
+
+    Such a function hands itself to a mode, which then runs it with the mode off: attention and autocast
+    inside of ``multi_head_attention_forward`` would go unseen.
+    """
+    functions = torch.nn.functional
+    names = [name for name in vars(functions) if name.startswith("has_torch_function")]
+    kept = {name: getattr(functions, name) for name in names}
+    for name in names:
+        setattr(functions, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(functions, name, kept[name])

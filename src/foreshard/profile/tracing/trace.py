@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from foreshard.errors import SpecError
-from foreshard.profile.tracing.autocast import Autocast
+from foreshard.profile.tracing.attention import FusedAttention
+from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
 from foreshard.profile.tracing.operations import Call, is_channels_last
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
-from foreshard.spec.traced_module import Affine, Operation, TracedLayer, TracedModule
+from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule
 
 DTYPES = {
     "fp32": torch.float32,
@@ -26,7 +30,26 @@ DTYPES = {
 }
 SAMPLES = (2, 3)
 """Sizes of the two traces; batch statistics need more than one sample."""
+_RULE = "A module is traced on the meta device: no branch on values, no real device"
 _WAY_OUT = "Write it with fixed shapes and without branches on values, or profile it as a job"
+_REASONS = {  # what a message of torch says, the rule behind it, and the way out
+    "saved tensor hooks": (
+        "What a backward keeps is read by hooks, which torch.func.grad, vjp and jacrev do not take",
+        "Use torch.autograd.grad(..., create_graph=True) inside the module, or profile it as a job",
+    ),
+    "uninitialized parameter": (
+        "Parameters have shapes before a trace",
+        "Give lazy layers their sizes, or call the module once in the factory",
+    ),
+    "TorchScript": (
+        "A scripted module hides what it runs",
+        "Give the module itself, before torch.jit.script",
+    ),
+    "not compiled with CUDA": (
+        "A module is traced on the meta device, where there is no other",
+        "Make tensors on the device of the inputs, as in torch.zeros(3, device=x.device)",
+    ),
+}
 
 Loss = Callable[[Any], Any]
 
@@ -79,12 +102,17 @@ def trace_module(
         raise SpecError(f"no trace in {precision}", key="--dtype", value=precision, rule=rule, fix="Use bf16")
     narrow = DTYPES[precision]
     mixed = autocast and narrow is not torch.float32
-    kept = torch.float32 if mixed else narrow
-    meta = _without_values(module, kept)
-    runs = [_run(meta, _inputs(inputs, n, kept), loss, where, narrow if mixed else None) for n in SAMPLES]
-    if len({(len(run.recorder.forward), len(run.recorder.backward), tuple(run.places)) for run in runs}) > 1:
-        what = f"{SAMPLES[0]} and {SAMPLES[1]} samples run different operations"
-        raise SpecError(what, file=where, key="model", rule="Shapes grow with samples only", fix=_WAY_OUT)
+    casts: set[torch.dtype] = set()
+    traced = partial(_runs, module, inputs, loss=loss, where=where, casts=casts)
+    try:
+        meta, runs = traced(kept=torch.float32, whole=narrow) if mixed else traced(kept=narrow)
+    except SpecError:
+        if mixed or not casts:
+            raise
+    if casts and not mixed:  # its values stay in 32 bit, and its own regions of autocast say what does not
+        _check_casts(casts, precision, where)
+        mixed = True
+        meta, runs = traced(kept=torch.float32)
     return TracedModule(
         name=name or type(module).__name__,
         layers=_layers(meta, runs),
@@ -92,7 +120,59 @@ def trace_module(
         source=where,
         tied=_tied(meta, runs[0]),
         casts_weights=not mixed,
-        assumptions=("loss: the sum of all outputs",) if loss is None else (),
+        assumptions=tuple(_assumptions(runs[0], loss)),
+    )
+
+
+def _runs(
+    module: Any,
+    inputs: Any,
+    *,
+    loss: Loss | None,
+    where: str,
+    casts: set[torch.dtype],
+    kept: torch.dtype,
+    whole: torch.dtype | None = None,
+) -> tuple[Any, list[_Run]]:
+    """Trace a copy whose values are in `kept`, all of it within autocast to `whole`."""
+    try:
+        meta = _without_values(module, kept)
+    except Exception as error:
+        raise _untraced(error, where) from error
+    run = partial(_run, meta, loss=loss, where=where, casts=casts, whole=whole)
+    runs = [run(_inputs(inputs, samples, kept)) for samples in SAMPLES]
+    if _compares_samples(*runs):
+        runs.append(run(_inputs(inputs, SAMPLES[-1] + 1, kept)))
+    if len({(len(run.recorder.forward), len(run.recorder.backward), tuple(run.places)) for run in runs}) > 1:
+        what = f"{SAMPLES[0]} and {SAMPLES[1]} samples run different operations"
+        raise SpecError(what, file=where, key="model", rule="Shapes grow with samples only", fix=_WAY_OUT)
+    return meta, runs
+
+
+def _check_casts(dtypes: set[torch.dtype], precision: str, where: str) -> None:
+    """Raise SpecError where a module's own regions of autocast compute in other than what was asked."""
+    names = sorted(name for name, dtype in DTYPES.items() if dtype in dtypes)
+    if dtypes != {DTYPES[precision]}:
+        what = f"the module's torch.autocast computes in {' and '.join(names)}"
+        rule = "A module with regions of autocast is traced in the one precision that they cast to"
+        fix = f"Use --dtype {names[0]}" if len(names) == 1 else "Give all regions the same dtype"
+        raise SpecError(what, file=where, key="--dtype", value=precision, rule=rule, fix=fix)
+
+
+def _assumptions(run: _Run, loss: Loss | None) -> Iterator[str]:
+    if loss is None:
+        yield "loss: the sum of all outputs"
+    if run.recorder.sparse:
+        yield "sparse gradients are summed and applied as dense ones"
+
+
+def _compares_samples(few: _Run, more: _Run) -> bool:
+    """Return whether two sizes of one tensor or operation grow with samples: it grows with their square."""
+    shapes = zip(few.recorder.shapes, more.recorder.shapes, strict=False)
+    calls = zip(few.recorder.calls(), more.recorder.calls(), strict=False)
+    sizes = ((one.sizes, other.sizes) for one, other in calls)
+    return any(
+        sum(a != b for a, b in zip(one, other, strict=False)) > 1 for one, other in chain(shapes, sizes)
     )
 
 
@@ -126,26 +206,46 @@ def _inputs(inputs: Any, samples: int, dtype: Any) -> Any:
     return tree_map(made, inputs)
 
 
-def _run(module: Any, inputs: Any, loss: Loss | None, where: str, mixed: torch.dtype | None) -> _Run:
+def _run(
+    module: Any,
+    inputs: Any,
+    *,
+    loss: Loss | None,
+    where: str,
+    casts: set[torch.dtype],
+    whole: torch.dtype | None,
+) -> _Run:
     constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
     recorder = Recorder(constants, is_channels_last(module.parameters()))
+    modes = FusedAttention(recorder.note), Autocast(casts)
     try:
-        with torch.device("meta"), recording(module, recorder):
-            with Autocast(mixed) if mixed else nullcontext():
-                out = _called(module, inputs)
-                score = (loss or _total)(out)
+        with torch.device("meta"), recording(module, recorder), regions_of_cuda(modes), modes[0], modes[1]:
+            with torch.autocast("cuda", whole) if whole else nullcontext():
+                score = (loss or _total)(_called(module, inputs))
             recorder.in_backward = True
             score.backward()
     except SpecError:
         raise
     except Exception as error:
-        what = f"the module does not run without values: {type(error).__name__}: {str(error)[:300]}"
-        rule = "A module is traced on the meta device: no branch on values, no real device"
-        raise SpecError(what, file=where, key="model", rule=rule, fix=_WAY_OUT) from error
+        raise _untraced(error, where) from error
     finally:
         module.zero_grad(set_to_none=True)
     places = _cuts(recorder, {storage_of(p) for p in module.parameters() if p.requires_grad})
     return _Run(recorder=recorder, cuts=[recorder.ends[i] for i in places], places=places)
+
+
+def _untraced(error: Exception, where: str) -> SpecError:
+    message = str(error).partition("\n")[0][:200]
+    what = f"the module does not run without values: {type(error).__name__}: {message}{_line_of(error)}"
+    rule, fix = next((why for words, why in _REASONS.items() if words in str(error)), (_RULE, _WAY_OUT))
+    return SpecError(what, file=where, key="model", rule=rule, fix=fix)
+
+
+def _line_of(error: Exception) -> str:
+    """Return the last line of the user's code, or of a library besides torch, that an error came through."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+    return f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def _called(module: Any, inputs: Any) -> Any:
@@ -156,11 +256,15 @@ def _called(module: Any, inputs: Any) -> Any:
 
 def _total(out: Any) -> Any:
     """Return the sum of all floating tensors that a module returns."""
-    values = out.values() if hasattr(out, "values") and not isinstance(out, torch.Tensor) else out
-    leaves = [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+    values = out.values() if hasattr(out, "values") and not isinstance(out, torch.Tensor) else (out,)
+    leaves = [t for t in tree_leaves(tuple(values)) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not leaves:
-        rule = "A module returns at least one tensor with a gradient"
-        raise SpecError("the module returns no tensor that depends on its parameters", key="model", rule=rule)
+        raise SpecError(
+            "the module returns no tensor that depends on its parameters",
+            key="model",
+            rule="A module returns at least one tensor with a gradient",
+            fix="Return it; a reentrant checkpoint cuts the gradient unless its inputs have one",
+        )
     return sum(leaf.sum() for leaf in leaves)
 
 
@@ -262,8 +366,8 @@ def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
             parameters=trained[i],
             frozen=frozen[i],
             buffers=buffers[i],
-            saved_bytes=_affine(*saved[i]),
-            boundary_bytes=_affine(*(size[i] for size in sizes)),
+            saved_bytes=_growth(*saved[i]),
+            boundary_bytes=_growth(*(size[i] for size in sizes)),
         )
         for i in range(len(forwards))
     )
@@ -297,20 +401,25 @@ def _tied(module: Any, run: _Run) -> tuple[tuple[tuple[int, ...], int], ...]:
     )
 
 
-def _operations(few: Sequence[Call], more: Sequence[Call]) -> tuple[Operation, ...]:
+def _operations(*runs: Sequence[Call]) -> tuple[Operation, ...]:
     return tuple(
         Operation(
-            name=a.name,
-            kind=a.kind,
-            sizes=tuple(map(_affine, a.sizes, b.sizes)),
-            bytes=_affine(a.bytes, b.bytes),
-            flops=_affine(a.flops, b.flops),
+            name=calls[0].name,
+            kind=calls[0].kind,
+            wide=calls[0].wide,
+            sizes=tuple(map(_growth, *(call.sizes for call in calls))),
+            bytes=_growth(*(call.bytes for call in calls)),
+            flops=_growth(*(call.flops for call in calls)),
         )
-        for a, b in zip(few, more, strict=True)
+        for calls in zip(*runs, strict=True)
     )
 
 
-def _affine(few: float, more: float) -> Affine:
-    """Return the line through a number at both traced sizes."""
-    each = (more - few) / (SAMPLES[1] - SAMPLES[0])
-    return Affine(few - each * SAMPLES[0], each)
+def _growth(few: float, more: float, most: float | None = None) -> Growth:
+    """Return the line through a number at both traced sizes, or the parabola through a third."""
+    a, b = SAMPLES
+    each, square = (more - few) / (b - a), 0.0
+    if most is not None:
+        square = (most - more - each) / (b + 1 - a)
+        each -= square * (a + b)
+    return Growth(few - a * (each + a * square), each, square)

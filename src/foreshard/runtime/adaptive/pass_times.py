@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from foreshard.control.search.pricing import StageArrays, hop_s, largest_micro_batch, sync_s
 from foreshard.control.slots import MP_OVER_DP, Chain, State, Structure, WorkerPipeline
 from foreshard.graph.pace import pipeline_pace
-from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
+from foreshard.predict.measured.costs import MeasuredCosts, between_sizes
 from foreshard.spec.cluster import Cluster
 
 Span = tuple[int, int]
@@ -22,32 +23,58 @@ class PassTimes:
 
     Attributes
     ----------
-    fixed_s, each_s : ndarray, shape (ranks, layers)
-        Seconds per micro-batch and per sample, at nominal speed.
+    sizes : tuple of int
+        Samples of the micro-batches whose seconds are known, in rising order.
+    pass_s : ndarray, shape (ranks, layers, sizes)
+        Seconds of a micro-batch at nominal speed; those of others follow from these, see `between_sizes`.
     speed : ndarray, shape (ranks,)
         Relative to the nominal speed, as stated or as first measured.
     """
 
-    fixed_s: np.ndarray
-    each_s: np.ndarray
+    sizes: tuple[int, ...]
+    pass_s: np.ndarray
     speed: np.ndarray
 
     @classmethod
     def measured(cls, costs: MeasuredCosts, cluster: Cluster) -> PassTimes:
         """Return the measured layers; a device without costs is as fast as the first that was measured."""
         names = [cluster.device_of(rank).name for rank in range(cluster.num_devices)]
-        lines = np.array([[_line(layer) for layer in costs.layers_on(name)] for name in names])
+        timed = {size for name in names for layer in costs.layers_on(name) for size in layer.timed_sizes}
+        sizes = tuple(sorted(timed | {1, 2}))  # a line goes through its values at two sizes
+        upto = {
+            name: sum(costs.sums(name).upto_seconds(part, sizes) for part in ("forward_s", "backward_s"))
+            for name in set(names)
+        }
         speed = np.array([1.0 / costs.slow.get(name, 1.0) for name in names])
-        return cls(fixed_s=lines[:, :, 0], each_s=lines[:, :, 1], speed=speed)
+        pass_s = np.array([np.diff(upto[name], axis=0) for name in names])
+        return cls(sizes=sizes, pass_s=pass_s, speed=speed)
+
+    @classmethod
+    def proportional(cls, each_s: np.ndarray) -> PassTimes:
+        """Return passes of so many seconds a sample, shape (ranks, layers), at speed 1."""
+        return cls(sizes=(1,), pass_s=each_s[:, :, None], speed=np.ones(len(each_s)))
 
     def layer_s(self, size: int) -> np.ndarray:
         """Return seconds per sample of every layer on every rank."""
-        return np.asarray(self.fixed_s / size + self.each_s)
+        return between_sizes(size, self.sizes, self.pass_s) / size
 
     def sample_s(self, rank: int, span: Span, share: int, size: int) -> float:
         """Return seconds per sample of layers [first, stop) for a share in micro-batches of a size."""
-        fixed, each = (float(table[rank, slice(*span)].sum()) for table in (self.fixed_s, self.each_s))
-        return -(-share // size) * fixed / share + each
+        whole, rest = divmod(share, size)
+        whole_s = whole * self._seconds(rank, span, size) if whole else 0.0
+        return (whole_s + (self._seconds(rank, span, rest) if rest else 0.0)) / share
+
+    def _seconds(self, rank: int, span: Span, samples: int) -> float:
+        """Return the nominal seconds of a micro-batch through layers [first, stop)."""
+        key = rank, span, samples
+        if key not in self._known_s:
+            pass_s = self.pass_s[rank, slice(*span)].sum(axis=0)
+            self._known_s[key] = float(between_sizes(samples, self.sizes, pass_s))
+        return self._known_s[key]
+
+    @cached_property
+    def _known_s(self) -> dict[tuple[int, Span, int], float]:
+        return {}
 
     def best_size(self, stages: Sequence[tuple[int, Span]], share: int, most: int) -> int:
         """Return the micro-batch with which a share passes through stages soonest, at `speed`.
@@ -125,8 +152,3 @@ class StepTiming:
                 found[k] += 2.0 * float(state.latency_s[before, rank])
                 found[k] += size * float(self._chain.boundary_bytes[span[0] - 1]) / rate
         return found
-
-
-def _line(layer: LayerCost) -> tuple[float, float]:
-    forward, backward = layer.forward_s, layer.backward_s
-    return forward[0] + backward[0], forward[1] + backward[1]

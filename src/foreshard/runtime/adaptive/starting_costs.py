@@ -67,9 +67,7 @@ class StartingCosts:
         passes = replace(self.passes, speed=speed)
         if len(self.unmeasured) == len(speed):
             scale = float(speed.max())
-            passes = PassTimes(
-                fixed_s=passes.fixed_s / scale, each_s=passes.each_s / scale, speed=speed / scale
-            )
+            passes = replace(passes, pass_s=passes.pass_s / scale, speed=speed / scale)
         return replace(self, passes=passes, unmeasured=frozenset())
 
 
@@ -105,11 +103,8 @@ def starting_costs(
     if predicted is not None:
         _check_layers(layers, predicted.num_layers, model.name if model else "")
     sizes = predicted or _unknown_sizes(layers, cluster, parameter_bytes or (0.0,) * layers)
-    passes = PassTimes(
-        fixed_s=np.zeros_like(sizes.layer_s), each_s=sizes.layer_s, speed=np.ones(len(sizes.layer_s))
-    )
     return StartingCosts(
-        passes=passes,
+        passes=PassTimes.proportional(sizes.layer_s),
         sizes=sizes,
         cluster=state,
         unmeasured=frozenset(ranks),

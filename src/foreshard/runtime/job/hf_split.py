@@ -1,126 +1,178 @@
 """Splits a language model of transformers into layers: embedding, blocks, head.
 
-A block runs inside the model's own code (masks, rotary embeddings, sliding windows): in a copy of the inner
-model that holds only this block. One after another the layers compute exactly what the whole model computes.
+A layer runs inside the model's own code (masks, rotary embeddings, sliding windows, scales and caps): in a
+shell of the model in which other parts do nothing. One after another the layers compute exactly what the
+whole model computes. Which models are such is found by their structure, see `hf_structure`.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foreshard.errors import SpecError
+from foreshard.runtime.job.hf_structure import BlockStub, HeadStub, Parts, Unused, around, parts_of
 from foreshard.runtime.job.hf_tensor import plan_of_block
-from foreshard.runtime.tensor.sequence import SequenceLayer, on_part
+from foreshard.runtime.tensor.sequence import SequenceLayer, gathering
 from foreshard.runtime.tensor.split import TensorPlan
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Attribute names of the parts in models of one kind.
-
-    `inner` is the model without its head. In it `words` is the token embedding, to which that of positions
-    (`places`) is added, and `drop` the dropout after both.
-    """
-
-    inner: str
-    words: str
-    blocks: str
-    norm: str
-    places: str | None = None
-    drop: str | None = None
-    rotary: str | None = None
-    head: str = "lm_head"
-
-    def parts(self) -> set[str]:
-        """Return the names of all parts of the inner model."""
-        names = (self.words, self.blocks, self.norm, self.places, self.drop, self.rotary)
-        return {name for name in names if name is not None}
-
-
-_LLAMA = _Family(inner="model", words="embed_tokens", blocks="layers", norm="norm", rotary="rotary_emb")
-_LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "phi3", "olmo", "olmo2", "olmo3", "smollm3", "stablelm", "glm")
-_FAMILIES = {
-    **dict.fromkeys(("llama", *_LIKE_LLAMA), _LLAMA),
-    "gpt2": _Family(inner="transformer", words="wte", places="wpe", drop="drop", blocks="h", norm="ln_f"),
-    "gpt_neox": _Family(
-        inner="gpt_neox",
-        words="embed_in",
-        drop="emb_dropout",
-        blocks="layers",
-        norm="final_layer_norm",
-        rotary="rotary_emb",
-    ),
-}
-KNOWN = tuple(sorted(_FAMILIES))
-"""Model types that can be split."""
+_PART = 2
+"""Tokens of each part of a sequence on which layers are tried."""
 
 
 def split(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a causal language model of transformers: embedding, one per block, head.
 
     The first layer takes token ids, or ids and an attention mask of shape (samples, tokens); a mask passes
-    through all layers. The last layer gives logits. Parameters are the model's own, tied ones too. Models of
-    unknown types, or with parts that are not those of their type, are refused.
+    through all layers. The last layer gives logits. Parameters are the model's own, tied ones too. Models
+    whose blocks are no plain stack are refused.
     """
-    family = _family(model)
-    inner = getattr(model, family.inner)
-    blocks = getattr(inner, family.blocks)
-    return [
-        EmbeddingLayer(inner, family),
-        *[BlockLayer(inner, family, number) for number in range(len(blocks))],
-        HeadLayer(getattr(inner, family.norm), getattr(model, family.head)),
+    _check_config(getattr(model, "config", None))
+    parts = parts_of(model)
+    number = len(getattr(parts.inner(model), parts.blocks))
+    layers: list[nn.Module] = [
+        EmbeddingLayer(model, parts),
+        *[BlockLayer(model, parts, at) for at in range(number)],
+        HeadLayer(model, parts),
     ]
+    return layers
 
 
-class EmbeddingLayer(SequenceLayer):
-    """Token and position embeddings."""
+class _ModelLayer(SequenceLayer):
+    """A layer that runs in a shell of the model: `own` are the names of its parts in it."""
 
-    def __init__(self, inner: nn.Module, family: _Family):
+    def __init__(self, model: nn.Module, parts: Parts, own: dict[str, str]):
         super().__init__()
-        self.tensor_plan = TensorPlan(roles={"words": "words"}, draws_by_head=True)
-        self.words = getattr(inner, family.words)
-        self.places = getattr(inner, family.places) if family.places else None
-        self.drop = getattr(inner, family.drop) if family.drop else None
+        inner: Any = parts.inner(model)
+        for name, attribute in own.items():
+            setattr(self, attribute, getattr(inner, name))
+        self.fixed = nn.ModuleDict({name: copy.deepcopy(getattr(inner, name)) for name in parts.fixed})
+        stubs = [BlockStub(block, parts.in_tuple) for block in getattr(inner, parts.blocks)]
+        # not registered as submodules: the layer's own parts are, under names of their own
+        self.__dict__["_shell"] = around(model, parts, stubs, {}), parts, own
+
+    def _run(
+        self, at: int, call: Any, ids: Any = None, stream: Any = None, mask: Any = None, head: Any = None
+    ) -> Any:
+        """Run the model's code with a call in the place of block `at`; with a head, return the scores."""
+        (whole, inner), parts, own = self.__dict__["_shell"]
+        holding = inner._modules
+        for name, attribute in own.items():
+            holding[name] = getattr(self, attribute)  # of which tensor-parallel ranks hold parts
+        holding.update(self.fixed.items())
+        stub = holding[parts.blocks][at]
+        whole.training = inner.training = self.training
+        model = inner if head is None else whole
+        if head is not None:
+            whole._modules[parts.head] = head
+        stub.call = call
+        try:
+            return model(input_ids=ids, inputs_embeds=stream, attention_mask=mask, use_cache=False)
+        finally:
+            stub.call = None
+            holding.update(dict.fromkeys(own, _UNUSED))
+            whole._modules[parts.head] = _UNUSED
+
+
+_UNUSED = Unused()
+
+
+class EmbeddingLayer(_ModelLayer):
+    """Token and position embeddings, and what else comes before the blocks."""
+
+    words: nn.Module
+    places: nn.Module
+
+    def __init__(self, model: nn.Module, parts: Parts):
+        inner: Any = parts.inner(model)
+        others = [name for name in parts.before if name != parts.words]
+        places = [name for name in others if type(getattr(inner, name)) is nn.Embedding]
+        own = {name: name for name in others} | {parts.words: "words"}
+        if len(places) == 1:
+            own[places[0]] = "places"
+        super().__init__(model, parts, own)
+        self.__dict__["_places"] = places[0] if len(places) == 1 else None
+        plain = type(self.words) is nn.Embedding
+        self.tensor_plan = TensorPlan(roles={"words": "words"} if plain else {}, draws_by_head=True)
+        self.by_token = self._is_by_token()
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
         """Return the vectors, and the mask if there is one."""
-        lo, hi = (0, ids.shape[1]) if self.parts is None else self.parts.sequence_span(ids.shape[1])
-        # a vocabulary cut over ranks needs all tokens on each; its sum scatters the sequence
-        hidden = self.words(ids[:, lo:hi] if isinstance(self.words, nn.Embedding) else ids)
-        if self.places is not None:
-            hidden = hidden + self.places(torch.arange(lo, hi, device=ids.device).unsqueeze(0))
-        if self.drop is not None:
-            hidden = self.drop(hidden)
+        if self.parts is None:
+            hidden = self._through(ids=ids, mask=mask)
+        else:
+            lo, hi = self.parts.sequence_span(ids.shape[1])
+            # a vocabulary cut over ranks needs all tokens on each; its sum scatters the sequence
+            hidden = self._on_part(ids[:, lo:hi] if isinstance(self.words, nn.Embedding) else ids, lo, hi)
         return hidden if mask is None else (hidden, mask)
 
+    def _through(self, ids: Any = None, stream: Any = None, mask: Any = None) -> Tensor:
+        """Return the input of the first block."""
+        made: list[Tensor] = []
 
-class BlockLayer(SequenceLayer):
+        def taken(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            made.append(hidden)
+            return hidden
+
+        self._run(0, taken, ids, stream, mask)
+        return made[0]
+
+    def _on_part(self, ids: Tensor, lo: int, hi: int) -> Tensor:
+        """Return the vectors of the tokens `lo` to `hi`."""
+        hidden = self.words(ids)
+        if self.__dict__["_places"] is not None:
+            hidden = hidden + self.places(torch.arange(lo, hi, device=ids.device).unsqueeze(0))
+        own, self.__dict__["_shell"] = self.__dict__["_shell"], self._without_places()
+        try:
+            return self._through(stream=hidden)
+        finally:
+            self.__dict__["_shell"] = own
+
+    def _without_places(self) -> Any:
+        shells, parts, own = self.__dict__["_shell"]
+        done = (parts.words, self.__dict__["_places"])
+        return shells, parts, {name: attribute for name, attribute in own.items() if name not in done}
+
+    def _is_by_token(self) -> bool:
+        """Return whether parts of a sequence give parts of the vectors."""
+        ids = torch.arange(2 * _PART, device=next(self.words.parameters()).device).unsqueeze(0)
+
+        def on_part(lo: int, hi: int) -> Tensor:
+            return self._on_part(ids[:, lo:hi], lo, hi)
+
+        return _is_by_token(self, on_part, lambda: self._through(ids=ids))
+
+
+class BlockLayer(_ModelLayer):
     """One block of the model, inside the model's own code."""
 
-    def __init__(self, inner: nn.Module, family: _Family, number: int):
-        super().__init__()
-        self.block = getattr(inner, family.blocks)[number]
-        self.rotary = copy.deepcopy(getattr(inner, family.rotary)) if family.rotary else None
-        config: Any = inner.config
-        self.tensor_plan = plan_of_block(config.model_type, config)
-        # not registered as a submodule: its parts are, under names that do not depend on the model's type
-        self.__dict__["_around"] = _around(inner, family, number, self.block, self.rotary)
+    def __init__(self, model: nn.Module, parts: Parts, number: int):
+        super().__init__(model, parts, {})
+        self.block = getattr(parts.inner(model), parts.blocks)[number]
+        self.number = number
+        self.tensor_plan = plan_of_block(self.block, model.config)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Any:
         """Return the vectors after the block, and the mask if there is one."""
-        around = self.__dict__["_around"]
-        if self.parts is None:
-            hidden = around(inputs_embeds=hidden, attention_mask=mask, use_cache=False)[0]
-        else:
-            with on_part(self.block, self._products(), hidden, self.parts) as (placeholder, made):
-                around(inputs_embeds=placeholder, attention_mask=mask, use_cache=False)
-            (hidden,) = made
-        return hidden if mask is None else (hidden, mask)
+        made: list[Tensor] = []
+        ranks = self.parts
+        samples, length, channels = hidden.shape
+        length *= 1 if ranks is None else ranks.degree
+        # the code around sees the whole length, without data
+        placeholder = hidden.detach().new_zeros(()).expand(samples, length, channels)
+
+        def run(stream: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            output = self.block(hidden, *args, **kwargs)
+            made.append(output[0] if isinstance(output, tuple) else output)
+            return stream
+
+        with gathering(self._products() if ranks is not None else (), ranks):
+            self._run(self.number, run, stream=placeholder, mask=mask)
+        return made[0] if mask is None else (made[0], mask)
 
     def _products(self) -> list[nn.Module]:
         """Return the modules of the block that begin with cut products."""
@@ -128,92 +180,72 @@ class BlockLayer(SequenceLayer):
         return [self.get_submodule(owner) for owner in {name.rpartition(".")[0]: 0 for name in names}]
 
 
-class HeadLayer(SequenceLayer):
-    """Final norm and logits."""
+class HeadLayer(_ModelLayer):
+    """Final norm and logits, and what else comes after the blocks."""
 
-    def __init__(self, norm: nn.Module, scores: nn.Module):
-        super().__init__()
-        self.tensor_plan = TensorPlan(roles={"scores": "gather"}, draws_by_head=True)
-        self.norm, self.scores = norm, scores
+    def __init__(self, model: nn.Module, parts: Parts):
+        own = {name: name for name in parts.after}
+        super().__init__(model, parts, {parts.after[0]: "norm"} if len(parts.after) == 1 else own)
+        self.scores = getattr(model, parts.head)
+        self.last = len(getattr(parts.inner(model), parts.blocks)) - 1
+        plain = type(self.scores) is nn.Linear
+        self.tensor_plan = TensorPlan(roles={"scores": "gather"} if plain else {}, draws_by_head=True)
+        weight = next(self.scores.parameters())
+        hidden = torch.linspace(-1, 1, 2 * _PART * parts.channels, device=weight.device, dtype=weight.dtype)
+        hidden = hidden.reshape(1, 2 * _PART, parts.channels)
+        self.by_token = _is_by_token(self, lambda lo, hi: self(hidden[:, lo:hi]), lambda: self(hidden))
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the logits."""
-        hidden = self.norm(hidden)
-        if self.parts is None:
-            return self.scores(hidden)  # type: ignore[no-any-return]
-        if isinstance(self.scores, nn.Linear):
-            return self.parts.gather_sequence(self.scores(hidden))
-        return self.scores(self.parts.gather_for_products(hidden))  # type: ignore[no-any-return]
+        ranks = self.parts
 
+        def scores(given: Tensor) -> Tensor:
+            if ranks is None:
+                return self.scores(given)  # type: ignore[no-any-return]
+            if isinstance(self.scores, nn.Linear):
+                return ranks.gather_sequence(self.scores(given))
+            return self.scores(ranks.gather_for_products(given))  # type: ignore[no-any-return]
 
-class _NoPositions(nn.Module):
-    """Replaces a position embedding that was already added."""
-
-    def forward(self, places: Tensor) -> Tensor:
-        return torch.zeros((), device=places.device, dtype=torch.int64)
-
-
-def _around(
-    inner: nn.Module, family: _Family, number: int, block: nn.Module, rotary: nn.Module | None
-) -> nn.Module:
-    """Return the inner model with one block, and identities before and after it."""
-    around = copy.copy(inner)
-    around._modules = dict(inner._modules)
-    around._modules[family.words] = nn.Identity()
-    around._modules[family.norm] = nn.Identity()
-    around._modules[family.blocks] = nn.ModuleList([block])
-    if family.places:
-        around._modules[family.places] = _NoPositions()
-    if family.drop:
-        around._modules[family.drop] = nn.Identity()
-    if family.rotary:
-        around._modules[family.rotary] = rotary
-    config: Any = copy.deepcopy(inner.config)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[number]]
-    around.config = config
-    return around
-
-
-def _family(model: nn.Module) -> _Family:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in _FAMILIES:
-        what = f"a model of type {kind}" if kind else f"a {type(model).__name__} that is no nn.Sequential"
-        raise SpecError(
-            f"{what} cannot be split by itself",
-            key="model",
-            value=kind,
-            rule=f"Types of transformers that are known: {', '.join(KNOWN)}",
-            fix="Return a list of layers or an nn.Sequential from model()",
+        placeholder = hidden.detach().new_zeros(()).expand(hidden.shape)
+        found = self._run(
+            self.last, lambda *args, **kwargs: hidden, stream=placeholder, head=HeadStub(self.scores, scores)
         )
-    family = _FAMILIES[kind]
-    _check_parts(model, {family.inner, family.head}, kind)
-    _check_parts(getattr(model, family.inner), family.parts(), kind)
-    _check_config(model.config, kind)
-    return family
+        return found.logits  # type: ignore[no-any-return]
 
 
-def _check_parts(module: nn.Module, expected: set[str], kind: str) -> None:
-    """Refuse parts that no layer would hold, and missing parts."""
-    odd = sorted(set(module._modules) ^ expected)
-    if odd:
-        raise SpecError(
-            f"{type(module).__name__} has other parts than a {kind} with a language head: {', '.join(odd)}",
-            key="model",
-            value=kind,
-            rule=f"It holds {', '.join(sorted(expected))}",
-            fix="Use the model's class for causal language modelling, without adapters",
-        )
+def _is_by_token(
+    layer: nn.Module, on_part: Callable[[int, int], Tensor], whole: Callable[[], Tensor]
+) -> bool:
+    """Return whether two parts of a short sequence give the parts of what the whole gives."""
+    was = layer.training
+    layer.eval()
+    try:
+        with torch.no_grad():
+            halves = [on_part(0, _PART), on_part(_PART, 2 * _PART)]
+            return torch.allclose(torch.cat(halves, 1), whole(), rtol=1e-2, atol=1e-3)  # of any precision
+    except (RuntimeError, TypeError, ValueError):  # its code needs whole sequences
+        return False
+    finally:
+        layer.train(was)
 
 
-def _check_config(config: Any, kind: str) -> None:
+def _check_config(config: Any) -> None:
+    if config is None:
+        return
     if getattr(config, "add_cross_attention", False):
         raise SpecError(
             "a model with cross attention cannot be split",
             key="add_cross_attention",
             value=True,
-            rule=f"Blocks of a {kind} take one sequence",
+            rule="Its blocks take one sequence",
+        )
+    if getattr(config, "layerdrop", 0.0):
+        raise SpecError(
+            "a model that leaves out whole blocks at random cannot be split",
+            key="layerdrop",
+            value=config.layerdrop,
+            rule="Every rank runs its blocks in every step",
+            fix="Set layerdrop to 0",
         )
     drops = max(getattr(config, name, 0.0) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     used = getattr(config, "_attn_implementation", None) or "eager"

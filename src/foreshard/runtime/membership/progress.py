@@ -1,7 +1,8 @@
 """What a rank does and since when, by which a rank that hangs is told from one that is slow or waits.
 
 A heartbeat shows that a process lives; only turning to another activity shows that it gets on. How long an
-activity may take is learned from the same activity in earlier steps of the run, of any rank.
+activity may take is learned from the same activity in earlier steps of the run, of any rank. Only time counts
+in which the rank could have run: on a loaded machine it waits for a processor, and does not hang.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ class Progress:
 
     An activity of less than `limit_s` never counts as hanging. `count` rises whenever the rank turns to
     another activity, begins to wait or has waited; `waits_for` are the ranks that it waits for, None while it
-    is busy itself; `step` is the one that it trains, -1 before the first.
+    is busy itself; `step` is the one that it trains, -1 before the first. `waited_s` gives the seconds since
+    its last call in which the process waited for a processor: they do not count.
     """
 
-    def __init__(self, limit_s: float = 60.0, *, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        limit_s: float = 60.0,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        waited_s: Callable[[], float] = lambda: 0.0,
+    ):
         self._limit_s, self._now = limit_s, now
+        self._newly_waited_s, self._waited_s = waited_s, 0.0
         self.count, self.doing, self.step = 0, START, -1
         self.waits_for: tuple[int, ...] | None = None
-        self._since_s = now()
+        self._since_s, self._began_s = self._usable_s(), now()
         self._warm, self._longest_s = False, dict[str, float]()
         self._sent_bytes = 0
         self._thread = threading.get_ident()
@@ -78,11 +87,12 @@ class Progress:
             "waits_for": self.waits_for,
             "step": self.step,
             "longest_s": dict(self._longest_s),
+            "waited_s": self._waited_s,
         }
 
     @property
     def limit_s(self) -> float:
-        """How long the present activity may take."""
+        """How long the present activity may take, of the time in which the rank can run."""
         if self.doing == START and self.waits_for is None:
             return START_FACTOR * self._limit_s
         known = (self._longest_s.get(key) for key in (self._key, self._first_key))
@@ -90,15 +100,25 @@ class Progress:
         return max(self._limit_s, LEARNED_FACTOR * longest_s)
 
     def arm(self, margin_s: float = 1.0) -> None:
-        """End the process, with its stacks on stderr, if nothing calls this again: it is stuck inside C."""
+        """End the process, with its stacks on stderr, if nothing calls this again: it is stuck inside C.
+
+        The timer counts all time: it runs where no code of Python does.
+        """
         faulthandler.dump_traceback_later(self.limit_s + margin_s, exit=True)
 
     def hang(self, job: str | None = None) -> str | None:
-        """Return where the rank hangs and for how long, as 'loss of job.py, line 12, for 61 s'; else None."""
-        busy_s = self._now() - self._since_s
+        """Return where the rank hangs and for how long, as 'loss in job.py, line 12, for 61 s'; else None."""
+        self._waited_s += self._newly_waited_s()
+        busy_s = self._usable_s() - self._since_s
         if self.waits_for is not None or busy_s <= self.limit_s:
             return None
-        return f"{self.doing}{self._place(job)}, for {busy_s:.0f} s"
+        lasted_s = self._now() - self._began_s
+        waited = f" (and {lasted_s - busy_s:.0f} s without a processor)" if lasted_s - busy_s > 1.0 else ""
+        return f"{self.doing}{self._place(job)}, for {busy_s:.0f} s{waited}"
+
+    def _usable_s(self) -> float:
+        """Return a time that stands still while the process waits for a processor, as far as was looked."""
+        return self._now() - self._waited_s
 
     @property
     def _key(self) -> str:
@@ -109,11 +129,11 @@ class Progress:
         return f"{self.doing}/first"
 
     def _note(self) -> None:
-        now_s = self._now()
+        usable_s = self._usable_s()
         if self.waits_for is None and self.doing != START:
             key = self._key
-            self._longest_s[key] = max(now_s - self._since_s, self._longest_s.get(key, 0.0))
-        self._since_s = now_s
+            self._longest_s[key] = max(usable_s - self._since_s, self._longest_s.get(key, 0.0))
+        self._since_s, self._began_s = usable_s, self._now()
         self.count += 1
 
     def _place(self, job: str | None) -> str:

@@ -58,7 +58,7 @@ class LiveRank:
 
     It `waits` for the next generation, or is `done` with all steps. `count` is that of its activities, see
     `Progress`; it waits for the peers `waits_for` since `still_s`, and has said so `reports` times more, the
-    last time at `said_s`.
+    last time at `said_s`. `waited_s` is how long it has waited for a processor in all.
     """
 
     pid: int
@@ -71,6 +71,7 @@ class LiveRank:
     said_s: float = 0.0
     reports: int = 0
     step: int | None = None
+    waited_s: float = 0.0
 
 
 class Supervisor:
@@ -162,6 +163,8 @@ class Supervisor:
     def _note_progress(self, live: LiveRank, message: dict[str, Any]) -> None:
         count, waits_for = int(message.get("count", -1)), message.get("waits_for")
         live.said_s, live.reports = self._now(), live.reports + 1
+        before_s, live.waited_s = live.waited_s, float(message.get("waited_s", 0.0))
+        live.still_s = min(self._now(), live.still_s + max(0.0, live.waited_s - before_s))
         if count != live.count or waits_for is None:
             live.still_s, live.reports = self._now(), 0
         live.count, live.waits_for = count, waits_for

@@ -137,6 +137,8 @@ def _check_supported(plan: Plan) -> None:
         raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
     if plan.attention is not None:
         raise _unsupported("attention", plan.attention, "the layers of the job call their own attention")
+    if plan.fp8_recipe is not None:
+        raise _unsupported("fp8_recipe", plan.fp8_recipe, "the runtime has no 8-bit products")
     _check_overlap(plan)
     for g, group in enumerate(plan.groups):
         where = f"groups[{g}]"

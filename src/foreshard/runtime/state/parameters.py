@@ -58,7 +58,7 @@ def parameters_of(job: Job) -> Parameters:
         with torch.device("meta"):
             module = job.layer(layer)
         names.update(name for name, _ in module.named_modules() if name)
-        if isinstance(module, SequenceLayer):
+        if isinstance(module, SequenceLayer) and module.by_token:
             sequential.append(layer)
         with in_file(job.path):
             split = split_of(module, job.tensor_plan, [own for at, own in first if at == layer])

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from foreshard.runtime.tensor.ranks import TensorRanks
 
@@ -23,6 +23,8 @@ class SequenceLayer(nn.Module):
     """A layer that can also run on a part of the sequence."""
 
     ranks: TensorRanks | None = None
+    by_token = True
+    """Whether it is such a layer: what it computes of a token depends on no other one."""
 
     @property
     def parts(self) -> TensorRanks | None:
@@ -31,39 +33,18 @@ class SequenceLayer(nn.Module):
 
 
 @contextmanager
-def on_part(
-    block: nn.Module, products: Iterable[nn.Module], own: Tensor, ranks: TensorRanks
-) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Run a block on its own part of the sequence while the code around it sees the whole length.
+def gathering(products: Iterable[nn.Module], ranks: TensorRanks | None) -> Iterator[None]:
+    """Give whole sequences to modules that begin with cut products, in a block that runs on a part of one.
 
-    Positions and masks are of the whole sequence. The code around gets a tensor of that length without data,
-    which enters and leaves the block in the place of the part. It is yielded, with the outputs of the block
-    for the part. `products` are the modules of the block that begin with cut products: they get the whole
-    sequence.
+    Around the block the model's code sees the whole length, for positions and masks.
     """
-    samples, length, channels = own.shape
-    placeholder = own.detach().new_zeros(()).expand(samples, length * ranks.degree, channels)
-    made: list[Tensor] = []
-
-    def enters(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _replaced(args, kwargs, own)
-
-    def leaves(module: nn.Module, args: Any, output: Any) -> Any:
-        made.append(output[0] if isinstance(output, tuple) else output)
-        return (placeholder, *output[1:]) if isinstance(output, tuple) else placeholder
 
     def gathers(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        part = args[0] if args else kwargs["hidden_states"]
-        return _replaced(args, kwargs, ranks.gather_for_products(part))
+        assert ranks is not None
+        whole = ranks.gather_for_products(args[0] if args else kwargs["hidden_states"])
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
 
     with ExitStack() as stack:
-        stack.callback(block.register_forward_pre_hook(enters, with_kwargs=True).remove)
-        stack.callback(block.register_forward_hook(leaves).remove)
         for product in products:
             stack.callback(product.register_forward_pre_hook(gathers, with_kwargs=True).remove)
-        yield placeholder, made
-
-
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a call's arguments with another stream."""
-    return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
+        yield

@@ -1,0 +1,138 @@
+"""Fully sharded weights in closed form: what gathering them and scattering gradients adds to a stage.
+
+A stage runs its units one after another: the embedding, each layer, the head. Copies, and computation that a
+collective slows, are device time, which the host's launches hide as they hide any other. Where a collective
+is longer than the unit beside it, the stage waits: for the gather of the unit after next, in backward behind
+the scatter of the unit before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foreshard.predict.machine import Machine
+from foreshard.predict.tasks.collectives import ShardTimes, slowed_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedUnit:
+    """Units of a stage that are alike: layers of one kind, the embedding, or the head."""
+
+    count: Any
+    forward: Any  # device seconds
+    backward: Any
+    late: Any  # of backward what zero-bubble schedules move
+    counting: Any  # of forward before the next gather leaves
+    shard: ShardTimes
+    regathers: Any  # 1 where weights are gathered again before backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDevice:
+    """Device seconds that sharding adds to the passes of a stage; `late` of backward, `first` the rest."""
+
+    forward: Any
+    first: Any
+    late: Any
+
+
+def on_device(units: Sequence[ShardedUnit], machine: Machine) -> OnDevice:
+    """Return copies and slowed computation; collectives too where nothing runs beside them."""
+    alone = 1.0 * (machine.traits.grad_overlap <= 0)
+    forward, first, both = 0.0, 0.0, 0.0
+    for unit in units:
+        shard = unit.shard
+        again, copies = unit.regathers * shard.gather, unit.regathers * shard.copy_weights
+        early = unit.backward - unit.late
+        slowed = slowed_s(shard.gather, unit.forward - unit.counting, machine)
+        forward = forward + unit.count * (shard.copy_weights + alone * shard.gather + slowed)
+        first = first + unit.count * (copies + alone * again + slowed_s(again, early, machine))
+        whole = slowed_s(again + shard.scatter, unit.backward, machine)
+        moved = alone * (again + shard.scatter)
+        both = both + unit.count * (copies + shard.copy_gradients + moved + whole)
+    return OnDevice(forward=forward, first=first, late=both - first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """Units as their stage runs them: seconds of a forward and a backward, collectives beside them."""
+
+    forward: Any
+    backward: Any
+    gather: Any
+    again: Any  # the gather before backward
+    scatter: Any
+    counting: Any
+
+
+def waits(
+    layers: Sequence[ShardedUnit],
+    embedding: ShardedUnit,
+    head: ShardedUnit,
+    machine: Machine,
+    *,
+    longer: Any,
+    chunks: Any,
+    given_only: bool = False,
+) -> tuple[Any, Any]:
+    """Return seconds for which forward and backward wait for collectives that nothing is left to hide.
+
+    Ends have a count of 1 on stages that hold them. The host makes computation `longer` by this factor;
+    `given_only` leaves out the weight gradients and their scatters.
+    """
+    beside = 1.0 * (machine.traits.grad_overlap > 0)
+
+    def run(unit: ShardedUnit) -> _Pass:
+        shard, again = unit.shard, unit.regathers * unit.shard.gather
+        back = unit.backward - unit.late if given_only else unit.backward
+        scatter = 0.0 * shard.scatter if given_only else shard.scatter
+        copies = unit.regathers * shard.copy_weights + (0.0 if given_only else shard.copy_gradients)
+        slowed = slowed_s(shard.gather, unit.forward - unit.counting, machine)
+        slowed_back = slowed_s(again + scatter, back, machine)
+        return _Pass(
+            forward=longer * unit.forward + shard.copy_weights + slowed,
+            backward=longer * back + copies + slowed_back,
+            gather=shard.gather,
+            again=again,
+            scatter=scatter,
+            counting=(longer * unit.counting + shard.copy_weights) * (np.asarray(unit.counting) > 0),
+        )
+
+    def wait(moved: Any, busy: Any) -> Any:
+        return beside * np.maximum(moved - busy, 0.0)
+
+    runs = [run(unit) for unit in layers]
+    counts = [np.asarray(unit.count) for unit in layers]
+    total = np.maximum(np.asarray(sum(counts)), 1e-9)
+
+    def mean(values: Sequence[Any]) -> Any:
+        return sum(count * value for count, value in zip(counts, values, strict=True)) / total
+
+    some = 1.0 * (np.asarray(sum(counts)) > 0)
+    forward = sum(
+        count * wait(r.gather + r.counting, r.forward) for count, r in zip(counts, runs, strict=True)
+    )
+    backward = sum(
+        count * wait(r.again + r.scatter, r.backward) for count, r in zip(counts, runs, strict=True)
+    )
+    # A pass begins and ends beside units of other passes, or beside the ends, which are not gathered again.
+    layer = _Pass(**{name: mean([getattr(r, name) for r in runs]) for name in _Pass.__slots__})
+    first, last = run(embedding), run(head)
+    has_first, has_last = np.asarray(embedding.count), np.asarray(head.count)
+    usual = wait(layer.gather + layer.counting, layer.forward)
+    usual_back = wait(layer.again + layer.scatter, layer.backward)
+    behind = wait(layer.scatter + layer.gather + layer.counting, layer.forward) - usual
+    forward = forward + some * (chunks - has_first) * behind
+    forward = forward + has_first * wait(first.scatter + layer.gather, first.forward)
+    forward = forward + some * has_last * (wait(last.gather + layer.counting, layer.forward) - usual)
+    backward = backward + some * has_first * (wait(layer.scatter, layer.backward) - usual_back)
+    backward = backward + has_first * wait(layer.scatter + first.gather, first.backward)
+    ahead = wait(layer.again, layer.backward) - usual_back
+    backward = backward + some * (chunks - has_last) * ahead
+    behind = wait(last.scatter + layer.again, layer.backward) - usual_back
+    backward = backward + has_last * (wait(layer.again, last.backward) + some * behind)
+    return np.maximum(forward, 0.0), np.maximum(backward, 0.0)

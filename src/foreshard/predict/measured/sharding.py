@@ -1,0 +1,96 @@
+"""ZeRO 3 of a stage alone: values gathered before each layer, gradients summed and split after it.
+
+Each layer that has parameters is gathered for its forward and again for its backward, one layer ahead of what
+computes, and its gradients are reduced and scattered while the backward goes on. Transfers run one at a time,
+gathers first: the next layer waits for them.
+
+Source
+------
+Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreshard.graph.program import Kind, ProgramBuilder
+from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.memory import GATHERED_LAYERS, counts_of
+from foreshard.predict.measured.passes import PassSeconds
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTasks:
+    """Tasks of a stage with ZeRO 3.
+
+    Attributes
+    ----------
+    passes : tuple of int
+        That compute, in order.
+    gradients : dict of int to int
+        The last backward of each layer.
+    reduced : int
+        The last reduction; the last backward where no layer has parameters.
+    """
+
+    passes: tuple[int, ...]
+    gradients: dict[int, int]
+    reduced: int
+
+
+def add_sharded(
+    builder: ProgramBuilder,
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    g: int,
+    group: Group,
+    passes: PassSeconds,
+) -> ShardedTasks:
+    """Append forward and backward of every micro-batch, layer by layer, with their transfers."""
+    ranks = group.stages[0].ranks
+    visits = [
+        (kind, layer, seconds)
+        for m in range(len(passes.sizes))
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for layer, seconds in _layer_seconds(costs, cluster, group, passes, m, kind)
+    ]
+    moved = [costs.gathered_share * layer.parameter_bytes for layer in costs.layers_on("")]
+    moved_s = [costs.gather_s(cluster, ranks, size) if size else 0.0 for size in moved]
+    gathers: list[list[int]] = []
+
+    def transfer(layer: int, after: list[int], kind: Kind) -> list[int]:
+        """Append a transfer of a layer's parameters or gradients, if it has any."""
+        return [builder.add(f"group{g} links", moved_s[layer], after, kind=kind)] if moved_s[layer] else []
+
+    for _, layer, _ in visits[:GATHERED_LAYERS]:
+        gathers.append(transfer(layer, [], Kind.PARAMETER_GATHER))
+    done: list[int] = []
+    gradients: dict[int, int] = {}
+    reduced: list[int] = []
+    for kind, layer, seconds in visits:
+        place = len(done)
+        done.append(builder.add(f"group{g}", seconds, gathers[place], kind=kind))
+        if place + GATHERED_LAYERS < len(visits):
+            ahead = visits[place + GATHERED_LAYERS][1]
+            gathers.append(transfer(ahead, [done[-1]], Kind.PARAMETER_GATHER))
+        if kind is Kind.BACKWARD:
+            gradients[layer] = done[-1]
+            reduced += transfer(layer, [done[-1]], Kind.GRADIENT_REDUCE)
+    return ShardedTasks(passes=tuple(done), gradients=gradients, reduced=[done[-1], *reduced][-1])
+
+
+def _layer_seconds(
+    costs: MeasuredCosts, cluster: Cluster, group: Group, passes: PassSeconds, m: int, kind: Kind
+) -> list[tuple[int, float]]:
+    """Return (layer, seconds) of a pass in the order in which it runs."""
+    stage = group.stages[0]
+    layers, forward = list(range(*stage.layers[0])), kind is Kind.FORWARD
+    device, samples = cluster.device_of(stage.ranks[0]).name, max(counts_of(stage, passes.sizes[m]))
+    name, seconds = ("forward_s", passes.forward) if forward else ("backward_s", passes.backward)
+    weights = np.array([costs.work_s(device, (i, i + 1), name, samples) for i in layers])
+    each = list(zip(layers, (weights * (seconds[0, 0, m] / weights.sum())).tolist(), strict=True))
+    return each if forward else each[::-1]

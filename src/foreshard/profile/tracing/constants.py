@@ -1,0 +1,73 @@
+"""Values of tensors that follow from nothing given: positions, masks, tables that a module makes itself.
+
+Modules ask for such values (whether positions are consecutive, whether a mask is all ones), which the meta
+device cannot answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from foreshard.profile.tracing.operations import tensors_of
+
+aten = torch.ops.aten
+
+_MOST = 2**20  # elements of a tensor whose values are kept
+_SHAPE_ONLY = {
+    getattr(aten, name).default
+    for name in ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+}
+_UNKNOWN = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+
+
+class Constants:
+    """The values, by the place in memory that a tensor looks at."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def scalar_of(self, tensor: Any) -> Any:
+        """Return the number that a tensor of one element holds; None where it follows from what is given."""
+        value = self._values.get(_place(tensor))
+        return None if value is None else value.item()
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note the values that an operation makes, if it reads none that are not known."""
+        tensors, made = tensors_of((*args, *kwargs.values())), tensors_of(out)
+        known = func in _SHAPE_ONLY or all(_place(tensor) in self._values for tensor in tensors)
+        random = torch.Tag.nondeterministic_seeded in func.tags or func in _UNKNOWN
+        small = all(tensor.numel() <= _MOST for tensor in made)
+        if known and small and not random and made:
+            again = tree_map(self._on_cpu, (args, kwargs))
+            values = tensors_of(func(*again[0], **again[1]))
+            # an operation in place changes the values of all views, which share their memory as well
+            self._values |= {_place(tensor): value for tensor, value in zip(made, values, strict=True)}
+        elif func._schema.is_mutable:
+            self._forget([*tensors, *made])
+
+    def _on_cpu(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found = self._values.get(_place(value))
+            return torch.empty(value.shape, dtype=value.dtype) if found is None else found
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _forget(self, tensors: list[Any]) -> None:
+        """Drop what is known of the memory of tensors, whichever view looks at it."""
+        gone = {_place(tensor)[0] for tensor in tensors}
+        self._values = {place: value for place, value in self._values.items() if place[0] not in gone}
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    storage = int(tensor.untyped_storage()._cdata)
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()

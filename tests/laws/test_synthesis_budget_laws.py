@@ -1,0 +1,86 @@
+"""A search for a schedule keeps its budget. Calls of functions are counted in place of seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+
+from foreshard import api
+from foreshard.comm.schedules.registry import schedule_of
+from foreshard.comm.schedules.verify import verify
+from foreshard.comm.synthesis.budget import SynthesisBudget
+from foreshard.comm.synthesis.synthesize import Synthesis, synthesize
+from foreshard.comm.synthesis.timing import seconds_of
+from foreshard.comm.topology.graph import Topology
+from foreshard.comm.topology.of_cluster import topology_of
+from foreshard.comm.topology.regular import mesh
+
+CALL_S = 1e-6
+"""What a call counts for: about what one takes."""
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")
+TOPOLOGIES = {
+    "grid": lambda: mesh((5, 4), bytes_per_s=1e9, latency_s=1e-6),
+    "unequal nodes": lambda: topology_of(api.load_cluster("2x8xh100-sxm+1x8xa100-sxm-80gb")),
+}
+
+
+@cache
+def load() -> None:
+    """Load and compile what any search calls."""
+    for collective in COLLECTIVES:
+        synthesize(collective, 1e8, TOPOLOGIES["grid"](), budget=SynthesisBudget(0.3))
+    many = schedule_of("all-gather", "ring", 30)
+    seconds_of(many, mesh((30,), bytes_per_s=1e9), 1e8)
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[int]]:
+    count = [0]
+
+    def see(frame: object, event: str, argument: object) -> None:
+        count[0] += 1
+
+    sys.setprofile(see)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
+
+
+def searched(collective: str, topology: Topology, seconds: float) -> tuple[Synthesis, float]:
+    """What is found within so many calls, and the seconds that they count for."""
+    with counted_calls() as count:
+
+        def clock() -> float:
+            return count[0] * CALL_S
+
+        found = synthesize(collective, 1e8, topology, budget=SynthesisBudget(seconds, clock, clock))
+        return found, count[0] * CALL_S
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_search_keeps_its_budget_and_more_of_it_finds_nothing_worse(name, collective):
+    topology = TOPOLOGIES[name]()
+    load()
+    first, least_s = searched(collective, topology, 0.0)
+    assert not verify(first.schedule).faults
+    found_s = [first.seconds]
+    for budget_s in (0.1, 0.3):
+        found, spent_s = searched(collective, topology, budget_s)
+        assert spent_s <= max(1.1 * budget_s, least_s)
+        found_s.append(found.seconds)
+    assert found_s == sorted(found_s, reverse=True)
+
+
+def test_more_budget_is_of_use():
+    """Otherwise the law above says nothing."""
+    topology = TOPOLOGIES["unequal nodes"]()
+    load()
+    first, _ = searched("all-gather", topology, 0.0)
+    found, _ = searched("all-gather", topology, 0.5)
+    assert found.seconds < 0.9 * first.seconds and found.num_attempts > first.num_attempts
