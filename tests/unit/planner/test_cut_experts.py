@@ -107,12 +107,12 @@ def _alike(problem, templates) -> bool:
     return len(templates) == 1 or (max(widths) <= 2 * min(widths) and max(replicas) <= 2 * min(replicas))
 
 
-def stages_of_best(request, found):
-    """Return the stages of the chosen plan, which is sound, fits and is proven to five percent."""
+def stages_of_best(request, found, within=0.1):
+    """Return the stages of the chosen plan, which is sound, fits and has a gap of less than `within`."""
     best = found.plans[0]
     check_plan(best.plan, request.model, request.cluster)
     assert best.prediction.memory.fits
-    assert found.gap < 0.1
+    assert found.gap < within
     assert 0.0 < found.lower_bound_step_time_s <= best.prediction.step_time_s
     return [stage for group in best.plan.groups for stage in group.stages]
 
