@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from functools import cache
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from foreshard import api
 from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.verify import verify
-from foreshard.comm.synthesis.budget import SynthesisBudget
-from foreshard.comm.synthesis.synthesize import Synthesis, synthesize
+from foreshard.comm.synthesis.attempts import ScheduleAttempt, ScheduleFound
+from foreshard.comm.synthesis.budget import Check, SynthesisBudget
+from foreshard.comm.synthesis.synthesize import Synthesis, _search, synthesize
 from foreshard.comm.synthesis.timing import seconds_of
 from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.of_cluster import topology_of
@@ -84,3 +87,40 @@ def test_more_budget_is_of_use():
     first, _ = searched("all-gather", topology, 0.0)
     found, _ = searched("all-gather", topology, 0.5)
     assert found.seconds < 0.9 * first.seconds and found.num_attempts > first.num_attempts
+
+
+TICK_S = 0.125
+BUDGET_S = 10.0
+TICKS = st.integers(0, 60)
+
+
+@given(
+    tries=st.lists(
+        st.tuples(st.integers(1, 9), TICKS, TICKS.map(lambda ticks: ticks * TICK_S)), min_size=1, max_size=6
+    )
+)
+@example(tries=[(9, 1, 0.0), (5, 7, 6.0), (7, 60, 0.25)])
+def test_a_search_leaves_time_to_finish_the_best_schedule_it_found(tries):
+    """An attempt takes ticks and then has a schedule of some seconds, which others take to finish."""
+    now = [0.0]
+    finishing_s = {}
+
+    def attempt(number: int, seconds: int, ticks: int) -> ScheduleAttempt:
+        def make(to_beat_s: float, check: Check) -> ScheduleFound:
+            for _ in range(ticks):
+                now[0] += TICK_S
+                if number:  # the first one is made whatever the budget
+                    check()
+            return ScheduleFound(seconds=float(seconds), schedule=lambda: schedule_of("send", "direct", 2))
+
+        method = f"method {number}"
+        finishing_s[method] = tries[number][2]
+        return ScheduleAttempt(method=method, work=1.0, finishing_s=finishing_s[method], make=make)
+
+    attempts = [attempt(number, seconds, ticks) for number, (seconds, ticks, _) in enumerate(tries)]
+    budget = SynthesisBudget(BUDGET_S, lambda: now[0], lambda: now[0])
+    _, made_by, tried = _search(attempts, 1.0, budget)
+    assert tried >= 1
+    unavoidable_s = tries[0][1] * TICK_S + tries[0][2] if made_by == "method 0" else 0.0
+    # the tick after which the budget is spent counts too
+    assert now[0] + finishing_s[made_by] <= max(BUDGET_S, unavoidable_s) + TICK_S

@@ -57,12 +57,12 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     others = {"trace": trace, "report": report, "explain": explain}
     if measured.is_file(values.get("costs")):
-        _refuse_other_jobs(other_jobs, "measured costs")
+        _refuse_other_jobs(other_jobs, bursts, "measured costs")
         _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others))
         return
     module = traced.traced(values["model"], values.get("precision"))
     if module is not None:
-        _refuse_other_jobs(other_jobs, "a traced module")
+        _refuse_other_jobs(other_jobs, bursts, "a traced module")
         _answer(ctx, values, to_target, lambda stated: traced.predict(module, stated, others))
         return
     request, runs = to_request(values), None
@@ -163,11 +163,12 @@ def _object(prediction: Prediction, fit: Fit | None, explained: dict[str, str] |
     return data
 
 
-def _refuse_other_jobs(file: str | None, what: str) -> None:
-    if file is not None:
+def _refuse_other_jobs(file: str | None, bursts: bool, what: str) -> None:
+    if file is not None or bursts:
+        key = "--bursts" if file is None else "--other-jobs"
         rule = "Jobs share the network of a step whose transfers are tasks with bytes"
         fix = "Leave it out, or predict a model of the catalog with --network flow"
-        raise SpecError(f"other jobs beside {what}", key="--other-jobs", value=file, rule=rule, fix=fix)
+        raise SpecError(f"other jobs beside {what}", key=key, value=file, rule=rule, fix=fix)
 
 
 def _write_trace(path: str, prediction: Prediction, timeline: Timeline | None) -> None:

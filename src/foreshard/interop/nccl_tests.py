@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import mode
 from typing import Any
@@ -26,6 +25,7 @@ _NAMES = {
     "sendrecv": "send",
 }
 _MICRO, _GIGA = 1e-6, 1e9
+_REFIT = "foreshard comm import FILE CLUSTER --fit OUT.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +52,25 @@ class NcclTestRun:
     num_skipped: int  # lines that begin as a row and have other columns
 
 
-def tables_of(run: NcclTestRun, device: str, path: str) -> KernelTables:
+def tables_of(run: NcclTestRun, device: str, path: str, collective: str | None = None) -> KernelTables:
     """Return the rows of a run as a cost source: a table of the device that it names, else of `device`.
+
+    `device` may be one of a cluster file: the run names it by the same words. `collective` is what ran where
+    the run does not say; a reduce-scatter is held as the all-gather of as many bytes.
 
     Raises
     ------
     SpecError
-        For what no table holds: several hosts, unknown ranks, a broadcast or messages.
+        For what no table holds: several hosts, unknown ranks, a broadcast or messages, an unknown device.
     """
-    op = {"reduce-scatter": "all-gather"}.get(run.collective or "", run.collective or "").replace("-", "_")
+    ran = run.collective or collective or ""
+    op = {"reduce-scatter": "all-gather"}.get(ran, ran).replace("-", "_")
     rows = [row for row in run.rows if row.size_bytes > 0 and row.time_s > 0.0]
     faults = (
         (
             op not in COLLECTIVES,
             "the collective",
-            run.collective,
+            ran or None,
             "A table is one of " + ", ".join(COLLECTIVES),
         ),
         (run.num_ranks is None, "the ranks", None, "The header of nccl-tests says on which ranks it ran"),
@@ -75,13 +79,20 @@ def tables_of(run: NcclTestRun, device: str, path: str) -> KernelTables:
     )
     for is_wrong, what, value, rule in faults:
         if is_wrong:
-            fix = "Refit the cluster instead: foreshard comm import FILE CLUSTER --fit OUT.toml"
+            fix = f"Refit the cluster instead: {_REFIT}"
             raise SpecError(f"{what} of the run", file=path, key="--costs", value=value, rule=rule, fix=fix)
+    named = run.device or device
+    if named != device:
+        try:
+            named = resolve_device(named).name
+        except SpecError as error:
+            fix = f"Give a device of a cluster file this name, or refit the cluster: {_REFIT}"
+            raise SpecError(
+                error.what, file=path, key="--costs", value=named, rule=error.rule, fix=fix
+            ) from None
     sizes = np.array([(run.num_ranks, row.size_bytes) for row in rows], dtype=float)
     table: dict[str, Any] = {op: size_table(sizes, np.array([row.time_s for row in rows]), rises=[1])}
-    with suppress(SpecError):
-        device = resolve_device(run.device or device).name
-    return KernelTables(path=path, devices={(device, "16bit"): DeviceTables(**table)})
+    return KernelTables(path=path, devices={(named, "16bit"): DeviceTables(**table)})
 
 
 def read_nccl_tests(text: str, file: str | None = None) -> NcclTestRun:

@@ -235,6 +235,65 @@ def test_measured_times_that_are_no_table_are_refused(shell, tmp_path, old, new,
     assert what in str(answer.json["error"]) and shell(*call, tmp_path / "none.csv").code == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "ran"), [("all-gather", "reduce-scatter"), ("reduce-scatter", "all-gather")]
+)
+def test_a_gather_answered_by_a_measured_scatter_says_so(shell, tmp_path, asked, ran):
+    """The two move as many bytes; the same collective needs no such note, from a log or a table."""
+    log, csv = tmp_path / "a.log", tmp_path / "a.csv"
+    log.write_text(NCCL_TESTS.replace("all_reduce", ran.replace("-", "_")))
+    csv.write_text("device,dtype,latency_ms,op,ranks,bytes\nh100-sxm,bf16,0.0204,all_gather,2,1048576\n")
+    tail = ("1MiB", "1x8xh100-sxm", "--ranks", "2", "--json", "--costs")
+    for collective, file, measured in (
+        (asked, log, ran),
+        (ran, log, ran),
+        ("all-gather", csv, "all-gather"),
+        ("reduce-scatter", csv, "all-gather"),
+    ):
+        found = shell("comm", "predict", collective, *tail, file).json
+        assert found["evidence"] == "table" and found["time_s"] == pytest.approx(20.4e-6)
+        said = [note for note in found["notes"] if f"What was measured is {measured}" in note]
+        assert len(said) == (measured != collective), found["notes"]
+
+
+def test_a_log_that_does_not_name_its_collective_is_of_the_one_that_is_asked_for(shell, tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text(NCCL_TESTS.split("\n", 1)[1])
+    tail = ("1MiB", "1x8xh100-sxm", "--ranks", "2", "--json", "--costs", log)
+    for collective in ("all-reduce", "reduce-scatter", "all-to-all"):
+        found = shell("comm", "predict", collective, *tail).json
+        assert found["evidence"] == "table" and found["time_s"] == pytest.approx(20.4e-6)
+        assert any("does not say which collective ran" in note for note in found["notes"])
+    refused = shell("comm", "predict", "broadcast", *tail)
+    assert refused.code == 2 and refused.json["error"]["value"] == "broadcast"
+
+
+OWN_DEVICE = """
+name = "one of a kind"
+[[devices]]
+name = "Some Device X"
+base = "a100-sxm-80gb"
+[[nodes]]
+count = 1
+device = "Some Device X"
+per_node = 8
+"""
+
+
+def test_measured_times_of_an_unknown_device_are_nobody_else_s(shell, tmp_path):
+    """They are refused for a device of the catalog, and taken for that of a cluster file of the same name."""
+    log, own = tmp_path / "a.log", tmp_path / "own.toml"
+    log.write_text(NCCL_TESTS.replace("NVIDIA H100 80GB HBM3", "Some Device X"))
+    own.write_text(OWN_DEVICE)
+    call = ("comm", "predict", "all-reduce", "1MiB")
+    answer = shell(*call, "8xa100-sxm-80gb", "--ranks", "2", "--costs", log, "--json")
+    error = answer.json["error"]
+    assert answer.code == 2 and error["file"] == str(log) and error["value"] == "Some Device X"
+    assert "unknown device" in error["what"] and error["rule"] and "cluster file" in error["fix"]
+    found = shell(*call, own, "--ranks", "2", "--costs", log, "--json").json
+    assert found["evidence"] == "table" and found["time_s"] == pytest.approx(20.4e-6)
+
+
 words = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 

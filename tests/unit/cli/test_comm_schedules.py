@@ -154,3 +154,13 @@ def test_clusters_whose_sends_no_memory_holds_are_refused(shell):
     ):
         answer = shell("comm", *words, "--json")
         assert answer.code == 2 and "comm predict" in answer.json["error"]["fix"]
+
+
+def test_simulate_and_synthesize_take_as_many_ranks(shell):
+    """A send between two of many ranks is one flow; an all-to-all between them has millions."""
+    for verb in (("simulate", "--algorithm", "direct"), ("synthesize", "--budget-s", "0")):
+        name, *flags = verb
+        found = shell("comm", name, "send", "1MiB", "257x8xh100-sxm", *flags, "--json")
+        assert found.code == 0 and found.json["num_ranks"] == 2056
+        refused = shell("comm", name, "all-to-all", "1MiB", "257x8xh100-sxm", *flags, "--json")
+        assert refused.code == 2 and "at most 2,048" in refused.json["error"]["rule"]

@@ -73,6 +73,8 @@ def test_from_a_job_to_a_plan_and_its_prediction(place, shell):
     assert sum(told["memory"]["breakdown_bytes"].values()) == pytest.approx(told["memory"]["peak_bytes"])
     assert told["costs"] == str(place / "c.json") and told["fidelity"] == "calibrated"
     assert told["step_time_interval_s"][0] <= told["step_time_s"] <= told["step_time_interval_s"][1]
+    refused = shell("predict", *where, "--plan", place / "plan.json", "--bursts", "--json")
+    assert refused.code == 2 and refused.json["error"]["key"] == "--bursts"
 
 
 def test_screens_name_layers_and_files(place, shell):

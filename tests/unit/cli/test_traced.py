@@ -72,6 +72,8 @@ def test_a_network_by_name_and_a_plan_of_it(shell, tmp_path):
         (("--seq", "128"), "--seq"),
         (("--pp", "9"), "--pp"),
         (("--dtype", "fp8"), "--dtype"),
+        (("--bursts",), "--bursts"),
+        (("--bursts", "--other-jobs", "jobs.toml"), "--other-jobs"),
     ],
 )
 def test_what_a_traced_module_does_not_take_is_named(shell, net, more, key):

@@ -13,6 +13,8 @@ from foreshard.catalog.kernels import kernel_model
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
+from foreshard.planner.measured.places import Places
+from foreshard.planner.measured.prices import priced
 from foreshard.predict.measured.engine import predict_measured
 from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
 from foreshard.profile.networks.catalog import network
@@ -284,3 +286,57 @@ def test_products_of_experts_are_priced_as_in_a_transformer():
     # forward: rows of each expert; backward: the gradient of its weights, summed over those rows
     for made, (tokens, n, k) in zip(seconds, ((512, 512, 256), (1024, 512, 128)), strict=True):
         assert made == pytest.approx(float(grouped_gemm_s(tokens, 4, n, k, kernels)), rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def contrastive():
+    """Every sample is compared with every other: rows of similarities go from layer to layer."""
+
+    class Compare(torch.nn.Module):
+        def forward(self, x):
+            return x @ x.T
+
+    layers = [torch.nn.Linear(256, 256), torch.nn.Linear(256, 256), Compare(), torch.nn.Softmax(-1)]
+    return trace_module(torch.nn.Sequential(*layers), torch.empty(1, 256), precision="fp32")
+
+
+def kept_bytes(module, samples):
+    """Return what grows with a micro-batch, by what is traced: the rest is counted beside activations."""
+    return sum(layer.saved_bytes.at(samples) - layer.saved_bytes.at(0) for layer in module.layers)
+
+
+@pytest.mark.parametrize("samples", [64, 32768])
+def test_activations_are_those_of_the_micro_batch_with_all_its_pairs(contrastive, samples):
+    made = step_of(contrastive, "1x1xa100-sxm-40gb", micro_batch=samples)
+    activations = made.memory.breakdown_bytes["activations"]
+    assert activations == pytest.approx(kept_bytes(contrastive, samples), rel=1e-9)
+    assert activations > 4 * samples**2, "the similarities, in 32 bit"
+    assert made.mfu == pytest.approx(
+        contrastive.flops(samples) / (made.step_time_s * resolve_device("a100-sxm-40gb").peak("fp32"))
+    )
+    again = step_of(contrastive, "1x1xa100-sxm-40gb", micro_batch=samples, recompute="full")
+    ends = sum(layer.boundary_bytes.at(samples) for layer in contrastive.layers)
+    assert again.memory.breakdown_bytes["activations"] == pytest.approx(ends, rel=1e-9)
+
+
+def test_pairs_of_samples_are_sent_and_counted_by_the_planner(contrastive):
+    """A cut behind the similarities sends all of them; stages have room for what they keep of them."""
+    cluster, size = load_cluster("1x2xa100-sxm-40gb"), 32768
+    device = cluster.nodes[0].device
+    costs = traced_costs(contrastive, [device], micro_batches=[size])
+    linear = tuple(replace(c, boundary_bytes_per_pair=0.0) for c in costs.layers)
+    plan = plan_of(contrastive, 2, pp=2, dp=1, micro_batch=size, global_batch=size)
+    group = plan.groups[0]
+    cut = [replace(s, layers=(span,)) for s, span in zip(group.stages, ((0, 3), (3, 5)), strict=True)]
+    plan = replace(plan, groups=(replace(group, stages=tuple(cut)),))
+    whole, alone = (
+        predict_measured(replace(costs, layers=layers, tables={device.name: layers}), cluster, plan)
+        for layers in (costs.layers, linear)
+    )
+    message_s = [float(costs.message_s(cluster, 0, 1, num_bytes)) for num_bytes in (4.0 * size**2, 0.0)]
+    # one micro-batch: nothing is beside its two messages
+    assert whole.step_time_s - alone.step_time_s == pytest.approx(2 * (message_s[0] - message_s[1]), rel=1e-6)
+    problem = priced(costs, Places(cluster), (size,), 2 * size)
+    own = [layer.parameter_bytes * 2 + layer.frozen_bytes + layer.state_bytes for layer in costs.layers]
+    room = (device.capacity_bytes - sum(own)) // kept_bytes(contrastive, size)
+    assert problem.max_in_flight[0, problem.types[0, len(costs.layers)]] == room

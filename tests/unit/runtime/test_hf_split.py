@@ -160,6 +160,51 @@ def test_dropout_belongs_to_the_sample(kind: str) -> None:
     assert not torch.allclose(whole, through(split(made(kind)), IDS), atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_mode_of_every_part_of_the_model_stays(kind: str) -> None:
+    """Also where some parts are frozen in eval and others train."""
+    model = made(kind, **({"embd_pdrop": 0.5} if kind == "gpt2" else {})).eval()
+    for mixed in (False, True):
+        model.base_model.get_input_embeddings().train(mixed)
+        before = {name: part.training for name, part in model.named_modules()}
+        split(model)
+        assert {name: part.training for name, part in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2", "llama"])
+def test_a_model_without_values_is_split_like_one_with_values(kind: str) -> None:
+    """With `torch.device("meta")`, then filled layer by layer, it computes the same."""
+    model = made(kind)
+    with torch.device("meta"):
+        empty = split(copy.deepcopy(model).to("meta"))
+    full = split(model)
+    assert [[*layer.state_dict()] for layer in empty] == [[*layer.state_dict()] for layer in full]
+    assert all(parameter.is_meta for layer in empty for parameter in layer.parameters())
+    for layer, source in zip(empty, full, strict=True):
+        layer.to_empty(device="cpu").load_state_dict(source.state_dict())
+        names = dict(layer.named_buffers())
+        for name, buffer in source.named_buffers():
+            names[name].copy_(buffer)  # of which some are not in the state
+    assert torch.equal(through(empty, IDS), through(full, IDS))
+
+
+def test_a_model_is_split_where_gradients_are_off() -> None:
+    model = made("gpt2")
+    with torch.no_grad():
+        layers = split(model)
+        assert torch.equal(through(layers, IDS), model(input_ids=IDS, use_cache=False).logits)
+    with pytest.raises(SpecError, match="depend on more than the last block"), torch.no_grad():
+        split(Stack("the first vectors are added at the end"))
+
+
+@pytest.mark.parametrize("words", [1, 3, 4])
+def test_a_model_of_few_words_is_split(words: int) -> None:
+    model = made("llama", vocab_size=words, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    layers = split(model)
+    assert layers[0].by_token
+    assert torch.equal(through(layers, IDS % words), model(input_ids=IDS % words, use_cache=False).logits)
+
+
 def test_what_is_not_known_is_refused_by_name() -> None:
     config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(SpecError, match=r"type bert cannot be split by itself: .*no head"):

@@ -341,6 +341,18 @@ def test_ranks_that_wait_for_a_processor_are_not_stuck(told):
     assert stuck(told, 0, waits, for_s=2.5) == [True] * 3, "the rest of the time, with a processor"
 
 
+def test_starved_readers_do_not_hide_ranks_that_are_stuck(told):
+    """Readers that wait all the time: ten times as long as else, and no longer."""
+    told.all_join([0, 1, 2])
+    waits, waited_s = {0: [1], 1: [0], 2: [1]}, 0.0
+    found = []
+    while not any(found) and told.now_s < 1000:
+        told.now_s += 0.5
+        waited_s += 0.5
+        found = [told.beat(r, count=7, waits_for=w, waited_s=waited_s)["stuck"] for r, w in waits.items()]
+    assert 50.0 <= told.now_s <= 51.0
+
+
 def test_one_rank_that_works_keeps_all_from_being_stuck(told):
     told.all_join([0, 1, 2])
     assert stuck(told, 0, {0: [1], 1: [0], 2: None}) == [False] * 3, "rank 2 works: it is only slow"
@@ -499,6 +511,25 @@ def test_a_rank_without_a_processor_does_not_hang():
     assert where is not None and where.endswith("for 11 s (and 91 s without a processor)")
     progress.turn_to("vote")
     assert progress.to_dict()["longest_s"]["forward/first"] == pytest.approx(11.0), "nor is the wait learned"
+
+
+def test_a_starved_reader_does_not_hide_a_rank_that_hangs():
+    """Its wait grows as fast as time does: at ten times the limit the rank hangs all the same."""
+    now, looked_s = [0.0], [0.0]
+
+    def waited_s():
+        looked_s[:] = [now[0], now[0] - looked_s[0]]
+        return looked_s[1]
+
+    progress = Progress(10.0, now=lambda: now[0], waited_s=waited_s)
+    progress.turn_to("forward")
+    progress.turn_to("vote")
+    progress.turn_to("forward")
+    while (where := progress.hang()) is None:
+        now[0] += 0.5
+        assert now[0] < 1000
+    assert now[0] == 100.5
+    assert where.endswith("for 0 s (and 100 s without a processor)")
 
 
 def proc(folder, threads, children=()):

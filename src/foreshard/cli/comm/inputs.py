@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 RATES = ("fitted", "datasheet")
 MAX_LOG_BYTES = 2**26  # a log of NCCL at its most talkative, a schedule of a million sends
-MAX_RANKS = 2048
+_MAX_RANKS = 2048
 """Ranks whose sends are listed one by one: an all-reduce of as many has 8 million, which take some 6 GB."""
+_FEW_SENDS = ("send", "broadcast")
+"""Collectives of which each piece reaches each rank once at the most: as many sends as ranks."""
 _MAX_DEVICES = 2**14  # of a topology, of which a schedule may use a part
 _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
@@ -41,6 +43,12 @@ def check_size(key: str, number: int, most: int, why: str) -> None:
         raise SpecError(f"{number:,} ranks", key=key, value=number, rule=f"{why}: at most {most:,}", fix=fix)
 
 
+def check_ranks(key: str, collective: str, ranks: int) -> None:
+    """Refuse a collective whose sends are too many to list: those between all ranks, of many ranks."""
+    if collective not in _FEW_SENDS:
+        check_size(key, ranks, _MAX_RANKS, "Every send of a schedule is listed")
+
+
 def load_loops(topology: Topology) -> None:
     """Load the compiled loops with a send between two ranks: the wall time of what follows is its own."""
     from foreshard.comm.flow.places import routing_of
@@ -58,8 +66,7 @@ def schedule_named(
     """Return the schedule of an algorithm's name, or of a file that must be one of the collective."""
     from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 
-    if collective not in ("send", "broadcast"):
-        check_size("--ranks", ranks, MAX_RANKS, "Every send of a schedule is listed")
+    check_ranks("--ranks", collective, ranks)
     suffix = Path(algorithm).suffix.lower()
     if suffix not in (".json", ".xml"):
         knows_nodes = algorithm in ALGORITHMS and "per_node" in ALGORITHMS[algorithm].options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,22 +76,39 @@ def command(
     rules = ".".join(map(str, release)) if release else ""
     where = api.load_cluster(cluster)
     rules = rules if rules in releases() else ""
-    tables = None if costs is None else _tables(costs, where)
+    measured = None if costs is None else _measured(costs, where, collective)
+    tables = measured.tables if measured else None
     found = predict_collective(collective, size, where, ranks, era=era, release=rules, tables=tables)
-    notes = _notes(found, release, costs)
+    notes = _notes(found, release, measured)
     give(_object(found, notes), lambda: _screen(found, notes))
 
 
-def _tables(path: str, cluster: Cluster) -> Tables:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """Measured times, and of which collective those are that answer for the one that is asked for."""
+
+    tables: Tables
+    path: str
+    collective: str
+    is_named: bool  # by the file; else it is taken to be the one that is asked for
+
+
+def _measured(path: str, cluster: Cluster, collective: str) -> _Measured:
     """Return measured collectives: a table of kernels, or what nccl-tests printed."""
     from foreshard.cost.tables import load_tables
     from foreshard.interop.nccl_tests import read_nccl_tests, tables_of
     from foreshard.spec.codec import read_text
 
     if path.endswith((".csv", ".csv.gz")):
-        return load_tables(path)
-    device = cluster.device_of(0).name
-    return tables_of(read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path), device, path)
+        held = "all-gather" if collective == "reduce-scatter" else collective
+        return _Measured(tables=load_tables(path), path=path, collective=held, is_named=True)
+    run = read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path)
+    return _Measured(
+        tables=tables_of(run, cluster.device_of(0).name, path, collective),
+        path=path,
+        collective=run.collective or collective,
+        is_named=run.collective is not None,
+    )
 
 
 def _release(library: str) -> tuple[int, int] | None:
@@ -145,21 +163,10 @@ def _candidate(estimate: Estimate) -> dict[str, Any]:
 
 
 def _notes(
-    found: CollectivePrediction, release: tuple[int, int] | None, costs: str | None = None
+    found: CollectivePrediction, release: tuple[int, int] | None, measured: _Measured | None
 ) -> list[str]:
     """Return what the answer rests on, in sentences."""
-    if found.evidence == TABLE:
-        notes = [f"The time is interpolated between measured sizes of {costs}, which state no interval."]
-    else:
-        notes = (
-            [f"{costs} does not cover it: a table is of ranks of one domain and of its sizes."]
-            if costs
-            else []
-        )
-        notes.append(
-            "The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md); "
-            f"its interval is of {_RESTS_ON[found.evidence]}."
-        )
+    notes = _notes_of_time(found, measured)
     if found.choice is None:
         return [
             *notes,
@@ -188,6 +195,27 @@ def _notes(
             f"The choice is close: {choice.runner_up.name} is {100 * choice.margin:.1f} % slower by NCCL's "
             "estimate; measure both (NCCL_ALGO, NCCL_PROTO)."
         )
+    return notes
+
+
+def _notes_of_time(found: CollectivePrediction, measured: _Measured | None) -> list[str]:
+    """Return what the time rests on: which measured rows, or which fit."""
+    if measured is None or found.evidence != TABLE:
+        form = (
+            "The time is that of the closed form fitted to measured rows (docs/derivations/collectives.md); "
+            f"its interval is of {_RESTS_ON[found.evidence]}."
+        )
+        if measured is None:
+            return [form]
+        covers = "a table is of devices, collectives and ranks of one domain, and of its sizes"
+        return [f"{measured.path} does not cover it: {covers}.", form]
+    notes = [f"The time is interpolated between measured sizes of {measured.path}, which state no interval."]
+    if measured.collective != found.collective:
+        notes.append(
+            f"What was measured is {measured.collective}, which moves as many bytes between the same ranks."
+        )
+    if not measured.is_named:
+        notes.append(f"{measured.path} does not say which collective ran: it is taken to be this one.")
     return notes
 
 

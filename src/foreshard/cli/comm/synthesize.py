@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.comm.inputs import MAX_RANKS, RATES, check_size, load_loops, topology_at
+from foreshard.cli.comm.inputs import RATES, check_ranks, load_loops, topology_at
 from foreshard.cli.options.answer import give, say
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Word
@@ -56,7 +56,7 @@ def command(
 
     budget = SynthesisBudget(budget_s)
     topology, _ = topology_at(cluster, rates)
-    check_size("CLUSTER", topology.num_ranks, MAX_RANKS, "Every send of a schedule is listed")
+    check_ranks("CLUSTER", collective, topology.num_ranks)
     if topology.num_ranks >= _SEVERAL:
         load_loops(topology)
     found = synthesize(collective, size, topology, budget=budget, seed=seed)

@@ -113,14 +113,15 @@ def _search(
     """Return the best of attempts that a budget allows, what made it, and how many were made.
 
     The first is made whatever the budget. Of the others those are left out that would take longer than is
-    left by what their method took before, and those that run out of time are given up.
+    left by what their method took before, and those that run out of time are given up. What is left is
+    counted without the time to finish the best one or the one under way, whichever takes longer.
     """
     best: ScheduleFound | None = None
-    made_by, tried = "", 0
+    made_by, tried, finishing_s = "", 0, 0.0
     pace = dict(KNOWN_PACE)
     try:
         for attempt in attempts:
-            budget.kept_s = attempt.finishing_s
+            budget.kept_s = max(finishing_s, attempt.finishing_s)
             if best and not budget.allows(pace.get(attempt.method, 0.0) * attempt.work):
                 continue
             begun_s = budget.worked_s
@@ -128,7 +129,7 @@ def _search(
             tried += 1
             pace[attempt.method] = (budget.worked_s - begun_s) / attempt.work
             if found is not None and (best is None or found.seconds < best.seconds):
-                best, made_by = found, attempt.method
+                best, made_by, finishing_s = found, attempt.method, attempt.finishing_s
             if best and best.seconds <= bound_s * (1 + CLOSE_ENOUGH):
                 break
     except BudgetSpent:

@@ -121,7 +121,7 @@ class _Stages:
     def room(self, capacity_bytes: float, samples: int) -> np.ndarray:
         """Return the micro-batches whose activations fit beside the states."""
         fixed = 2 * self._total("parameter_bytes") + self._total("frozen_bytes") + self._total("state_bytes")
-        kept = np.maximum(self._total("saved_bytes_per_sample") * samples, 1.0)
+        kept = np.maximum(self._over(self._sums.upto_saved_bytes(samples)), 1.0)
         return np.floor(np.maximum(capacity_bytes - fixed, 0.0) / kept)
 
     def tail_s(self, copies: int) -> np.ndarray:

@@ -53,6 +53,14 @@ class LayerCost:
     sums_forward: Sums = ()
     sums_backward: Sums = ()
 
+    def saved_bytes(self, samples: Any) -> Any:
+        """Return the bytes kept from forward to backward for samples, a number or an array."""
+        return samples * self.saved_bytes_per_sample
+
+    def boundary_bytes(self, samples: Any) -> Any:
+        """Return the bytes of a micro-batch that are handed to the next layer."""
+        return samples * self.boundary_bytes_per_sample
+
 
 class LayerSums:
     """Numbers of layers summed over intervals [start, stop): differences of running sums."""
@@ -67,6 +75,10 @@ class LayerSums:
             values = np.array([getattr(layer, name) for layer in self._layers])
             self._upto[name] = np.concatenate((np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)))
         return self._upto[name]
+
+    def upto_saved_bytes(self, samples: int) -> np.ndarray:
+        """Return the bytes that the first layers keep of a micro-batch, shape (layers + 1,)."""
+        return np.cumsum([0.0, *(layer.saved_bytes(samples) for layer in self._layers)])
 
     def upto_seconds(self, name: str, samples: Any) -> np.ndarray:
         """Return the seconds of the first layers for samples, shape (layers + 1, *samples)."""

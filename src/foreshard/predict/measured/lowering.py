@@ -185,12 +185,9 @@ def _sends(
     stages, found = group.stages, []
     for s, stage in enumerate(stages if group.num_chunks > 1 else stages[:-1]):
         after = stages[(s + 1) % len(stages)]
-        size_bytes = (
-            costs.layers[stage.layers[0][1] - 1].boundary_bytes_per_sample
-            * size
-            / min(stage.inner_dp, after.inner_dp)
-            / (stage.tp if group.sp and stage.tp == after.tp else 1)
-        )
+        size_bytes = costs.layers[stage.layers[0][1] - 1].boundary_bytes(
+            size / min(stage.inner_dp, after.inner_dp)
+        ) / (stage.tp if group.sp and stage.tp == after.tp else 1)
         pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
         found.append(max((float(costs.message_s(cluster, a, b, size_bytes)) for a, b in pairs), default=0.0))
     return found

@@ -48,7 +48,7 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
     table = costs.layers_on("", stage.tp)
     layers = [table[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
     samples = max(counts_of(stage, group.micro_batch))
-    kept, temporary = zip(*(_saved_bytes(costs, stage, span) for span in stage.layers), strict=True)
+    kept, temporary = zip(*(_saved_bytes(costs, stage, span, samples) for span in stage.layers), strict=True)
     shards = stage.inner_dp if stage.zero >= 1 else 1
     own = sum(layer.parameter_bytes for layer in layers)
     held, frozen = own, sum(layer.frozen_bytes for layer in layers)
@@ -61,26 +61,28 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
         "parameters": held + frozen + whole,
         "gradients": held + whole,
         "optimizer": sum(layer.state_bytes for layer in layers) / shards,
-        "activations": samples * _most_kept(group, place, kept),
-        "temporary": samples * max(temporary),
+        "activations": _most_kept(group, place, kept),
+        "temporary": max(temporary),
     }
 
 
-def _saved_bytes(costs: MeasuredCosts, stage: Stage, span: tuple[int, int]) -> tuple[float, float]:
-    """Return the bytes of a sample kept from forward to backward, and those made again in its backward."""
+def _saved_bytes(
+    costs: MeasuredCosts, stage: Stage, span: tuple[int, int], samples: int
+) -> tuple[float, float]:
+    """Return the bytes of a micro-batch kept until its backward, and those made again in it."""
     layers = costs.layers_on("", stage.tp)[slice(*span)]
-    saved = sum(layer.saved_bytes_per_sample for layer in layers)
+    saved = sum(layer.saved_bytes(samples) for layer in layers)
     again = recomputed_share(stage)
     if not again:
         return saved, 0.0
     size = int(recompute_of(stage.recompute, len(layers)).unit)
     units = [layers[start : start + size] for start in range(0, len(layers), size)]
-    most = max(sum(layer.saved_bytes_per_sample for layer in unit) for unit in units)
-    return saved * (1 - again) + again * sum(unit[-1].boundary_bytes_per_sample for unit in units), most
+    most = max(sum(layer.saved_bytes(samples) for layer in unit) for unit in units)
+    return saved * (1 - again) + again * sum(unit[-1].boundary_bytes(samples) for unit in units), most
 
 
 def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:
-    """Return the largest sum of what a stage keeps of a sample of each micro-batch under way."""
+    """Return the largest sum of what a stage keeps of the micro-batches under way."""
     order = stage_order(
         group.schedule,
         num_stages=len(group.stages),

@@ -97,7 +97,7 @@ class PassSeconds:
             exists = 0 <= beside < len(stages) * self._group.num_chunks
             if not (self._group.sp and exists and stages[beside % len(stages)].tp != len(block)):
                 return np.zeros(len(samples))
-            size = self._costs.layers[layer].boundary_bytes_per_sample * samples
+            size = self._costs.layers[layer].boundary_bytes(samples)
             return 0.5 * self._costs.ring_s(self._cluster, block, size) * (samples > 0)
 
         return seam_s(virtual + 1, hi - 1), seam_s(virtual - 1, lo - 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,22 @@ BUCKET_BYTES = 25 * 2**20
 
 Price = Callable[..., np.ndarray]
 """Seconds of operations for a number of samples on one device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayerCost(LayerCost):
+    """What a traced layer costs; it may keep and hand on more for every pair of samples, as `Growth` says."""
+
+    saved_bytes_per_pair: float = 0.0
+    boundary_bytes_per_pair: float = 0.0
+
+    def saved_bytes(self, samples: Any) -> Any:
+        """Return the bytes kept of a micro-batch from forward to backward."""
+        return samples * (self.saved_bytes_per_sample + samples * self.saved_bytes_per_pair)
+
+    def boundary_bytes(self, samples: Any) -> Any:
+        """Return the bytes of a micro-batch that are handed to the next layer."""
+        return samples * (self.boundary_bytes_per_sample + samples * self.boundary_bytes_per_pair)
 
 
 def traced_costs(
@@ -70,7 +88,7 @@ def traced_costs(
         tied=tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in module.tied),
         bucket_bytes=BUCKET_BYTES,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
-        flops_per_sample=(module.flops(many) - module.flops(few)) / (many - few),
+        flops_per_sample=module.flops(many) / many,
         notes=module.assumptions,
     )
 
@@ -136,7 +154,7 @@ def _layer(
     )
     own = layer.parameters * MASTER_BYTES
     state = layer.parameters * optimizer_state_bytes(optimizer)
-    return LayerCost(
+    return TracedLayerCost(
         forward_s=(forward_s[0] + cast_s, forward_s[1]),
         backward_s=backward_s,
         backward_input_s=backward_s,
@@ -144,7 +162,9 @@ def _layer(
         parameter_bytes=own,
         state_bytes=state,
         saved_bytes_per_sample=layer.saved_bytes.each,
+        saved_bytes_per_pair=layer.saved_bytes.square,
         boundary_bytes_per_sample=layer.boundary_bytes.each,
+        boundary_bytes_per_pair=layer.boundary_bytes.square,
         # beside them what forward keeps of any batch: copies of weights in 16 bit, masks
         frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES + max(0.0, layer.saved_bytes.fixed),
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foreshard.errors import SpecError
-from foreshard.runtime.job.hf_structure import BlockStub, HeadStub, Parts, Unused, around, parts_of
+from foreshard.runtime.job.hf_structure import BlockStub, HeadStub, Parts, Unused, around, parts_of, tokens
 from foreshard.runtime.job.hf_tensor import plan_of_block
 from foreshard.runtime.tensor.sequence import SequenceLayer, gathering
 from foreshard.runtime.tensor.split import TensorPlan
@@ -139,7 +139,7 @@ class EmbeddingLayer(_ModelLayer):
 
     def _is_by_token(self) -> bool:
         """Return whether parts of a sequence give parts of the vectors."""
-        ids = torch.arange(2 * _PART, device=next(self.words.parameters()).device).unsqueeze(0)
+        ids = tokens(self.words, (1, 2 * _PART))
 
         def on_part(lo: int, hi: int) -> Tensor:
             return self._on_part(ids[:, lo:hi], lo, hi)
@@ -216,8 +216,13 @@ class HeadLayer(_ModelLayer):
 def _is_by_token(
     layer: nn.Module, on_part: Callable[[int, int], Tensor], whole: Callable[[], Tensor]
 ) -> bool:
-    """Return whether two parts of a short sequence give the parts of what the whole gives."""
-    was = layer.training
+    """Return whether two parts of a short sequence give the parts of what the whole gives.
+
+    Of a layer without values (on the meta device) that is not known: it takes whole sequences.
+    """
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        return False
+    was = {part: part.training for part in layer.modules()}  # parts may differ: they are the model's own
     layer.eval()
     try:
         with torch.no_grad():
@@ -226,7 +231,8 @@ def _is_by_token(
     except (RuntimeError, TypeError, ValueError):  # its code needs whole sequences
         return False
     finally:
-        layer.train(was)
+        for part, training in was.items():
+            part.training = training
 
 
 def _check_config(config: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from foreshard.errors import SpecError
 
 _TOKENS = 4
+_WORDS = 7  # tokens that are told apart
 _Call = Callable[..., Any]
 
 
@@ -224,7 +225,8 @@ def _probed(
     model: Any, kind: str, path: tuple[str, ...], blocks: str, words: str, head: str, in_tuple: bool
 ) -> Parts:
     inner = model.get_submodule(".".join(path))
-    others = {n: p for n, p in inner._modules.items() if n != blocks and p is not None}
+    others = {n: _with_values(p) for n, p in inner._modules.items() if n != blocks and p is not None}
+    scorer = _with_values(getattr(model, head))
     holding = {n: p for n, p in others.items() if any(True for _ in p.parameters())}
     fixed = tuple(n for n, p in others.items() if n not in holding and not isinstance(p, nn.Dropout))
     drops = tuple(n for n, p in others.items() if n not in holding and n not in fixed)
@@ -239,15 +241,15 @@ def _probed(
         in_tuple=in_tuple,
     )
     own: list[nn.Module] = list(getattr(inner, blocks))
-    device = next(iter(holding[words].parameters())).device
+    ids = tokens(holding[words], (2, _TOKENS))
     calls = []
     for padded in (False, True):
         probe = _Probe()
         stubs = [BlockStub(block, in_tuple, probe.called) for block in own]
-        whole, _ = around(model, parts, stubs, others, getattr(model, head))
+        whole, _ = around(model, parts, stubs, others, scorer)
         handles = [part.register_forward_hook(probe.hook(name)) for name, part in holding.items()]
         try:
-            scores = _run(whole, device, padded).logits
+            scores = _run(whole, ids, padded).logits
         finally:
             for handle in handles:
                 handle.remove()
@@ -282,14 +284,38 @@ def _are_alike(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     )
 
 
-def _run(model: nn.Module, given: Any, padded: bool) -> Any:
-    """Run a model on ids on a device, or on a stream instead."""
-    device = given if isinstance(given, torch.device) else given.device
-    ids = torch.arange(2 * _TOKENS, device=device).reshape(2, _TOKENS) % 7
-    mask = torch.ones_like(ids) if padded else None
+def tokens(words: nn.Module, shape: tuple[int, int]) -> Tensor:
+    """Return ids that an embedding knows, where its weights are."""
+    weight = next(words.parameters())
+    ids = torch.arange(shape[0] * shape[1], device=weight.device).reshape(shape)
+    return ids % min(_WORDS, weight.shape[0])
+
+
+def _with_values(part: nn.Module) -> nn.Module:
+    """Return a part itself, or of one without values (on the meta device) a copy whose tensors are constant.
+
+    Which parts depend on which does not depend on the values. One value stands for a whole tensor.
+    """
+    if not any(tensor.is_meta for tensor in (*part.parameters(), *part.buffers())):
+        return part
+    made = copy.deepcopy(part)
+    for module in made.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    value = torch.ones((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    table[name] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return made
+
+
+def _run(model: nn.Module, given: Tensor, padded: bool) -> Any:
+    """Run a model on ids, or on a stream instead."""
+    mask = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device) if padded else None
     if mask is not None:
         mask[0, -1] = 0
-    stream = {"input_ids": ids} if given is device else {"inputs_embeds": given}
+    stream = {"inputs_embeds": given} if given.is_floating_point() else {"input_ids": given}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             return model(**stream, attention_mask=mask, use_cache=False)
@@ -309,7 +335,8 @@ def _check_flow(probe: _Probe, scores: Tensor, number: int, holding: Mapping[str
         raise _Unlike(f"it has other parts: {odd}")
     stream, outputs = probe.seen[0][0], [output for _, output in probe.seen]
     earlier = [value for value in (*probe.made, stream, *outputs[:-1]) if value.requires_grad]
-    found = torch.autograd.grad(scores.float().sum(), [outputs[-1], *earlier], allow_unused=True)
+    with torch.enable_grad():
+        found = torch.autograd.grad(scores.float().sum(), [outputs[-1], *earlier], allow_unused=True)
     if found[0] is None or any(grad is not None for grad in found[1:]):
         raise _Unlike("its scores depend on more than the last block")
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 LEARNED_FACTOR = 10.0
 """An activity may take so many times its longest time so far; one that is new, so many times the limit."""
+WALL_FACTOR = 10.0
+"""Of all time, also without a processor, so many times as much: else who starves would hide who hangs."""
 START_FACTOR = 60.0
 """The same for loading the job, which may prepare its data."""
 START = "loading the job"
@@ -31,7 +33,8 @@ class Progress:
     An activity of less than `limit_s` never counts as hanging. `count` rises whenever the rank turns to
     another activity, begins to wait or has waited; `waits_for` are the ranks that it waits for, None while it
     is busy itself; `step` is the one that it trains, -1 before the first. `waited_s` gives the seconds since
-    its last call in which the process waited for a processor: they do not count.
+    its last call in which the process waited for a processor: they do not count, up to nine tenths of the
+    time in an activity.
     """
 
     def __init__(
@@ -110,9 +113,9 @@ class Progress:
         """Return where the rank hangs and for how long, as 'loss in job.py, line 12, for 61 s'; else None."""
         self._waited_s += self._newly_waited_s()
         busy_s = self._usable_s() - self._since_s
-        if self.waits_for is not None or busy_s <= self.limit_s:
-            return None
         lasted_s = self._now() - self._began_s
+        if self.waits_for is not None or max(busy_s, lasted_s / WALL_FACTOR) <= self.limit_s:
+            return None
         waited = f" (and {lasted_s - busy_s:.0f} s without a processor)" if lasted_s - busy_s > 1.0 else ""
         return f"{self.doing}{self._place(job)}, for {busy_s:.0f} s{waited}"
 

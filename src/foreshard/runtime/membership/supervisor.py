@@ -26,6 +26,7 @@ from foreshard.errors import InfeasibleError
 from foreshard.runtime.membership.leader_failover import current_term
 from foreshard.runtime.membership.link_blame import LinkBlame
 from foreshard.runtime.membership.plan_repair import repaired
+from foreshard.runtime.membership.progress import WALL_FACTOR
 from foreshard.runtime.membership.store import StoreServer
 from foreshard.runtime.membership.supervisor_state import SupervisorState, load_state, save_state
 from foreshard.runtime.records.durable_jsonl import DurableJsonl
@@ -57,8 +58,9 @@ class LiveRank:
     """A rank that is alive: last heard or seen to run at `beat_s`, in `step`.
 
     It `waits` for the next generation, or is `done` with all steps. `count` is that of its activities, see
-    `Progress`; it waits for the peers `waits_for` since `still_s`, and has said so `reports` times more, the
-    last time at `said_s`. `waited_s` is how long it has waited for a processor in all.
+    `Progress`; it waits for the peers `waits_for` since `began_s`, and has said so `reports` times more, the
+    last time at `said_s`. `waited_s` is how long it has waited for a processor in all; what it has since then
+    puts `still_s` later.
     """
 
     pid: int
@@ -67,6 +69,7 @@ class LiveRank:
     done: bool = False
     count: int = -1
     waits_for: list[int] | None = None
+    began_s: float = 0.0
     still_s: float = 0.0
     said_s: float = 0.0
     reports: int = 0
@@ -166,7 +169,9 @@ class Supervisor:
         before_s, live.waited_s = live.waited_s, float(message.get("waited_s", 0.0))
         live.still_s = min(self._now(), live.still_s + max(0.0, live.waited_s - before_s))
         if count != live.count or waits_for is None:
-            live.still_s, live.reports = self._now(), 0
+            live.began_s, live.still_s, live.reports = self._now(), self._now(), 0
+        most_s = (1 - 1 / WALL_FACTOR) * (self._now() - live.began_s)
+        live.still_s = min(live.still_s, live.began_s + most_s)
         live.count, live.waits_for = count, waits_for
         for key, seconds in message.get("longest_s", {}).items():
             self._longest_s[str(key)] = max(float(seconds), self._longest_s.get(key, 0.0))
