@@ -1,9 +1,9 @@
 """Kernels timed on the machine at hand: a table that `--costs` takes, written row by row.
 
 Matrix products, those of experts in one launch, causal attention forward and backward, and a sum that streams
-memory. An interrupted table
-goes on where it stopped, on the same device with the same software. On a GPU launches follow each other
-without waiting, as in training, so that a kernel shorter than its launch takes a launch.
+memory. An interrupted table goes on where it stopped, on the same device with the same software. On a GPU
+launches follow each other without waiting, as in training, so that a kernel shorter than its launch takes a
+launch.
 """
 
 from __future__ import annotations

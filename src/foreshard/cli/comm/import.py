@@ -59,7 +59,7 @@ def command(
             run,
             name,
             cluster,
-            [(read_nccl_tests(read_text(one, max_bytes=MAX_LOG_BYTES), one), one) for one in also],
+            [(read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path), path) for path in also],
         )
         write_text(fit, fitted.text)
     predicted = _predictions(run, name, cluster) if cluster is not None else [None] * len(run.rows)
@@ -78,7 +78,7 @@ def command(
         "rows": rows,
         "skipped": run.num_skipped,
         "median_error": median(errors) if errors else None,
-        "fit": None if fitted is None else fitted.told | {"file": fit},
+        "fit": None if fitted is None else fitted.summary | {"file": fit},
     }
     give(data, lambda: _screen(data))
 
@@ -88,7 +88,7 @@ class _Fitted:
     """A cluster file with refitted constants, and what is said of it."""
 
     text: str
-    told: dict[str, Any]
+    summary: dict[str, Any]
 
 
 def _fit(
@@ -120,13 +120,13 @@ def _fit(
         )
         for group in where.nodes
     )
-    told = {
+    summary = {
         "constants": dict(found.constants),
         "factors": dict(found.factors),
         "median_error_before": found.median_error_before,
         "median_error": found.median_error,
     }
-    return _Fitted(text=cluster_text(replace(where, nodes=groups)), told=told)
+    return _Fitted(text=cluster_text(replace(where, nodes=groups)), summary=summary)
 
 
 def _measured(run: NcclTestRun, name: str | None, devices: int, file: str) -> MeasuredRun:

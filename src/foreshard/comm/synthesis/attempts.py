@@ -110,8 +110,8 @@ def attempts_at(
     elif collective == "all-gather":
         yield from _all_gathers(num_bytes, topology, seed, check)
     elif collective == "reduce-scatter":
-        for one in _all_gathers(num_bytes, reversed_topology(topology), seed, check):
-            yield replace(one, make=_backwards(one.make, topology, num_bytes))
+        for gather in _all_gathers(num_bytes, reversed_topology(topology), seed, check):
+            yield replace(gather, make=_backwards(gather.make, topology, num_bytes))
     elif collective in ("all-to-all", "send"):
         yield from _routings(collective, num_bytes, topology, seed, bound_s, check)
     else:
@@ -146,7 +146,7 @@ def _templates(collective: str, num_bytes: float, topology: Topology) -> Iterato
 
 def _ranks_of_nodes(topology: Topology) -> int | None:
     """Return the ranks of each node where several equal nodes follow each other, else None."""
-    nodes = np.array([topology.vertices[one].node for one in topology.devices.tolist()])
+    nodes = np.array([topology.vertices[device].node for device in topology.devices.tolist()])
     size = int((nodes == nodes[0]).sum())
     known = nodes[0] >= 0 and 1 < size < len(nodes) and len(nodes) % size == 0
     in_order = known and (np.diff(nodes.reshape(-1, size)) == 0).all()
@@ -260,7 +260,8 @@ def _packings(
         if packing is None:
             return None
         orders = [
-            streamed(packing, hops, num_bytes, pieces, by_piece=one, check=check) for one in (True, False)
+            streamed(packing, hops, num_bytes, pieces, by_piece=by_piece, check=check)
+            for by_piece in (True, False)
         ]
         best = min(orders, key=lambda order: order.seconds)
         return ScheduleFound(

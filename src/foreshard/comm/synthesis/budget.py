@@ -20,8 +20,8 @@ def unlimited() -> None:
 class SynthesisBudget:
     """Seconds of a search, of which a part is kept to finish the schedule that it finds.
 
-    Work is told in seconds of a free core; on a busy machine it counts for more, by as much as the search so
-    far took longer than its core worked.
+    Work is counted in seconds of a free core. On a busy machine it takes longer: by the ratio of the seconds
+    of the search so far to those in which its core worked.
 
     Parameters
     ----------

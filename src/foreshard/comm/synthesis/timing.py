@@ -47,12 +47,12 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
     busy_s = 1.0 / topology.capacity_bytes_per_s
     ends, end = _distinct_ends(schedule)
     routes = _Routes(schedule, topology)
-    links = [routes.links(*one) for one in ends]
-    used = [topology.resources_of(one) for one in links]
-    first = np.concatenate([[0], np.cumsum([len(some) for some in used])]).astype(np.int64)
-    resources = np.array([one for some in used for one in some], dtype=np.int64)
+    links = [routes.links(source, target, channel) for source, target, channel in ends]
+    used = [topology.resources_of(route) for route in links]
+    first = np.concatenate([[0], np.cumsum([len(held) for held in used])]).astype(np.int64)
+    resources = np.array([resource for held in used for resource in held], dtype=np.int64)
     latency = topology.latency_s.tolist()
-    latency_s = np.array([sum(latency[link] for link in one) for one in links])
+    latency_s = np.array([sum(latency[link] for link in route) for route in links])
     slowest_s = np.maximum.reduceat(busy_s[resources], first[:-1]) if len(used) else np.zeros(0)
     arrived = np.zeros(schedule.num_sends)
     kernel = loops("foreshard.comm.synthesis._timing_kernel", is_worth_compiling(schedule.num_sends))
@@ -72,11 +72,11 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
 
 def _distinct_ends(schedule: Schedule) -> tuple[list[tuple[int, int, int]], np.ndarray]:
     """Return each (source place, target place, channel) once, and which of them each send has."""
-    widths = [int(one.max(initial=0)) + 1 for one in (schedule.target, schedule.channel)]
-    key = (schedule.source.astype(np.int64) * widths[0] + schedule.target) * widths[1] + schedule.channel
+    targets, channels = (int(column.max(initial=0)) + 1 for column in (schedule.target, schedule.channel))
+    key = (schedule.source.astype(np.int64) * targets + schedule.target) * channels + schedule.channel
     keys, end = np.unique(key, return_inverse=True)
-    pair, channel = np.divmod(keys, widths[1])
-    source, target = np.divmod(pair, widths[0])
+    pair, channel = np.divmod(keys, channels)
+    source, target = np.divmod(pair, targets)
     return list(zip(source.tolist(), target.tolist(), channel.tolist(), strict=True)), end
 
 
@@ -99,7 +99,7 @@ class _Routes:
             routes = self._routes[key].get(end)
             if routes:
                 return routes[channel % len(routes)]
-        names = " -> ".join(self._topology.vertices[one].name for one in (start, end))
+        names = " -> ".join(self._topology.vertices[vertex].name for vertex in (start, end))
         raise SpecError(
             f"the schedule sends {names}",
             key="schedule",

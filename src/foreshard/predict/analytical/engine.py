@@ -120,7 +120,7 @@ def stage_times(batch: Batch) -> StageTimes:
     units = _units(batch, layers, ends, table, dense)
     if units:
         added = on_device(units, machine)
-        beside = np.stack([np.zeros(shape) + one for one in (added.forward, added.first, added.late)])
+        beside = np.stack([np.zeros(shape) + seconds for seconds in (added.forward, added.first, added.late)])
     device = computed + beside.sum(0)
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     sharpness = machine.constants.host_sharpness
@@ -273,7 +273,7 @@ def _unit_waits(batch: Batch, units: list[ShardedUnit], longer: Any, shorter: An
     if np.count_nonzero(shorter < longer):
         short = sum(of(longer=shorter))
     shape = batch.multiplicity.shape
-    return np.stack([np.zeros(shape) + one for one in (forward, backward, short, first)])
+    return np.stack([np.zeros(shape) + seconds for seconds in (forward, backward, short, first)])
 
 
 def _reduce_tables(

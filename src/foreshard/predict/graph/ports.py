@@ -100,15 +100,15 @@ class StepNetwork:
             busy_s: dict[int, float] = {alone: load.alone_s}
             for (kind, index, way), size in load.num_bytes.items():
                 if kind == "link":
-                    one = self._links[index][way]
-                    busy_s[one] = size / self.network.capacity_bytes_per_s[one]
+                    resource = self._links[index][way]
+                    busy_s[resource] = size / self.network.capacity_bytes_per_s[resource]
             for (group, s), ports in self._ports.items():
                 ranks = case.plan.groups[group].stages[s].ranks
                 for way in (OUT, IN):
                     busy_s[ports.nic[way]] = self._others.nic_load(load, ranks, way)
             usage = {
-                one: seconds * self.network.capacity_bytes_per_s[one] / sent
-                for one, seconds in busy_s.items()
+                resource: seconds * self.network.capacity_bytes_per_s[resource] / sent
+                for resource, seconds in busy_s.items()
                 if seconds > 0.0
             }
             route = self.network.route(tuple(usage), tuple(usage.values()))
@@ -206,7 +206,7 @@ class StepNetwork:
         for resource, streams in crossed.items():
             most = alone_s * self.network.capacity_bytes_per_s[resource]
             usage[resource] = min(streams * moved[1], most)
-        used = {one: value / unit for one, value in usage.items() if value > 0.0}
+        used = {resource: value / unit for resource, value in usage.items() if value > 0.0}
         route = self.network.route(tuple(used), tuple(used.values()))
         return PortTransfer(num_bytes=unit, route=route, alone_s=alone_s)
 
