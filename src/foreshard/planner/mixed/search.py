@@ -91,8 +91,6 @@ _NEAR = 0.01
 """Gap at which the answer is good enough: what `--budget-s` says of the end of a search."""
 _FEWER = 0.25
 """Weight of the usual prices of fewer node groups beside those of all."""
-_ROUNDING = 1e-6
-"""Part by which a plan of the space may seem to be below its bound."""
 _CHANGING = 0.05
 """Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
@@ -164,7 +162,6 @@ class MixedSearch:
         self._reserve_bytes = 0.0
         self._depths: set[tuple[int, int]] = set()
         self._tried: list[Plan] = []
-        self._of_even: list[Plan] = []
 
     def run(self, *, hastily: bool = False) -> None:
         """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
@@ -249,8 +246,6 @@ class MixedSearch:
             changed, changed_s = improved(self.request, plan, seconds, self.budget)
             if changed is not plan and self.request.choices.holds(changed):
                 self.found.timed.append((changed_s, changed))
-                if plan in self.found.even:
-                    self._of_even.append(changed)
         if starts and chunk_counts(self.request):
             self._add_interleaved()
             self._change_in_chunks()
@@ -427,17 +422,8 @@ class MixedSearch:
 
     @property
     def _plain_bound_s(self) -> float:
-        """Return a step time that no 1f1b plan beats.
-
-        It counts filling in full, which plans of unequal stages may beat: where one does, work alone is left.
-        """
-        bound_s = min(self._set_bound_s(subspace) for subspace in self.by_set)
-        apart = [*self.found.even, *self._of_even]  # may be outside this space
-        known = self.found.plain(len(apart) + 1)
-        least_s = next((seconds for seconds, plan in known if plan not in apart), np.inf)
-        if least_s < bound_s * (1.0 - _ROUNDING):
-            return min(subspace.floor_s() for subspace in self.by_set)
-        return bound_s
+        """Return a step time that no 1f1b plan beats."""
+        return min(self._set_bound_s(subspace) for subspace in self.by_set)
 
     @property
     def _interleaved_bound_s(self) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.even_plans import EvenPlans
-from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
+from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -98,7 +98,8 @@ class Subspace:
         """Price the problem, or do a step of its search and time what it found."""
         if self.search is None:
             self.problem = self.price()
-            self.search = ProblemSearch(self.problem, target_gap=AIM)
+            filling: Filling = "least" if self.proves else "full"
+            self.search = ProblemSearch(self.problem, target_gap=AIM, filling=filling)
             return
         state = self.search.state
         if not self.search.is_open and found.timed:

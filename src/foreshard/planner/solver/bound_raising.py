@@ -171,5 +171,6 @@ def _bound_slack(
     """Return by how many samples the bound on a pipeline exceeds what it processes."""
     problem = columns.pricing.problem
     template = columns.template(int(table.at[row]), int(table.row[row]))
-    left = columns.seconds - tail_seconds(problem, template, pipelines[0])
-    return float(table.samples[row]) - pipeline_rate(problem, template).samples(left)
+    filling = columns.pricing.filling
+    left = columns.seconds - tail_seconds(problem, template, pipelines[0], filling=filling)
+    return float(table.samples[row]) - pipeline_rate(problem, template, filling=filling).samples(left)

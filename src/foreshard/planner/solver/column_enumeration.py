@@ -21,7 +21,9 @@ from foreshard.planner.solver.pricing import (
     PipelineBox,
     PricedStages,
     Pricing,
+    box_seconds,
     same_limits,
+    spared_part,
     stages_of,
     template_of,
 )
@@ -182,11 +184,9 @@ class ColumnEnumeration:
 
     def _is_tight(self, box: PipelineBox) -> bool:
         least, most = box.bottleneck_s
-        own, tail = self.pricing.extremes(box.family, box.path)
         rate = box.family.micro_batch / least
-        slack = self._reach(box) * (1.0 - least / own) + rate * (tail - box.tail_s[0])
         narrow = most < least * _NARROW and rate * (box.tail_s[1] - box.tail_s[0]) < 1.0
-        return narrow or slack < _SLACK * self.pricing.problem.chunks
+        return narrow or self.pricing.excess(box, self.seconds) < _SLACK * self.pricing.problem.chunks
 
     def _columns_of(self, box: PipelineBox) -> list[BoxColumns] | None:
         """Return the pipelines of a box that may be in a plan, by grain; None when there are too many."""
@@ -194,18 +194,31 @@ class ColumnEnumeration:
         found = []
         for choices in memory.choices(self.pricing, box.family):
             stages = choices.stages
+            seconds = box_seconds(
+                problem,
+                stages,
+                box.bottleneck_s,
+                box.tail_s[0],
+                by_longest_tail=box.by_longest_tail,
+                spares=False,
+                filling=self.pricing.filling,
+            )
+            spared = spared_part(problem, stages, box.bottleneck_s, self.pricing.filling)
             number, codes, samples, options, stops = _label_paths()(
                 stages.types,
                 stages.options,
                 stages.times_s,
                 stages.tail_s,
                 stages.rooms,
+                seconds,
+                box.bottleneck_s[1] * (1.0 - spared),
                 choices.classes,
                 choices.class_takes,
                 self.pricing.duals,
                 memory.counts,
                 choices.most,
                 box.family.micro_batch / box.bottleneck_s[0],
+                box.bottleneck_s[0] * (1 - 1e-12),
                 box.bottleneck_s[1] * (1 + 1e-12),
                 box.tail_s[1] * (1 + 1e-12),
                 stages.deepest,
@@ -218,6 +231,11 @@ class ColumnEnumeration:
                 float(problem.global_batch),
                 float(box.family.micro_batch * problem.chunks),
                 problem.chunks > 1,
+                self.pricing.is_by_pace,
+                stages.hidden_s,
+                stages.early_s,
+                box.tail_s[0] * (1 - 1e-12),
+                box.by_longest_tail,
                 memory.slot,
                 memory.pool,
             )

@@ -16,7 +16,12 @@ import numpy as np
 
 from foreshard.planner.solver.bound_raising import BoundRaiser
 from foreshard.planner.solver.column_enumeration import memory_for
-from foreshard.planner.solver.enumeration import all_templates, best_of_all, undominated
+from foreshard.planner.solver.enumeration import (
+    all_templates,
+    best_of_all,
+    undominated,
+    with_least_parts,
+)
 from foreshard.planner.solver.hops import least_hops_in_times
 from foreshard.planner.solver.pipeline_mix import fractional_mix
 from foreshard.planner.solver.pricing import PricedStages, cheapest_path
@@ -141,6 +146,8 @@ class ProblemSearch:
     columns : sequence of Template
     beat_s : float
         As for :func:`solve`; `state.beat_s` may fall between steps.
+    filling : {'least', 'full'}
+        By which pipelines are generated: only the least proves bounds, the full finds good plans sooner.
     """
 
     def __init__(
@@ -150,11 +157,13 @@ class ProblemSearch:
         target_gap: float,
         columns: Sequence[Template] = (),
         beat_s: float = np.inf,
+        filling: Filling = "least",
     ) -> None:
         self.state = SearchState(
             problem=least_hops_in_times(problem),
             budget=TimeBudget(0.0),
             target_gap=target_gap,
+            filling=filling,
             beat_s=beat_s,
             columns=dict.fromkeys(columns),
         )
@@ -293,10 +302,11 @@ class ProblemSearch:
                 state.offer(best.templates, filling=filling)
         least = None
         if proven and kept:
-            quick = undominated(problem, templates, filling="least")
-            least, proven = best_of_all(problem, quick, rows, half, filling="least")
+            quickest = with_least_parts(problem)
+            quick = undominated(quickest, templates, filling="least")
+            least, proven = best_of_all(quickest, quick, rows, half, filling="least")
         if proven:
-            self._solved_s = np.inf if least is None else step_seconds(problem, least, filling="least")
+            self._solved_s = np.inf if least is None else step_seconds(quickest, least, filling="least")
             self.excluded = len(templates) - len(kept)
             state.columns = dict.fromkeys(kept)
             state.evaluated = len(kept)
@@ -361,9 +371,8 @@ def fewest_devices(
     no_tail = np.zeros_like(problem.time_s)
     best, template = np.inf, None
     for size in np.unique(problem.micro_batch):
-        # A second of filling costs next to nothing beside a device.
-        limits = 1e12 * float(size), 1e12
-        found = cheapest_path(problem, no_tail, weights, int(size), limits, np.inf, known)
+        # A second costs next to nothing beside a device.
+        found = cheapest_path(problem, no_tail, weights, int(size), 1e-12, (1e12, np.inf), known)
         if found is not None and found[0] < best:
             best, template = found
     return best, template
