@@ -15,7 +15,7 @@ from tests.unit.planner.test_brute_force import every_template, random_problem
 
 from foreshard.graph.pipeline_schedules import stage_order
 from foreshard.planner.solver.column_enumeration import ColumnEnumeration, memory_for
-from foreshard.planner.solver.pricing import Pricing
+from foreshard.planner.solver.least_pricing import LeastPricing
 from foreshard.planner.solver.problem import Problem, Template, pipeline_rate, tail_seconds, takes_of
 from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.time_budget import ENDLESS
@@ -110,7 +110,7 @@ def test_no_bound_lies_above_a_schedule_that_was_played(chunks):
             close.append(least_s / end_s)
             if prices is None:
                 duals = rng.random(len(problem.counts)) * 3.0
-                prices = Pricing(problem=problem, pipelines=(1, 1), duals=duals, longest_s=np.inf)
+                prices = LeastPricing(problem=problem, pipelines=(1, 1), duals=duals, longest_s=np.inf)
                 prices.start()
             boxes = list(prices.boxes.values())
             for box in rng.choice(np.array(boxes, dtype=object), min(3, len(boxes)), replace=False):
@@ -126,7 +126,7 @@ def test_no_bound_lies_above_a_schedule_that_was_played(chunks):
     assert np.median(close) > (0.97 if chunks == 1 else 0.8)
 
 
-def box_seconds_of(prices: Pricing, template: Template, net_samples: float) -> float:
+def box_seconds_of(prices: LeastPricing, template: Template, net_samples: float) -> float:
     """Return the bound of the box of a pipeline; the least of all where quicker stages stand for its own."""
     problem = prices.problem
     options = [part.option for part in template]

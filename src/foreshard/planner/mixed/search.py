@@ -66,9 +66,9 @@ INTERLEAVED = (
     "on each device"
 )
 """Of the space where an interleaved plan is chosen."""
-_PROVING = 0.35
-"""Part of the search, once there is a plan, that goes to what holds the bound down, whatever it promises."""
-_PROVING_AT_FIRST = 0.6
+_PROVING = 0.25
+"""Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
+_PROVING_AT_FIRST = 0.35
 """The same as long as that has no bound but one from work alone."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
@@ -177,13 +177,14 @@ class MixedSearch:
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
-                if chosen is None:
+                lowest = holding_down(self._subspaces, self.found.best_s) if self.found.timed else None
+                if chosen is None and lowest is None:
                     break
-                lowest = holding_down(self._subspaces, self.found.best_s)
                 part = _PROVING if lowest is None or lowest.is_bounded else _PROVING_AT_FIRST
-                if self.found.timed and self._proving_s < part * (self._proving_s + self._finding_s):
-                    self._proving_s += self._advance(lowest or chosen, share)
-                else:
+                turn = self._proving_s < part * (self._proving_s + self._finding_s)
+                if lowest is not None and (turn or chosen is None):
+                    self._proving_s += self._advance(lowest, share, proves=True)
+                elif chosen is not None:
                     self._finding_s += self._advance(chosen, share)
             self._change()
             if self.by_price or not self.found.timed:
@@ -206,14 +207,16 @@ class MixedSearch:
             if even_plans.promise_s(self.found.best_s) > 0.0:
                 self._advance(even_plans, share)
 
-    def _advance(self, chosen: Part, share: float) -> float:
+    def _advance(self, chosen: Part, share: float, *, proves: bool = False) -> float:
         """Do a step of a part of the space, in a part of the time that is left; return its seconds."""
         had_plan = bool(self.found.timed)
         left_s = self.budget.left_s
-        part = max(share, min(1.0, chosen.slice_s / max(left_s, chosen.slice_s, _LEAST_S)))
-        chosen.advance(self.found, self.budget.part(part))
+        step = chosen.prove if proves else chosen.advance
+        slice_s = chosen.proof_slice_s if proves else chosen.slice_s
+        part = max(share, min(1.0, slice_s / max(left_s, slice_s, _LEAST_S)))
+        step(self.found, self.budget.part(part))
         spent_s = left_s - self.budget.left_s
-        chosen.spent_s += spent_s
+        chosen.spent_s += 0.0 if proves else spent_s
         if isinstance(chosen, Subspace):
             self._make_room(chosen)
         elif chosen.result is not None:
@@ -222,7 +225,9 @@ class MixedSearch:
         if self.found.timed and chunk_counts(self.request) and not isinstance(chosen, EvenPlans):
             self._add_interleaved()
         for subspace in self.pipelines if self.found.timed and not had_plan else ():
-            subspace.is_closed = False  # a plan to beat lets searches go on that had given up
+            subspace.is_closed = subspace.is_proven = (
+                False  # a plan to beat lets searches go on that had given up
+            )
         return spent_s
 
     def _change(self) -> None:
@@ -231,7 +236,8 @@ class MixedSearch:
         The fastest alone where a bound is near. Bounds do not know all that unequal stages spare: they are no
         reason to leave it as it is.
         """
-        least_s = min(self._plain_bound_s, *(one.bound_s for one in self.even))
+        least_s = min(one.bound_s for one in self.even)
+        least_s = min(least_s, *(subspace.expected_s for subspace in self.by_set))
         is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
         plain = [] if self.by_price else self.found.plain(1 if is_near else len(self.found.timed))
         if plain and self.found.is_interleaved:
@@ -370,7 +376,7 @@ class MixedSearch:
                     time_plans=self._time_interleaved,
                     floor_s=self.by_set[place].floor_s,
                     is_wanted=lambda: found.is_interleaved,
-                    weight=1.0 / len(self.sets),
+                    finds=False,
                     proves=True,
                 )
                 for place, use in enumerate(self.sets)
@@ -441,8 +447,9 @@ class MixedSearch:
         pruned = sum(s.search is None for s in self.by_set)
         pruned += sum(s.search.excluded for s in self.by_set if s.search)
         pruned += sum(one.result.pruned for one in self.even if one.result)
-        open_ = any(subspace.promise_s(found.best_s) > 0.0 for subspace in self.by_set)
+        open_ = any(one.promise_s(found.best_s) > 0.0 for one in self.by_set)
         open_ |= any(one.promise_s(found.best_s) > 0.0 for one in self.even)
+        open_ |= any(subspace.is_unproven(found.best_s) for subspace in self.by_set)
         open_ |= any(one.result.interrupted for one in self.even if one.result)
         interrupted = self.stopped or (bool(found.timed) and open_)
         if not plans:
@@ -466,6 +473,10 @@ class MixedSearch:
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
         if request.objectives[0] == "time" and not request.limits:
             self.notes += idle_devices(request, chosen, plans[0].prediction.step_time_s, found.timed)
+        if by_work := self._bounded_by_work():
+            self.notes.append(
+                f"The bound on {' and on '.join(by_work)} is that from work alone: nothing better was proven"
+            )
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -486,6 +497,17 @@ class MixedSearch:
             objective=request.objectives[0],
             wider=self._wider([one.plan for one in plans]),
         )
+
+    def _bounded_by_work(self) -> list[str]:
+        """Return the kinds of plans of which a bound from work alone holds that of the answer down."""
+        if self.request.objectives[0] != "time" or self.request.max_devices is not None:
+            return []
+        kinds = {"1f1b plans": self.by_set}
+        if self.found.is_interleaved:
+            kinds["interleaved plans"] = self.interleaved_bounds or self.by_set
+        lowest = {kind: min(some, key=lambda one: one.bound_s) for kind, some in kinds.items()}
+        near_s = self.found.best_s / (1.0 + _NEAR)
+        return [kind for kind, one in lowest.items() if one.bound_s < near_s and not one.is_bounded]
 
     @property
     def _space(self) -> str:

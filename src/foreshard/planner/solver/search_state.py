@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 
 from foreshard.planner.solver.hops import recut
+from foreshard.planner.solver.least_pricing import LeastPricing
 from foreshard.planner.solver.pricing import PricedStages, Pricing
 from foreshard.planner.solver.problem import (
     Arrangement,
@@ -94,12 +95,12 @@ class SearchState:
 
     def pricing(self, pipelines: tuple[int, int], duals: np.ndarray) -> Pricing:
         """Return the pipelines of a range at some duals of devices."""
-        return Pricing(
+        made = LeastPricing if self.filling == "least" else Pricing
+        return made(
             problem=self.problem,
             pipelines=pipelines,
             duals=duals,
             longest_s=self.longest_s,
-            filling=self.filling,
             stages=self.stages.setdefault(pipelines, {}),
         )
 

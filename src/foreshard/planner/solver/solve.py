@@ -99,6 +99,7 @@ def solve(
     target_gap: float = 0.01,
     columns: Sequence[Template] = (),
     beat_s: float = np.inf,
+    filling: Filling = "least",
 ) -> Solution:
     """Return the best arrangement found and a bound that no arrangement beats.
 
@@ -113,9 +114,12 @@ def solve(
         Pipelines to begin with, such as those of an earlier solution.
     beat_s : float
         Step time known from elsewhere, seconds: what cannot beat it is not worked out.
+    filling : {'least', 'full'}
+        As for :class:`ProblemSearch`: in full good plans are found sooner, and the bound is one on pipelines
+        that take it.
     """
     budget = TimeBudget.of(budget_s)
-    search = ProblemSearch(problem, target_gap=target_gap, columns=columns, beat_s=beat_s)
+    search = ProblemSearch(problem, target_gap=target_gap, columns=columns, beat_s=beat_s, filling=filling)
     interrupted = False
     try:
         while search.is_open and not (budget.is_over and search.has_plan):
@@ -170,6 +174,7 @@ class ProblemSearch:
         self.ladder: dict[str, float] = {}
         self.ranges: dict[Range, _Range] | None = None
         self.excluded = 0
+        self.is_small = sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS
         self._raiser: BoundRaiser | None = None
         self._solved_s: float | None = None
 
@@ -192,6 +197,26 @@ class ProblemSearch:
             return self._solved_s or 0.0
         lower = min((interval.bound_s for interval in self.ranges.values()), default=np.inf)
         return max(lower * self.state.factor, self.ladder.get("compute", 0.0))
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether its bound holds for the least that pipelines take."""
+        return self.state.filling == "least" or self._solved_s is not None
+
+    def proof(self) -> ProblemSearch:
+        """Return a search for a bound that holds, from what this one found; itself where its own does."""
+        state = self.state
+        if self.is_sound:
+            return self
+        proof = ProblemSearch(state.problem, target_gap=state.target_gap)
+        proof.ladder, proof.is_small = self.ladder, False
+        proof.state.made, proof.state.best, proof.state.best_s = state.made, state.best, state.best_s
+        proof.follow(self)
+        return proof
+
+    def follow(self, other: ProblemSearch) -> None:
+        """Learn the pipelines that another search has found since."""
+        self.state.columns.update(other.state.columns)
 
     def advance(self, budget: TimeBudget) -> None:
         """Work once on the open range of the lowest bound, within a budget as far as that can be."""
@@ -274,7 +299,7 @@ class ProblemSearch:
             "sync": compute_s + least_tail(problem, (1, sum(problem.counts))),
         }
         self.ranges = {}
-        if sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS:
+        if self.is_small:
             self._enumerate(rows)
             if self._solved_s is not None:
                 return

@@ -1,4 +1,4 @@
-"""Shortest paths over cuts as loops, for numba; used by `pricing.path_among`."""
+"""Shortest paths over cuts where stages behind the slowest cost other seconds, as loops."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def shortest_path(
     tail_s: np.ndarray,
     rooms: np.ndarray,
     units: np.ndarray,
-    seconds: np.ndarray,
     option_cost: np.ndarray,
     limit: int,
     rate: float,
-    lower_s: float,
     upper_s: float,
     longest_tail_s: float,
     deepest: int,
     bands: np.ndarray,
     lengths: np.ndarray,
+    seconds: np.ndarray,
+    lower_s: float,
     hidden_s: np.ndarray,
     early_s: np.ndarray,
     weights: np.ndarray,
@@ -37,18 +37,14 @@ def shortest_path(
 
     Parameters
     ----------
-    types, options, times_s, tail_s, rooms, units : arrays, shape (stages,)
-        Of every stage a path may have, by time; `rooms` is how many stages may follow it, itself included, at
-        most `deepest`; `units` of a resource of which a path takes at most `limit`.
+    types, options, times_s, tail_s, rooms, units, option_cost, limit, rate, upper_s, longest_tail_s, deepest
+        As in `plain_paths.shortest_path`.
+    bands, lengths
+        Likewise.
     seconds : array, shape (4, stages)
         That a stage costs at the pace or before it, behind it, and more as the first of several or the only
         stage.
-    option_cost : array, by option
-    rate, lower_s, upper_s, longest_tail_s, deepest : numbers
-    bands : array of int, shape (layers, layers)
-        Type of the stage from each start by length less one, -1 past the end.
-    lengths : array of int
-        Layers of the longest stage of each type.
+    lower_s : float
     hidden_s : array, shape (stages,)
         What a stage at the pace hides at most of each one behind it when half of the seconds there count.
     weights : array

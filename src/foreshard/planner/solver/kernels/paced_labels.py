@@ -1,4 +1,4 @@
-"""The label-setting search of `column_enumeration` as loops, for numba."""
+"""Label setting of `column_enumeration` where stages behind the slowest cost other seconds, as loops."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ def label_paths(
     times_s: np.ndarray,
     tail_s: np.ndarray,
     rooms: np.ndarray,
-    seconds: np.ndarray,
-    short_s: np.ndarray,
     classes: np.ndarray,
     class_takes: np.ndarray,
     duals: np.ndarray,
     counts: np.ndarray,
     most: np.ndarray,
     rate: float,
-    lower_s: float,
     upper_s: float,
     longest_tail_s: float,
     deepest: int,
@@ -32,48 +29,33 @@ def label_paths(
     batch: float,
     size: float,
     in_rounds: bool,
-    may_hide: bool,
-    hidden_s: np.ndarray,
-    early_s: np.ndarray,
-    least_tail_s: float,
-    by_longest_tail: bool,
     slot: np.ndarray,
     pool: tuple[np.ndarray, ...],
+    seconds: np.ndarray,
+    lower_s: float,
+    hidden_s: np.ndarray,
+    early_s: np.ndarray,
+    weights: np.ndarray,
+    least_tail_s: float,
+    by_longest_tail: bool,
+    short_s: np.ndarray,
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return paths over cuts, of each demand for devices the one that processes most, up to a reduced cost.
 
-    Labels are of paths from the last stage on, behind the pace or with it, as in `path_kernel.shortest_path`.
+    Labels are of paths from the last stage on, behind the pace or with it, as in `paced_paths.shortest_path`.
 
     Parameters
     ----------
-    types, options, times_s, tail_s, rooms, seconds : arrays, shape (stages,) and (4, stages)
-        As in `path_kernel.shortest_path`.
+    types, options, times_s, tail_s, rooms, classes, class_takes, duals, counts, most, rate, upper_s
+        As in `plain_labels.label_paths`.
+    longest_tail_s, deepest, bands, lengths, reach, cost_limit, least_samples, grain, batch, size, in_rounds
+        Likewise.
+    slot, pool
+        Likewise.
+    seconds, lower_s, hidden_s, early_s, weights, least_tail_s, by_longest_tail
+        As in `paced_paths.shortest_path`; without a second weight stages behind the pace count in full.
     short_s : array, shape (stages,)
         Of a time of `upper_s`, what a last micro-batch adds at least, of which a part r takes r of it.
-    classes : array, shape (stages,)
-        Stages of a class take the same devices.
-    class_takes : array, shape (classes, kinds)
-    duals : array, shape (kinds,)
-    counts, most : arrays of int, shape (kinds,)
-        Sizes of the code of a demand, and the most devices a path may take.
-    rate, lower_s, upper_s, longest_tail_s, deepest, bands, lengths, hidden_s, early_s, least_tail_s,
-    by_longest_tail
-        As in `path_kernel.shortest_path`.
-    reach : float
-        Samples that a path which loses none would process.
-    cost_limit : float
-        Most by which the dual price of a path's devices may exceed the samples it processes.
-    least_samples, grain, batch : float
-        A path of several stages processes at least so many, each whole grains, and at most the batch.
-    size, in_rounds : float, bool
-        Samples of a micro-batch. They come in rounds of as many as a path has stages, the last one of a round
-        whole or shorter by whole grains; or one by one.
-    may_hide : bool
-        Whether stages behind the pace count by the weight that says most, or in full.
-    slot : array of int, all -1
-        By code of a demand; is left as it was.
-    pool : tuple of arrays
-        Room for labels: code, fields, value, parent, option, stop.
 
     Returns
     -------
@@ -240,7 +222,7 @@ def label_paths(
                                 role = 13 if depth == 1 else as_first[source]
                             if role < 0 or (source == 2 and state == 1):
                                 continue
-                            hides = may_hide and source == 0 and (role == 3 or role == 4 or role == 9)
+                            hides = len(weights) > 1 and source == 0 and (role == 3 or role == 4 or role == 9)
                             more = least[role, c, depth, t] + class_cost[c]
                             if more == np.inf:
                                 continue
