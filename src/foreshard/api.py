@@ -613,18 +613,18 @@ def profile_kernels(
     out : str
         A `.csv` file.
     device : {'cpu', 'cuda'}
-    dtype : {'fp32', 'bf16', 'fp16'}
-    kernels : sequence of {'product', 'attention', 'stream'}
-        Which kinds; all of them by default.
+    dtype : {'fp32', 'bf16', 'fp16', 'fp8'}
+    kernels : sequence of {'product', 'experts', 'attention', 'stream'}
+        Which kinds; all of them by default, in fp8 products.
     sizes : sequence of int
         Rows, columns and inner sizes of products; those of `profile.kernel_times.SIZES` by default.
     repeats, threads : int
     tell : callable of text
         Progress.
     """
-    from foreshard.profile.kernel_times import KINDS, bench_on, kernels_of, time_kernels
+    from foreshard.profile.kernel_times import bench_on, kernels_of, time_kernels
 
-    bench, asked = bench_on(device, dtype, threads), kernels_of(tuple(kernels) or KINDS, device, sizes)
+    bench, asked = bench_on(device, dtype, threads), kernels_of(kernels, device, sizes, dtype)
     timed = time_kernels(bench, Path(out), asked, dtype=dtype, repeats=repeats, tell=tell)
     return {
         "schema_version": 1,

@@ -21,9 +21,9 @@ SIZES = Counts(65536)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where.")
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
+    type=click.Choice(["fp32", "bf16", "fp16", "fp8"]),
     default="fp32",
-    help="Precision of the run, by autocast.",
+    help="Precision of the run, by autocast; fp8 without a job, of products.",
 )
 @click.option("--samples", type=SIZES, default="1,2,4,8", help="Micro-batches to time.")
 @click.option(
@@ -72,6 +72,9 @@ def command(job: str | None, sizes: tuple[int, ...], kernels: str | None, **opti
         if value:
             rule = "Kernels are timed without a job"
             raise SpecError("is not taken here", key=flag, rule=rule, fix=f"Leave out JOB.py or {flag}")
+    if options["dtype"] == "fp8":
+        rule, fix = "Layers are timed by autocast, which has no fp8", "Leave out JOB.py, or use --dtype bf16"
+        raise SpecError("fp8 is not taken here", key="--dtype", value="fp8", rule=rule, fix=fix)
     meta = click.get_current_context().meta
     out = meta.pop("foreshard.output", None) or "profile.json"
     if 1 in options["tp"]:

@@ -45,7 +45,8 @@ BYTES = {
     "cpu": tuple(2**power for power in range(16, 28, 2)),
     "cuda": tuple(2**power for power in range(18, 32, 2)),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+_NARROW = ("product",)  # kinds with kernels in 8 bit: operands have one scale each, their product is in bf16
 Kernel = tuple[str, Mapping[str, int]]
 """A kind of kernels (`cost.tables.COLUMNS`) and its sizes."""
 _LEAST_S = 0.01
@@ -83,6 +84,8 @@ def bench_on(device: str, dtype: str, threads: int = 1) -> Bench:
         return made.requires_grad_(gradient)
 
     def prepare(op: str, sizes: Mapping[str, int]) -> Callable[[], Any]:
+        if op == "product" and dtype == "fp8":
+            return _scaled(values(sizes["m"], sizes["k"]), values(sizes["n"], sizes["k"]).t())
         if op == "product":
             a, b = values(sizes["m"], sizes["k"]), values(sizes["k"], sizes["n"])
             return lambda: a @ b
@@ -96,6 +99,13 @@ def bench_on(device: str, dtype: str, threads: int = 1) -> Bench:
     if device == "cuda":
         return Bench(name=torch.cuda.get_device_name(), prepare=prepare, wait=torch.cuda.synchronize)
     return Bench(name=processor_name(), prepare=prepare, wait=lambda: None)
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor) -> Callable[[], Any]:
+    """Return the product of 8-bit matrices, the second one laid out by columns, as matrix units read it."""
+    one, by = torch.ones((), device=a.device), F.ScalingType.TensorWise
+    fast = a.is_cuda  # sums of a few terms in less than 32 bit, as torchao's forward products
+    return lambda: F.scaled_mm(a, b, one, by, one, by, use_fast_accum=fast)
 
 
 def _experts(sizes: Mapping[str, int], values: Callable[..., torch.Tensor]) -> Callable[[], Any]:
@@ -124,16 +134,24 @@ def _attention(op: str, sizes: Mapping[str, int], values: Callable[..., torch.Te
     return lambda: torch.autograd.grad(out, (query, key, value), given, retain_graph=True)
 
 
-def kernels_of(kinds: Sequence[str], device: str, sizes: Sequence[int] = ()) -> list[Kernel]:
+def kernels_of(
+    kinds: Sequence[str], device: str, sizes: Sequence[int] = (), dtype: str = "bf16"
+) -> list[Kernel]:
     """Return the kernels of some kinds that are timed on a device; `sizes` are those of products.
+
+    Of no kinds all that there are in the precision.
 
     Raises
     ------
     SpecError
-        For a kind that is not known.
+        For a kind that is not known, or has no kernel in the precision.
     """
     found: list[Kernel] = []
-    for kind in kinds:
+    narrow = dtype == "fp8"
+    for kind in kinds or (_NARROW if narrow else KINDS):
+        if narrow and kind not in _NARROW:
+            rule, fix = "In fp8 there are products alone", "Name product, or another --dtype"
+            raise SpecError(f"no kernel of {kind} in fp8", key="--kernels", value=kind, rule=rule, fix=fix)
         if kind not in KINDS:
             rule, fix = f"Kinds are {', '.join(KINDS)}", "Name some of them"
             raise SpecError(f"unknown kind {kind!r}", key="--kernels", value=kind, rule=rule, fix=fix)

@@ -1,0 +1,563 @@
+"""Training steps on one CUDA device against their predictions: time, memory, energy.
+
+`predict` writes what `foreshard predict` says of every step to a file, before anything is trained. `train`, on a
+machine with the device, trains each by the framework's own code and appends what it took. `table` compares. A
+step runs by transformers under autocast (`ddp`), torchtitan's model, recomputation, compile and fully_shard on a
+mesh of one rank (`torchtitan`), or torchvision under autocast (`ddp`). Data are random tokens and images that lie
+on the device. Models are not downloaded: weights are drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+WARM_UP, STEPS = 4, 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A training step: a model by name or configuration, its batch, and how it is trained."""
+
+    name: str
+    kind: str  # dense, experts, network
+    library: str  # transformers, sharded (the same under fully_shard), torchtitan, torchvision
+    model: str | dict
+    batch: int
+    seq: int = 0
+    dtype: str = "bf16"
+    recompute: str = "none"
+    compile: bool = False
+    recipe: str = ""
+    flags: tuple[str, ...] = ()
+    size: dict[str, Any] = field(default_factory=dict)  # torchtitan: changes to its flavor
+
+    def command(self, device: str, folder: Path) -> list[str]:
+        """Return the words of `foreshard predict`."""
+        model = self.model
+        if isinstance(model, dict):
+            path = folder / f"{self.name}.json"
+            path.write_text(json.dumps(model))
+            model = str(path)
+        frameworks = {"transformers": "ddp", "sharded": "hf", "torchtitan": "torchtitan@0.2"}
+        words = ["predict", model, f"1x1x{device}", "--dtype", self.dtype]
+        words += ["--framework", frameworks[self.library]] if self.library in frameworks else []
+        words += ["--micro-batch", str(self.batch), "--global-batch", str(self.batch), *self.flags]
+        words += ["--seq", str(self.seq)] if self.seq else []
+        if self.library == "torchtitan":
+            words += ["--recompute", self.recompute]
+        if self.recipe:
+            words += ["--fp8-recipe", self.recipe]
+        return words
+
+
+LLAMA_1B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA_3B = LLAMA_1B | {
+    "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128,
+}  # fmt: skip
+QWEN3_06B = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
+LLAMA_8B_8 = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+QWEN3_30B_3 = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 3,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+}  # fmt: skip
+MIXTRAL_2 = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 4096,
+    "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
+    "max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}  # fmt: skip
+DEEPSEEK_16B_4 = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 2048,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "vocab_size": 102400, "max_position_embeddings": 4096, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": True,
+}  # fmt: skip
+GPT2_XL = GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+BERT = {
+    "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 1024, "intermediate_size": 4096,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 30522, "max_position_embeddings": 512,
+    "type_vocab_size": 2, "hidden_act": "gelu", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _hf(name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any) -> Step:
+    return Step(name=name, kind=kind, library="transformers", model=model, batch=batch, seq=seq, **more)
+
+
+def _sharded(name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any) -> Step:
+    return Step(name=name, kind=kind, library="sharded", model=model, batch=batch, seq=seq, **more)
+
+
+def _titan(name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any) -> Step:
+    return Step(name=name, kind=kind, library="torchtitan", model=model, batch=batch, seq=seq, **more)
+
+
+def _network(name: str, batch: int, **more: Any) -> Step:
+    flags = ("--optimizer", "sgd")
+    own = {"name": f"{name}-{batch}"} | more
+    return Step(kind="network", library="torchvision", model=name, batch=batch, flags=flags, **own)
+
+
+TITAN_8B = {"flavor": "llama3:8B", "n_layers": 8}
+STEPS_TRAINED = (
+    _hf("gpt2", GPT2, 16, 1024),
+    _hf("gpt2-tf32", GPT2, 8, 1024, dtype="tf32"),
+    _hf("gpt2-xl", GPT2_XL, 4, 1024),
+    _hf("bert-large", BERT, 32, 512),
+    _hf("llama-1b", LLAMA_1B, 4, 2048),
+    _hf("llama-1b-long", LLAMA_1B, 1, 8192),
+    _hf("llama-1b-small", LLAMA_1B, 1, 512),
+    _hf("llama-3b", LLAMA_3B, 1, 2048),
+    _hf("qwen3-0.6b", QWEN3_06B, 4, 2048),
+    _hf("qwen3-moe", QWEN3_30B_3, 4, 2048, "experts"),
+    _hf("mixtral", MIXTRAL_2, 2, 4096, "experts"),
+    _sharded("hf-llama-1b", LLAMA_1B, 4, 2048),
+    _sharded("hf-qwen3-0.6b", QWEN3_06B, 4, 2048),
+    _sharded("hf-qwen3-moe", QWEN3_30B_3, 4, 2048, "experts"),
+    _sharded("hf-mixtral", MIXTRAL_2, 2, 4096, "experts"),
+    _titan("titan-llama", LLAMA_8B_8, 2, 4096, size=TITAN_8B),
+    _titan("titan-llama-sac", LLAMA_8B_8, 2, 4096, size=TITAN_8B, recompute="selective:op"),
+    _titan("titan-llama-full", LLAMA_8B_8, 2, 4096, size=TITAN_8B, recompute="full"),
+    _titan("titan-llama-compiled", LLAMA_8B_8, 2, 4096, size=TITAN_8B, compile=True),
+    _titan("titan-llama-tensorwise", LLAMA_8B_8, 2, 4096, size=TITAN_8B, dtype="fp8", recipe="tensorwise",
+           compile=True),
+    _titan("titan-llama-rowwise", LLAMA_8B_8, 2, 4096, size=TITAN_8B, dtype="fp8", recipe="rowwise", compile=True),
+    _titan("titan-llama-fp8-eager", LLAMA_8B_8, 2, 4096, size=TITAN_8B, dtype="fp8", recipe="tensorwise"),
+    _titan("titan-qwen3-moe", QWEN3_30B_3, 2, 4096, "experts", size={"flavor": "qwen3:30B-A3B", "n_layers": 3}),
+    _titan("titan-deepseek", DEEPSEEK_16B_4, 2, 4096, "experts",
+           size={"flavor": "deepseek_v3:16B", "n_layers": 4, "attn_type": "sdpa"}),
+    _network("resnet50", 256),
+    _network("resnet50", 32),
+    _network("vgg16", 128),
+    _network("densenet121", 128),
+    _network("mobilenet_v2", 256),
+    _network("convnext_tiny", 128),
+    _network("swin_t", 128),
+    _network("efficientnet_b0", 128),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- predict
+def predicted(device: str, out: Path, only: Iterable[str]) -> None:
+    """Write the prediction of every step."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for step in chosen(only):
+            words = step.command(device, Path(folder))
+            ended = subprocess.run(
+                [sys.executable, "-m", "foreshard", *words, "--json"], capture_output=True, text=True
+            )
+            if ended.returncode:
+                print(step.name, ended.stderr.strip(), file=sys.stderr)
+                continue
+            said = json.loads(ended.stdout)
+            found[step.name] = {
+                "step_s": said["step_time_s"],
+                "interval_s": said["step_time_interval_s"],
+                "parts_s": said["time_breakdown_s"],
+                "memory_bytes": said["memory"]["peak_allocated_bytes"],
+                "memory_parts": said["memory"]["breakdown_bytes"],
+                "energy_j": said["energy_j_per_step"],
+                "evidence": said["evidence"],
+            }
+            print(f"{step.name:24} {1e3 * said['step_time_s']:9.2f} ms", flush=True)
+    out.write_text(json.dumps({"device": device, "steps": found}, indent=1) + "\n")
+
+
+def chosen(only: Iterable[str]) -> list[Step]:
+    """Return the steps of some names, or all."""
+    names = set(only)
+    unknown = names - {step.name for step in STEPS_TRAINED}
+    if unknown:
+        raise SystemExit(f"unknown steps {', '.join(sorted(unknown))}")
+    return [step for step in STEPS_TRAINED if not names or step.name in names]
+
+
+# ---------------------------------------------------------------- train
+def build(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
+    """Return the model, a function that returns a loss, and the optimizer."""
+    makers = {"transformers": _transformers, "sharded": _sharded_transformers}
+    makers |= {"torchtitan": _torchtitan, "torchvision": _torchvision}
+    return makers[step.library](step, device)
+
+
+def _transformers(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
+    import torch
+
+    model, tokens = _of_transformers(step, device)
+    torch.backends.cuda.matmul.allow_tf32 = step.dtype == "tf32"
+    wide = nullcontext() if step.dtype == "tf32" else torch.autocast(device, torch.bfloat16)
+
+    def loss() -> Any:
+        with wide:
+            return model(input_ids=tokens, labels=tokens).loss
+
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
+def _sharded_transformers(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
+    """Return a model of transformers as accelerate shards it: a unit a block, all in 16 bit but the masters."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, tokens = _of_transformers(step, device)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    shared = {"mesh": init_device_mesh(device, (1,)), "mp_policy": policy}
+    for block in model.model.layers:
+        fully_shard(block, **shared)
+    fully_shard(model, **shared)
+
+    def loss() -> Any:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def _of_transformers(step: Step, device: str) -> tuple[Any, Any]:
+    """Return a model of transformers with weights at random, and tokens at random."""
+    import torch
+    import transformers
+
+    given = {key: value for key, value in dict(step.model).items() if key != "architectures"}
+    config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    config.use_cache = False
+    made = getattr(transformers, step.model["architectures"][0])
+    with torch.device(device):
+        model = made._from_config(config)
+    model = model.to(device).train()
+    return model, torch.randint(0, config.vocab_size, (step.batch, step.seq), device=device)
+
+
+def _torchvision(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
+    import torch
+    import torchvision
+
+    torch.backends.cudnn.benchmark = True
+    with torch.device(device):
+        model = getattr(torchvision.models, str(step.model))(weights=None)
+    model = model.to(device, memory_format=torch.channels_last).train()
+    images = torch.randn(step.batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (step.batch,), device=device)
+
+    def loss() -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            return torch.nn.functional.cross_entropy(model(images), labels)
+
+    return model, loss, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def _torchtitan(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
+    """Return a model of torchtitan, parallelized by its own code on a mesh of one rank."""
+    import importlib
+
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _without_data_readers()
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed.activation_checkpoint import apply_ac
+
+    family, flavor = str(step.size["flavor"]).split(":")
+    package = importlib.import_module(f"torchtitan.models.{family}")
+    flavors = {"llama3": "llama3_args", "qwen3": "qwen3_args", "deepseek_v3": "deepseekv3_args"}
+    args = getattr(package, flavors[family])[flavor]
+    for key, value in step.size.items():
+        if key != "flavor":
+            setattr(args, key, value)
+    args.max_seq_len = step.seq
+    args.moe_impl = "standard"  # set by its reader of configurations
+    args.vocab_size = step.model["vocab_size"]
+    spec = package.get_train_spec()
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    if step.dtype == "fp8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(step.recipe)
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: not name.endswith("output")
+        )
+    job = JobConfig()
+    job.activation_checkpoint.mode = step.recompute.partition(":")[0]
+    job.activation_checkpoint.selective_ac_option = "op"
+    infra = importlib.import_module(f"torchtitan.models.{family}.infra.parallelize")
+    if step.recompute != "none":
+        apply_ac(
+            model, job.activation_checkpoint, model_compile_enabled=step.compile,
+            op_sac_save_list=infra._op_sac_save_list,
+        )  # fmt: skip
+    if step.compile:
+        for name, block in model.layers.named_children():
+            model.layers.register_module(name, torch.compile(block, fullgraph=True))
+    mesh = init_device_mesh(device, (1,), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shared = {"mesh": mesh, "mp_policy": policy}
+    fully_shard(model.tok_embeddings, **shared)
+    for block in model.layers.values():
+        fully_shard(block, **shared)
+    fully_shard([model.norm, model.output], reshard_after_forward=False, **shared)
+    fully_shard(model, **shared)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device(device))
+    model.train()
+    tokens = torch.randint(0, args.vocab_size, (step.batch, step.seq), device=device)
+
+    def loss() -> Any:
+        return cross_entropy_loss(model(tokens), tokens)
+
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def _without_data_readers() -> None:
+    """Let torchtitan be imported where packages that read its data are missing: no data are read here."""
+    from unittest.mock import MagicMock
+
+    class Missing(MagicMock):
+        __path__: list[str] = []
+        __spec__ = None
+
+    names = ["datasets", "datasets.distributed", "torchdata", "torchdata.stateful_dataloader", "torchdata.nodes"]
+    names += ["tyro", "tyro.extras", "tyro.conf", "tokenizers", "tomli", "torch.utils.tensorboard"]
+    for name in names:
+        if name not in sys.modules:
+            try:
+                __import__(name)
+            except ImportError:
+                sys.modules[name] = Missing()
+    if isinstance(sys.modules["torchdata.stateful_dataloader"], MagicMock):
+        sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader = type("StatefulDataLoader", (), {})
+
+
+class Meter:
+    """Joules of a device since it was made, of NVML's counter; None where there is none."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._counter: Callable[[], int] | None = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(
+                pynvml.nvmlDeviceGetHandleByIndex(0)
+            )
+            self._counter()
+        except Exception as missing:  # a virtual machine may hide the counter
+            print(f"no counter of energy: {missing}", file=sys.stderr)
+            self._counter = None
+
+    def joules(self) -> float | None:
+        """Return the counter."""
+        return None if self._counter is None else self._counter() / 1e3
+
+
+def measured(step: Step, device: str, meter: Meter, kernels: bool) -> dict:
+    """Train a step and return its seconds, parts, bytes and joules."""
+    import torch
+
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    torch.cuda.reset_peak_memory_stats()
+    model, loss_of, optimizer = build(step, device)
+    clipped = step.library in ("torchtitan", "sharded")
+
+    def once(marks: list[Any]) -> Any:
+        def mark() -> None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append(event)
+
+        mark()
+        loss = loss_of()
+        mark()
+        loss.backward()
+        mark()
+        if clipped:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    losses = [once([]) for _ in range(WARM_UP)]
+    torch.cuda.synchronize()
+    ready_s = time.perf_counter() - began
+    marks: list[list[Any]] = [[] for _ in range(STEPS + 1)]
+    before, start = meter.joules(), time.perf_counter()
+    for row in marks[:STEPS]:
+        losses.append(once(row))
+    torch.cuda.synchronize()
+    took_s, after = time.perf_counter() - start, meter.joules()
+    once(marks[STEPS])
+    torch.cuda.synchronize()
+
+    def between(first: int, second: int) -> float:
+        return median(row[first].elapsed_time(row[second]) for row in marks[:STEPS]) / 1e3
+
+    steps = [a[0].elapsed_time(b[0]) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+    found = {
+        "name": step.name,
+        "step_s": median(steps),
+        "steps_s": steps,
+        "mean_s": took_s / STEPS,
+        "forward_s": between(0, 1),
+        "backward_s": between(1, 2),
+        "memory_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "parameters": sum(part.numel() for part in model.parameters()),
+        "energy_j": None if before is None or after is None else (after - before) / STEPS,
+        "first_loss": float(losses[0]),
+        "last_loss": float(losses[-1]),
+        "ready_s": ready_s,
+    }
+    found["rest_s"] = found["step_s"] - found["forward_s"] - found["backward_s"]
+    if kernels:
+        found["kernels"] = _kernels(lambda: once([]))
+    return found
+
+
+def _kernels(run: Callable[[], Any]) -> list[tuple[str, int, float]]:
+    """Return the kernels of one step that take longest: name, calls, milliseconds."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        run()
+        torch.cuda.synchronize()
+    rows: dict[str, list[float]] = {}
+    for event in seen.events():
+        if str(event.device_type).endswith("CUDA") and not event.name.startswith("ProfilerStep"):
+            row = rows.setdefault(event.name[:160], [0, 0.0])
+            row[0] += 1
+            row[1] += event.device_time / 1e3
+    ranked = sorted(rows.items(), key=lambda item: -item[1][1])[:60]
+    return [(name, int(calls), round(took, 4)) for name, (calls, took) in ranked]
+
+
+def trained(out: Path, only: Iterable[str], device: str, kernels: bool, last_s: float) -> None:
+    """Train every step and append a line for each."""
+    import torch
+    import torch.distributed as dist
+
+    began = time.perf_counter()
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store.name, 1), rank=0, world_size=1
+        )
+        meter = Meter()
+        for step in chosen(only):
+            if time.perf_counter() - began > last_s:
+                print(f"{step.name}: no time left", flush=True)
+                continue
+            try:
+                row = measured(step, device, meter, kernels)
+            except Exception as error:
+                row = {"name": step.name, "error": traceback.format_exc()[-3000:]}
+                print(step.name, type(error).__name__, str(error)[:300], flush=True)
+            else:
+                print(
+                    f"{step.name:24} {1e3 * row['step_s']:9.2f} ms {row['memory_bytes'] / 2**30:7.2f} GiB "
+                    f"ready {row['ready_s']:.0f} s", flush=True,
+                )  # fmt: skip
+            row |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "step": asdict(step)}
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            gc.collect()
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- table
+def compared(predictions: Path, runs: Path) -> None:
+    """Print a table of errors, in markdown."""
+    said = json.loads(predictions.read_text())["steps"]
+    rows = {row["name"]: row for row in map(json.loads, runs.read_text().splitlines()) if "error" not in row}
+    print("| step | predicted (ms) | measured (ms) | error | 90 % | memory predicted (GiB) | measured | error |")
+    print("|---|---|---|---|---|---|---|---|")
+    errors, sizes = [], []
+    for step in STEPS_TRAINED:
+        if step.name not in rows or step.name not in said:
+            continue
+        told, row = said[step.name], rows[step.name]
+        error = told["step_s"] / row["step_s"] - 1
+        size = told["memory_bytes"] / row["memory_bytes"] - 1
+        low, high = told["interval_s"]
+        inside = "inside" if low <= row["step_s"] <= high else "outside"
+        errors.append(abs(error))
+        sizes.append(abs(size))
+        print(
+            f"| {step.name} | {1e3 * told['step_s']:.1f} | {1e3 * row['step_s']:.1f} | {error:+.1%} | {inside} | "
+            f"{told['memory_bytes'] / 2**30:.1f} | {row['memory_bytes'] / 2**30:.1f} | {size:+.1%} |"
+        )
+    print(f"\n{len(errors)} steps: median error of time {median(errors):.1%}, of memory {median(sizes):.1%}")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    predict = verbs.add_parser("predict")
+    predict.add_argument("--device", default="h100-sxm")
+    predict.add_argument("--out", type=Path, required=True)
+    train = verbs.add_parser("train")
+    train.add_argument("--out", type=Path, required=True)
+    train.add_argument("--kernels", action="store_true", help="also the kernels that take longest")
+    train.add_argument("--last-s", type=float, default=1e9, help="begin no step later than this")
+    train.add_argument("--device", default="cuda")
+    for verb in (predict, train):
+        verb.add_argument("--only", default="")
+    table = verbs.add_parser("table")
+    table.add_argument("predictions", type=Path)
+    table.add_argument("runs", type=Path)
+    words = parser.parse_args()
+    if words.verb == "table":
+        return compared(words.predictions, words.runs)
+    only = [name for name in words.only.split(",") if name]
+    if words.verb == "predict":
+        return predicted(words.device, words.out, only)
+    return trained(words.out, only, words.device, words.kernels, words.last_s)
+
+
+if __name__ == "__main__":
+    main()
