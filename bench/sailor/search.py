@@ -72,7 +72,14 @@ class _Search:
         """Solve one band, keep the best plan by the judge, and return the band with its bound."""
         problem = problem_of(self.counts, band)
         usable = [one for one in columns if not template_faults(problem, one)]
-        solution = solve(problem, budget_s=budget_s, target_gap=1e-3, beat_s=self.step_time_s, columns=usable)
+        solution = solve(
+            problem,
+            budget_s=budget_s,
+            target_gap=1e-3,
+            beat_s=self.step_time_s,
+            columns=usable,
+            filling="full",  # as the judge counts it
+        )
         self.priced += solution.evaluated
         for arrangement in solution.others:
             self.offer(groups_of(problem, arrangement))

@@ -17,8 +17,8 @@ _ROWS_SLOWER = 1.4
 """Seconds of 8-bit products with a scale per row over those with one of the tensor where CUTLASS runs them.
 
 No kernel table has them; public logs of torchtitan until 2025 show steps 20 to 40 % longer at large batches.
-With this and the casts of `traits` (torchtitan 2024, 8192 tokens, two samples) Llama-3-8B on 8 H100 takes 22 %
-longer, 70B on 64 takes 27 %.
+With this and the casts of `traits` (torchtitan 2024, 8192 tokens, two samples) Llama-3-8B on 8 H100 takes
+22 % longer, 70B on 64 takes 27 %.
 """
 _H100_J_PER_FLOP = 700.0 / (0.716 * 989.4e12)  # 700 W; share of the peak: its curve of 16-bit products
 

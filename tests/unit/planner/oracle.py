@@ -27,12 +27,15 @@ def least_seconds(problem: Problem, filling: str) -> float:
     together, least = (
         np.concatenate([np.full(len(row[0]), row[i]) for row in rows])[:, None] for i in (8, 9)
     )
+    round_trip, apart, short = np.concatenate([row[10] for row in rows], axis=1)[..., None]
     tails = np.concatenate([row[7] for row in rows], axis=1)
     shares = np.arange(1, problem.global_batch + int((micro * together).max(initial=1)) + 1)
     passes = -(-shares // grain) * grain / micro
     last = passes % 1.0
     spared = np.where(last > 0.0, np.minimum((1.0 - last) * drained, last * shadowed), 0.0)
     seconds = fill + np.maximum(passes, least) * slowest - spared * (passes > 1.0)
+    further = (np.floor(passes) - 1.0) * apart + last * short
+    seconds = np.maximum(seconds, round_trip + further * (passes >= 1.0))
     # A share that does not come in rounds takes as long as the next one that does.
     seconds = np.where(np.ceil(passes) % together == 0, seconds, np.inf)
     seconds = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, : -problem.global_batch - 1 : -1]
@@ -76,20 +79,44 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
         before = (times * up_to).sum(1) - slowest
         behind = np.where(up_to, 0.0, times).sum(1)
         fill = before + np.maximum(0.0, 2.0 * behind - slowest * (stages - 1 - at))
+        if problem.forward_s is not None:
+            parts = (part[options, places] for part in (problem.forward_s, problem.backward_s))
+            longer = np.maximum(*parts)[np.arange(len(times)), at]
+            fill = np.maximum(fill, before + behind - (slowest - longer) * (stages - 1 - at))
         if filling == "least" and problem.chunks > 1:
             fill = before
         most, fewest = (1.0, 0.0) if filling == "least" else (2 / 3, 2 / 3)
-        drained, shadowed = most * before + behind, slowest - fewest * times[:, 0]
+        backward, first = most * times, fewest * times[:, 0]
+        if problem.forward_s is not None:
+            backward = times - problem.forward_s[options, places]
+            first = problem.backward_s[options, places][:, 0]
+        last = backward[np.arange(len(times)), up_to.sum(1) - 1]
+        drained, shadowed = (backward * up_to).sum(1) - last + behind, slowest - first
         chunks, together = problem.chunks, stages if problem.chunks > 1 else 1
         slowest, micro, grain = chunks * slowest, chunks * micro, problem.grain[options].max(1)
-        shadowed = 1e9 if chunks > 1 else shadowed
-        row = (takes, fill, slowest, micro, grain, drained, shadowed + 0.0 * slowest)
-        hidden = most * (np.cumsum(times, axis=1) - times)
-        tail = np.where(up_to | (filling != "least"), np.maximum(tails - hidden, 0.0), 0.0).max(2)
+        if chunks > 1:
+            least = 0.0 * times if problem.forward_s is None else problem.backward_s[options, places]
+            shadowed = last - np.where(up_to, least, np.inf).min(1)
+        row = (takes, fill, slowest, micro, grain, drained, np.maximum(shadowed, 0.0))
+        hidden = np.cumsum(backward, axis=1) - backward
+        if filling == "least":  # behind the slowest stage no later than it has hidden what is behind it
+            spare = fill - before - (2.0 * behind - times.max(1) * (stages - 1 - at))
+            hidden = hidden + np.where(up_to, 0.0, np.inf if problem.chunks > 1 else spare[:, None])
+        begun = np.maximum(tails - hidden, 0.0)
+        tail, ways = begun.max(2), np.zeros((3, len(times)))
+        if filling != "full" and problem.chunks == 1 and stages > 1:
+            ways[0] = times.sum(1)
+        if problem.forward_s is not None and ways.any():
+            forwards = problem.forward_s[options, places].max(1)
+            backwards = problem.backward_s[options, places]
+            own = backwards[np.arange(len(times)), at]
+            later = (tail - (begun * up_to).max(2)).max(0)
+            ways[:2] = np.where(later < own - forwards, [ways[0] - later, own], [ways[0], forwards])
+            ways[2] = np.minimum(backwards.min(1), ways[1])
         if filling == "full":
             row = (takes, times.sum(1) - times.max(1), *row[2:5], 0.0 * slowest, 0.0 * slowest)
             tail = tails.max(2)
-        yield *(values[runs] for values in row), tail[:, runs], together, float(stages > 1)
+        yield *(values[runs] for values in row), tail[:, runs], together, float(stages > 1), ways[:, runs]
 
 
 def _inside_a_domain(problem: Problem, takes: np.ndarray) -> np.ndarray:

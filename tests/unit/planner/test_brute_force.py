@@ -85,6 +85,7 @@ def drawn_problem(
     leave = np.repeat(rng.uniform(0.05, 0.6, (options, 1)), size, axis=1) if near else None
     leave_tail = np.random.default_rng([seed, 1]).uniform(0.0, 0.5, (options, size)) if near else None
     domains = tuple(int(n) for n in rng.integers(1, 4, kinds)) if near else ()
+    forward_s = time_s * np.random.default_rng([seed, 2]).uniform(0.1, 0.8, time_s.shape)
     hops = np.zeros((options, options)) if rng.random() < 0.5 else rng.uniform(0.0, 0.3, (options, options))
     return Problem(
         counts=counts,
@@ -104,6 +105,8 @@ def drawn_problem(
         leave_tail_s=leave_tail,
         domains=domains,
         max_pipelines=None if seed % 3 else 1 + seed % 2,
+        forward_s=None if seed % 4 == 3 else forward_s,
+        backward_s=None if seed % 4 == 3 else (0.9 * time_s - forward_s),
     )
 
 
@@ -201,6 +204,38 @@ def test_problems_of_eight_devices_and_layers_are_solved_exactly(seed):
     assert_solved(problem, best, least, budget_s=60.0)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_knows_parts_of_stages_that_quicker_ones_stand_for(seed):
+    """Every option comes again, slower in all, with a quicker forward or a quicker backward."""
+    pytest.importorskip("scipy")
+    drawn = random_problem(4 * seed)
+    slower_s, part = 1.001 * drawn.time_s, [0.1, 0.85][seed % 2]
+
+    def twice(values, axis=0):
+        return np.concatenate([values, values], axis=axis)
+
+    problem = replace(
+        drawn,
+        global_batch=max(drawn.micro_batch.max(), 3),
+        takes=twice(drawn.takes),
+        micro_batch=twice(drawn.micro_batch),
+        grain=twice(drawn.grain),
+        shortest=None if drawn.shortest is None else twice(drawn.shortest),
+        time_s=twice(drawn.time_s) * np.repeat([1.0, 1.001], len(drawn.takes))[:, None],
+        tail_s=twice(drawn.tail_s, axis=1),
+        max_in_flight=twice(drawn.max_in_flight),
+        hop_s=np.zeros((2 * len(drawn.takes),) * 2),
+        leave_s=None if drawn.leave_s is None else twice(drawn.leave_s),
+        leave_tail_s=None if drawn.leave_tail_s is None else twice(drawn.leave_tail_s),
+        forward_s=np.concatenate([(1.0 - part) * drawn.time_s, 0.5 * slower_s]),
+        backward_s=np.concatenate([part * drawn.time_s, 0.5 * slower_s]),
+    )
+    least = least_seconds(problem, "least")
+    bound = solving.solve(problem, budget_s=20.0, target_gap=0.0).lower_bound_s
+    assert bound <= least * (1 + 1e-9)
+    assert not np.isfinite(least) or bound >= 0.6 * least
+
+
 def in_chunks(problem: Problem) -> Problem:
     """The problem with 2 chunks of layers on each device, so that micro-batches come in rounds."""
     return replace(problem, chunks=2, global_batch=2 * problem.global_batch, grain=2 * problem.grain)
@@ -219,10 +254,10 @@ def test_no_bound_of_the_general_search_lies_above_plans_in_rounds(seed, monkeyp
     pytest.importorskip("scipy")
     monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
     problem = in_chunks(larger_problem(seed))
-    best = least_seconds(problem, "full")
+    best, least = least_seconds(problem, "full"), least_seconds(problem, "least")
     solution = solving.solve(problem, budget_s=20.0, target_gap=0.0)
     if np.isfinite(best):
-        assert solution.lower_bound_s <= best * (1.0 + 1e-9)
+        assert solution.lower_bound_s <= least * (1.0 + 1e-9)
         assert solution.step_time_s >= best * (1.0 - 1e-9)
 
 
@@ -261,6 +296,7 @@ def test_bound_of_the_general_search_is_never_above_the_optimum(seed, monkeypatc
     best = best_by_force(problem)
     solution = solving.solve(problem, budget_s=0.5, target_gap=0.0)
     assert_brackets(solution, best)
+    assert solution.lower_bound_s <= best_by_force(problem, "least") * (1 + 1e-9)
     if np.isfinite(best):
         assert solution.arrangement is None or not faults(problem, solution.arrangement)
 
@@ -310,7 +346,8 @@ def test_the_cheapest_path_is_the_cheapest_of_all_pipelines(seed):
     for family in problem.families:
         lower, upper = float(rng.uniform(0.1, 1.0)), float(rng.uniform(1.0, 6.0))
         longest = float(rng.uniform(0.2, 2.0))
-        found = pricing.cheapest_path(problem, tails, duals, family, (lower, upper), longest)
+        rate = family.micro_batch / lower
+        found = pricing.cheapest_path(problem, tails, duals, family, rate, (upper, longest))
         times = problem.far_s if family.kind is None else problem.time_s
         options = set(problem.options_of(family)[0].tolist())
         costs = []

@@ -17,6 +17,9 @@ from foreshard.planner.solver.problem import pipeline_rate, tail_seconds, takes_
 from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.time_budget import ENDLESS
 
+LOOSE = 1.02
+"""Times that the best by the least cost may exceed the bound: paths count one tail of a pipeline."""
+
 
 @pytest.mark.parametrize("seed", range(40))
 def test_best_sets_are_the_best_of_all(seed):
@@ -86,7 +89,8 @@ def test_the_enumeration_holds_every_pipeline_of_a_plan(seed):
     listed = dict(zip(map(tuple, memory.demands(table.codes).tolist()), table.samples, strict=True))
     for one in templates:
         takes = takes_of(problem, one)
-        samples = pipeline_rate(problem, one).samples(seconds - tail_seconds(problem, one, number))
+        left_s = seconds - tail_seconds(problem, one, number, filling="least")
+        samples = pipeline_rate(problem, one, filling="least").samples(left_s)
         samples = min(samples, problem.global_batch)
         cost = dual + takes @ duals - samples
         if samples > 0 and cost <= columns.allowance - 1e-6:
@@ -94,7 +98,8 @@ def test_the_enumeration_holds_every_pipeline_of_a_plan(seed):
     for at, row, samples, code in zip(table.at, table.row, table.samples, table.codes, strict=True):
         template = columns.template(int(at), int(row))
         assert takes_of(problem, template).tolist() == memory.demands(np.array([code]))[0].tolist()
-        real = pipeline_rate(problem, template).samples(seconds - tail_seconds(problem, template, number))
+        left_s = seconds - tail_seconds(problem, template, number, filling="least")
+        real = pipeline_rate(problem, template, filling="least").samples(left_s)
         assert samples >= min(real, problem.global_batch)
 
 
@@ -105,11 +110,11 @@ def test_search_by_whole_numbers_ends_at_the_optimum(seed, monkeypatch):
     monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
     drawn = random_problem(seed)
     problem = replace(drawn, hop_s=np.zeros_like(drawn.hop_s), jitter=0.0)
-    best = best_by_force(problem)
+    best, least = best_by_force(problem), best_by_force(problem, "least")
     if np.isfinite(best):
         solution = solving.solve(problem, budget_s=10.0, target_gap=1e-3)
         assert best * (1 - 1e-9) <= solution.step_time_s <= best * (1 + 1e-3)
-        assert best / 1.002 <= solution.lower_bound_s <= best * (1 + 1e-9)
+        assert least / LOOSE <= solution.lower_bound_s <= least * (1 + 1e-9)
 
 
 def test_a_search_without_any_plan_ends(monkeypatch):

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from foreshard.planner.solver.compiled import compiled, stoppable
+from foreshard.planner.solver.kernels.compiled import compiled, stoppable
 
 
 def count(most):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.unit.planner.test_brute_force import random_problem
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
@@ -13,6 +14,7 @@ from foreshard.planner.pricing.stage_options import stage_options
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.search import plan
+from foreshard.planner.solver import solve as solving
 from foreshard.planner.solver.problem import Arrangement, StageSpan, faults, step_seconds
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
@@ -105,20 +107,23 @@ def _alike(problem, templates) -> bool:
     return len(templates) == 1 or (max(widths) <= 2 * min(widths) and max(replicas) <= 2 * min(replicas))
 
 
-def stages_of_best(request, found):
-    """Return the stages of the chosen plan, which is sound, fits and is proven to five percent."""
+def stages_of_best(request, found, within=0.1):
+    """Return the stages of the chosen plan, which is sound, fits and has a gap of less than `within`."""
     best = found.plans[0]
     check_plan(best.plan, request.model, request.cluster)
     assert best.prediction.memory.fits
-    assert found.gap < 0.1
+    assert found.gap < within
     assert 0.0 < found.lower_bound_step_time_s <= best.prediction.step_time_s
     return [stage for group in best.plan.groups for stage in group.stages]
 
 
-def test_a_mixture_of_experts_is_planned_with_cut_experts(even_clock):
+def test_a_mixture_of_experts_is_planned_with_cut_experts(even_clock, monkeypatch):
     """Without, each rank of a stage holds all experts, and pipelines are as long as devices are many."""
     pytest.importorskip("scipy")
     request = asked()
+    with monkeypatch.context() as patch:  # compiling asks for the time as well
+        patch.setattr(solving, "_FEW_DEVICES", 0)
+        solving.solve(random_problem(323), budget_s=30.0)
     # Half of the time goes into plans without: one that cuts experts is faster than what that found.
     found = plan(request.model, request.cluster, global_batch=BATCH, seq_len=4096, budget_s=8.0)
     assert any(stage.ep > 1 for stage in stages_of_best(request, found))

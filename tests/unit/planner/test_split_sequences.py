@@ -142,4 +142,4 @@ def test_long_sequences_are_planned_with_split_ones(even_clock):
     pytest.importorskip("scipy")
     request = asked(131072)
     found = plan(request.model, request.cluster, global_batch=BATCH, seq_len=131072, budget_s=8.0)
-    assert any(stage.cp > 1 for stage in stages_of_best(request, found))
+    assert any(stage.cp > 1 for stage in stages_of_best(request, found, within=0.15))

@@ -83,7 +83,7 @@ def plan_measured(
     for tp in (1, *degrees):  # measured costs price stages of one tp above 1
         problem = priced(costs, places, sizes, global_batch, tp)
         part_s = budget_s * _SEARCH_FRAC / (1 + len(degrees))
-        searched.append((problem, solve(problem, budget_s=part_s, target_gap=_TARGET_GAP)))
+        searched.append((problem, solve(problem, budget_s=part_s, target_gap=_TARGET_GAP, filling="full")))
     solutions = [solution for _, solution in searched]
     if all(solution.arrangement is None for solution in solutions):
         return _infeasible(costs, bound_s, started)

@@ -40,8 +40,8 @@ class EvenPlans:
     ranks: np.ndarray
     result: PlanResult | None = None
     spent_s: float = 0.0
-    proves: bool = True
     slice_s: float = 0.0
+    proof_slice_s: float = 0.0
     _floor_s: list[float] = field(default_factory=list)
 
     @property
@@ -61,6 +61,14 @@ class EvenPlans:
         if self.result is not None and not self.result.interrupted:
             return 0.0
         return max(0.0, best_s - self.bound_s) if np.isfinite(best_s) else np.inf
+
+    def is_unproven(self, best_s: float) -> bool:
+        """Return whether its bound may still be raised."""
+        return self.promise_s(best_s) > 0.0
+
+    def prove(self, found: MixedFound, budget: TimeBudget) -> None:
+        """Search on: what is priced is proven."""
+        self.advance(found, budget)
 
     def advance(self, found: MixedFound, budget: TimeBudget) -> None:
         """Search the grid, and keep the plans that fit on the whole cluster."""

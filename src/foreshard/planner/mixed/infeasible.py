@@ -95,7 +95,7 @@ def _fits(request: PlanRequest, budget: TimeBudget) -> bool:
         problem = price_stages(request, use, every=True)
         if least_devices(problem) > sum(problem.counts):
             continue
-        search, trial = ProblemSearch(problem, target_gap=np.inf), _trial(budget)
+        search, trial = ProblemSearch(problem, target_gap=np.inf, filling="full"), _trial(budget)
         while search.is_open and not (search.has_plan or trial.is_over):
             search.advance(trial)
         if search.has_plan:

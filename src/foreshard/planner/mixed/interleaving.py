@@ -63,6 +63,8 @@ def scaled(problem: Problem, chunks: int) -> Problem:
         time_s=problem.time_s / chunks,
         leave_s=None if problem.leave_s is None else problem.leave_s / chunks,
         hop_s=problem.hop_s / chunks,
+        forward_s=None if problem.forward_s is None else problem.forward_s / chunks,
+        backward_s=None if problem.backward_s is None else problem.backward_s / chunks,
         chunks=chunks,
     )
 
@@ -86,6 +88,8 @@ def loosest(problems: Mapping[int, Problem]) -> Problem:
         shortest=least("shortest"),
         grain=least("grain"),
         max_in_flight=np.max([one.max_in_flight for one in some], axis=0),
+        forward_s=None,
+        backward_s=None,
         leave_s=None,
         leave_tail_s=None,
         domains=(),

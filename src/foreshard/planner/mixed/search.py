@@ -66,9 +66,9 @@ INTERLEAVED = (
     "on each device"
 )
 """Of the space where an interleaved plan is chosen."""
-_PROVING = 0.35
-"""Part of the search, once there is a plan, that goes to what holds the bound down, whatever it promises."""
-_PROVING_AT_FIRST = 0.6
+_PROVING = 0.25
+"""Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
+_PROVING_AT_FIRST = 0.35
 """The same as long as that has no bound but one from work alone."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
@@ -91,8 +91,6 @@ _NEAR = 0.01
 """Gap at which the answer is good enough: what `--budget-s` says of the end of a search."""
 _FEWER = 0.25
 """Weight of the usual prices of fewer node groups beside those of all."""
-_ROUNDING = 1e-6
-"""Part by which a plan of the space may seem to be below its bound."""
 _CHANGING = 0.05
 """Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
@@ -164,7 +162,6 @@ class MixedSearch:
         self._reserve_bytes = 0.0
         self._depths: set[tuple[int, int]] = set()
         self._tried: list[Plan] = []
-        self._of_even: list[Plan] = []
 
     def run(self, *, hastily: bool = False) -> None:
         """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
@@ -180,13 +177,14 @@ class MixedSearch:
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
-                if chosen is None:
+                lowest = holding_down(self._subspaces, self.found.best_s) if self.found.timed else None
+                if chosen is None and lowest is None:
                     break
-                lowest = holding_down(self._subspaces, self.found.best_s)
                 part = _PROVING if lowest is None or lowest.is_bounded else _PROVING_AT_FIRST
-                if self.found.timed and self._proving_s < part * (self._proving_s + self._finding_s):
-                    self._proving_s += self._advance(lowest or chosen, share)
-                else:
+                turn = self._proving_s < part * (self._proving_s + self._finding_s)
+                if lowest is not None and (turn or chosen is None):
+                    self._proving_s += self._advance(lowest, share, proves=True)
+                elif chosen is not None:
                     self._finding_s += self._advance(chosen, share)
             self._change()
             if self.by_price or not self.found.timed:
@@ -209,14 +207,16 @@ class MixedSearch:
             if even_plans.promise_s(self.found.best_s) > 0.0:
                 self._advance(even_plans, share)
 
-    def _advance(self, chosen: Part, share: float) -> float:
+    def _advance(self, chosen: Part, share: float, *, proves: bool = False) -> float:
         """Do a step of a part of the space, in a part of the time that is left; return its seconds."""
         had_plan = bool(self.found.timed)
         left_s = self.budget.left_s
-        part = max(share, min(1.0, chosen.slice_s / max(left_s, chosen.slice_s, _LEAST_S)))
-        chosen.advance(self.found, self.budget.part(part))
+        step = chosen.prove if proves else chosen.advance
+        slice_s = chosen.proof_slice_s if proves else chosen.slice_s
+        part = max(share, min(1.0, slice_s / max(left_s, slice_s, _LEAST_S)))
+        step(self.found, self.budget.part(part))
         spent_s = left_s - self.budget.left_s
-        chosen.spent_s += spent_s
+        chosen.spent_s += 0.0 if proves else spent_s
         if isinstance(chosen, Subspace):
             self._make_room(chosen)
         elif chosen.result is not None:
@@ -225,7 +225,9 @@ class MixedSearch:
         if self.found.timed and chunk_counts(self.request) and not isinstance(chosen, EvenPlans):
             self._add_interleaved()
         for subspace in self.pipelines if self.found.timed and not had_plan else ():
-            subspace.is_closed = False  # a plan to beat lets searches go on that had given up
+            subspace.is_closed = subspace.is_proven = (
+                False  # a plan to beat lets searches go on that had given up
+            )
         return spent_s
 
     def _change(self) -> None:
@@ -234,7 +236,8 @@ class MixedSearch:
         The fastest alone where a bound is near. Bounds do not know all that unequal stages spare: they are no
         reason to leave it as it is.
         """
-        least_s = min(self._plain_bound_s, *(one.bound_s for one in self.even))
+        least_s = min(one.bound_s for one in self.even)
+        least_s = min(least_s, *(subspace.expected_s for subspace in self.by_set))
         is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
         plain = [] if self.by_price else self.found.plain(1 if is_near else len(self.found.timed))
         if plain and self.found.is_interleaved:
@@ -249,8 +252,6 @@ class MixedSearch:
             changed, changed_s = improved(self.request, plan, seconds, self.budget)
             if changed is not plan and self.request.choices.holds(changed):
                 self.found.timed.append((changed_s, changed))
-                if plan in self.found.even:
-                    self._of_even.append(changed)
         if starts and chunk_counts(self.request):
             self._add_interleaved()
             self._change_in_chunks()
@@ -375,7 +376,7 @@ class MixedSearch:
                     time_plans=self._time_interleaved,
                     floor_s=self.by_set[place].floor_s,
                     is_wanted=lambda: found.is_interleaved,
-                    weight=1.0 / len(self.sets),
+                    finds=False,
                     proves=True,
                 )
                 for place, use in enumerate(self.sets)
@@ -427,17 +428,8 @@ class MixedSearch:
 
     @property
     def _plain_bound_s(self) -> float:
-        """Return a step time that no 1f1b plan beats.
-
-        It counts filling in full, which plans of unequal stages may beat: where one does, work alone is left.
-        """
-        bound_s = min(self._set_bound_s(subspace) for subspace in self.by_set)
-        apart = [*self.found.even, *self._of_even]  # may be outside this space
-        known = self.found.plain(len(apart) + 1)
-        least_s = next((seconds for seconds, plan in known if plan not in apart), np.inf)
-        if least_s < bound_s * (1.0 - _ROUNDING):
-            return min(subspace.floor_s() for subspace in self.by_set)
-        return bound_s
+        """Return a step time that no 1f1b plan beats."""
+        return min(self._set_bound_s(subspace) for subspace in self.by_set)
 
     @property
     def _interleaved_bound_s(self) -> float:
@@ -455,8 +447,9 @@ class MixedSearch:
         pruned = sum(s.search is None for s in self.by_set)
         pruned += sum(s.search.excluded for s in self.by_set if s.search)
         pruned += sum(one.result.pruned for one in self.even if one.result)
-        open_ = any(subspace.promise_s(found.best_s) > 0.0 for subspace in self.by_set)
+        open_ = any(one.promise_s(found.best_s) > 0.0 for one in self.by_set)
         open_ |= any(one.promise_s(found.best_s) > 0.0 for one in self.even)
+        open_ |= any(subspace.is_unproven(found.best_s) for subspace in self.by_set)
         open_ |= any(one.result.interrupted for one in self.even if one.result)
         interrupted = self.stopped or (bool(found.timed) and open_)
         if not plans:
@@ -480,6 +473,10 @@ class MixedSearch:
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
         if request.objectives[0] == "time" and not request.limits:
             self.notes += idle_devices(request, chosen, plans[0].prediction.step_time_s, found.timed)
+        if by_work := self._bounded_by_work():
+            self.notes.append(
+                f"The bound on {' and on '.join(by_work)} is that from work alone: nothing better was proven"
+            )
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -500,6 +497,17 @@ class MixedSearch:
             objective=request.objectives[0],
             wider=self._wider([one.plan for one in plans]),
         )
+
+    def _bounded_by_work(self) -> list[str]:
+        """Return the kinds of plans of which a bound from work alone holds that of the answer down."""
+        if self.request.objectives[0] != "time" or self.request.max_devices is not None:
+            return []
+        kinds = {"1f1b plans": self.by_set}
+        if self.found.is_interleaved:
+            kinds["interleaved plans"] = self.interleaved_bounds or self.by_set
+        lowest = {kind: min(some, key=lambda one: one.bound_s) for kind, some in kinds.items()}
+        near_s = self.found.best_s / (1.0 + _NEAR)
+        return [kind for kind, one in lowest.items() if one.bound_s < near_s and not one.is_bounded]
 
     @property
     def _space(self) -> str:

@@ -1,9 +1,11 @@
 """Parts of the space of mixed plans that are searched side by side, and how time is divided among them.
 
 Each subspace is a problem of its own: the plans on a set of node groups, or interleaved plans of some depth.
-What it *promises* is by how many seconds its search may still shorten the step, or prove that it cannot be
-shortened: the best step time so far less the subspace's bound. The next step is always done where the promise
-is largest.
+Each is searched twice. To find plans, pipelines count as filled in full: that is quick and leads to good
+plans soon, but pipelines of unequal stages may take less. What such a search *promises* is by how many
+seconds the step may still become shorter: the best step time so far less what it expects at least. The next
+step is done where the promise is largest. To prove a bound, a second search counts the least that any
+pipeline takes, starting from the pipelines that the first one has found.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.even_plans import EvenPlans
-from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
+from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -50,10 +52,12 @@ class Subspace:
         Whether its search matters at present.
     alone : bool
         Whether its own best plan is looked for, whatever others are faster.
+    finds : bool
+        Whether plans are looked for by a search of their own.
     proves : bool
-        Whether the bound of the answer rests on its bound; others only find plans.
-    slice_s : float
-        Seconds of its next step at least.
+        Whether the bound of the answer rests on its bound.
+    slice_s, proof_slice_s : float
+        Seconds of the next step of its search and of its proof at least.
     best_s : float
         Least step time of its own plans.
     """
@@ -64,56 +68,96 @@ class Subspace:
     weight: float = 1.0
     is_wanted: Callable[[], bool] = lambda: True
     alone: bool = False
+    finds: bool = True
     proves: bool = False
     slice_s: float = _FIRST_SLICE_S
+    proof_slice_s: float = _FIRST_SLICE_S
     best_s: float = np.inf
     spent_s: float = 0.0
+    proving_s: float = 0.0
     problem: Problem | None = None
     search: ProblemSearch | None = None
+    proof: ProblemSearch | None = None
     is_closed: bool = False
+    is_proven: bool = False
     _timed: set[Arrangement] = field(default_factory=set)
     _misfits: set[Arrangement | None] = field(default_factory=set)
-    _known: tuple[float, float, int] = (0.0, 0.0, 0)
+    _known: dict[ProblemSearch, tuple[float, float, int]] = field(default_factory=dict)
+
+    @property
+    def expected_s(self) -> float:
+        """Return a step time that hardly any plan of the subspace beats: none that is filled in full."""
+        return max(self.floor_s(), self.search.lower_bound_s if self.search else 0.0)
 
     @property
     def bound_s(self) -> float:
         """Return a step time that no plan of the subspace beats, as far as its problem is exact."""
-        return max(self.floor_s(), self.search.lower_bound_s if self.search else 0.0)
+        if self.search is not None and (self.search.is_sound or np.isinf(self.search.lower_bound_s)):
+            return self.expected_s  # infinite: no pipeline fits, whatever it takes
+        return max(self.floor_s(), self.proof.lower_bound_s if self.proof else 0.0)
 
     @property
     def is_bounded(self) -> bool:
         """Return whether its bound is more than what work alone says."""
         return self.bound_s >= self.floor_s() * (1.0 + _ABOVE_WORK)
 
+    def is_unproven(self, best_s: float) -> bool:
+        """Return whether its bound is to be raised and may be."""
+        wanted = self.proves and not self.is_proven and self.is_wanted()
+        return wanted and self.bound_s * (1.0 + AIM) < best_s
+
     def promise_s(self, best_s: float) -> float:
         """Return by how many seconds a step may become shorter, or be proven not to; 0 when closed."""
-        if self.is_closed or not self.is_wanted():
+        if self.is_closed or not self.finds or not self.is_wanted():
             return 0.0
         best_s = self.best_s if self.alone else best_s
         if not np.isfinite(best_s):
             return np.inf
-        return self.weight * max(0.0, best_s - self.bound_s * (1.0 + AIM))
+        return self.weight * max(0.0, best_s - self.expected_s * (1.0 + AIM))
 
     def advance(self, found: MixedFound, budget: TimeBudget) -> None:
         """Price the problem, or do a step of its search and time what it found."""
         if self.search is None:
             self.problem = self.price()
-            self.search = ProblemSearch(self.problem, target_gap=AIM)
+            filling: Filling = "full" if self.finds else "least"
+            self.search = ProblemSearch(self.problem, target_gap=AIM, filling=filling)
             return
-        state = self.search.state
-        if not self.search.is_open and found.timed:
-            known = self.search.lower_bound_s, state.best_s, len(state.columns)
-            if known != self._known:
-                self._known = known
-                self.search.reopen()
-        self.is_closed = not self.search.is_open
-        if not self.is_closed:
-            state.beat_s = np.inf if self.alone else found.best_s
-            before_s = self.search.lower_bound_s
-            self.search.advance(budget)
-            if budget.is_over and self.search.lower_bound_s <= before_s:
-                self.slice_s *= 2.0  # what was cut short starts anew: the next time it has to end
+        before_s, beat_s = self.search.lower_bound_s, np.inf if self.alone else found.best_s
+        self.is_closed = not self._step(self.search, found, budget, beat_s)
+        if not self.is_closed and budget.is_over and self.search.lower_bound_s <= before_s:
+            self.slice_s *= 2.0  # what was cut short starts anew: the next time it has to end
         self.time_fresh(found, budget)
+
+    def prove(self, found: MixedFound, budget: TimeBudget) -> None:
+        """Do a step of its proof; of its search as long as that is open and has had less time."""
+        left_s = budget.left_s
+        if self.search is None or (self.finds and not self.is_closed and self.spent_s <= self.proving_s):
+            self.advance(found, budget)
+            self.spent_s += left_s - budget.left_s
+            return
+        if self.proof is None:
+            self.proof = self.search.proof()
+        self.proof.follow(self.search)
+        before_s = self.bound_s
+        self.is_proven = not self._step(self.proof, found, budget, found.best_s)
+        if budget.is_over and self.bound_s <= before_s:
+            self.proof_slice_s *= 2.0
+        self.time_fresh(found, budget)
+        self.proving_s += left_s - budget.left_s
+
+    def _step(self, search: ProblemSearch, found: MixedFound, budget: TimeBudget, beat_s: float) -> bool:
+        """Do a step of a search unless it is at its end; return whether it was not."""
+        state = search.state
+        if not search.is_open and found.timed:
+            known = search.lower_bound_s, state.best_s, len(state.columns)
+            if known != self._known.get(search):
+                self._known[search] = known
+                search.reopen()
+        if not search.is_open:
+            return False
+        state.beat_s = beat_s
+        search.advance(budget)
+        return True
 
     def time_fresh(self, found: MixedFound, budget: TimeBudget) -> None:
         """Time arrangements that were not timed yet, the best first; late, as long as there is no plan.
@@ -145,7 +189,8 @@ class Subspace:
     @property
     def evaluated(self) -> int:
         """Return the pipelines priced."""
-        return self.search.state.evaluated if self.search else 0
+        searches = {self.search, self.proof} - {None}
+        return sum(search.state.evaluated for search in searches if search)
 
 
 Part = Subspace | EvenPlans
@@ -170,6 +215,6 @@ def next_subspace(subspaces: Sequence[Part], best_s: float) -> tuple[Part | None
 
 
 def holding_down(subspaces: Sequence[Part], best_s: float) -> Part | None:
-    """Return the open subspace of the lowest bound among those that the bound of the answer rests on."""
-    open_ = [subspace for subspace in subspaces if subspace.proves and subspace.promise_s(best_s)]
+    """Return the subspace of the lowest bound that may be raised, of those that the answer's rests on."""
+    open_ = [subspace for subspace in subspaces if subspace.is_unproven(best_s)]
     return min(open_, key=lambda subspace: subspace.bound_s, default=None)

@@ -134,6 +134,8 @@ def price_stages(
         leave_tail_s=leave_tail_s,
         domains=() if leave_s is None else tuple(domains),
         max_pipelines=None if apart else wide,
+        forward_s=np.broadcast_to(stage.forward, shape).T.copy(),
+        backward_s=np.broadcast_to(stage.backward, shape).T.copy(),
     )
 
 

@@ -16,7 +16,7 @@ from foreshard.planner.solver.column_enumeration import ColumnEnumeration, Label
 from foreshard.planner.solver.duals import pipeline_dual
 from foreshard.planner.solver.integer_combination import combine
 from foreshard.planner.solver.pipeline_mix import fractional_mix
-from foreshard.planner.solver.problem import Problem, pipeline_rate, spread_factor, tail_seconds
+from foreshard.planner.solver.problem import Filling, Problem, pipeline_rate, spread_factor, tail_seconds
 from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -106,7 +106,9 @@ def _is_excluded(
             return False
         if not combined.sets or combined.samples[0] < problem.global_batch - 0.5:
             return True
-        if state.best_s <= seconds * spread or not _refined(columns, table, combined.sets[0], pipelines):
+        if state.best_s <= seconds * spread or not _refined(
+            columns, table, combined.sets[0], pipelines, state.filling
+        ):
             return False
     return False
 
@@ -157,19 +159,23 @@ def _duals_of_whole_samples(
 
 
 def _refined(
-    columns: ColumnEnumeration, table: LabelTable, rows: Sequence[int], pipelines: tuple[int, int]
+    columns: ColumnEnumeration,
+    table: LabelTable,
+    rows: Sequence[int],
+    pipelines: tuple[int, int],
+    filling: Filling,
 ) -> bool:
     """Split the box of the pipeline whose bound has most slack; return False when none has any."""
-    slack = [_bound_slack(columns, table, i, pipelines) for i in rows]
+    slack = [_bound_slack(columns, table, i, pipelines, filling) for i in rows]
     worst = rows[int(np.argmax(slack))]
     return max(slack) > 0.0 and columns.refine(int(table.at[worst]), int(table.row[worst]))
 
 
 def _bound_slack(
-    columns: ColumnEnumeration, table: LabelTable, row: int, pipelines: tuple[int, int]
+    columns: ColumnEnumeration, table: LabelTable, row: int, pipelines: tuple[int, int], filling: Filling
 ) -> float:
     """Return by how many samples the bound on a pipeline exceeds what it processes."""
     problem = columns.pricing.problem
     template = columns.template(int(table.at[row]), int(table.row[row]))
-    left = columns.seconds - tail_seconds(problem, template, pipelines[0])
-    return float(table.samples[row]) - pipeline_rate(problem, template).samples(left)
+    left = columns.seconds - tail_seconds(problem, template, pipelines[0], filling=filling)
+    return float(table.samples[row]) - pipeline_rate(problem, template, filling=filling).samples(left)

@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.planner.solver.compiled import compiled
 from foreshard.planner.solver.integer_combination import firsts
+from foreshard.planner.solver.kernels.compiled import compiled
 from foreshard.planner.solver.pricing import (
     Path,
     PipelineBox,
     PricedStages,
     Pricing,
     same_limits,
-    stages_of,
     template_of,
 )
 from foreshard.planner.solver.problem import PipelineFamily, Problem, Template
@@ -41,7 +40,7 @@ _DEMANDS = 8_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoices:
-    """Stages of a family whose ranks round up to `grain` samples at most, for the loops of `label_kernel`.
+    """Stages of a family whose ranks round up to `grain` samples at most, for the loops of `label_paths`.
 
     classes : of equal demand, by stage
     class_takes : devices of each class, shape (classes, kinds)
@@ -182,11 +181,9 @@ class ColumnEnumeration:
 
     def _is_tight(self, box: PipelineBox) -> bool:
         least, most = box.bottleneck_s
-        own, tail = self.pricing.extremes(box.family, box.path)
         rate = box.family.micro_batch / least
-        slack = self._reach(box) * (1.0 - least / own) + rate * (tail - box.tail_s[0])
         narrow = most < least * _NARROW and rate * (box.tail_s[1] - box.tail_s[0]) < 1.0
-        return narrow or slack < _SLACK * self.pricing.problem.chunks
+        return narrow or self.pricing.excess(box, self.seconds) < _SLACK * self.pricing.problem.chunks
 
     def _columns_of(self, box: PipelineBox) -> list[BoxColumns] | None:
         """Return the pipelines of a box that may be in a plan, by grain; None when there are too many."""
@@ -194,7 +191,9 @@ class ColumnEnumeration:
         found = []
         for choices in memory.choices(self.pricing, box.family):
             stages = choices.stages
-            number, codes, samples, options, stops = _label_paths()(
+            paced = self.pricing.paced_labels(box, stages)
+            loops = _paced_labels() if paced else _plain_labels()
+            number, codes, samples, options, stops = loops(
                 stages.types,
                 stages.options,
                 stages.times_s,
@@ -220,6 +219,7 @@ class ColumnEnumeration:
                 problem.chunks > 1,
                 memory.slot,
                 memory.pool,
+                *paced,
             )
             self.pricing.solved += 1
             if number < 0:
@@ -281,7 +281,7 @@ class LabelMemory:
         if key not in self._choices:
             options = self.problem.options_of(family)[0]
             grains = np.unique(self.problem.grain[options]).tolist()
-            made = [_choices_of(self.problem, pricing.tails[family], family, int(grain)) for grain in grains]
+            made = [_choices_of(pricing, family, int(grain)) for grain in grains]
             self._choices[key] = [choices for choices in made if len(choices.stages.types)]
         return self._choices[key]
 
@@ -293,8 +293,8 @@ def memory_for(problem: Problem) -> LabelMemory | None:
     return LabelMemory(problem)
 
 
-def _choices_of(problem: Problem, tail_s: np.ndarray, family: PipelineFamily, grain: int) -> StageChoices:
-    stages = stages_of(problem, tail_s, family, grain)
+def _choices_of(pricing: Pricing, family: PipelineFamily, grain: int) -> StageChoices:
+    problem, stages = pricing.problem, pricing.stages_with(family, grain)
     takes, classes = np.unique(problem.takes[stages.options], axis=0, return_inverse=True)
     most = np.array(problem.counts, dtype=np.int64)
     if family.kind is not None:
@@ -309,8 +309,16 @@ def _choices_of(problem: Problem, tail_s: np.ndarray, family: PipelineFamily, gr
 
 
 @lru_cache(maxsize=1)
-def _label_paths() -> Callable[..., Any]:
+def _plain_labels() -> Callable[..., Any]:
     """Return the loops, compiled when they are first needed."""
-    from foreshard.planner.solver.label_kernel import label_paths
+    from foreshard.planner.solver.kernels.plain_labels import label_paths
+
+    return compiled(label_paths)
+
+
+@lru_cache(maxsize=1)
+def _paced_labels() -> Callable[..., Any]:
+    """Return the loops, compiled when they are first needed."""
+    from foreshard.planner.solver.kernels.paced_labels import label_paths
 
     return compiled(label_paths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -101,6 +101,25 @@ def _num_templates(problem: Problem, endings: Sequence[Sequence[_Ending]]) -> fl
     return total
 
 
+def with_least_parts(problem: Problem) -> Problem:
+    """Return the problem in which stages worth a try have the quickest parts of those they stand for.
+
+    A stage is no quicker in all when another is, but its forward or backward may be. By the least of both, no
+    pipeline of stages that were left out takes less than the one of those that stand for them.
+    """
+    if problem.forward_s is None or problem.backward_s is None or problem.hop_s.any():
+        return problem
+    kept, costs, groups = _worthwhile(problem), *_stage_costs(problem)
+    forward_s, backward_s = problem.forward_s.copy(), problem.backward_s.copy()
+    for own in groups:
+        for i in own[kept[own].any(1)]:
+            worse = np.all(costs[:, own] >= costs[:, i : i + 1], axis=0) & np.isfinite(costs[0, own])
+            for parts_s, of in ((forward_s, problem.forward_s), (backward_s, problem.backward_s)):
+                least_s = np.where(worse, of[own], np.inf).min(0)
+                parts_s[i] = np.where(kept[i], np.minimum(of[i], least_s), of[i])
+    return replace(problem, forward_s=forward_s, backward_s=backward_s)
+
+
 def _worthwhile(problem: Problem) -> np.ndarray:
     """Return which stages no other on as many devices is better than in all respects, by option and type.
 
@@ -109,22 +128,29 @@ def _worthwhile(problem: Problem) -> np.ndarray:
     kept = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
     if problem.hop_s.any():
         return kept
-    values = [problem.time_s, problem.far_s, *problem.tail_s, -problem.max_in_flight.astype(float)]
-    if problem.leave_tail_s is not None:
-        values += [tail + problem.leave_tail_s for tail in problem.tail_s]
-    if problem.shortest is not None:
-        values.append(problem.shortest * problem.time_s)
-    costs = np.where(kept, np.array(values), np.inf)
-    _, alike = np.unique(
-        np.column_stack([problem.takes, problem.micro_batch, problem.grain]), axis=0, return_inverse=True
-    )
-    for group in range(int(np.max(alike)) + 1):
-        own = np.flatnonzero(np.ravel(alike) == group)
+    costs, groups = _stage_costs(problem)
+    for own in groups:
         for i in own:
             worse = np.all(costs[:, own] >= costs[:, i : i + 1], axis=0) & kept[i]
             worse &= np.any(costs[:, own] > costs[:, i : i + 1], axis=0) | (own > i)[:, None]
             kept[own] &= ~worse
     return kept
+
+
+def _stage_costs(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return what stages cost in all respects, infinite where they cannot run, and options on as much."""
+    runs = np.isfinite(problem.time_s) & (problem.max_in_flight > 0)
+    values = [problem.time_s, problem.far_s, *problem.tail_s, -problem.max_in_flight.astype(float)]
+    if problem.leave_tail_s is not None:
+        values += [tail + problem.leave_tail_s for tail in problem.tail_s]
+    if problem.shortest is not None:
+        values.append(problem.shortest * problem.time_s)
+    costs = np.where(runs, np.array(values), np.inf)
+    _, alike = np.unique(
+        np.column_stack([problem.takes, problem.micro_batch, problem.grain]), axis=0, return_inverse=True
+    )
+    groups = [np.flatnonzero(np.ravel(alike) == group) for group in range(int(np.max(alike)) + 1)]
+    return costs, groups
 
 
 def _endings(problem: Problem, is_offered: np.ndarray) -> list[list[_Ending]]:
@@ -150,8 +176,8 @@ def undominated(problem: Problem, templates: list[Template], *, filling: Filling
     if not templates:
         return []
     takes, rates, tails = pipeline_columns(problem, templates, filling=filling)
-    fill_s, slowest_s, micro_batch, grain, _, drained_s, shadowed_s, together, least = rates
-    values = np.vstack([takes, fill_s, slowest_s, fill_s - drained_s, slowest_s - shadowed_s, tails]).T
+    fill_s, slowest_s, micro_batch, grain, _, drained_s, shadowed_s, together, least, *way = rates
+    values = np.vstack([takes, fill_s, slowest_s, fill_s - drained_s, slowest_s - shadowed_s, *way, tails]).T
     _, which = np.unique(np.array([micro_batch, grain, together, least]), axis=1, return_inverse=True)
     kept: list[Template] = []
     for size in range(int(which.max()) + 1):

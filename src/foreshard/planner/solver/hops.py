@@ -38,6 +38,8 @@ def least_hops_in_times(problem: Problem) -> Problem:
         tail_s=twice(problem.tail_s),
         shortest=None if problem.shortest is None else twice(problem.shortest),
         max_in_flight=twice(problem.max_in_flight),
+        forward_s=None if problem.forward_s is None else twice(problem.forward_s),
+        backward_s=None if problem.backward_s is None else twice(problem.backward_s),
         leave_s=None if problem.leave_s is None else twice(problem.leave_s),
         leave_tail_s=None if problem.leave_tail_s is None else twice(problem.leave_tail_s),
         hop_s=np.where(agree, problem.hop_s - least[None, :], 0.0),

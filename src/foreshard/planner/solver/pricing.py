@@ -5,12 +5,14 @@ m * ((T - w - sum of stage times) / b + 1) samples in T seconds. With b and w he
 over stages is all that is left, so a shortest path over cuts gives the best pipeline of such a *box* and a
 bound on every pipeline in it. Boxes are split, the most promising first, until the bound is met by a pipeline
 that exists.
+
+That counts filling in full, which pipelines of unequal stages may beat; `least_pricing` bounds those.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count, pairwise
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from foreshard.planner.solver.compiled import compiled
+from foreshard.planner.solver.kernels.compiled import compiled
 from foreshard.planner.solver.problem import PipelineFamily, Problem, StageSpan, Template, rounds_of
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
@@ -50,6 +52,7 @@ class PipelineBox:
 
     cost : least dual price of devices plus samples lost to filling, over the pipelines of the box
     path : of the pipeline of that cost
+    by_longest_tail : whether the longest tail is counted, which may begin early, or that of the first stage
     """
 
     family: PipelineFamily
@@ -57,6 +60,7 @@ class PipelineBox:
     tail_s: tuple[float, float]
     cost: float
     path: Path
+    by_longest_tail: bool = False
 
     @property
     def template(self) -> Template:
@@ -74,7 +78,7 @@ def same_limits(one: PipelineBox, other: PipelineBox) -> bool:
     return one.bottleneck_s == other.bottleneck_s and one.tail_s == other.tail_s
 
 
-class _PathTimes(NamedTuple):
+class PathTimes(NamedTuple):
     """Seconds of the slowest stage, of a micro-batch alone and of the longest tail; what devices cost."""
 
     slowest_s: float
@@ -109,7 +113,7 @@ class Pricing:
     stages: dict[PipelineFamily, PricedStages] = field(default_factory=dict)
     tails: dict[PipelineFamily, np.ndarray] = field(init=False)
     option_cost: np.ndarray = field(init=False)
-    _times: dict[tuple[PipelineFamily, Path], _PathTimes] = field(default_factory=dict)
+    _times: dict[tuple[PipelineFamily, Path], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Look up the tails and what options cost."""
@@ -131,7 +135,8 @@ class Pricing:
         for family in problem.families:
             tails = self.tails[family][usable]
             for upper, lower in pairwise(edges):
-                if self._add(family, (lower, upper), (float(tails.min()), float(tails.max()))) is None:
+                made = self._add(family, (lower, upper), (float(tails.min()), float(tails.max())))
+                if self._is_last(family, lower, made):
                     break
 
     def earliest(
@@ -223,14 +228,25 @@ class Pricing:
         parts.append(self._add(box.family, box.bottleneck_s, (least, cut * (1 - 1e-9))))
         return [part for part in parts if part is not None]
 
-    def extremes(self, family: PipelineFamily, path: Path) -> tuple[float, float]:
-        """Return a pipeline's slowest stage, messages between kinds not counted, and its longest tail."""
-        own = self._of(family, path)
-        return own.slowest_s, own.tail_s
+    def excess(self, box: PipelineBox, seconds: float) -> float:
+        """Return by how many samples the bound of a box on its own pipeline exceeds what it processes."""
+        own, size = self._of(box.family, box.path), box.family.micro_batch
+        least, tail_s = box.bottleneck_s[0], box.tail_s[0]
+        reach = size * ((seconds - tail_s) / least + 1.0)
+        return reach * (1.0 - least / own.slowest_s) + size / least * (own.tail_s - tail_s)
+
+    def paced_labels(self, box: PipelineBox, stages: PricedStages) -> tuple[Any, ...]:
+        """Return what `kernels.paced_labels` asks for beside what the plain loops do; nothing for those."""
+        return ()
+
+    def stages_with(self, family: PipelineFamily, grain: int | None = None) -> PricedStages:
+        """Return the stages that pipelines of a family choose from, of those that round up to a grain."""
+        return stages_of(self.problem, self.tails[family], family, grain)
 
     def apart(self, box: PipelineBox, path: Path, seconds: float) -> list[PipelineBox]:
         """Return two parts of a box, one of which says more of a pipeline; none where the box says all."""
-        own, tail = self.extremes(box.family, path)
+        path_times = self._of(box.family, path)
+        own, tail = path_times.slowest_s, path_times.tail_s
         lower, least = box.bottleneck_s[0], box.tail_s[0]
         by_bottleneck, by_tail = (seconds - least) * (1.0 - lower / own), tail - least
         if by_bottleneck >= by_tail and own > lower * (1 + 1e-8):
@@ -241,17 +257,14 @@ class Pricing:
             return self._cut_tail(box, tail)
         return []
 
-    def _of(self, family: PipelineFamily, path: Path) -> _PathTimes:
+    def _of(self, family: PipelineFamily, path: Path) -> PathTimes:
         """Return how a pipeline goes; boxes often share theirs."""
-        found = self._times.get((family, path))
+        found: PathTimes | None = self._times.get((family, path))
         if found is None:
-            options, stops = path
-            types = [self.problem.types[pair] for pair in zip((0, *stops[:-1]), stops, strict=True)]
-            table = self.problem.far_s if family.kind is None else self.problem.time_s
-            stages = list(zip(options, types, strict=True))
-            times = [float(table[stage]) for stage in stages]
+            options = path[0]
+            stages, times = self._stages_on(family, path)
             tails = self.tails[family]
-            found = self._times[family, path] = _PathTimes(
+            found = self._times[family, path] = PathTimes(
                 slowest_s=max(times),
                 once_s=sum(times),
                 tail_s=max(float(tails[stage]) for stage in stages),
@@ -259,13 +272,21 @@ class Pricing:
             )
         return found
 
+    def _stages_on(self, family: PipelineFamily, path: Path) -> tuple[list[tuple[int, int]], list[float]]:
+        """Return the stages of a pipeline by option and type, and their times."""
+        options, stops = path
+        types = [int(self.problem.types[pair]) for pair in zip((0, *stops[:-1]), stops, strict=True)]
+        table = self.problem.far_s if family.kind is None else self.problem.time_s
+        stages = list(zip(options, types, strict=True))
+        return stages, [float(table[stage]) for stage in stages]
+
     def _add(
         self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]
     ) -> PipelineBox | None:
         """Keep the box of these limits unless it is empty."""
-        if family not in self.stages:
-            self.stages[family] = stages_of(self.problem, self.tails[family], family)
-        solution = path_among(self.problem, self.stages[family], self.option_cost, bottleneck, tail[1])
+        stages = self._stages(family)
+        rate = family.micro_batch / bottleneck[0]
+        solution = path_among(self.problem, stages, self.option_cost, rate, (bottleneck[1], tail[1]))
         self.solved += 1
         if solution is None:
             return None
@@ -274,17 +295,26 @@ class Pricing:
         self.boxes[id(box)] = box
         return box
 
+    def _is_last(self, family: PipelineFamily, lower_s: float, made: PipelineBox | None) -> bool:
+        """Return whether no pipeline of a family has a quicker slowest stage than the box just made."""
+        return made is None
+
+    def _stages(self, family: PipelineFamily) -> PricedStages:
+        if family not in self.stages:
+            self.stages[family] = self.stages_with(family)
+        return self.stages[family]
+
 
 def cheapest_path(
     problem: Problem,
     tail_s: np.ndarray,
     duals: np.ndarray,
     family: PipelineFamily | int,
-    bottleneck_s: tuple[float, float],
-    longest_tail_s: float,
+    rate: float,
+    longest_s: tuple[float, float],
     known: dict[PipelineFamily, PricedStages] | None = None,
 ) -> tuple[float, Template] | None:
-    """Return the pipeline that costs least in devices and filling, no stage or tail above its limit.
+    """Return the pipeline that costs least in devices and seconds of all stages, none above its limit.
 
     Parameters
     ----------
@@ -294,9 +324,10 @@ def cheapest_path(
         Cost of a device of each kind.
     family : PipelineFamily or int
         Of the pipelines; an integer stands for all of a micro-batch.
-    bottleneck_s : (lower, upper)
-        A stage takes at most `upper`; a second of filling costs micro_batch / lower samples.
-    longest_tail_s : float
+    rate : float
+        Cost of a second.
+    longest_s : (time, tail)
+        Of any stage.
     known : dict, optional
         Stages of earlier questions with the same tails; takes up those of this one.
 
@@ -310,7 +341,7 @@ def cheapest_path(
     known = {} if known is None else known
     if asked not in known:
         known[asked] = stages_of(problem, tail_s, asked)
-    found = path_among(problem, known[asked], problem.takes @ duals, bottleneck_s, longest_tail_s)
+    found = path_among(problem, known[asked], problem.takes @ duals, rate, longest_s)
     return None if found is None else (found[0], template_of(found[1]))
 
 
@@ -334,9 +365,18 @@ class PricedStages:
 
 
 def stages_of(
-    problem: Problem, tail_s: np.ndarray, family: PipelineFamily, grain: int | None = None
+    problem: Problem,
+    tail_s: np.ndarray,
+    family: PipelineFamily,
+    grain: int | None = None,
+    *,
+    parts: Sequence[np.ndarray] = (),
 ) -> PricedStages:
-    """Return the stages that pipelines of a family choose from, of those that round up to a grain at most."""
+    """Return the stages that pipelines of a family choose from, of those that round up to a grain at most.
+
+    A stage stands for others on its devices that are no quicker; with tables of `parts` of what stages take,
+    shape (options, types), only where no part is quicker, and for those that round up as it does.
+    """
     options, times, room = problem.options_of(family)
     if grain is not None:
         fine = problem.grain[options] <= grain
@@ -350,10 +390,13 @@ def stages_of(
     # Room for all rounds is room for any number of stages behind.
     rooms = np.where(room >= rounds_of(problem, family.micro_batch), deepest, np.minimum(room, deepest))
     usable = (rooms > 0) & np.isfinite(times) & (units <= limit)[:, None]
-    _, same = np.unique(problem.takes[options], axis=0, return_inverse=True)
+    kinds = [problem.takes[options], problem.grain[options][:, None]]
+    _, same = np.unique(np.hstack(kinds if parts else kinds[:1]), axis=0, return_inverse=True)
+    same = np.ravel(same)
     for devices in range(int(same.max(initial=-1)) + 1):
         own = np.flatnonzero(same == devices)
-        usable[own] &= ~_beaten(times[own], tails[own], rooms[own], usable[own])
+        values = [times[own], tails[own], *(part[options[own]] for part in parts)]
+        usable[own] &= ~beaten(values, rooms[own], usable[own])
     kept, types = np.nonzero(usable)
     order = np.argsort(times[kept, types], kind="stable")
     kept, types = kept[order], types[order]
@@ -370,15 +413,18 @@ def stages_of(
     )
 
 
-def _beaten(times: np.ndarray, tails: np.ndarray, rooms: np.ndarray, usable: np.ndarray) -> np.ndarray:
-    """Return which stages on the same devices another is no worse than in all respects, by option and type.
+def beaten(values: Sequence[np.ndarray], rooms: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """Return which stages on the same devices another is no worse than in all values, by option and type.
 
     Of equal ones the first is kept.
     """
     found = np.zeros_like(usable)
-    for i in range(len(times)):
-        worse = (times[i] >= times) & (tails[i] >= tails) & (rooms[i] <= rooms) & usable
-        worse[i:] &= ~((times[i] == times[i:]) & (tails[i] == tails[i:]) & (rooms[i] == rooms[i:]))
+    for i in range(len(rooms)):
+        worse, same = (rooms[i] <= rooms) & usable, rooms[i] == rooms[i:]
+        for each in values:
+            worse &= each[i] >= each
+            same &= each[i] == each[i:]
+        worse[i:] &= ~same
         found[i] = worse.any(0)
     return found
 
@@ -387,13 +433,18 @@ def path_among(
     problem: Problem,
     stages: PricedStages,
     option_cost: np.ndarray,
-    bottleneck_s: tuple[float, float],
-    longest_tail_s: float,
+    rate: float,
+    longest_s: tuple[float, float],
+    paced: tuple[Any, ...] = (),
 ) -> tuple[float, Path] | None:
-    """Return the path over some stages that costs least, as :func:`cheapest_path`."""
+    """Return the path over some stages that costs least, as :func:`cheapest_path`.
+
+    `paced` is what `kernels.paced_paths` asks for beside that.
+    """
     if not len(stages.types):
         return None
-    best, depth, options, stops = _shortest_path()(
+    loops = _paced_path() if paced else _plain_path()
+    best, depth, options, stops = loops(
         stages.types,
         stages.options,
         stages.times_s,
@@ -402,12 +453,13 @@ def path_among(
         stages.units,
         option_cost.astype(float),
         stages.limit,
-        stages.family.micro_batch / bottleneck_s[0],
-        bottleneck_s[1] * (1 + 1e-12),
-        longest_tail_s * (1 + 1e-12),
+        rate,
+        longest_s[0] * (1 + 1e-12),
+        longest_s[1] * (1 + 1e-12),
         stages.deepest,
         problem.bands,
         problem.lengths,
+        *paced,
     )
     if depth == 0:
         return None
@@ -415,8 +467,16 @@ def path_among(
 
 
 @lru_cache(maxsize=1)
-def _shortest_path() -> Callable[..., Any]:
+def _plain_path() -> Callable[..., Any]:
     """Return the loops, compiled when they are first needed."""
-    from foreshard.planner.solver.path_kernel import shortest_path
+    from foreshard.planner.solver.kernels.plain_paths import shortest_path
+
+    return compiled(shortest_path)
+
+
+@lru_cache(maxsize=1)
+def _paced_path() -> Callable[..., Any]:
+    """Return the loops, compiled when they are first needed."""
+    from foreshard.planner.solver.kernels.paced_paths import shortest_path
 
     return compiled(shortest_path)

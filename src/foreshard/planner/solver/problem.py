@@ -17,12 +17,8 @@ import numpy as np
 Filling = Literal["full", "typical", "least"]
 """What filling and draining a pipeline costs, as `pipeline_columns` counts it."""
 
-_FIRST_BACKWARD = {"typical": 2.0 / 3.0, "least": 0.0}
-"""Part of the first stage's time for a micro-batch that its backward takes at least: twice its forward, or
-nothing where messages take nearly all."""
-_BACKWARDS = {"typical": 2.0 / 3.0, "least": 1.0}
-"""Part of a stage's time for a micro-batch that its backward takes, with the message before it, at most: all
-where recomputation and slow messages go with the backward."""
+_BACKWARD = 2.0 / 3.0
+"""Part of a stage's time for a micro-batch that its backward typically takes, where that is not known."""
 
 
 class PipelineFamily(NamedTuple):
@@ -75,6 +71,9 @@ class Problem:
         Devices of each kind that share a link domain; empty where `leave_s` is None.
     max_pipelines : int or None
         Most pipelines side by side: those of stages that may not share a link domain. None for no limit.
+    forward_s, backward_s : ndarray, shape (options, types), or None
+        Parts of `time_s` that forward and backward take at least, messages not counted; None where nothing is
+        known of them.
     chunks : int
         Of layers that a device of a pipeline of several stages holds. With more than one, times are those of
         a chunk, samples count once for each chunk, and micro-batches come in rounds of as many as a pipeline
@@ -107,6 +106,8 @@ class Problem:
     shortest: np.ndarray | None = None
     chunks: int = 1
     max_pipelines: int | None = None
+    forward_s: np.ndarray | None = None
+    backward_s: np.ndarray | None = None
     bands: np.ndarray = field(init=False)
     lengths: np.ndarray = field(init=False)
     far_s: np.ndarray = field(init=False)
@@ -194,6 +195,8 @@ class PipelineRate:
     A pass is a micro-batch, a short last one the part r that it costs; `least` is the fewest passes. A short
     last one spares, of these seconds, the lesser of (1 - r) * `drained_s` and r * `shadowed_s`: it comes up
     faster than the others, or the one before it is the last to come up. Passes come in rounds of `together`.
+    Nor does a step take less than `round_trip_s` for one whole micro-batch, `apart_s` for each one more and
+    its part of `short_s` for a short one.
     """
 
     fill_s: float
@@ -205,6 +208,9 @@ class PipelineRate:
     shadowed_s: float = 0.0
     together: int = 1
     least: float = 1.0
+    round_trip_s: float = 0.0
+    apart_s: float = 0.0
+    short_s: float = 0.0
 
     def samples(self, seconds: float) -> int:
         """Return the samples it processes in so many seconds, tail excluded."""
@@ -218,7 +224,23 @@ class PipelineRate:
         short = math.floor(part * self.micro_batch / self.grain + 1e-9) * self.grain
         begun = whole % self.together  # only the last of a round may be short
         fits = short > 0 and part >= self.shortest * (1 - 1e-9) and begun == self.together - 1
-        return whole * self.micro_batch + short if fits else (whole - begun) * self.micro_batch
+        samples = whole * self.micro_batch + short if fits else (whole - begun) * self.micro_batch
+        if self.round_trip_s == 0.0:
+            return samples
+        return min(samples, self._by_round_trip(seconds, whole))
+
+    def _by_round_trip(self, seconds: float, whole: int) -> int:
+        """Return the samples that come back in time, of so many whole micro-batches and a short one."""
+        if seconds < self.round_trip_s * (1 - 1e-12):
+            return 0
+        left_s = max(seconds - self.round_trip_s, 0.0)
+        if left_s < self.apart_s * (whole - 1) * (1 - 1e-9):
+            whole = math.floor(left_s / self.apart_s + 1e-9) + 1
+        left_s -= self.apart_s * (whole - 1)
+        part = max(left_s, 0.0) / self.short_s if left_s < self.short_s else 1.0
+        short = math.floor(part * self.micro_batch / self.grain + 1e-9) * self.grain
+        short = min(short, self.micro_batch - self.grain) if part >= self.shortest * (1 - 1e-9) else 0
+        return whole * self.micro_batch + short
 
     def seconds(self, share: int) -> float:
         """Return the seconds it takes for a share, tail excluded."""
@@ -228,7 +250,9 @@ class PipelineRate:
             whole, short = whole + (short > 0) + missing - 1, self.grain
         part = max(short / self.micro_batch, self.shortest) if short else 0.0
         spared_s = min((1.0 - part) * self.drained_s, part * self.shadowed_s) if whole else 0.0
-        return self.fill_s + max(self.least, whole + part) * self.bottleneck_s - spared_s
+        seconds = self.fill_s + max(self.least, whole + part) * self.bottleneck_s - spared_s
+        further_s = self.apart_s * (whole - 1) + part * self.short_s if whole else 0.0
+        return max(seconds, self.round_trip_s + further_s)
 
 
 def last_part(passes: Any, drained: Any, shadowed: Any) -> Any:
@@ -266,7 +290,7 @@ class PipelineColumns(NamedTuple):
 
     takes : ndarray, shape (kinds, pipelines)
         Devices.
-    rates : ndarray, shape (9, pipelines)
+    rates : ndarray, shape (12, pipelines)
         The fields of their :class:`PipelineRate`.
     tails_s : ndarray, shape (len(copies), pipelines)
         Seconds from the last backward, on the first stage, to the end of the step.
@@ -279,7 +303,7 @@ class PipelineColumns(NamedTuple):
     def rate(self, at: int) -> PipelineRate:
         """Return how one of them goes."""
         rates = self.rates[:, at].tolist()
-        fill_s, bottleneck_s, micro_batch, grain, shortest, drained_s, shadowed_s, together, least = rates
+        fill_s, bottleneck_s, micro_batch, grain, shortest, drained_s, shadowed_s, together, *others = rates
         return PipelineRate(
             fill_s,
             bottleneck_s,
@@ -289,7 +313,7 @@ class PipelineColumns(NamedTuple):
             drained_s,
             shadowed_s,
             int(together),
-            least,
+            *others,
         )
 
     def tails(self, problem: Problem, num_pipelines: int) -> np.ndarray:
@@ -302,13 +326,18 @@ class PipelineColumns(NamedTuple):
         return PipelineColumns(*(np.concatenate(pair, axis=1) for pair in pairs))
 
     def samples(self, seconds: np.ndarray) -> np.ndarray:
-        """Return what each processes in so many seconds, tail excluded, fractions of a sample included."""
-        fill, bottleneck, size, *_ = self.rates
-        return size * np.maximum((seconds - fill) / bottleneck, 0.0)
+        """Return what each processes at most in so many seconds, tail excluded, with fractions of samples.
+
+        A short last micro-batch comes on top, as far as it spares its time.
+        """
+        fill, bottleneck, size, grain, _, drained, shadowed = self.rates[:7]
+        spared = (drained > 0.0) * (size - grain) * np.clip(shadowed / bottleneck, 0.0, 1.0)
+        passes = (seconds - fill) / bottleneck
+        return np.where(passes > 0.0, size * passes + spared, 0.0)
 
     def whole_samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return the whole samples each processes, as :meth:`PipelineRate.samples`."""
-        fill, bottleneck, size, grain, shortest, drained, shadowed, together, least = self.rates
+        fill, bottleneck, size, grain, shortest, drained, shadowed, together, least = self.rates[:9]
         passes = (seconds - fill) / bottleneck
         whole = np.floor(passes * size / grain + 1e-9) * grain // size
         part = last_part(passes - whole, drained / bottleneck, shadowed / bottleneck)
@@ -316,7 +345,20 @@ class PipelineColumns(NamedTuple):
         begun = whole % together
         short = np.where((part < shortest * (1 - 1e-9)) | (begun < together - 1), 0.0, short)
         samples = (whole - np.where(short > 0, 0.0, begun)) * size + short
+        samples = np.minimum(samples, self._by_round_trip(seconds, whole))
         return np.where(seconds < (fill + least * bottleneck) * (1 - 1e-12), 0.0, samples)
+
+    def _by_round_trip(self, seconds: np.ndarray, whole: np.ndarray) -> np.ndarray:
+        _, _, size, grain, shortest, *_, round_trip, apart, short = self.rates
+        is_late = seconds < round_trip * (1 - 1e-12)
+        left = np.maximum(seconds - round_trip, 0.0)
+        most = np.floor(left / np.maximum(apart, 1e-300) + 1e-9) + 1
+        whole = np.where(left < apart * (whole - 1) * (1 - 1e-9), most, whole)
+        left_of_last = np.maximum(left - apart * (whole - 1), 0.0)
+        part = np.where(left_of_last >= short, 1.0, left_of_last / np.maximum(short, 1e-300))
+        rest = np.minimum(np.floor(part * size / grain + 1e-9) * grain, size - grain)
+        samples = whole * size + np.where(part < shortest * (1 - 1e-9), 0.0, rest)
+        return np.where(round_trip > 0.0, np.where(is_late, 0.0, samples), np.inf)
 
 
 def pipeline_columns(
@@ -329,14 +371,14 @@ def pipeline_columns(
     that it has meanwhile: a micro-batch for each of them, half before its first backward, half after its last
     forward. The tail of a stage begins earlier than that of the first by the backwards of the stages before
     it, and a short last micro-batch drains faster. That is the `typical` cost, where backwards take twice as
-    long as forwards. The `least` holds whatever part of a stage's time its backward takes; tails behind the
-    slowest stage do not count in it, since they may begin earlier still.
+    long as forwards unless the problem knows them. The `least` is a bound: it takes to be known of forwards
+    and backwards only what the problem knows, and tails behind the slowest stage begin as early as they may.
 
     Source
     ------
     docs/derivations/step.md.
     """
-    rates = np.empty((9, len(templates)))
+    rates = np.empty((12, len(templates)))
     takes = np.empty((len(problem.counts), len(templates)))
     tails = np.empty((len(problem.copies), len(templates)))
     by_length: dict[int, list[int]] = {}
@@ -377,42 +419,109 @@ class _Pipelines(NamedTuple):
         return cls(options, types, times, takes, is_within)
 
     def rates(self, problem: Problem, filling: Filling) -> np.ndarray:
-        """Return the fields of their `PipelineRate`, shape (9, pipelines); a pass goes through all chunks."""
+        """Return the fields of their `PipelineRate`, shape (12, pipelines); a pass is one of all chunks."""
         slowest_s, before = self.times_s.max(1), self._is_before_slowest(problem)
+        at = np.arange(len(slowest_s)), before.sum(1) - 1
         micro_batch, grain = problem.micro_batch[self.options[:, 0]], problem.grain[self.options].max(1)
         shortest = drained_s = shadowed_s = np.zeros(len(slowest_s))
         if problem.shortest is not None:
-            at = np.arange(len(slowest_s)), self.times_s.argmax(1)
             shortest = problem.shortest[self.options[at], self.types[at]]
         fill_s = self.times_s.sum(1) - slowest_s
         if filling != "full":
             after_s = np.where(before, 0.0, self.times_s).sum(1)
-            before_s, hidden_s = fill_s - after_s, slowest_s * (~before).sum(1) - after_s
-            fill_s = before_s + np.maximum(0.0, after_s - hidden_s)
+            before_s = fill_s - after_s
+            fill_s = before_s + self._behind_s(problem, before)[0]
             if filling == "least" and problem.chunks > 1:  # twice as many forwards ahead hide all of it
                 fill_s = before_s
             is_cut = grain < problem.chunks * micro_batch
-            drained_s = is_cut * (_BACKWARDS[filling] * before_s + after_s)
-            shadowed_s = is_cut * (slowest_s - _FIRST_BACKWARD[filling] * self.times_s[:, 0])
+            backward_s = self._backwards_s(problem, filling)
+            drained_s = is_cut * (np.where(before, backward_s, 0.0).sum(1) - backward_s[at] + after_s)
+            shadowed_s = slowest_s - self._first_backward_s(problem, filling)
+            if problem.chunks > 1:  # the last two of a round come up after each other
+                shadowed_s = backward_s[at] - self._backwards_at_least_s(problem, before)
+            shadowed_s = is_cut * np.maximum(shadowed_s, 0.0)
         chunks, stages = problem.chunks, self.times_s.shape[1]
         together = np.full(len(slowest_s), stages if chunks > 1 else 1)
         size, pass_s = chunks * micro_batch, chunks * slowest_s
-        if chunks > 1:  # how soon the micro-batch before a short one comes up is not known: all is spared
-            shadowed_s = drained_s * size / grain
         # What one stage does at once may be less than a micro-batch; several are not filled for that.
         least = np.full(len(slowest_s), float(stages > 1))
-        return np.array([fill_s, pass_s, size, grain, shortest, drained_s, shadowed_s, together, least])
+        rates = [fill_s, pass_s, size, grain, shortest, drained_s, shadowed_s, together, least]
+        return np.array([*rates, *self._round_trips(problem, filling)])
+
+    def _round_trips(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return the last three fields of their `PipelineRate`, shape (3, pipelines).
+
+        A micro-batch goes all the way after the forwards of those before it on any stage, or before the
+        backwards of those after it: of the stages up to that one, and their tails.
+        """
+        found = np.zeros((3, len(self.times_s)))
+        if filling == "full" or problem.chunks > 1 or self.times_s.shape[1] == 1:
+            return found
+        found[0] = self.times_s.sum(1)
+        if problem.forward_s is None or problem.backward_s is None:
+            return found
+        before, tails = self._is_before_slowest(problem), self._begun_tails_s(problem, filling)
+        forward_s = problem.forward_s[self.options, self.types].max(1)
+        backwards_s = problem.backward_s[self.options, self.types]
+        backward_s = backwards_s[np.arange(len(before)), before.sum(1) - 1]
+        later_s = (tails.max(2) - np.where(before, tails, 0.0).max(2)).max(0)
+        is_backward = later_s < backward_s - forward_s
+        found[0] -= np.where(is_backward, later_s, 0.0)
+        found[1] = np.where(is_backward, backward_s, forward_s)
+        found[2] = np.minimum(backwards_s.min(1), found[1])
+        return found
 
     def tails_s(self, problem: Problem, filling: Filling) -> np.ndarray:
         """Return the tails of steps of each number of pipelines, shape (len(copies), pipelines)."""
+        return self._begun_tails_s(problem, filling).max(2)
+
+    def _begun_tails_s(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return what of tails is left when a pipeline ends, shape (copies, pipelines, stages)."""
         tails = problem.tail_s[:, self.options, self.types]
         if problem.leave_tail_s is not None:
             tails = tails + np.where(self.is_within, 0.0, problem.leave_tail_s[self.options, self.types])
         if filling != "full":
-            tails = tails - _BACKWARDS[filling] * (np.cumsum(self.times_s, axis=1) - self.times_s)
-        if filling == "least":
-            tails = np.where(self._is_before_slowest(problem), tails, 0.0)
-        return np.maximum(tails, 0.0).max(2)
+            backward_s = self._backwards_s(problem, filling)
+            tails = tails - (np.cumsum(backward_s, axis=1) - backward_s)
+        if (
+            filling == "least"
+        ):  # where the slowest stage hides the filling behind it, tails there begin earlier
+            before = self._is_before_slowest(problem)
+            seconds, unhidden_s = self._behind_s(problem, before)
+            early_s = np.full_like(seconds, np.inf) if problem.chunks > 1 else seconds - unhidden_s
+            tails = tails - np.where(before, 0.0, early_s[:, None])
+        return np.maximum(tails, 0.0)
+
+    def _behind_s(self, problem: Problem, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of filling behind the slowest stage, and what they are if it hides all."""
+        slowest_s, number = self.times_s.max(1), (~before).sum(1)
+        after_s = np.where(before, 0.0, self.times_s).sum(1)
+        unhidden_s = 2.0 * after_s - slowest_s * number
+        least_s = np.maximum(0.0, unhidden_s)
+        if problem.forward_s is not None and problem.backward_s is not None:
+            at = np.arange(len(number)), before.sum(1) - 1
+            stages = self.options[at], self.types[at]
+            longer_s = np.maximum(problem.forward_s[stages], problem.backward_s[stages])
+            least_s = np.maximum(least_s, after_s - (slowest_s - longer_s) * number)
+        return least_s, unhidden_s
+
+    def _backwards_s(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return the most that a backward takes, with all messages beside it."""
+        if problem.forward_s is None:
+            return self.times_s * (_BACKWARD if filling == "typical" else 1.0)
+        return self.times_s - problem.forward_s[self.options, self.types]
+
+    def _first_backward_s(self, problem: Problem, filling: Filling) -> np.ndarray:
+        """Return the least that a backward on the first stage takes, shape (pipelines,)."""
+        if problem.backward_s is None:
+            return self.times_s[:, 0] * (_BACKWARD if filling == "typical" else 0.0)
+        return problem.backward_s[self.options[:, 0], self.types[:, 0]]
+
+    def _backwards_at_least_s(self, problem: Problem, before: np.ndarray) -> np.ndarray:
+        """Return the least that a backward takes on any stage up to the slowest, shape (pipelines,)."""
+        if problem.backward_s is None:
+            return np.zeros(len(before))
+        return np.where(before, problem.backward_s[self.options, self.types], np.inf).min(1)
 
     def _is_before_slowest(self, problem: Problem) -> np.ndarray:
         """Return which stages are the slowest or before it: the first of equal ones, in chunks the last."""

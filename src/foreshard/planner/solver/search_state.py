@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 
 from foreshard.planner.solver.hops import recut
+from foreshard.planner.solver.least_pricing import LeastPricing
 from foreshard.planner.solver.pricing import PricedStages, Pricing
 from foreshard.planner.solver.problem import (
     Arrangement,
@@ -40,6 +41,8 @@ class SearchState:
         Of the present part of the search.
     target_gap : float
         Proven gap at which a range of pipelines is closed.
+    filling : {'least', 'full'}
+        By which pipelines are generated: the least proves bounds, the full finds good plans sooner.
     best, best_s : Arrangement or None, float
     beat_s : float
         Step time known from elsewhere: only what is faster is worth finding.
@@ -60,6 +63,7 @@ class SearchState:
     problem: Problem
     budget: TimeBudget
     target_gap: float
+    filling: Filling = "least"
     best: Arrangement | None = None
     best_s: float = np.inf
     beat_s: float = np.inf
@@ -91,7 +95,8 @@ class SearchState:
 
     def pricing(self, pipelines: tuple[int, int], duals: np.ndarray) -> Pricing:
         """Return the pipelines of a range at some duals of devices."""
-        return Pricing(
+        made = LeastPricing if self.filling == "least" else Pricing
+        return made(
             problem=self.problem,
             pipelines=pipelines,
             duals=duals,
@@ -107,10 +112,13 @@ class SearchState:
 
     def table(self) -> PipelineColumns:
         """Return all columns as arrays, in the order in which they were generated."""
-        known = pipeline_columns(self.problem, []) if self._table is None else self._table
+        filling = self.filling
+        known = pipeline_columns(self.problem, [], filling=filling) if self._table is None else self._table
         fresh = list(islice(self.columns, known.takes.shape[1], None))
-        self._table = known.followed_by(pipeline_columns(self.problem, fresh)) if fresh else known
-        return self._table
+        if fresh:
+            known = known.followed_by(pipeline_columns(self.problem, fresh, filling=filling))
+        self._table = known
+        return known
 
     def is_closed(self, bound_s: float) -> bool:
         """Return whether a bound is within the target gap of the best arrangement."""

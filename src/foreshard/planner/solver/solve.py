@@ -16,7 +16,12 @@ import numpy as np
 
 from foreshard.planner.solver.bound_raising import BoundRaiser
 from foreshard.planner.solver.column_enumeration import memory_for
-from foreshard.planner.solver.enumeration import all_templates, best_of_all, undominated
+from foreshard.planner.solver.enumeration import (
+    all_templates,
+    best_of_all,
+    undominated,
+    with_least_parts,
+)
 from foreshard.planner.solver.hops import least_hops_in_times
 from foreshard.planner.solver.pipeline_mix import fractional_mix
 from foreshard.planner.solver.pricing import PricedStages, cheapest_path
@@ -94,6 +99,7 @@ def solve(
     target_gap: float = 0.01,
     columns: Sequence[Template] = (),
     beat_s: float = np.inf,
+    filling: Filling = "least",
 ) -> Solution:
     """Return the best arrangement found and a bound that no arrangement beats.
 
@@ -108,9 +114,12 @@ def solve(
         Pipelines to begin with, such as those of an earlier solution.
     beat_s : float
         Step time known from elsewhere, seconds: what cannot beat it is not worked out.
+    filling : {'least', 'full'}
+        As for :class:`ProblemSearch`: in full good plans are found sooner, and the bound is one on pipelines
+        that take it.
     """
     budget = TimeBudget.of(budget_s)
-    search = ProblemSearch(problem, target_gap=target_gap, columns=columns, beat_s=beat_s)
+    search = ProblemSearch(problem, target_gap=target_gap, columns=columns, beat_s=beat_s, filling=filling)
     interrupted = False
     try:
         while search.is_open and not (budget.is_over and search.has_plan):
@@ -141,6 +150,8 @@ class ProblemSearch:
     columns : sequence of Template
     beat_s : float
         As for :func:`solve`; `state.beat_s` may fall between steps.
+    filling : {'least', 'full'}
+        By which pipelines are generated: only the least proves bounds, the full finds good plans sooner.
     """
 
     def __init__(
@@ -150,17 +161,20 @@ class ProblemSearch:
         target_gap: float,
         columns: Sequence[Template] = (),
         beat_s: float = np.inf,
+        filling: Filling = "least",
     ) -> None:
         self.state = SearchState(
             problem=least_hops_in_times(problem),
             budget=TimeBudget(0.0),
             target_gap=target_gap,
+            filling=filling,
             beat_s=beat_s,
             columns=dict.fromkeys(columns),
         )
         self.ladder: dict[str, float] = {}
         self.ranges: dict[Range, _Range] | None = None
         self.excluded = 0
+        self.is_small = sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS
         self._raiser: BoundRaiser | None = None
         self._solved_s: float | None = None
 
@@ -183,6 +197,26 @@ class ProblemSearch:
             return self._solved_s or 0.0
         lower = min((interval.bound_s for interval in self.ranges.values()), default=np.inf)
         return max(lower * self.state.factor, self.ladder.get("compute", 0.0))
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether its bound holds for the least that pipelines take."""
+        return self.state.filling == "least" or self._solved_s is not None
+
+    def proof(self) -> ProblemSearch:
+        """Return a search for a bound that holds, from what this one found; itself where its own does."""
+        state = self.state
+        if self.is_sound:
+            return self
+        proof = ProblemSearch(state.problem, target_gap=state.target_gap)
+        proof.ladder, proof.is_small = self.ladder, False
+        proof.state.made, proof.state.best, proof.state.best_s = state.made, state.best, state.best_s
+        proof.follow(self)
+        return proof
+
+    def follow(self, other: ProblemSearch) -> None:
+        """Learn the pipelines that another search has found since."""
+        self.state.columns.update(other.state.columns)
 
     def advance(self, budget: TimeBudget) -> None:
         """Work once on the open range of the lowest bound, within a budget as far as that can be."""
@@ -265,7 +299,7 @@ class ProblemSearch:
             "sync": compute_s + least_tail(problem, (1, sum(problem.counts))),
         }
         self.ranges = {}
-        if sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS:
+        if self.is_small:
             self._enumerate(rows)
             if self._solved_s is not None:
                 return
@@ -293,10 +327,11 @@ class ProblemSearch:
                 state.offer(best.templates, filling=filling)
         least = None
         if proven and kept:
-            quick = undominated(problem, templates, filling="least")
-            least, proven = best_of_all(problem, quick, rows, half, filling="least")
+            quickest = with_least_parts(problem)
+            quick = undominated(quickest, templates, filling="least")
+            least, proven = best_of_all(quickest, quick, rows, half, filling="least")
         if proven:
-            self._solved_s = np.inf if least is None else step_seconds(problem, least, filling="least")
+            self._solved_s = np.inf if least is None else step_seconds(quickest, least, filling="least")
             self.excluded = len(templates) - len(kept)
             state.columns = dict.fromkeys(kept)
             state.evaluated = len(kept)
@@ -361,9 +396,8 @@ def fewest_devices(
     no_tail = np.zeros_like(problem.time_s)
     best, template = np.inf, None
     for size in np.unique(problem.micro_batch):
-        # A second of filling costs next to nothing beside a device.
-        limits = 1e12 * float(size), 1e12
-        found = cheapest_path(problem, no_tail, weights, int(size), limits, np.inf, known)
+        # A second costs next to nothing beside a device.
+        found = cheapest_path(problem, no_tail, weights, int(size), 1e-12, (1e12, np.inf), known)
         if found is not None and found[0] < best:
             best, template = found
     return best, template

@@ -1,4 +1,4 @@
-"""Shortest paths over cuts as loops, for numba; used by `pricing.cheapest_path`."""
+"""Shortest paths over cuts where every stage costs its time, as loops; used by `pricing.plain_path`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The label-setting search of `column_enumeration` as loops, for numba."""
+"""Label setting of `column_enumeration` where every stage costs its time, as loops."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def label_paths(
     Parameters
     ----------
     types, options, times_s, tail_s, rooms, classes : arrays, shape (stages,)
-        Of every stage a path may have, as in `path_kernel.shortest_path`; stages of a class take the same
+        Of every stage a path may have, as in `plain_paths.shortest_path`; stages of a class take the same
         devices.
     class_takes : array, shape (classes, kinds)
     duals : array, shape (kinds,)
     counts, most : arrays of int, shape (kinds,)
         Sizes of the code of a demand, and the most devices a path may take.
     rate, upper_s, longest_tail_s, deepest, bands, lengths
-        As in `path_kernel.shortest_path`.
+        As in `plain_paths.shortest_path`.
     reach : float
         Samples that a path which loses none would process.
     cost_limit : float
