@@ -53,7 +53,7 @@ class Framework:
         (TransformerEngine); the same pass, or each row has a scale, each layout a kernel, and communication
         16 bit (both torchao, which cast weights where they are used); 128 elements have a scale, or 128 x 128
         of a weight (DeepSeek-V3, TransformerEngine)
-    rows_by_cublas : torch comes with a cuBLAS (from 12.9) that has 8-bit products with scales a row, on Hopper
+    rows_by_cublas : torch comes with a cuBLAS (from 12.9) that has 8-bit products with scales a row
     memory : name of the memory profile
     """
 

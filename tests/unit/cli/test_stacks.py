@@ -213,9 +213,5 @@ def test_scales_per_row_make_a_large_step_clearly_longer(model, cluster):
         for recipe in ("rowwise", "tensorwise")
     )
     assert 1.2 < row / tensor < 1.4
-    asked["framework"] = "torchtitan@0.3"  # whose products cuBLAS runs: what is left are casts
-    row, tensor = (
-        predict(model, cluster, fp8_recipe=recipe, **asked).step_time_s
-        for recipe in ("rowwise", "tensorwise")
-    )
-    assert 1.02 < row / tensor < 1.2
+    later = predict(model, cluster, **asked | {"framework": "torchtitan@0.3"}).step_time_s
+    assert 1.02 < later / tensor < row / tensor, "cuBLAS runs the products: what is left are casts"
