@@ -1,9 +1,10 @@
 """Training steps on one CUDA device against their predictions: time, memory, energy.
 
-`predict` writes what `foreshard predict` says of every step to a file, before anything is trained. `train`,
-on a machine with the device, trains each by the framework's own code and appends what it took. `table`
-compares. A step runs by transformers under autocast (predicted as `ddp`) or under fully_shard (`hf`), by
-torchtitan's model, recomputation, compile and fully_shard (`torchtitan`), or by torchvision under autocast.
+Without a verb the steps of `device_runs.jsonl`, trained on an H200, are compared with what is predicted now,
+as a table in markdown. `train`, on a machine with a device, trains each step by the framework's own code and
+appends what it took; `predict` writes what is predicted, to be kept before anything is trained. A step is by
+transformers under autocast (predicted as `ddp`) or under fully_shard (`hf`), by torchtitan's model,
+recomputation, compile and fully_shard (`torchtitan`), or by torchvision under autocast.
 fully_shard is on a mesh of one rank: its copies in and out of flat buffers are measured, and not predicted.
 Tokens and images lie on the device, weights are drawn at random.
 """
@@ -202,30 +203,21 @@ STEPS_TRAINED = (
 
 
 # ---------------------------------------------------------------- predict
-def predicted(device: str, out: Path, only: Iterable[str]) -> None:
-    """Write the prediction of every step."""
+def predictions(device: str, steps: Iterable[Step]) -> dict[str, dict[str, Any]]:
+    """Return what `foreshard predict` says of steps on one device."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for step in chosen(only):
-            words = step.command(device, Path(folder))
-            ended = subprocess.run(
-                [sys.executable, "-m", "foreshard", *words, "--json"], capture_output=True, text=True
-            )
-            if ended.returncode:
-                print(step.name, ended.stderr.strip(), file=sys.stderr)
-                continue
-            said = json.loads(ended.stdout)
+        for step in steps:
+            words = [sys.executable, "-m", "foreshard", *step.command(device, Path(folder)), "--json"]
+            said = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
             found[step.name] = {
                 "step_s": said["step_time_s"],
                 "interval_s": said["step_time_interval_s"],
                 "parts_s": said["time_breakdown_s"],
                 "memory_bytes": said["memory"]["peak_allocated_bytes"],
-                "memory_parts": said["memory"]["breakdown_bytes"],
                 "energy_j": said["energy_j_per_step"],
-                "evidence": said["evidence"],
             }
-            print(f"{step.name:24} {1e3 * said['step_time_s']:9.2f} ms", flush=True)
-    out.write_text(json.dumps({"device": device, "steps": found}, indent=1) + "\n")
+    return found
 
 
 def chosen(only: Iterable[str]) -> list[Step]:
@@ -507,23 +499,21 @@ def _kernels(run: Callable[[], Any]) -> list[tuple[str, int, float]]:
     return [(name, int(calls), round(took, 4)) for name, (calls, took) in ranked]
 
 
-def trained(out: Path, only: Iterable[str], device: str, kernels: bool, last_s: float) -> None:
+def trained(out: Path, only: Iterable[str], kernels: bool, last_s: float) -> None:
     """Train every step and append a line for each."""
     import torch
     import torch.distributed as dist
 
     began = time.perf_counter()
     with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store.name, 1), rank=0, world_size=1
-        )
+        dist.init_process_group("nccl", store=dist.FileStore(store.name, 1), rank=0, world_size=1)
         meter = Meter()
         for step in chosen(only):
             if time.perf_counter() - began > last_s:
                 print(f"{step.name}: no time left", flush=True)
                 continue
             try:
-                row = measured(step, device, meter, kernels)
+                row = measured(step, "cuda", meter, kernels)
             except Exception as error:
                 row = {"name": step.name, "error": traceback.format_exc()[-3000:]}
                 print(step.name, type(error).__name__, str(error)[:300], flush=True)
@@ -543,57 +533,61 @@ def trained(out: Path, only: Iterable[str], device: str, kernels: bool, last_s: 
 
 
 # ---------------------------------------------------------------- table
-def compared(predictions: Path, runs: Path) -> None:
+def compared(runs: Path, only: Iterable[str]) -> None:
     """Print a table of errors, in markdown."""
-    said = json.loads(predictions.read_text())["steps"]
     rows = {row["name"]: row for row in map(json.loads, runs.read_text().splitlines()) if "error" not in row}
-    print(
-        "| step | predicted (ms) | measured (ms) | error | 90 % | memory predicted (GiB) | measured | error |"
-    )
+    steps = [step for step in chosen(only) if step.name in rows]
+    device = catalog_name(rows[steps[0].name]["device"])
+    said = predictions(device, steps)
+    print("| step | batch x tokens | predicted (ms) | measured (ms) | error | 90 % | memory | energy |")
     print("|---|---|---|---|---|---|---|---|")
-    errors, sizes = [], []
-    for step in STEPS_TRAINED:
-        if step.name not in rows or step.name not in said:
-            continue
+    found: dict[str, list[float]] = {"step_s": [], "memory_bytes": [], "energy_j": []}
+    for step in steps:
         told, row = said[step.name], rows[step.name]
-        error = told["step_s"] / row["step_s"] - 1
-        size = told["memory_bytes"] / row["memory_bytes"] - 1
+        errors = {key: told[key] / row[key] - 1.0 for key in found if told[key] and row[key]}
+        for key, error in errors.items():
+            found[key].append(abs(error))
         low, high = told["interval_s"]
         inside = "inside" if low <= row["step_s"] <= high else "outside"
-        errors.append(abs(error))
-        sizes.append(abs(size))
+        size = f"{step.batch} x {step.seq}" if step.seq else f"{step.batch}"
+        shown = [f"{errors[key]:+.1%}" if key in errors else "" for key in ("memory_bytes", "energy_j")]
         print(
-            f"| {step.name} | {1e3 * told['step_s']:.1f} | {1e3 * row['step_s']:.1f} | {error:+.1%} "
-            f"| {inside} "
-            f"| {told['memory_bytes'] / 2**30:.1f} | {row['memory_bytes'] / 2**30:.1f} | {size:+.1%} |"
+            f"| {step.name} | {size} | {1e3 * told['step_s']:.1f} | {1e3 * row['step_s']:.1f} "
+            f"| {errors['step_s']:+.1%} | {inside} | {shown[0]} | {shown[1]} |"
         )
-    print(f"\n{len(errors)} steps: median error of time {median(errors):.1%}, of memory {median(sizes):.1%}")
+    middle = ", ".join(f"{key.split('_')[0]} {median(errors):.1%}" for key, errors in found.items() if errors)
+    print(f"\n{len(steps)} steps on {device}: median errors {middle}")
+
+
+def catalog_name(device: str) -> str:
+    """Return the catalog's name of a device that torch names."""
+    from foreshard.catalog.devices import resolve_device
+
+    return resolve_device(device).name
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    parser.add_argument("--only", default="", help="names of steps")
+    parser.add_argument("--runs", type=Path, default=Path(__file__).parent / "device_runs.jsonl")
+    verbs = parser.add_subparsers(dest="verb")
     predict = verbs.add_parser("predict")
-    predict.add_argument("--device", default="h100-sxm")
+    predict.add_argument("--device", default="h200-sxm")
     predict.add_argument("--out", type=Path, required=True)
     train = verbs.add_parser("train")
     train.add_argument("--out", type=Path, required=True)
     train.add_argument("--kernels", action="store_true", help="also the kernels that take longest")
     train.add_argument("--last-s", type=float, default=1e9, help="begin no step later than this")
-    train.add_argument("--device", default="cuda")
-    for verb in (predict, train):
-        verb.add_argument("--only", default="")
-    table = verbs.add_parser("table")
-    table.add_argument("predictions", type=Path)
-    table.add_argument("runs", type=Path)
     words = parser.parse_args()
-    if words.verb == "table":
-        return compared(words.predictions, words.runs)
     only = [name for name in words.only.split(",") if name]
     if words.verb == "predict":
-        return predicted(words.device, words.out, only)
-    return trained(words.out, only, words.device, words.kernels, words.last_s)
+        found = {"device": words.device, "steps": predictions(words.device, chosen(only))}
+        words.out.write_text(json.dumps(found, indent=1) + "\n")
+    elif words.verb == "train":
+        trained(words.out, only, words.kernels, words.last_s)
+    else:
+        compared(words.runs, only)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,11 @@ def _check(name: str, status: str, detail: str) -> dict[str, str]:
 
 
 def required() -> list[str]:
-    """Return the libraries that foreshard itself depends on, without extras."""
-    stated = metadata.requires("foreshard") or []
+    """Return the libraries that foreshard depends on, without extras; none where it runs uninstalled."""
+    try:
+        stated = metadata.requires("foreshard") or []
+    except metadata.PackageNotFoundError:
+        return []
     return [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in stated if "extra ==" not in text]
 
 

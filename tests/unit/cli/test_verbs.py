@@ -120,6 +120,17 @@ def test_version(shell):
     assert shell("--version").out == f"foreshard {__version__}\n"
 
 
+def test_doctor_answers_where_foreshard_runs_from_its_sources(shell, monkeypatch):
+    from importlib import metadata
+
+    def uninstalled(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", uninstalled)
+    checks = {row["check"] for row in shell("doctor", "--json").json["checks"]}
+    assert "python" in checks and "click" not in checks
+
+
 def test_doctor_names_every_extra_of_the_package():
     import tomllib
     from pathlib import Path

@@ -168,3 +168,20 @@ def test_experts_launch_multiplies_every_expert(dtype):
     rows, weights = held[12, 16], held[3, 16, 8]
     expected = torch.bmm(rows.view(3, 4, 16), weights).flatten(0, 1)
     assert torch.allclose(run().float(), expected.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_products_in_8_bit_are_in_a_table_of_their_own(tmp_path):
+    import torch
+
+    from foreshard.profile.kernel_times import bench_on
+
+    run = bench_on("cpu", "fp8").prepare("product", {"m": 16, "n": 32, "k": 64})
+    a, b = (cell.cell_contents for cell in run.__closure__ if getattr(cell.cell_contents, "ndim", 0) == 2)
+    assert torch.allclose(run().float(), a.float() @ b.float(), rtol=1e-2, atol=0.1)
+    out = tmp_path / "fp8.csv"
+    made = api.profile_kernels(str(out), dtype="fp8", sizes=(16, 32), repeats=1)
+    assert made["timed"] == 8 and {row["op"] for row in rows_of(out)} == {"product"}
+    ((_, width),) = load_tables(str(out)).devices
+    assert width == "fp8"
+    with pytest.raises(SpecError, match="no kernel of stream in fp8"):
+        api.profile_kernels(str(out), dtype="fp8", kernels=("stream",))
