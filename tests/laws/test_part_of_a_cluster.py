@@ -16,8 +16,12 @@ FRAMEWORKS = ("megatron-core", "deepspeed", "torchtitan", "megatron-fsdp", "nemo
 
 @pytest.mark.parametrize(
     ("sizes", "part", "whole"),
-    [((1, 2, 4), "1x{}x{}", "1x8x{}"), ((8, 16), "{}x8x{}@200Gb/s", "4x8x{}@200Gb/s")],
-    ids=("of a node", "of the nodes"),
+    [
+        ((1, 2, 4), "1x{}x{}", "1x8x{}"),
+        ((8, 16), "{}x8x{}@200Gb/s", "4x8x{}@200Gb/s"),
+        ((8, 16), "{}x8x{}@200Gb/s", "4x8x{}@200Gb/s+1x8xv100@200Gb/s"),
+    ],
+    ids=("of a node", "of the nodes", "of one kind"),
 )
 def test_the_rest_of_the_cluster_changes_nothing(sizes, part, whole):
     draw, checked = np.random.default_rng(3), 0
@@ -50,3 +54,16 @@ def test_the_rest_of_the_cluster_changes_nothing(sizes, part, whole):
         except ForeshardError:
             continue
         checked += 1
+
+
+def test_scores_are_kept_where_attention_runs_as_separate_kernels_alone():
+    """A V100 beside an H100: of two equal stages that of the V100 keeps the scores of all its heads."""
+    model = api.load_model("llama3-8b")
+    plan = plan_from_degrees(
+        model.num_layers, 2, global_batch=4, seq_len=1024, framework="megatron-core", pp=2, precision="fp16"
+    )
+    mixed = api.predict(model, "1x1xh100-sxm+1x1xv100-sxm@100Gb/s", plan).memory.per_stage_peak_bytes[0]
+    flash = api.predict(model, "2x1xh100-sxm@100Gb/s", plan).memory.per_stage_peak_bytes[0]
+    unfused = api.predict(model, "2x1xv100-sxm@100Gb/s", plan).memory.per_stage_peak_bytes[0]
+    assert mixed[0] == flash[0] and flash[0] < unfused[0]
+    assert mixed[1] == unfused[1] and flash[1] < unfused[1]

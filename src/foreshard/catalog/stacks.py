@@ -83,13 +83,10 @@ def attention_on(framework: Framework, device: Device) -> str:
 def running(framework: Framework, devices: Iterable[Device]) -> Framework:
     """Return a framework as it runs on devices: with the attention kernel that they have.
 
-    Where the devices run several kernels each is priced with its own, and memory keeps the scores of all if
-    one of them does.
+    Where they run several, each device has its own (`attention_on`).
     """
     found = {attention_on(framework, device) for device in devices}
-    if len(found) == 1:
-        return replace(framework, attention=found.pop())
-    return replace(framework, keeps_scores="unfused" in found)
+    return replace(framework, attention=found.pop()) if len(found) == 1 else framework
 
 
 def check_attention(

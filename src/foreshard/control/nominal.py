@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from foreshard.catalog.stacks import attention_on
 from foreshard.control.slots import J_PER_KWH, Chain, State
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory, table_state_bytes
@@ -105,6 +106,7 @@ def _layer_bytes(request: PlanRequest, micro_batch: int) -> Mapping[str, np.ndar
     for i, (block, _) in enumerate(kinds):
         counts[i, 1:-1] = [other == block for other in model.blocks]
     ends = np.eye(layers)[[0, -1]]
+    unfused = any(attention_on(framework, device) == "unfused" for device in request.cluster.devices)
 
     def load(depth: float) -> StageLoad:
         return StageLoad(
@@ -122,6 +124,7 @@ def _layer_bytes(request: PlanRequest, micro_batch: int) -> Mapping[str, np.ndar
             dp=2.0,
             expert_dp=2.0,
             zero=0.0,
+            unfused=float(unfused),
             activation_bytes_per_element=4.0 if request.precision in _WIDE_PRECISIONS else 2.0,
             state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
             table_state_bytes=table_state_bytes(request.optimizer, framework.moment_bytes),

@@ -64,6 +64,7 @@ class StageLoad:
     state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
     activation_bytes_per_element : 2 in 16 bit and below, 4 in fp32
     fp8, fp4 : matrix products run in 8 or 4 bit
+    unfused : attention runs as separate kernels, whose scores are kept; None where the framework says so
     """
 
     kinds: tuple[tuple[Block, Any], ...]
@@ -90,6 +91,7 @@ class StageLoad:
     activation_bytes_per_element: Any = 2
     fp8: Any = 0
     fp4: Any = 0
+    unfused: Any = None
     recompute: Recompute = field(default_factory=lambda: NO_RECOMPUTE)
     offload_optimizer: Any = 0
     offload_activations: Any = 0

@@ -109,7 +109,7 @@ def _drops(block: Block, profile: MemoryProfile) -> bool:
 
 
 def _attention_saved(
-    block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: MemoryProfile
+    block: Block, n: _Tokens, load: StageLoad, unfused: Any, profile: MemoryProfile
 ) -> tuple[Any, Any]:
     """Return what attention saves beyond its norm, and what recomputing its core saves of it."""
     out = block.num_heads * block.value_head_dim
@@ -126,7 +126,7 @@ def _attention_saved(
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     drop = _drops(block, profile)
     score = n.element * (1 + drop) + drop
-    core = block.num_heads * load.seq_len * score if unfused else 4 * block.num_heads
+    core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
     saved = n.split * (keep + core)
     if block.kv_lora:
         latent = 2 * (block.q_lora + block.kv_lora) + block.rope_head_dim
@@ -248,7 +248,7 @@ def _op_saved(block: Block, n: _Tokens, load: StageLoad) -> Any:
 
 
 def _layer(
-    block: Block, n: _Tokens, load: StageLoad, unfused: bool, profile: MemoryProfile
+    block: Block, n: _Tokens, load: StageLoad, unfused: Any, profile: MemoryProfile
 ) -> tuple[Any, Any]:
     """Return what one layer saves per micro-batch unless recomputed in full, and its temporaries."""
     rule = load.recompute
@@ -257,7 +257,7 @@ def _layer(
     if block.kv_lora:  # the norms of the latents run again with the products behind them
         again = n.split * (block.query_width + block.kv_width) + n.norm * (block.q_lora + block.kv_lora)
         saved = saved - rule.mla_up_proj * n.element * again
-    peak = n.element * n.split * block.num_heads * load.seq_len if unfused else 0.0
+    peak = np.where(unfused, n.element * n.split * block.num_heads * load.seq_len, 0.0)
     if np.count_nonzero(np.asarray(load.cp) > 1):  # a ring keeps every received chunk of keys and values
         peak = np.maximum(peak, n.element * n.split * block.kv_width * load.cp)
     for there, half in ((block.ffn, _dense_mlp), (block.num_experts, _experts)):
@@ -273,7 +273,7 @@ def _layer(
 def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Activations:
     """Return saved activations and their temporaries on one rank."""
     n = _tokens(load)
-    unfused = framework.attention == "unfused" or framework.keeps_scores
+    unfused = framework.attention == "unfused" if load.unfused is None else np.asarray(load.unfused) > 0
     rule = load.recompute
     kept_input = n.element * n.norm * np.asarray(load.hidden) / rule.unit
     saved = one_layer = temporary = 0.0

@@ -14,7 +14,7 @@ from foreshard.graph.shapes import RankShape
 from foreshard.predict.batch import PlannedRun, layer_counts, rank_shape, stage_ends, stage_recompute
 from foreshard.predict.memory_interval import fits_probability, memory_interval
 from foreshard.predict.placement import Worker, layer_replicas, stage_workers, sync_width
-from foreshard.predict.run_setup import nccl_channels, stacked
+from foreshard.predict.run_setup import stacked
 from foreshard.spec.plan import Group, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
 
@@ -84,7 +84,7 @@ def _load(case: PlannedRun, rows: list[_Row]) -> StageLoad:
         in_flight=np.array([in_flight(row.group, row.s) for row in rows]),
         num_micro_batches=np.array([float(row.group.num_micro_batches) for row in rows]),
         num_stages=np.array([float(len(row.group.stages)) for row in rows]),
-        channels=np.array([float(nccl_channels(nodes[row.worker.node_group].device)) for row in rows]),
+        devices=[nodes[row.worker.node_group].device for row in rows],
         recompute=stacked(rules, Recompute),
     )
 

@@ -190,14 +190,15 @@ class RunSetup:
         in_flight: Any,
         num_micro_batches: Any,
         num_stages: Any,
-        channels: Any,
+        devices: Sequence[Device],
         recompute: Recompute,
     ) -> StageLoad:
         """Return what ranks hold, from how they execute layers.
 
         `counts` are the layers of each kind of block, `in_flight` the micro-batches whose activations each
-        layer holds at the peak, `channels` of `nccl_channels`.
+        layer holds at the peak, `devices` those of the rows, or the one of all.
         """
+        unfused = np.array([attention_on(self.framework, device) == "unfused" for device in devices])
         model, precision = self.model, self.precision
         blocks = [block for block, _ in model.block_kinds()]
         vocab_unit = self.framework.vocab_multiple * rank.tp
@@ -211,7 +212,8 @@ class RunSetup:
             in_flight=in_flight,
             num_micro_batches=num_micro_batches,
             num_stages=num_stages,
-            channels=channels,
+            channels=np.array([float(nccl_channels(device)) for device in devices]),
+            unfused=1.0 * unfused,
             micro_batch=rank.micro_batch,
             seq_len=rank.seq_len,
             tp=rank.tp,

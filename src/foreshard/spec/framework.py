@@ -13,7 +13,6 @@ class Framework:
     attention : unfused | efficient | fa1 | fa2 | fa3 | cudnn | sdpa (what torch prefers); what runs is up
         to the device (catalog.stacks)
     sdpa : attention is torch's scaled_dot_product_attention, which also has a memory-efficient kernel
-    keeps_scores : on some device attention keeps all scores in memory, whatever `attention` is
     elementwise : eager | jit | fused | compiled   how norms, activations and residuals run
     host : name of the host-launch class (catalog/data/training_constants.json)
     nccl : era of the collective library, old | 2.1x | 2.2x
@@ -61,7 +60,6 @@ class Framework:
     release: str = ""
     attention: str = "cudnn"
     sdpa: bool = False
-    keeps_scores: bool = False
     elementwise: str = "fused"
     host: str = "megatron-core"
     nccl: str = "2.2x"

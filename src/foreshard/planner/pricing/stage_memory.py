@@ -15,7 +15,6 @@ from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.planner.pricing.stage_options import StageKind
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row
 from foreshard.planner.request import PlanRequest
-from foreshard.predict.run_setup import nccl_channels
 
 MAX_STAGES = 16
 
@@ -75,6 +74,6 @@ def _load(request: PlanRequest, kinds: Sequence[StageKind], types: StageTypes, r
         in_flight=1.0,
         num_micro_batches=1e6,
         num_stages=np.where(types.has_embedding * types.has_head > 0, 1.0, 2.0),
-        channels=np.array([[float(nccl_channels(device)) for device in devices]]),
+        devices=devices,
         recompute=row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
     )

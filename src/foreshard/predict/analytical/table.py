@@ -23,7 +23,7 @@ from foreshard.predict.batch import Batch, Boundaries
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import domain_block
 from foreshard.predict.plan_table import Column, PlanTable
-from foreshard.predict.run_setup import RunSetup, nccl_channels
+from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.stage_rows import StageRows, recompute_columns, stage_rows_of
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.framework import Framework
@@ -167,7 +167,7 @@ class TableStages:
             in_flight=_in_flight(table, rows.first_stage),
             num_micro_batches=_real(table.num_micro_batches),
             num_stages=_real(table.pp),
-            channels=float(nccl_channels(self._node.device)),
+            devices=[self._node.device],
             recompute=self._rule,
         )
 
