@@ -183,6 +183,8 @@ def layer_times(
     sent = sent * paired_exchange(sent, forward + backward_input + backward_weight, machine)
     shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
     counts = (np.asarray(layer.num_experts) > 0) * (1.0 - machine.traits.prefetches)
+    # One launch for all experts of a layer takes their tokens from the device; an exchange asks the host.
+    counts = counts * (1.0 - machine.traits.grouped * (np.asarray(rank.ep) == 1))
     return LayerTimes(
         forward=forward,
         backward_input=backward_input,
