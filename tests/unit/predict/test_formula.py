@@ -422,6 +422,19 @@ def test_under_autocast_the_residual_is_in_32_bit_and_every_product_casts_its_in
         assert found.item() == pytest.approx(tokens_of(batch) * counted / rate, rel=1e-9)
 
 
+def test_a_layer_of_a_hybrid_casts_what_its_own_products_read():
+    """Norm, residual, and one cast: a scan reads by one product, so does an MLP that is not gated."""
+    batch = batch_of("nemotron-h-8b", framework="ddp", zero=0)[1]
+    rate = np.max(batch.machine.kernels.stream_eff * batch.machine.kernels.memory_bytes_per_s)
+    for layer in batch.kinds[:2]:
+        hidden, is_scan = layer.hidden.item(), layer.scan_state.item() > 0
+        inner = 0.0 if is_scan else layer.ffn.item()
+        heads = 4 * layer.value_width.item()
+        counts = hidden * (44 + 10 + 6) + 4 * inner + heads, hidden * (128 + 18 + 6) + 6 * inner + heads
+        for found, count in zip(elementwise_times(layer, batch.machine)[:2], counts, strict=True):
+            assert found.item() == pytest.approx(tokens_of(batch) * count / rate, rel=1e-9)
+
+
 def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs_it():
     model = api.load_model("gpt2")
     kernel = replace(model, blocks=tuple(replace(block, spelled_gelu=False) for block in model.blocks))

@@ -386,8 +386,11 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     routed = layer.top_k * tokens / tp * layer.expert_ffn
     dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
     inner = tokens * dense / tp + routed
-    readers = 1.0 + 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0)  # of attention, and of its MLP
-    operands = (readers + 1.0 + gated) * _OPERAND, (readers - 1.0 + gated) * _OPERAND_SUM
+    attends, scans = np.asarray(layer.num_heads) > 0, np.asarray(layer.scan_state) > 0
+    feeds = dense + layer.top_k * layer.expert_ffn > 0
+    # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
+    more = attends * 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0) + feeds * gated
+    operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
     same = tokens * layer.value_width / tp * _JOIN_HEADS + 2.0 * _drops(layer, machine) * wide * _DROPOUT
 
     def under(plain: tuple[float, float], autocast: tuple[float, float], way: int) -> Any:
