@@ -217,7 +217,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         buffers=kept_bucket + dummy,
         live=gathered * live,
         working=gathered * np.maximum(unit, live) + unit_gradient + cached + filled + queued,
-        step=_step_bytes(have, dense1, expert1, zero, framework, profile),
+        step=_step_bytes(load, have, dense1, expert1, framework, profile),
         host=lasting * load.offload_optimizer,
         units=Units(
             # Tied matrices are one unit, which is used first and last.
@@ -257,10 +257,10 @@ def _block_weight_bytes(load: StageLoad, weight: Any, framework: Framework, prof
 
 
 def _step_bytes(
+    load: StageLoad,
     have: _Elements,
     dense_share: Any,
     expert_share: Any,
-    zero: Any,
     framework: Framework,
     profile: MemoryProfile,
 ) -> Any:
@@ -275,6 +275,8 @@ def _step_bytes(
     updated = dense + expert
     copied = updated
     if profile.step_elements:
-        copied = np.where(zero >= 3, np.minimum(updated, profile.step_elements), updated)
-    roots = _FOREACH_BYTES * (framework.update == "foreach") * updated
+        copied = np.where(np.asarray(load.zero) >= 3, np.minimum(updated, profile.step_elements), updated)
+    two_moments = np.asarray(load.state_bytes) >= 2.0 * framework.moment_bytes
+    on_device = two_moments * (1 - np.asarray(load.offload_optimizer))
+    roots = _FOREACH_BYTES * (framework.update == "foreach") * updated * on_device
     return profile.step_bytes * (framework.grad_bytes < 4) * copied + roots

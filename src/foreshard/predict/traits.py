@@ -33,6 +33,7 @@ _SUMS_WHOLE = ("deepspeed", "megatron-deepspeed")
 # (partitioned_param_coordinator.py __params_to_release).
 _KEPT_ELEMENTS = 5e8
 _NARROW = ("fp8", "mxfp8", "nvfp4")
+_NO_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 # Bytes that torchao moves for an activation and for a weight that two products read: the scale of a tensor
 # takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed copy
 # in 16 bit (pytorch/ao 0598012 testing/training/roofline_utils.py get_tensor_memory_traffic_ovhd_s). The
@@ -67,6 +68,7 @@ class Traits:
     host_class: Any
     arm_host: Any
     graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
+    loads_aligned: Any  # 1 where matrix units of NVIDIA run products, whose rows begin at 16 bytes
     grad_bytes: Any
     grad_reduce_bytes: Any
     tp_overlap: Any
@@ -178,11 +180,14 @@ def traits_of(
         drops=float(memory_profile(framework.memory).default_dropout),
         plain_code=float(memory_profile(framework.memory).eager_norm),
         autocasts=float(
-            memory_profile(framework.memory).autocast_bytes > 0 and precision in ("fp16", "bf16")
+            memory_profile(framework.memory).autocast_bytes > 0 and precision not in ("fp32", "tf32")
         ),
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(device.name.startswith(_GRACE)),
         graphs=_GRAPHS[framework.cuda_graphs],
+        loads_aligned=float(
+            device.vendor == "nvidia" and device.arch not in _NO_MATRIX_UNITS and precision != "fp32"
+        ),
         grad_bytes=float(framework.grad_bytes),
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),

@@ -189,3 +189,27 @@ def test_layers_without_rotary_positions_are_all_named():
     with pytest.raises(SpecError, match="0 or 1 for each of the 32 layers") as caught:
         model_from_config(config, name="x")
     assert caught.value.key == "no_rope_layers"
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation", "is_spelled"),
+    [
+        ("gpt2", None, True),
+        ("gpt2", "gelu", False),
+        ("gpt2", "gelu_pytorch_tanh", False),
+        ("gpt_bigcode", None, False),
+        ("gpt_bigcode", "gelu_new", True),
+    ],
+)
+def test_gelu_is_spelled_where_transformers_has_no_kernel_for_it(kind, activation, is_spelled):
+    """GPT-2 does so unless told otherwise, StarCoder does not."""
+    config = {
+        "model_type": kind,
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 4,
+        "vocab_size": 128,
+        "n_positions": 8,
+    }
+    config |= {"n_positions": 8} | ({"activation_function": activation} if activation else {})
+    assert model_from_config(config, name="x").blocks[0].spelled_gelu is is_spelled

@@ -123,6 +123,10 @@ def test_adamw_over_lists_of_tensors_holds_square_roots_of_all(name, bytes_each)
     framework = load_framework(name)
     states = stage_states(middle(GPT, zero=0), framework, memory_profile(framework.memory))
     assert states.step == pytest.approx(bytes_each * GPT.num_params)
+    one_moment = {"state_bytes": optimizer_state_bytes("sgd")}
+    for changed in (one_moment, {"offload_optimizer": 1}):
+        load = replace(middle(GPT, zero=0), **changed)
+        assert stage_states(load, framework, memory_profile(framework.memory)).step == 0.0
 
 
 @pytest.mark.parametrize(

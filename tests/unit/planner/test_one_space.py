@@ -57,6 +57,7 @@ def test_equal_nodes_that_no_degree_divides_are_all_used(model, cluster, known_s
     found = plan(load_model(model), load_cluster(cluster), **asked)
     assert max(found.ladder.values()) <= found.plans[0].prediction.step_time_s <= known_s
     assert "any shares" in found.space and "as evenly as they go" in found.space
+    assert "faster" not in found.space, "the bound is none on plans that its space leaves out"
     request = checked_request(load_model(model), load_cluster(cluster), **asked)
     assert found.lower_bound_step_time_s < search_homogeneous(request).lower_bound_step_time_s
 

@@ -402,7 +402,7 @@ def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_ker
         counted = norms * (norm[0] - c_e * norm[1]) + turned * (rope[0] - c_e * rope[1])
         counted += gate * (gated[0] - c_e * gated[1]) + joined * 4 + residual * (1 - c_e)
         assert more.item() == pytest.approx(tokens * counted / rate, rel=1e-9)
-    plain, fused = (batch_of("gpt2", framework=name, zero=3)[1] for name in ("hf", "torchtitan"))
+    plain, fused = (batch_of("pythia-410m", framework=name, zero=3)[1] for name in ("hf", "torchtitan"))
     assert (
         elementwise_times(plain.kinds[0], plain.machine)[0]
         == elementwise_times(fused.kinds[0], fused.machine)[0]
@@ -422,10 +422,23 @@ def test_under_autocast_the_residual_is_in_32_bit_and_every_product_casts_its_in
         assert found.item() == pytest.approx(tokens_of(batch) * counted / rate, rel=1e-9)
 
 
+def test_a_layer_of_a_hybrid_casts_what_its_own_products_read():
+    """Norm, residual, and one cast: a scan reads by one product, so does an MLP that is not gated."""
+    batch = batch_of("nemotron-h-8b", framework="ddp", zero=0)[1]
+    rate = np.max(batch.machine.kernels.stream_eff * batch.machine.kernels.memory_bytes_per_s)
+    for layer in batch.kinds[:2]:
+        hidden, is_scan = layer.hidden.item(), layer.scan_state.item() > 0
+        inner = 0.0 if is_scan else layer.ffn.item()
+        heads = 4 * layer.value_width.item()
+        counts = hidden * (44 + 10 + 6) + 4 * inner + heads, hidden * (128 + 18 + 6) + 6 * inner + heads
+        for found, count in zip(elementwise_times(layer, batch.machine)[:2], counts, strict=True):
+            assert found.item() == pytest.approx(tokens_of(batch) * count / rate, rel=1e-9)
+
+
 def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs_it():
     model = api.load_model("gpt2")
     kernel = replace(model, blocks=tuple(replace(block, spelled_gelu=False) for block in model.blocks))
-    for framework, counts in (("ddp", (76 - 4, 118 - 6)), ("megatron-core", (0, 0))):
+    for framework, counts in (("ddp", (76 - 4, 118 - 6)), ("megatron-core", (0, 0)), ("torchtitan", (0, 0))):
         spelled, fused = (batch_of(m, framework=framework, zero=0)[1] for m in (model, kernel))
         layer, machine = spelled.kinds[0], spelled.machine
         rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
@@ -433,6 +446,28 @@ def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs
             more = elementwise_times(layer, machine)[way] - elementwise_times(fused.kinds[0], machine)[way]
             counted = tokens_of(spelled) * layer.ffn.item() * count / rate
             assert more.item() == pytest.approx(counted, rel=1e-9, abs=1e-12)
+    batch = batch_of(model, framework="hf", zero=3)[1]  # no autocast: 36 and 60, dropout off
+    layer, machine = batch.kinds[0], batch.machine
+    hidden, inner = layer.hidden.item(), layer.ffn.item()
+    drop = 2 * 5 * hidden * np.max(layer.dropout)
+    rest = 2 * 6 * hidden + 4 * layer.value_width.item() + drop
+    counts = 2 * 4 * hidden + 36 * inner + rest, 2 * 10 * hidden + 60 * inner + rest
+    for found, count in zip(elementwise_times(layer, machine)[:2], counts, strict=True):
+        assert found.item() == pytest.approx(tokens_of(batch) * count / rate, rel=1e-9)
+
+
+def test_in_32_bit_model_code_widens_nothing():
+    """Norms of transformers move what they do under autocast; torch's loss casts no logits."""
+    wide, mixed = (batch_of(framework="ddp", zero=0, precision=name)[1] for name in ("fp32", "bf16"))
+    models = [batch.machine.kernels for batch in (wide, mixed)]
+    rates = [np.max(kernels.stream_eff * kernels.memory_bytes_per_s) for kernels in models]
+    norms = [elementwise_times(wide.kinds[0], batch.machine)[2].item() for batch in (wide, mixed)]
+    assert norms[0] * rates[0] == pytest.approx(norms[1] * rates[1], rel=1e-9)
+    logits = 1e6 * tokens_of(wide)
+    for batch, at, count in zip((wide, mixed), rates, (36, 48), strict=True):
+        ends = (end_times(0.0, vocab, 0.0, batch.machine) for vocab in (2e6, 1e6))
+        more, less = (end.head_forward.item() * 3 * at for end in ends)
+        assert more - less == pytest.approx(count * logits, rel=1e-6)
 
 
 @pytest.mark.parametrize(("vocab", "share"), [(50304, None), (50257, 0.125), (30522, 0.265)])
@@ -447,6 +482,10 @@ def test_a_head_whose_rows_are_not_aligned_runs_on_kernels_of_older_devices(voca
     assert np.max(least) == pytest.approx(flops / (share * machine.kernels.bf16_peak_flops_per_s.item()))
     padded = batch_of(framework="megatron-core")[1].machine
     assert head_sizes(float(vocab), 0.0, padded)[1] % 8 == 0, "Megatron pads it"
+    others = [("fp32", "1x1xh200", "ddp"), ("bf16", "4xmi300x", "ddp"), ("bf16", "4xtpu-v4", "maxtext")]
+    for precision, cluster, framework in others:
+        other = batch_of(framework=framework, precision=precision, cluster=cluster)[1].machine
+        assert unaligned_s(rows, float(vocab), hidden, other) == 0.0, "no matrix unit of NVIDIA"
 
 
 @pytest.mark.parametrize(

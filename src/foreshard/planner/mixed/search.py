@@ -58,8 +58,7 @@ SPACE = (
     "they are inner data-parallel ranks of one pipeline), "
     "differ at most by a factor of two in inner data-parallel ranks and in ranks that hold the same experts, "
     "which all of them cut, over ranks that follow each other, or none, and no gradient collective has more "
-    "members in a link domain than its stage's tp leaves room for; unequal stages as if they filled one "
-    "after the other at full micro-batches: with few micro-batches some such plans are up to 6 % faster"
+    "members in a link domain than its stage's tp leaves room for"
 )
 INTERLEAVED = (
     "or plans whose pipelines of several stages are all interleaved with 2, or all with 4, chunks of layers "

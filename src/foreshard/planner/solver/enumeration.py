@@ -109,7 +109,8 @@ def with_least_parts(problem: Problem) -> Problem:
     """
     if problem.forward_s is None or problem.backward_s is None or problem.hop_s.any():
         return problem
-    kept, costs, groups = _worthwhile(problem), *_stage_costs(problem)
+    kept = _worthwhile(problem)
+    costs, groups = _stage_costs(problem)
     forward_s, backward_s = problem.forward_s.copy(), problem.backward_s.copy()
     for own in groups:
         for i in own[kept[own].any(1)]:

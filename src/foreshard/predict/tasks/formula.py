@@ -42,7 +42,8 @@ from foreshard.predict.tasks.kernels import (
 # Bytes a logit that transformers and torchtitan move, kernel by kernel: cast to fp32 6, log-softmax 8 at half
 # the rate of a stream, zeros for its gradient 4, its backward 8 at half the rate, cast back 6 (kernels of a
 # profile on an H200, torch 2.11).
-_TORCH_LOSS = 6.0 + 16.0 + 4.0 + 16.0 + 6.0
+_LOSS_CASTS = 6.0 + 6.0  # none where logits are in fp32
+_TORCH_LOSS = _LOSS_CASTS + 16.0 + 4.0 + 16.0
 # Share of the 16-bit peak that a product with the head reaches on Hopper where its columns do not begin at 16
 # bytes: read by 2 bytes, and by 4. Vocabularies of 50257 (124 TFLOP/s) and 30522 (262), on an H200 with torch
 # 2.11.
@@ -182,6 +183,8 @@ def layer_times(
     sent = sent * paired_exchange(sent, forward + backward_input + backward_weight, machine)
     shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
     counts = (np.asarray(layer.num_experts) > 0) * (1.0 - machine.traits.prefetches)
+    # One launch for all experts of a layer takes their tokens from the device; an exchange asks the host.
+    counts = counts * (1.0 - machine.traits.grouped * (np.asarray(rank.ep) == 1))
     return LayerTimes(
         forward=forward,
         backward_input=backward_input,
@@ -232,11 +235,12 @@ def unaligned_s(rows: Any, columns: Any, inner: Any, machine: Machine) -> Any:
     """Return the least seconds of a product whose rows of `columns` do not begin at 16 bytes, else 0.
 
     Matrix units of Hopper and Blackwell load such rows by no kernel of their own: those of older devices run,
-    which read 2 or 4 bytes at a time.
+    which read 2 or 4 bytes at a time. Products in fp32 run on no matrix units; of other makers nothing is
+    known.
     """
     elements = 16.0 / machine.rank.element_bytes
     columns = np.asarray(columns, dtype=float)
-    narrow = np.mod(columns, elements) > 0
+    narrow = (np.mod(columns, elements) > 0) * machine.traits.loads_aligned
     if not np.count_nonzero(narrow):
         return 0.0
     single = np.mod(columns * machine.rank.element_bytes, 4.0) > 0
@@ -269,7 +273,8 @@ def end_times(
     product = gemm_s(rows, padded, hidden, sustained(machine), sixteen_bit=True)
     product = np.maximum(product, unaligned_s(rows, padded, hidden, machine))
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
-    per_logit = np.where(machine.traits.torch_loss > 0, _TORCH_LOSS, per_logit)
+    torch_loss = _TORCH_LOSS - _LOSS_CASTS * (np.asarray(rank.element_bytes) >= 4.0)
+    per_logit = np.where(machine.traits.torch_loss > 0, torch_loss, per_logit)
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
     if speeds:

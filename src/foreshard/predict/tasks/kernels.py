@@ -362,7 +362,8 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     wide_norms = layer.num_norms * wide / np.maximum(norm, 1.0)  # recomputation names no other
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     moved = [factor * count for count in (forward, back, wide_norms * norm_forward, expert)]
-    plain = traits.plain_code * np.maximum(np.asarray(layer.scale_norm, dtype=float), traits.autocasts)
+    own_kernels = np.maximum(layer.scale_norm, layer.spelled_gelu)  # others run those of torch
+    plain = traits.plain_code * np.maximum(np.asarray(own_kernels, dtype=float), traits.autocasts)
     if np.count_nonzero(plain):
         counted = _plain_bytes(layer, machine, permuted=factor * permute)
         moved = [count + plain * (own - count) for count, own in zip(moved, counted, strict=True)]
@@ -378,14 +379,18 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     `permuted` are those of tokens on their way to experts and back. Layer norms are kernels of torch.
     """
     auto, scaled = np.asarray(machine.traits.autocasts), np.asarray(layer.scale_norm, dtype=float)
+    full = np.asarray(machine.rank.element_bytes) >= 4.0  # nothing is widened; bytes count twice below
     tokens, tp = tokens_of(machine), machine.rank.tp
     wide, gated = own_tokens(machine) * layer.hidden, np.asarray(layer.gated, dtype=float)
     turned = tokens * (layer.query_width + layer.key_width) / tp
     routed = layer.top_k * tokens / tp * layer.expert_ffn
     dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
     inner = tokens * dense / tp + routed
-    readers = 1.0 + 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0)  # of attention, and of its MLP
-    operands = (readers + 1.0 + gated) * _OPERAND, (readers - 1.0 + gated) * _OPERAND_SUM
+    attends, scans = np.asarray(layer.num_heads) > 0, np.asarray(layer.scan_state) > 0
+    feeds = dense + layer.top_k * layer.expert_ffn > 0
+    # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
+    more = attends * 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0) + feeds * gated
+    operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
     same = tokens * layer.value_width / tp * _JOIN_HEADS + 2.0 * _drops(layer, machine) * wide * _DROPOUT
 
     def under(plain: tuple[float, float], autocast: tuple[float, float], way: int) -> Any:
@@ -393,6 +398,7 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
 
     def moved(way: int) -> tuple[Any, Any, Any]:
         rms, kernel = under(_PLAIN_NORM, _AUTOCAST_NORM, way), under(_KERNEL_NORM, _AUTOCAST_KERNEL_NORM, way)
+        rms = np.where(full, _AUTOCAST_NORM[way] / 2.0, rms)
         norm = kernel + scaled * (rms - kernel)
         gelu = _GELU[way] + layer.spelled_gelu * (under(_SPELLED, _AUTOCAST_SPELLED, way) - _GELU[way])
         gate = gated * _PLAIN_GATE[way] + (1.0 - gated) * gelu
