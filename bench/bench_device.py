@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -69,16 +70,13 @@ class Step:
 MODELS = json.loads((Path(__file__).parent / "device_models.json").read_text())
 
 
-def _hf(name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any) -> Step:
-    return Step(name=name, kind=kind, library="transformers", model=model, batch=batch, seq=seq, **more)
+def _language(
+    library: str, name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any
+) -> Step:
+    return Step(name=name, kind=kind, library=library, model=model, batch=batch, seq=seq, **more)
 
 
-def _sharded(name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any) -> Step:
-    return Step(name=name, kind=kind, library="sharded", model=model, batch=batch, seq=seq, **more)
-
-
-def _titan(name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any) -> Step:
-    return Step(name=name, kind=kind, library="torchtitan", model=model, batch=batch, seq=seq, **more)
+_hf, _sharded, _titan = (partial(_language, name) for name in ("transformers", "sharded", "torchtitan"))
 
 
 def _network(name: str, batch: int, **more: Any) -> Step:
