@@ -6,8 +6,8 @@ The terms are derived in docs/derivations/memory.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -205,11 +205,19 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
 
 def stage_peak_bytes(load: StageLoad, framework: Framework) -> Any:
     """Return the peak of :func:`stage_memory` without its parts."""
+    return next(peaks_in_flight(load, framework, [load.in_flight]))
+
+
+def peaks_in_flight(load: StageLoad, framework: Framework, in_flight: Iterable[Any]) -> Iterator[Any]:
+    """Yield the peak of :func:`stage_memory` with each number of micro-batches in flight."""
     profile = memory_profile(framework.memory)
-    states, acts = stage_states(load, framework, profile), stage_activations(load, framework, profile)
-    _, _, fullest = _moments(load, framework, profile, states, acts)
-    allocated = states.parameters + states.optimizer + states.buffers + fullest
-    return (1.0 + profile.slack) * allocated + _outside_bytes(load, framework, profile)
+    states, outside = stage_states(load, framework, profile), _outside_bytes(load, framework, profile)
+    lasting = states.parameters + states.optimizer + states.buffers
+    for flying in in_flight:
+        held = replace(load, in_flight=flying)
+        acts = stage_activations(held, framework, profile)
+        _, _, fullest = _moments(held, framework, profile, states, acts)
+        yield (1.0 + profile.slack) * (lasting + fullest) + outside
 
 
 def _moments(

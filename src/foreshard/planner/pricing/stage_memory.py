@@ -5,12 +5,12 @@ The bytes are those of `cost.memory`, as in a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from foreshard.cost.memory import StageLoad, stage_peak_bytes
+from foreshard.cost.memory import StageLoad, peaks_in_flight
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.planner.pricing.stage_options import StageKind
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row
@@ -39,11 +39,12 @@ def rooms_in(
     load, (chunks, stages) = _load(request, kinds, types, replicas), interleaved
     alone = types.has_embedding * types.has_head > 0
     rooms = np.zeros((len(types.has_head), len(kinds)), dtype=int)
-    for depth in range(1, (stages or MAX_STAGES) + 1):
-        held = float(depth)
-        if chunks > 1 and stages:  # as the engine counts chunks
-            held = (2 * (depth - 1) + (chunks - 1) * stages + 1) / chunks
-        peak = stage_peak_bytes(replace(load, in_flight=np.where(alone, depth, held)), request.framework)
+    depths = range(1, (stages or MAX_STAGES) + 1)
+    held: Iterable[float] = map(float, depths)
+    if chunks > 1 and stages:  # as the engine counts chunks
+        held = ((2 * (depth - 1) + (chunks - 1) * stages + 1) / chunks for depth in depths)
+    flying = (np.where(alone, depth, own) for depth, own in zip(depths, held, strict=True))
+    for depth, peak in zip(depths, peaks_in_flight(load, request.framework, flying), strict=True):
         more = (peak <= capacity) & (rooms == depth - 1)
         if not more.any():
             break

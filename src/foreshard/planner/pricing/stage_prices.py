@@ -80,13 +80,16 @@ def price_stages(
     whole = [stage_options(request, use, at_once=chunks == 1)]  # neither experts cut nor sequences split
     more = [stage_options(request, use, every=True, at_once=chunks == 1)] if every else []
     kinds = list(dict.fromkeys(chain(*whole, extra, *more)))
-    several = apart and sum(request.cluster.nodes[g].num_devices for g in use) > 1
+    used = sum(request.cluster.nodes[g].num_devices for g in use)
+    several = apart and used > 1
     rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages), replicas=2.0 if several else 1.0)
     is_more = np.array([fits_alone(request, kind) for kind in kinds])
     rooms = np.where(is_more & (types.has_embedding * types.has_head == 0.0), 0, rooms)
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
-    crosses = fewest_devices(kinds, types, rooms) > max(domains)
+    fewest = fewest_devices(kinds, types, rooms)
+    crosses = fewest > max(domains)
+    copies = tuple(n for n in COPIES if n <= min(max(used / fewest, 1.0), request.global_batch))
     alone = apart and not by_domain
     batch = _batch(request, use, kinds, types, crosses=crosses, apart=alone, chunks=chunks)
     if crosses and by_domain and apart:  # every pipeline is one whose messages leave a domain
@@ -105,10 +108,10 @@ def price_stages(
         longer_s = longer_s if apart else np.minimum(longer_s, 0.0)
         leave_tail_s = np.broadcast_to(longer_s, shape).T.copy()
     wide = sum(request.cluster.nodes[g].num_devices // domains[g] for g in use)
-    tails = [_tail(batch, stage, copies, blocks, wide, apart=apart) for copies in _copies(request)]
+    tails = [_tail(batch, stage, n, blocks, wide, apart=apart) for n in copies]
     if crosses and is_tied and not apart:  # at best both ends lie in one domain, or in two
         near = replace(batch, pipeline=replace(batch.pipeline, ends_cross=np.zeros((1, len(kinds)))))
-        ends = [_tail(near, stage, copies, blocks, wide, apart=False) for copies in _copies(request)]
+        ends = [_tail(near, stage, n, blocks, wide, apart=False) for n in copies]
         tails = [np.minimum(one, other) for one, other in zip(tails, ends, strict=True)]
     nodes = request.cluster.nodes
     takes = np.zeros((len(kinds), len(nodes)), dtype=int)
@@ -124,7 +127,7 @@ def price_stages(
         micro_batch=np.array([kind.samples for kind in kinds]),
         grain=np.array([kind.inner_dp for kind in kinds]),
         time_s=time_s.T.copy(),
-        copies=_copies(request),
+        copies=copies,
         tail_s=np.array([np.broadcast_to(tail, shape).T for tail in tails]),
         max_in_flight=rooms.T.copy(),
         hop_s=np.zeros((len(kinds), len(kinds))),
@@ -217,10 +220,6 @@ def _tail_of(
     end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     # All of a pipeline follows its first forward; other stages wait for their weights while it fills.
     return np.asarray(end.tail + end.update + (end.ready + end.wait) * (np.asarray(batch.has_embedding) > 0))
-
-
-def _copies(request: PlanRequest) -> tuple[int, ...]:
-    return tuple(n for n in COPIES if n <= min(request.cluster.num_devices, request.global_batch))
 
 
 def _batch(

@@ -210,13 +210,15 @@ class ProblemSearch:
             return self
         proof = ProblemSearch(state.problem, target_gap=state.target_gap)
         proof.ladder, proof.is_small = self.ladder, False
-        proof.state.made, proof.state.best, proof.state.best_s = state.made, state.best, state.best_s
+        proof.state.made = state.made
         proof.follow(self)
         return proof
 
     def follow(self, other: ProblemSearch) -> None:
-        """Learn the pipelines that another search has found since."""
+        """Learn the pipelines that another search has found since, and its best arrangement."""
         self.state.columns.update(other.state.columns)
+        if other.state.best_s < self.state.best_s:
+            self.state.best, self.state.best_s = other.state.best, other.state.best_s
 
     def advance(self, budget: TimeBudget) -> None:
         """Work once on the open range of the lowest bound, within a budget as far as that can be."""

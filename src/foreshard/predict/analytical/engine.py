@@ -433,9 +433,8 @@ def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
     chunk = np.maximum(params - own * table, 0.0) / p.num_chunks
     table = batch.has_embedding * table
     layer = chunk / np.maximum(np.asarray(sum(batch.counts)) / p.num_chunks, 1.0)
-    rest = np.where(
-        np.isfinite(limit), np.mod(chunk + table, np.where(np.isfinite(limit), limit, 1.0)), np.inf
-    )
+    held, most = np.broadcast_arrays(chunk + table, limit)
+    rest = np.mod(held, most, where=np.isfinite(most), out=np.full(held.shape, np.inf))
     rest = np.where(limit <= layer, layer, rest)
     last = np.minimum(np.maximum(rest, table), chunk + table)
     return np.minimum(first, 1.0 / p.num_chunks), np.where(first >= 1.0, 1.0 / p.num_chunks, last / params)
