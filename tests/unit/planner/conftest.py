@@ -9,7 +9,7 @@ import pytest
 
 from foreshard.planner.solver import integer_heuristic
 
-TICK_S = 2e-3
+TICK_S = 4e-3
 
 
 @pytest.fixture

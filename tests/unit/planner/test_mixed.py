@@ -83,7 +83,7 @@ def test_late_predictions_are_of_the_plans_that_cost_least(monkeypatch):
 
 def test_slow_device_beside_a_fast_one_is_used_or_left_idle_whichever_is_faster(even_clock):
     cluster = "1x1xrtx-3090+1x1xa100-sxm-40gb@10Gb/s"
-    found = search("llama3.2-1b", cluster, budget_s=10.0)
+    found = search("llama3.2-1b", cluster, budget_s=20.0)
     alone = search("llama3.2-1b", "1x1xa100-sxm-40gb")
     # The grid of equal devices also tries ZeRO 3 on one device, which spares some gradient traffic.
     assert found.plans[0].prediction.step_time_s <= alone.plans[0].prediction.step_time_s * 1.06
@@ -134,7 +134,7 @@ def test_a_range_without_plans_is_no_end_of_the_search():
     assert found.plans and found.gap < np.inf
 
 
-def test_nothing_fits_names_memory_and_a_change_that_does():
+def test_nothing_fits_names_memory_and_a_change_that_does(even_clock):
     cluster = "1x2xrtx-3090+1x1xa100-sxm-40gb@10Gb/s"
     found = search("llama3-8b", cluster)
     assert not found.plans and isinstance(found.infeasible, InfeasibleError)
@@ -317,7 +317,7 @@ def searched() -> MixedSearch:
 
 
 @pytest.mark.parametrize(("cluster", "batch"), [("1x4xt4@25Gb/s", 11), ("1x2xl4+1x2xt4@10Gb/s", 9)])
-def test_no_1f1b_plan_of_a_search_is_faster_than_its_bound(cluster, batch, monkeypatch):
+def test_no_1f1b_plan_of_a_search_is_faster_than_its_bound(cluster, batch, monkeypatch, even_clock):
     """Not even one with few micro-batches on unequal stages, which fill while the slowest one works."""
     monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
     model = load_model("gpt2-xl")
