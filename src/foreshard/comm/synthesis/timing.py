@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from foreshard.comm.flow.compiled import is_worth_compiling, loops
+from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.arcs import routes_between, routes_from
 from foreshard.comm.topology.graph import Topology
@@ -51,7 +51,7 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
         If two places that exchange data are not connected.
     """
     busy_s = 1.0 / topology.capacity_bytes_per_s
-    ends, end = _distinct_ends(schedule)
+    ends, end = schedule.ways
     routes = _Routes(schedule, topology, ends)
     links = [routes.links(source, target, channel) for source, target, channel in ends]
     used = [topology.resources_of(route) for route in links]
@@ -74,16 +74,6 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
         arrived,
     )
     return arrived
-
-
-def _distinct_ends(schedule: Schedule) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-    """Return each (source place, target place, channel) once, and which of them each send has."""
-    targets, channels = (int(column.max(initial=0)) + 1 for column in (schedule.target, schedule.channel))
-    key = (schedule.source.astype(np.int64) * targets + schedule.target) * channels + schedule.channel
-    keys, end = np.unique(key, return_inverse=True)
-    pair, channel = np.divmod(keys, channels)
-    source, target = np.divmod(pair, targets)
-    return list(zip(source.tolist(), target.tolist(), channel.tolist(), strict=True)), end
 
 
 class _Routes:
