@@ -157,7 +157,8 @@ def add_schedule(
     ways, queue = schedule.ways
     links = [tuple(route(*way)) for way in ways]
     rows = np.array([builder.route(topology.resources_of(one)) for one in links], dtype=np.int64)
-    latency_s = np.array([float(topology.latency_s[list(one)].sum()) for one in links])
+    latency = topology.latency_s.tolist()
+    latency_s = np.array([sum(latency[link] for link in one) for one in links], dtype=np.float64)
     messages = None if schedule.overlaps else _messages(schedule)
     has_arrivals = schedule.overlaps or messages is not None
     first = builder.add_many(

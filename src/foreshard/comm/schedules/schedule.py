@@ -271,12 +271,15 @@ def chunks_of(
         sources = (root,) if collective == "broadcast" else (0,)
         made = [Chunk(weight=1.0, sources=sources, targets=targets)]
     elif collective == "all-to-all":
-        made = [Chunk(weight=1.0 / num_ranks, sources=(i,), targets=(j,)) for i in every for j in every]
+        ends = [(rank,) for rank in every]
+        made = [Chunk(weight=1.0 / num_ranks, sources=one, targets=other) for one in ends for other in ends]
     else:
         for rank in every:
             sources = (rank,) if collective == "all-gather" else every
             targets = (rank,) if collective == "reduce-scatter" else every
             made.append(Chunk(weight=share[rank], sources=sources, targets=targets))
+    if parts == 1:
+        return made
     return [
         Chunk(weight=one.weight / parts, sources=one.sources, targets=one.targets)
         for one in made
