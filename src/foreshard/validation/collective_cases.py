@@ -85,7 +85,7 @@ def reason_of(error: SpecError) -> str:
 _NEWEST_MINOR = {"8x A100 node": 19}
 """Of systems that state no release: the newest 2.x that there was when their times were published.
 
-8x A100 node: stas00/ml-engineering 48b75dd of 2023-12-15; 2.19.4 was tagged on 2023-11-13, 2.20.3 on 2024-02-13.
+8x A100 node: stas00/ml-engineering 48b75dd of 2023-12-15; 2.19.4 is of 2023-11-13, 2.20.3 of 2024-02-13.
 """
 
 
