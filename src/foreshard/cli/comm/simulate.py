@@ -59,7 +59,7 @@ def command(
     foreshard comm simulate all-reduce 1GiB 8x8xh100-sxm --algorithm ring
     foreshard comm simulate all-to-all 64MiB 2x8xa100-sxm-80gb --algorithm direct --rates datasheet --json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    from foreshard.comm.flow.places import routing_of
+    from foreshard.comm.flow.places import check_devices, routing_of
     from foreshard.comm.flow.schedule_run import run_schedule, send_times
     from foreshard.comm.schedules.cost import is_lockstep, round_cost
     from foreshard.comm.schedules.registry import algorithms_of
@@ -75,6 +75,7 @@ def command(
             rule="A collective moves at least one byte",
             fix="Give 64KiB",
         )
+    check_devices(ranks or topology.num_ranks, topology)
     if topology.num_ranks >= _LARGE:
         load_loops(topology)
     started = time.perf_counter()

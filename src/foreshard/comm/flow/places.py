@@ -28,14 +28,7 @@ def routing_of(schedule: Schedule, topology: Topology, *, forwarding: Forwarding
     SpecError
         If there are more ranks than devices, or no switch that reduces is left.
     """
-    if schedule.num_ranks > topology.num_ranks:
-        raise SpecError(
-            f"{schedule.num_ranks} ranks on {number_of(topology.num_ranks, 'device')}",
-            key="ranks",
-            value=schedule.num_ranks,
-            rule="Every rank is a device of the topology",
-            fix=f"Give {topology.num_ranks} ranks or less, or a larger cluster",
-        )
+    check_devices(schedule.num_ranks, topology)
     routes = Routes(topology, forwarding=forwarding)
     vertices = _vertices(schedule, topology, routes)
 
@@ -48,6 +41,18 @@ def routing_of(schedule: Schedule, topology: Topology, *, forwarding: Forwarding
         return routes.ecmp(vertices[source], vertices[target], flow=flow)
 
     return route
+
+
+def check_devices(num_ranks: int, topology: Topology) -> None:
+    """Refuse more ranks than devices."""
+    if num_ranks > topology.num_ranks:
+        raise SpecError(
+            f"{num_ranks} ranks on {number_of(topology.num_ranks, 'device')}",
+            key="ranks",
+            value=num_ranks,
+            rule="Every rank is a device of the topology",
+            fix=f"Give {topology.num_ranks} ranks or less, or a larger cluster",
+        )
 
 
 def _vertices(schedule: Schedule, topology: Topology, routes: Routes) -> list[int]:
