@@ -6,17 +6,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from foreshard.comm.schedules.cost import round_cost
+from foreshard.comm.flow.places import routing_of
+from foreshard.comm.flow.schedule_run import run_schedule
+from foreshard.comm.schedules.cost import is_lockstep, round_cost
 from foreshard.comm.schedules.hierarchical import nested
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.schedule import Chunk
 from foreshard.comm.schedules.schedule_file import schedule_from, schedule_object
 from foreshard.comm.schedules.sequential import SequentialBuilder
 from foreshard.comm.schedules.verify import verify
+from foreshard.comm.topology.fabrics import flat, leaf_spine, rail_optimised
 from foreshard.comm.topology.graph import Edge, Topology, Vertex
+from foreshard.comm.topology.machines import switched
+from foreshard.comm.topology.regular import ring, star
+from foreshard.errors import SpecError
 
 CASES = [
     (collective, name)
@@ -24,6 +30,7 @@ CASES = [
     for collective in one.collectives
     if not one.needs_nodes
 ]
+EVERY = [(collective, name) for name, one in ALGORITHMS.items() for collective in one.collectives]
 
 
 @st.composite
@@ -46,13 +53,100 @@ def full_mesh(num_places: int, bytes_per_s: float, latency_s: float) -> Topology
     return Topology(vertices=places, links=links)
 
 
-def seconds(schedule, bytes_per_s: float, latency_s: float, num_bytes: float) -> float:
+def own_links(schedule, bytes_per_s: float = 50e9, latency_s: float = 2e-6):
+    """Return a network with a link between every two places, and the route over it."""
     places = schedule.num_places
 
-    def route(a: int, b: int) -> tuple[int, ...]:
+    def route(a: int, b: int, channel: int) -> tuple[int, ...]:
         return (a * (places - 1) + b - (b > a),)
 
-    return round_cost(schedule, full_mesh(places, bytes_per_s, latency_s), route).time_s(num_bytes)
+    return full_mesh(places, bytes_per_s, latency_s), route
+
+
+def seconds(schedule, bytes_per_s: float, latency_s: float, num_bytes: float) -> float:
+    return round_cost(schedule, *own_links(schedule, bytes_per_s, latency_s)).time_s(num_bytes)
+
+
+UNEQUAL = {
+    ("all-reduce", "hierarchical"): "levels send different numbers of chunks, which go on one by one",
+    ("reduce-scatter", "hierarchical"): "as all-reduce",
+    ("all-reduce", "nvls-tree"): "as hierarchical",
+    ("all-to-all", "three-step"): "chunks of one node go direct, beside those of several others",
+    ("all-to-all", "rail"): "as three-step",
+}
+"""Algorithms whose ranks do not proceed in lockstep, and why."""
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
+def test_closed_form_and_simulation_agree_where_every_pair_has_a_link(collective, algorithm):
+    """Catches latencies paid once for each chunk, rounds that one of them counts and the other does not."""
+    exact = 0
+    for num_ranks in range(2, 10):
+        options = {"channels": 1 + num_ranks % 3, "parts": [None, 1, 3][num_ranks % 3]}
+        if ALGORITHMS[algorithm].needs_nodes:
+            options["per_node"] = next((n for n in (2, 3) if num_ranks % n == 0 and num_ranks > n), None)
+            if options["per_node"] is None:
+                continue
+        schedule = schedule_of(collective, algorithm, num_ranks, **options)
+        topology, route = own_links(schedule)
+        for size in (1e3, 1e9):
+            run = run_schedule(schedule, size, topology, route)
+            closed_s = round_cost(schedule, topology, route).time_s(size)
+            assert closed_s >= run.lower_bound_s * (1 - 1e-9)
+            if is_lockstep(schedule, topology, route):
+                exact += 1
+                assert run.seconds == pytest.approx(closed_s, rel=1e-3)
+    assert bool(exact) == ((collective, algorithm) not in UNEQUAL)
+
+
+@st.composite
+def networks(draw, num_ranks, per_node):
+    """Return a network of so many devices, in nodes or not."""
+    machine = switched(per_node, 450e9, num_nics=draw(st.sampled_from([1, per_node])), nic_bytes_per_s=50e9)
+    machines = [machine] * (num_ranks // per_node)
+    over = {"num_spines": draw(st.integers(1, 2)), "oversubscription": draw(st.sampled_from([1.0, 4.0]))}
+    kind = draw(st.sampled_from(["switch", "ring", "hosts", "rails", "leaves"]))
+    if kind in ("switch", "ring"):
+        return (star if kind == "switch" else ring)(num_ranks, 50e9, draw(st.sampled_from([0.0, 1e-6])))
+    if kind == "hosts":
+        return flat(machines)
+    if kind == "rails":
+        return rail_optimised(machines, **over)
+    return leaf_spine(machines, nodes_per_leaf=draw(st.integers(1, 2)), **over)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_closed_form_and_simulation_of_shared_networks(data):
+    """Catches routes of other channels than the simulation's, and loads that one of them leaves out.
+
+    ``bench/bench_schedules.py`` draws thousands.
+    """
+    collective, algorithm = data.draw(st.sampled_from(EVERY))
+    num_ranks = data.draw(st.integers(2, 9))
+    per_node = data.draw(st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0]))
+    topology = data.draw(networks(num_ranks, per_node))
+    options = {"channels": data.draw(st.integers(1, 4)), "parts": data.draw(st.integers(1, 4))}
+    try:
+        schedule = schedule_of(collective, algorithm, num_ranks, per_node=per_node, **options)
+        route = routing_of(schedule, topology, forwarding="any")
+    except SpecError:
+        assume(False)
+    size = 2.0 ** data.draw(st.floats(10, 30))
+    run = run_schedule(schedule, size, topology, route)
+    closed_s = round_cost(schedule, topology, route).time_s(size)
+    assert closed_s >= run.lower_bound_s * (1 - 1e-9)
+    if is_lockstep(schedule, topology, route):
+        assert run.seconds == pytest.approx(closed_s, rel=1e-3)
+
+
+def test_many_draws_are_in_lockstep_and_sharing_ends_it():
+    """Otherwise the law above says nothing."""
+    for algorithm, is_even in (("ring", True), ("bidirectional-ring", False)):
+        schedule = schedule_of("all-reduce", algorithm, 6, channels=2)
+        both = star(6, 50e9), ring(6, 50e9)
+        found = [is_lockstep(schedule, one, routing_of(schedule, one)) for one in both]
+        assert found == [is_even, True]
 
 
 @settings(max_examples=60, deadline=None)

@@ -135,7 +135,7 @@ def _cost(owners: tuple[int, ...], state: State, algorithm: str) -> RoundCost:
     vertices = tuple(Vertex(name=str(rank), kind="device") for rank in owners)
     number = {pair: place for place, pair in enumerate(links)}
     network = Topology(vertices=vertices, links=tuple(links.values()))
-    return round_cost(_schedule(algorithm, len(owners)), network, lambda a, b: (number[a, b],))
+    return round_cost(_schedule(algorithm, len(owners)), network, lambda a, b, channel: (number[a, b],))
 
 
 @cache

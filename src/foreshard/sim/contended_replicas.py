@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foreshard.comm.flow.compiled import is_worth_compiling
+from foreshard.comm.compiled import is_worth_compiling
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import simulate
 from foreshard.sim.contention import (

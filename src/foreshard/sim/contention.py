@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreshard.comm.flow.compiled import is_worth_compiling
+from foreshard.comm.compiled import is_worth_compiling
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import FlowTimes, simulate
 from foreshard.errors import SpecError

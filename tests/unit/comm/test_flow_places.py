@@ -1,11 +1,16 @@
 """Where places of a schedule are on a topology: ranks, and switches that reduce."""
 
+from dataclasses import replace
+
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.comm.flow.places import routing_of
 from foreshard.comm.flow.schedule_run import run_schedule, send_times
 from foreshard.comm.schedules.registry import schedule_of
+from foreshard.comm.topology.channel_routes import routes_from
+from foreshard.comm.topology.fabrics import leaf_spine
+from foreshard.comm.topology.machines import switched
 from foreshard.comm.topology.of_cluster import topology_of
 from foreshard.errors import SpecError
 
@@ -47,6 +52,18 @@ def test_switches_that_cannot_reduce_for_all_ranks_are_refused(cluster, algorith
     topology = on(cluster)
     with pytest.raises(SpecError, match=said):
         routing_of(schedule_of("all-reduce", algorithm, topology.num_ranks), topology)
+
+
+def test_channels_of_a_schedule_that_was_made_for_a_network_name_its_routes():
+    """Others take the routes of a hash, by which two channels may meet on one spine."""
+    topology = leaf_spine(
+        [switched(1, 1e9, num_nics=1, nic_bytes_per_s=1e9)] * 4, nodes_per_leaf=2, num_spines=2
+    )
+    made = schedule_of("send", "direct", 4, channels=4, parts=4)
+    routes = routes_from(topology, int(topology.devices[0]))[int(topology.devices[3])]
+    assert len(routes) == 2
+    route = routing_of(replace(made, overlaps=True), topology)
+    assert [route(0, 3, channel) for channel in range(4)] == routes * 2
 
 
 def test_more_ranks_than_devices_are_refused():

@@ -192,8 +192,10 @@ def test_a_collective_in_a_step_starts_when_each_rank_has_computed():
     topology, schedule = node_ring(8), ring(8)
     builder = FlowProgramBuilder(topology.capacity_bytes_per_s)
     compute = [builder.compute(1.0 if rank == 3 else 0.0, queue=builder.new_queue()) for rank in range(8)]
-    first = add_schedule(builder, schedule, 1e6, topology, own_link, after=[[one] for one in compute])
-    updates = [builder.compute(0.5, after=(first + last).tolist()) for last in last_sends(schedule)]
+    first, arrived = add_schedule(
+        builder, schedule, 1e6, topology, own_link, after=[[one] for one in compute]
+    )
+    updates = [builder.compute(0.5, after=(arrived + last).tolist()) for last in last_sends(schedule)]
     times = simulate(builder.build())
     assert times.start_s[first + 3] == 1.0
     ring_s = run_schedule(schedule, 1e6, topology, own_link).seconds

@@ -240,14 +240,36 @@ def test_nine_of_ten_cases_are_right():
     for _, _, row in found:
         assert row in page, row
     assert len(found) == 17 and sum(right == count for right, count, _ in found) == 15
+    assert tuple(map(sum, zip(*((right, count) for right, count, _ in found), strict=True))) == (161, 168)
+    assert "161 of 168 picks" in page
     assert sum(right / count for right, count, _ in found) / len(found) == pytest.approx(31 / 34)
     assert 31 / 34 > 0.9
 
 
-def test_an_estimated_time_is_the_one_that_nccl_logged():
-    """NVIDIA/nccl 1453: 24 H100 on three nodes, 8 bytes, in microseconds."""
-    comm = communicator_of(load_cluster("3x8xh100-sxm"), 24)
-    assert nccl_choice("all-reduce", 8, comm).best.time_s / US == pytest.approx(25.200924, abs=5e-6)
+@pytest.mark.parametrize(
+    ("num_bytes", "picked", "microseconds"),
+    [
+        (8, "Tree/LL", 25.200924),
+        (256, "Tree/LL", 25.229528),
+        (512, "Tree/LL", 25.259054),
+        (262144, "Tree/LL128", 54.707825),
+        (524288, "NVLSTree/Simple", 59.553600),
+        (8388608, "NVLSTree/Simple", 157.857605),
+    ],
+)
+def test_an_estimated_time_is_the_one_that_nccl_logged(num_bytes, picked, microseconds):
+    """NVIDIA/nccl 1453, release 2.22.3: 24 H100 on three nodes with cards of 200 Gb/s."""
+    comm = communicator_of(load_cluster("3x8xh100-sxm@1600Gb/s"), 24, release="2.26")
+    best = nccl_choice("all-reduce", num_bytes, comm).best
+    assert best.name == picked
+    assert best.time_s / US == pytest.approx(microseconds, rel=1e-7)
+
+
+def test_the_estimate_of_a_ring_on_a_node_is_the_one_that_nccl_logged():
+    """NVIDIA/nccl 1595: 768 MiB by the Simple ring of eight H100, 3970.683594 us."""
+    comm = communicator_of(load_cluster("1x8xh100-sxm"), 8)
+    found = estimate("all-reduce", 805306368, "ring", "Simple", comm)
+    assert found.time_s / US == pytest.approx(3970.683594, rel=1e-7)
 
 
 # Row of the all-reduce in the table that NCCL 2.30 logged on a node of 8 H200.

@@ -24,7 +24,7 @@ def test_a_ring_without_launch_pipeline_and_copy_is_what_its_rounds_take(collect
     topology = topology_of(loaded, rates="fitted")
     schedule = schedule_of(collective, "ring", ranks)
     route = routing_of(schedule, topology)
-    rounds = round_cost(schedule, topology, lambda source, target: tuple(route(source, target, 0)))
+    rounds = round_cost(schedule, topology, route)
     fabric = fabric_between(loaded, range(ranks))
     # A simulation counts every link by what ring all-reduce reaches of it, and reduces nowhere but at ends.
     bare = replace(fabric, **ROUNDS_ONLY, gather_eff=fabric.ring_eff, in_network=0.0)

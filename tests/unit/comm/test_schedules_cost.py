@@ -37,7 +37,7 @@ def star(num_ranks: int, shared: tuple[SharedResource, ...] = ()) -> Topology:
     )
 
 
-def through(source: int, target: int) -> tuple[int, ...]:
+def through(source: int, target: int, channel: int) -> tuple[int, ...]:
     return (2 * source, 2 * target + 1)
 
 

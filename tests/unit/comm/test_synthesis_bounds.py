@@ -14,7 +14,7 @@ from foreshard.comm.synthesis.bounds import (
     all_gather_bytes_per_s,
     all_reduce_bytes_per_s,
     all_to_all_bytes_per_s,
-    latency_bound_s,
+    latencies_s,
     lower_bound_s,
     reduce_scatter_bytes_per_s,
 )
@@ -116,6 +116,20 @@ def test_all_to_all_of_a_symmetric_network_equals_that_of_the_whole_program():
     assert all_to_all_bytes_per_s(uneven) == pytest.approx(all_to_all_bytes_per_s(topology), rel=1e-6)
 
 
+@pytest.mark.parametrize("make", [lambda: ndv2(2), lambda: a100(2), lambda: torus(4, 4), dgx2_x2])
+def test_an_all_to_all_without_time_for_its_program_has_a_looser_bound(make):
+    """Catches the solution of a program that ran out of time, which bounds nothing."""
+    topology = make()
+    exact, at_once = all_to_all_bytes_per_s(topology), all_to_all_bytes_per_s(topology, limit_s=0.0)
+    assert exact * (1 - 1e-6) <= at_once < 4 * exact
+
+
+def test_the_way_of_the_last_byte_comes_behind_the_time_of_its_link():
+    """By hand: 31 of 32 chunks of 1 GB over 125 GB/s, and 0.35 us to the switch and from it."""
+    bound = lower_bound_s("all-gather", 1e9, dgx2_x2())
+    assert bound == pytest.approx(31 / 32 * 1e9 / 125e9 + 0.7e-6, rel=1e-9)
+
+
 def test_a_shared_bus_bounds_what_its_links_carry_together():
     vertices = tuple(Vertex(name=name, kind="device") for name in "abc")
     pairs = itertools.permutations(range(3), 2)
@@ -127,14 +141,14 @@ def test_a_shared_bus_bounds_what_its_links_carry_together():
 
 def test_latency_bounds_small_messages():
     topology = torus(4, 4)
-    assert latency_bound_s("all-gather", topology) == pytest.approx(4 * 0.5e-6)
+    assert latencies_s("all-gather", topology) == pytest.approx((0.5e-6, 4 * 0.5e-6))
     assert lower_bound_s("all-gather", 1.0, topology) == pytest.approx(2e-6)
 
 
 def test_unconnected_devices_and_unknown_collectives_are_refused():
     vertices = tuple(Vertex(name=name, kind="device") for name in "ab")
     with pytest.raises(SpecError, match="reach"):
-        latency_bound_s(
+        latencies_s(
             "all-gather", Topology(vertices=vertices, links=(Edge(source=0, target=1, bytes_per_s=1.0),))
         )
     with pytest.raises(SpecError, match="all-gather"):

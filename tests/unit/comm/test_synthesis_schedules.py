@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from foreshard.api import load_cluster
-from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology, routes_between, routes_from
+from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology
 from foreshard.comm.synthesis.bounds import lower_bound_s
 from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
 from foreshard.comm.synthesis.quotient import greedy_reception, shifted_schedule, shifts_of
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.synthesis.synthesize import synthesize
 from foreshard.comm.synthesis.timing import seconds_of
+from foreshard.comm.topology.channel_routes import routes_between, routes_from
 from foreshard.comm.topology.graph import SharedResource
 from foreshard.comm.topology.of_cluster import topology_of
 from foreshard.comm.topology.regular import mesh
@@ -83,6 +84,7 @@ def test_all_gathers_are_as_fast_as_published_ones(name):
     topology = make()
     found = synthesize("all-gather", 1e9, topology, budget=counted(0.5))
     assert 1e9 / found.seconds / GB >= gb_per_s
+    assert name != "DGX2 x2" or found.gap < 1e-6  # nothing is faster: the rest to 129.032 is latency
     assert wrong_places(found.schedule) == []
 
 

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from foreshard.errors import SpecError
-from foreshard.validation.collective_cases import CLOSED_FORM, NCCL, collective_cases
+from foreshard.validation.collective_cases import CLOSED_FORM, NCCL, collective_cases, era_of
 from foreshard.validation.collective_systems import OUTSIDE, collective_systems
 from foreshard.validation.tables import read_table
 
@@ -75,6 +75,11 @@ def test_the_release_is_read_from_library_and_notes(tmp_path):
         row(library="nccl", notes="torch 2.9.1+cu130 nccl 2.27.7"),
     )
     assert early.predicted_s == noted.predicted_s > now.predicted_s == torch_release.predicted_s
+
+
+def test_times_that_state_no_release_are_of_one_that_there_was():
+    assert era_of("nccl", "8x A100 node") == "2.1x"
+    assert era_of("nccl 2.27.3", "8x A100 node") == era_of("nccl", "another node") == "2.2x"
 
 
 def test_the_transport_of_a_network_is_its_latency(tmp_path):

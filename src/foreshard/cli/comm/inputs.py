@@ -23,8 +23,11 @@ MEASURED_HELP = (
 MAX_LOG_BYTES = 2**26  # a log of NCCL at its most talkative, a schedule of a million sends
 _MAX_RANKS = 2048
 """Ranks whose sends are listed one by one: an all-reduce of as many has 8 million, which take some 6 GB."""
+_MAX_SENDS = 2 * _MAX_RANKS**2
 _FEW_SENDS = ("send", "broadcast")
 """Collectives of which each piece reaches each rank once at the most: as many sends as ranks."""
+_TREES = ("double-tree", "binomial", "nvls-tree")
+"""Algorithms that send each piece along a tree; each channel has its own pieces."""
 _MAX_DEVICES = 2**14  # of a topology, of which a schedule may use a part
 _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
@@ -56,6 +59,21 @@ def check_ranks(key: str, collective: str, ranks: int) -> None:
         check_size(key, ranks, _MAX_RANKS, "Every send of a schedule is listed")
 
 
+def _check_pieces(collective: str, algorithm: str, ranks: int, channels: int, parts: int | None) -> None:
+    """Refuse pieces that together are more sends than may be listed; counted roughly, never too many."""
+    is_tree = algorithm in _TREES
+    pieces = channels * (parts or 1) if is_tree else parts or channels
+    sends = pieces * (ranks - 1) * (1 if is_tree or collective in _FEW_SENDS else ranks)
+    if sends > _MAX_SENDS:
+        raise SpecError(
+            f"{pieces:,} pieces over {ranks:,} ranks are {sends:,} sends or more",
+            key="--parts" if parts else "--channels",
+            value=parts or channels,
+            rule=f"Every send of a schedule is listed: at most {_MAX_SENDS:,}",
+            fix="Give fewer parts or channels",
+        )
+
+
 def load_loops(topology: Topology) -> None:
     """Load the compiled loops with a send between two ranks: the wall time of what follows is its own."""
     from foreshard.comm.flow.places import routing_of
@@ -74,6 +92,7 @@ def schedule_named(
     from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 
     check_ranks("--ranks", collective, ranks)
+    _check_pieces(collective, algorithm, ranks, channels, parts)
     suffix = Path(algorithm).suffix.lower()
     if suffix not in (".json", ".xml"):
         knows_nodes = algorithm in ALGORITHMS and "per_node" in ALGORITHMS[algorithm].options

@@ -17,12 +17,10 @@ from foreshard.errors import SpecError
 from foreshard.report.screen import Box, Screen, table
 
 if TYPE_CHECKING:
-    from foreshard.comm.flow.schedule_run import Routing, ScheduleRun
-    from foreshard.comm.schedules.schedule import Schedule
+    from foreshard.comm.flow.schedule_run import ScheduleRun
     from foreshard.comm.topology.graph import Topology
 
 _LARGE = 64  # ranks from which a simulation takes about as long as loading the loops
-_MAX_ROUNDED = 200_000  # sends whose rounds are counted within a second
 
 
 @verb_command("simulate")
@@ -61,8 +59,9 @@ def command(
     foreshard comm simulate all-reduce 1GiB 8x8xh100-sxm --algorithm ring
     foreshard comm simulate all-to-all 64MiB 2x8xa100-sxm-80gb --algorithm direct --rates datasheet --json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    from foreshard.comm.flow.places import routing_of
+    from foreshard.comm.flow.places import check_devices, routing_of
     from foreshard.comm.flow.schedule_run import run_schedule, send_times
+    from foreshard.comm.schedules.cost import is_lockstep, round_cost
     from foreshard.comm.schedules.registry import algorithms_of
     from foreshard.interop.collective_schedules.send_trace import send_trace
 
@@ -76,6 +75,7 @@ def command(
             rule="A collective moves at least one byte",
             fix="Give 64KiB",
         )
+    check_devices(ranks or topology.num_ranks, topology)
     if topology.num_ranks >= _LARGE:
         load_loops(topology)
     started = time.perf_counter()
@@ -83,7 +83,7 @@ def command(
     route = routing_of(schedule, topology, forwarding="any")
     run = run_schedule(schedule, size, topology, route)
     wall_s = time.perf_counter() - started
-    closed_form_s = _closed_form_s(schedule, topology, route, size)
+    closed_form_s = round_cost(schedule, topology, route).time_s(size)
     if trace:
         times = send_times(schedule, size, topology, route)
         write_text(trace, dump(send_trace(schedule, *times, num_bytes=size)) + "\n")
@@ -102,16 +102,8 @@ def command(
         "busiest": [{"resource": _name(topology, one), "utilisation": part} for one, part in run.busiest],
         "wall_s": wall_s,
     }
-    give(data, lambda: _screen(data, run))
-
-
-def _closed_form_s(schedule: Schedule, topology: Topology, route: Routing, size: float) -> float | None:
-    """Return the time if all sends of a round waited for those of the round before; None for many sends."""
-    from foreshard.comm.schedules.cost import round_cost
-
-    if schedule.num_sends > _MAX_ROUNDED:
-        return None
-    return round_cost(schedule, topology, lambda source, target: tuple(route(source, target, 0))).time_s(size)
+    note = "closed form: nothing contends" if is_lockstep(schedule, topology, route) else "closed form"
+    give(data, lambda: _screen(data, run, note))
 
 
 def _name(topology: Topology, resource: int) -> str:
@@ -122,7 +114,7 @@ def _name(topology: Topology, resource: int) -> str:
     return f"{topology.vertices[link.source].name} -> {topology.vertices[link.target].name}"
 
 
-def _screen(data: dict[str, Any], run: ScheduleRun) -> Screen:
+def _screen(data: dict[str, Any], run: ScheduleRun, note: str) -> Screen:
     header = f"{data['collective']} of {quantity.size(data['size_bytes'])} over {data['num_ranks']} ranks"
     boxes = (
         Box(title="time", value=quantity.seconds(data["time_s"])),
@@ -131,11 +123,7 @@ def _screen(data: dict[str, Any], run: ScheduleRun) -> Screen:
             value=quantity.seconds(data["lower_bound_s"]),
             note=f"{100 * data['gap']:.1f} % gap, the same sends over the same routes",
         ),
-        *(
-            [Box(title="in rounds", value=quantity.seconds(data["closed_form_s"]), note="closed form")]
-            if data["closed_form_s"] is not None
-            else []
-        ),
+        Box(title="in rounds", value=quantity.seconds(data["closed_form_s"]), note=note),
         Box(title="flows", value=f"{data['flows']:,}", note=f"{run.num_simulated:,} simulated after folding"),
     )
     rows = [(one["resource"], f"{100 * one['utilisation']:.1f} %") for one in data["busiest"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreshard.comm.flow.compiled import is_worth_compiling, loops
+from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.flow.program import FlowProgram
 from foreshard.comm.flow.simulation import kernel_tasks
 from foreshard.comm.flow.symmetry import Fold

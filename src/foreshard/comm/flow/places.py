@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from foreshard.comm.flow.schedule_run import Routing
 from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.topology.channel_routes import channel_routes
 from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.routing import Forwarding
 from foreshard.comm.topology.routing import Routing as Routes
@@ -16,6 +19,7 @@ from foreshard.units import number_of
 def routing_of(schedule: Schedule, topology: Topology, *, forwarding: Forwarding = "direct") -> Routing:
     """Return the routes of a schedule's sends: shortest paths, by a hash of the channel where several are.
 
+    A schedule whose sends overlap was made for a network: its channels name routes of that (`ChannelRoutes`).
     Rank r is the r-th device. A switch place is the vertex of its name; one without a name of the topology is
     the reducing switch nearest to the places that send to it, each switch once.
 
@@ -24,21 +28,31 @@ def routing_of(schedule: Schedule, topology: Topology, *, forwarding: Forwarding
     SpecError
         If there are more ranks than devices, or no switch that reduces is left.
     """
-    if schedule.num_ranks > topology.num_ranks:
-        raise SpecError(
-            f"{schedule.num_ranks} ranks on {number_of(topology.num_ranks, 'device')}",
-            key="ranks",
-            value=schedule.num_ranks,
-            rule="Every rank is a device of the topology",
-            fix=f"Give {topology.num_ranks} ranks or less, or a larger cluster",
-        )
+    check_devices(schedule.num_ranks, topology)
     routes = Routes(topology, forwarding=forwarding)
     vertices = _vertices(schedule, topology, routes)
 
+    explicit = channel_routes(topology) if schedule.overlaps else None
+
+    @cache
     def route(source: int, target: int, flow: int) -> tuple[int, ...]:
+        if explicit is not None:
+            return explicit.links(vertices[source], vertices[target], flow)
         return routes.ecmp(vertices[source], vertices[target], flow=flow)
 
     return route
+
+
+def check_devices(num_ranks: int, topology: Topology) -> None:
+    """Refuse more ranks than devices."""
+    if num_ranks > topology.num_ranks:
+        raise SpecError(
+            f"{num_ranks} ranks on {number_of(topology.num_ranks, 'device')}",
+            key="ranks",
+            value=num_ranks,
+            rule="Every rank is a device of the topology",
+            fix=f"Give {topology.num_ranks} ranks or less, or a larger cluster",
+        )
 
 
 def _vertices(schedule: Schedule, topology: Topology, routes: Routes) -> list[int]:

@@ -1,7 +1,8 @@
 """A schedule on a topology: how long it takes, how near that is to a bound, and which resources are busiest.
 
-Every send is a flow. Sends of one channel between the same two places are a queue: each starts when the one
-before has arrived, and all take the route that the routing function gives to their channel.
+Every send is a flow. Sends of one channel between the same two places are a queue, and all take the route
+that the routing function gives to their channel. Those of one round are one message, whose chunks leave back
+to back; a message starts when the one before has arrived.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ def send_times(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return when each send starts and has arrived, in seconds; shape (sends,) each. As `run_schedule`."""
     builder = FlowProgramBuilder(topology.capacity_bytes_per_s)
-    first = add_schedule(builder, schedule, size_bytes, topology, route)
-    times, sends = simulate(builder.build()), first + np.arange(schedule.num_sends)
-    return times.start_s[sends], times.end_s[sends + schedule.num_sends * schedule.overlaps]
+    first, arrived = add_schedule(builder, schedule, size_bytes, topology, route)
+    times, sends = simulate(builder.build()), np.arange(schedule.num_sends)
+    return times.start_s[first + sends], times.end_s[arrived + sends]
 
 
 def add_schedule(
@@ -128,10 +129,10 @@ def add_schedule(
     after: Sequence[Sequence[int]] = (),
     weight: float = 1.0,
     priority: int = 0,
-) -> int:
-    """Add the sends of a schedule to a program, in order, and return the number of the first.
+) -> tuple[int, int]:
+    """Add the sends of a schedule to a program, in order.
 
-    Where sends of a channel overlap, as many tasks follow: their arrivals, in the same order.
+    Where a send starts before the one ahead of it has arrived, arrivals are tasks of their own.
 
     Parameters
     ----------
@@ -142,46 +143,58 @@ def add_schedule(
         For each rank, tasks that end before its first send: those that compute what it sends.
     weight : float
     priority : int
+
+    Returns
+    -------
+    int, int
+        Numbers of the task that is the first send, and of the one at whose end it has arrived; those of the
+        other sends follow them.
     """
     if not 0.0 <= size_bytes < np.inf:
         raise SpecError(
             f"size is {size_bytes:g} bytes", key="size_bytes", value=size_bytes, rule="A size is at least 0"
         )
-    keys, queue = _channels(schedule)
-    places = max(schedule.num_places, 1)
-    ends = [(key // places % places, key % places, key // places**2) for key in keys.tolist()]
-    links = [tuple(route(*end)) for end in ends]
+    ways, queue = schedule.ways
+    links = [tuple(route(*way)) for way in ways]
     rows = np.array([builder.route(topology.resources_of(one)) for one in links], dtype=np.int64)
-    latency_s = np.array([float(topology.latency_s[list(one)].sum()) for one in links])
+    latency = topology.latency_s.tolist()
+    latency_s = np.array([sum(latency[link] for link in one) for one in links], dtype=np.float64)
+    messages = None if schedule.overlaps else _messages(schedule)
+    has_arrivals = schedule.overlaps or messages is not None
     first = builder.add_many(
-        delay_s=0.0 if schedule.overlaps else latency_s[queue],
+        delay_s=0.0 if has_arrivals else latency_s[queue],
         num_bytes=schedule.weight * size_bytes,
         weight=weight,
         priority=priority,
         route=rows[queue],
-        queue=builder.new_queue(len(keys)) + queue,
+        queue=builder.new_queue(len(ways)) + queue,
     )
     arrived = first
-    if schedule.overlaps:  # the latency follows outside the queue
+    if has_arrivals:  # the latency follows outside the queue
         arrived = builder.add_many(delay_s=latency_s[queue])
         builder.depend(arrived + np.arange(schedule.num_sends), first + np.arange(schedule.num_sends))
+    if messages is not None:
+        behind, ahead = messages
+        builder.depend(first + behind, arrived + ahead)
     count = np.diff(schedule.indptr)
     builder.depend(first + np.repeat(np.arange(schedule.num_sends), count), arrived + schedule.indices)
     if after:
         _start_after(builder, schedule, queue, first, after)
-    return first
+    return first, arrived
 
 
-def _channels(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return a key of each channel between two places, ascending, and the channel of each send."""
-    places = schedule.num_places
-    key = (schedule.channel * places + schedule.source) * places + schedule.target
-    size = int(key.max(initial=-1)) + 1
-    if size > 4 * schedule.num_sends + 2**20:
-        return np.unique(key, return_inverse=True)
-    is_used = np.zeros(size, dtype=bool)  # a table is several times faster than sorting two million sends
-    is_used[key] = True
-    return np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[key]
+def _messages(schedule: Schedule) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first sends of messages behind others, the last sends of those; None for single chunks."""
+    rounds, (ways, queue) = schedule.rounds(), schedule.ways
+    num_rounds = int(rounds.max(initial=0)) + 1
+    key = queue * num_rounds + rounds
+    is_small = len(ways) * num_rounds <= 4 * schedule.num_sends + 2**20  # counting is faster than sorting
+    chunks = np.bincount(key) if is_small else np.unique(key, return_counts=True)[1]
+    if chunks.max(initial=0) <= 1:
+        return None
+    order = np.argsort(queue, kind="stable")
+    is_behind = (np.diff(queue[order]) == 0) & (np.diff(rounds[order]) != 0)
+    return order[1:][is_behind], order[:-1][is_behind]
 
 
 def _start_after(
@@ -199,8 +212,8 @@ def _start_after(
 
 
 def last_sends(schedule: Schedule) -> list[np.ndarray]:
-    """Return, for each rank, sends after which it has sent and received all: the last of each channel."""
-    _, queue = _channels(schedule)
+    """Return, for each rank, the last send of each channel: with their arrivals it has sent and got all."""
+    queue = schedule.ways[1]
     last = np.full(int(queue.max(initial=-1)) + 1, -1)
     np.maximum.at(last, queue, np.arange(schedule.num_sends))
     source, target = schedule.source[last], schedule.target[last]

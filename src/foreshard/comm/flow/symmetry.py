@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.flow._symmetry_kernel import joined
-from foreshard.comm.flow.compiled import is_worth_compiling, loops
 from foreshard.comm.flow.program import FlowProgram
 
 MAX_CLASSES_FRAC = 0.5

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from foreshard.comm.flow.compiled import is_worth_compiling
+from foreshard.comm.compiled import is_worth_compiling
 from foreshard.comm.jobs.demand import Choice, JobDemand
 from foreshard.comm.jobs.intensity import chosen_paths, priorities
 from foreshard.comm.jobs.rotation import Rotation, components, rotations

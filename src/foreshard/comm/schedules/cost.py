@@ -1,13 +1,15 @@
 """Closed form of a schedule's time: latency and load of each round, congestion of shared links included.
 
 A round of the schedule takes the largest load of a resource over its capacity, plus the largest latency of a
-route. That is exact where routes are fixed and rounds are synchronous, and equals the formulas of Hockney's
-model on a network without contention.
+route. That equals the formulas of Hockney's model, and the flow simulation, where ranks proceed in lockstep
+and nothing contends (`is_lockstep`). Of sends listed by rounds it is nowhere less than the bytes of a
+resource over its capacity, nor than the longest chain of sends. Where the simulation is faster, ranks go on
+before the slowest send of a round; where it is slower, fair shares leave the busiest resource idle later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +17,8 @@ import numpy as np
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.graph import Topology
 
-Route = Callable[[int, int], tuple[int, ...]]
-"""The links from one place to another; none for what stays in one device."""
+Route = Callable[[int, int, int], Sequence[int]]
+"""The links from one place to another on a channel; none for what stays in one device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +51,7 @@ def round_cost(schedule: Schedule, topology: Topology, route: Route) -> RoundCos
     schedule : Schedule
     topology : Topology
     route : callable
-        The links between two places of the schedule: ranks, then switches.
+        The links between two places of the schedule, ranks, then switches, on a channel; asked once for each.
 
     Examples
     --------
@@ -59,42 +61,103 @@ def round_cost(schedule: Schedule, topology: Topology, route: Route) -> RoundCos
     >>> links = tuple(Edge(source=a, target=b, bytes_per_s=2.0, latency_s=1.0) for a, b in ends)
     >>> two = tuple(Vertex(name=name, kind="device") for name in "ab")
     >>> pair = Topology(vertices=two, links=links)
-    >>> round_cost(ring("all-reduce", 2), pair, lambda source, target: (source,)).time_s(8.0)
+    >>> round_cost(ring("all-reduce", 2), pair, lambda source, target, channel: (source,)).time_s(8.0)
     6.0
     """
-    rounds = schedule.rounds()
-    num_rounds = int(rounds.max(initial=-1)) + 1
-    keys = schedule.source.astype(np.int64) * schedule.num_places + schedule.target
-    pairs, pair = np.unique(keys, return_inverse=True)
-    routes = [route(*divmod(int(key), schedule.num_places)) for key in pairs]
-    # bytes of each pair in each round, then of each resource
-    both = rounds * len(pairs) + pair
-    used, at = np.unique(both, return_inverse=True)
-    load = np.bincount(at, weights=schedule.weight, minlength=len(used))
-    when, way = used // max(len(pairs), 1), used % max(len(pairs), 1)
-    latency = np.array([topology.latency_s[list(links)].sum() if links else 0.0 for links in routes])
-    latency_s = np.zeros(num_rounds)
-    np.maximum.at(latency_s, when, latency[way])
-    resources = [topology.resources_of(links) for links in routes]
-    counts = np.array([len(one) for one in resources], dtype=np.int64)
-    flat = np.array([one for some in resources for one in some], dtype=np.int64)
-    begins = np.cumsum(counts) - counts
-    each = counts[way]
-    index = np.repeat(begins[way] - (np.cumsum(each) - each), each) + np.arange(each.sum())
-    return _busiest(topology, np.repeat(when, each), flat[index], np.repeat(load, each), latency_s)
-
-
-def _busiest(
-    topology: Topology, when: np.ndarray, resource: np.ndarray, load: np.ndarray, latency_s: np.ndarray
-) -> RoundCost:
-    """Return the cost of rounds of which loads of resources are given."""
+    sent = _Sent(schedule, topology, route)
     num_resources = max(len(topology.capacity_bytes_per_s), 1)
-    key, at = np.unique(when * num_resources + resource, return_inverse=True)
-    total = np.bincount(at, weights=load, minlength=len(key))
+    key, at = np.unique(sent.when[sent.row] * num_resources + sent.resource, return_inverse=True)
     when, resource = key // num_resources, key % num_resources
-    time = total / topology.capacity_bytes_per_s[resource]
-    s_per_byte, bottleneck = np.zeros(len(latency_s)), np.full(len(latency_s), -1, dtype=np.int64)
+    time = np.bincount(at, weights=sent.load[sent.row]) / topology.capacity_bytes_per_s[resource]
+    num_rounds = int(schedule.rounds().max(initial=-1)) + 1
+    latency_s, s_per_byte = np.zeros(num_rounds), np.zeros(num_rounds)
+    np.maximum.at(latency_s, sent.when, sent.latency_s[sent.way])
+    bottleneck = np.full(num_rounds, -1, dtype=np.int64)
     order = np.argsort(time, kind="stable")
     # the last write of each round is that of its largest time
     s_per_byte[when[order]], bottleneck[when[order]] = time[order], resource[order]
     return RoundCost(latency_s=latency_s, s_per_byte=s_per_byte, bottleneck=bottleneck)
+
+
+def is_lockstep(schedule: Schedule, topology: Topology, route: Route) -> bool:
+    """Return whether nothing contends and ranks proceed in lockstep, so that no simulation differs.
+
+    In each round no resource carries what two pairs of places send each other; channels of one pair send
+    equal bytes; all messages take equally long; and every send waits for the end of a message of the round
+    before, so that none starts early.
+
+    Examples
+    --------
+    >>> from foreshard.comm.schedules.ring import ring
+    >>> from foreshard.comm.topology.regular import full_mesh
+    >>> mesh, number = full_mesh(3, 1e9), {(0, 1): 0, (1, 0): 1, (0, 2): 2, (2, 0): 3, (1, 2): 4, (2, 1): 5}
+    >>> is_lockstep(ring("all-reduce", 3), mesh, lambda a, b, channel: (number[a, b],))
+    True
+    >>> is_lockstep(ring("all-reduce", 3), mesh, lambda a, b, channel: (0,))
+    False
+    """
+    sent = _Sent(schedule, topology, route)
+    ends = np.array([way[:2] for way in schedule.ways[0]], dtype=np.int64).reshape(-1, 2)
+    pair = (ends[:, 0] * schedule.num_places + ends[:, 1])[sent.way]
+    num_resources = max(len(topology.capacity_bytes_per_s), 1)
+    key = sent.when[sent.row] * num_resources + sent.resource
+    if not _is_same(pair[sent.row], key) or not _is_same(
+        sent.load, sent.when * schedule.num_places**2 + pair
+    ):
+        return False
+    _, at = np.unique(key, return_inverse=True)
+    time = np.bincount(at, weights=sent.load[sent.row])[at] if len(at) else sent.load[:0]
+    time = time / topology.capacity_bytes_per_s[sent.resource]
+    slowest = np.zeros(len(sent.when))
+    np.maximum.at(slowest, sent.row, time)
+    is_even = _is_same(slowest, sent.when) and _is_same(sent.latency_s[sent.way], sent.when)
+    return is_even and _waits_for_messages(schedule)
+
+
+def _is_same(values: np.ndarray, key: np.ndarray) -> bool:
+    """Return whether all values of each key are the same, to rounding."""
+    order = np.argsort(key, kind="stable")
+    value, key = values[order], key[order]
+    first = np.searchsorted(key, key)
+    return bool(np.allclose(value, value[first], rtol=1e-9, atol=0.0))
+
+
+def _waits_for_messages(schedule: Schedule) -> bool:
+    """Return whether every send waits for the last chunk of a message of the round before its own."""
+    rounds, way = schedule.rounds(), schedule.ways[1]
+    order = np.argsort(way, kind="stable")
+    step, is_last = np.diff(rounds[order]), np.ones(schedule.num_sends, dtype=bool)
+    is_same_way = np.diff(way[order]) == 0
+    is_last[order[:-1][is_same_way & (step == 0)]] = False
+    send = np.repeat(np.arange(schedule.num_sends), np.diff(schedule.indptr))
+    before = schedule.indices
+    waits = np.zeros(schedule.num_sends, dtype=bool)
+    waits[send[is_last[before] & (rounds[before] == rounds[send] - 1)]] = True
+    return bool((waits | (rounds == 0)).all() and (step[is_same_way] >= 0).all())
+
+
+class _Sent:
+    """What each way carries in each round, as rows, and the resources of each row.
+
+    Attributes
+    ----------
+    when, way, load : ndarray, shape (rows,)
+        Round, number of the way, and bytes for each byte of the collective.
+    row, resource : ndarray of int, shape (entries,)
+        The rows that occupy a resource.
+    latency_s : ndarray, shape (ways,)
+    """
+
+    def __init__(self, schedule: Schedule, topology: Topology, route: Route) -> None:
+        ways, way = schedule.ways
+        routes = [tuple(route(*one)) for one in ways]
+        used, at = np.unique(schedule.rounds() * len(ways) + way, return_inverse=True)
+        self.load = np.bincount(at, weights=schedule.weight, minlength=len(used))
+        self.when, self.way = used // max(len(ways), 1), used % max(len(ways), 1)
+        self.latency_s = np.array([topology.latency_s[list(one)].sum() if one else 0.0 for one in routes])
+        resources = [topology.resources_of(one) for one in routes]
+        counts = np.array([len(some) for some in resources], dtype=np.int64)
+        flat = np.array([one for some in resources for one in some], dtype=np.int64)
+        each, begins = counts[self.way], (np.cumsum(counts) - counts)[self.way]
+        self.row = np.repeat(np.arange(len(used)), each)
+        self.resource = flat[np.repeat(begins - (np.cumsum(each) - each), each) + np.arange(each.sum())]

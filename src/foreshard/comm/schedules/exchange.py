@@ -163,7 +163,7 @@ def _all_to_all(
             for here, there, chunk in legs[shift]:
                 build.send(here, there, chunk, channel=chunk % parts % channels)
             build.next_round()
-    return build.schedule()
+    return build.schedule().listed_by_rounds()
 
 
 def _pairs(num_ranks: int, parts: int, weights: Matrix | None) -> tuple[list[Chunk], list[tuple[int, int]]]:

@@ -58,7 +58,7 @@ def two_level(
             follows = before[len(made)] if before else None
             made.append(build.embed(schedule, places, chunks, channel=channel, after=follows))
         last[channel] = made
-    return build.schedule()
+    return build.schedule().listed_by_rounds()
 
 
 class _LevelPlan:

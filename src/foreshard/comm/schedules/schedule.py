@@ -8,6 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
+from foreshard.comm.compiled import is_worth_compiling, loops
+
+_MANY_SENDS = 100_000
+"""Sends whose rounds numpy counts in about the time in which compiled loops are loaded."""
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send")
 """Names as on the command line. Sizes are those that nccl-tests prints (see ``comm/collectives.py``)."""
 
@@ -52,15 +57,16 @@ class Schedule:
     is_reduced : ndarray of bool, shape (sends,)
         Whether the target adds.
     channel : ndarray of int, shape (sends,)
-        Sends of one channel between the same two places keep their order, the lower index first.
+        Sends of one channel between the same two places keep their order, the lower index first. Those of one
+        round that follow each other there are one message: its chunks leave back to back.
     indptr, indices : ndarray of int
         What a send waits for: sends `indices[indptr[i]:indptr[i + 1]]` have arrived (CSR).
     switches : tuple of str
         Names of the vertices that the places after the ranks stand for; a generator that does not know the
         topology writes 'switch'.
     overlaps : bool
-        Whether a send of a channel starts when the bytes of the one before have left, as copies in flight do;
-        else when they have arrived, as a ring of blocking steps does.
+        Whether a message of a channel starts when the bytes of the one before have left, as copies in flight
+        do; else when they have arrived, as a ring of blocking steps does.
     """
 
     collective: str
@@ -92,6 +98,20 @@ class Schedule:
         """Part of the size that each send carries, shape (sends,)."""
         return np.array([chunk.weight for chunk in self.chunks])[self.chunk]
 
+    @cached_property
+    def ways(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+        """Each channel between two places, as (source, target, channel), and the number of each send's."""
+        places = max(self.num_places, 1)
+        key = (self.channel * places + self.source) * places + self.target
+        size = int(key.max(initial=-1)) + 1
+        if size > 4 * self.num_sends + 2**20:
+            keys, way = np.unique(key, return_inverse=True)
+        else:  # a table is several times faster than sorting two million sends
+            is_used = np.zeros(size, dtype=bool)
+            is_used[key] = True
+            keys, way = np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[key]
+        return [(one // places % places, one % places, one // places**2) for one in keys.tolist()], way
+
     def waits_for(self, send: int) -> np.ndarray:
         """Return the sends that a send waits for."""
         return self.indices[self.indptr[send] : self.indptr[send + 1]]
@@ -104,22 +124,17 @@ class Schedule:
         ValueError
             If sends wait for each other in a circle.
         """
-        count = np.diff(self.indptr)
-        follows = np.argsort(self.indices, kind="stable")
-        of = np.repeat(np.arange(self.num_sends), count)[follows]
-        first = np.searchsorted(self.indices[follows], np.arange(self.num_sends + 1))
-        found, left = np.zeros(self.num_sends, dtype=np.int64), count.copy()
-        ready, seen = np.flatnonzero(left == 0), 0
-        at = 0
-        while len(ready):
-            found[ready] = at
-            seen += len(ready)
-            waiting = np.concatenate([of[first[i] : first[i + 1]] for i in ready.tolist()] or [ready[:0]])
-            np.subtract.at(left, waiting, 1)
-            ready = np.unique(waiting[left[waiting] == 0])
-            at += 1
-        if seen < self.num_sends:
-            raise ValueError("sends wait for each other in a circle")
+        return self._rounds
+
+    @cached_property
+    def _rounds(self) -> np.ndarray:
+        """What `rounds` returns."""
+        waiting = np.repeat(np.arange(self.num_sends), np.diff(self.indptr))
+        is_large = self.num_sends >= _MANY_SENDS and is_worth_compiling(self.num_sends)
+        if not is_large or not (self.indices < waiting).all():
+            return _rounds_by_level(self.indptr, self.indices)
+        found = np.zeros(self.num_sends, dtype=np.int64)
+        loops("foreshard.comm.schedules._rounds_kernel", True).count_rounds(self.indptr, self.indices, found)
         return found
 
     def listed_by_rounds(self) -> Schedule:
@@ -137,6 +152,28 @@ class Schedule:
             indptr=indptr,
             indices=place[self.indices[entry]],
         )
+
+
+def _rounds_by_level(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return the round of each send, all of a round at once, in whatever order sends are listed."""
+    left = np.diff(indptr)
+    follows = np.argsort(indices, kind="stable")
+    of = np.repeat(np.arange(len(left)), left)[follows]
+    first = np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=len(left)))])
+    found = np.full(len(left), -1)
+    ready, at = np.flatnonzero(left == 0), 0
+    while len(ready):
+        found[ready] = at
+        each = first[ready + 1] - first[ready]
+        ends = np.cumsum(each)
+        waiting, count = np.unique(
+            of[np.repeat(first[ready] - ends + each, each) + np.arange(ends[-1])], return_counts=True
+        )
+        left[waiting] -= count
+        ready, at = waiting[left[waiting] == 0], at + 1
+    if (found < 0).any():
+        raise ValueError("sends wait for each other in a circle")
+    return found
 
 
 class ScheduleBuilder:
@@ -234,12 +271,15 @@ def chunks_of(
         sources = (root,) if collective == "broadcast" else (0,)
         made = [Chunk(weight=1.0, sources=sources, targets=targets)]
     elif collective == "all-to-all":
-        made = [Chunk(weight=1.0 / num_ranks, sources=(i,), targets=(j,)) for i in every for j in every]
+        ends = [(rank,) for rank in every]
+        made = [Chunk(weight=1.0 / num_ranks, sources=one, targets=other) for one in ends for other in ends]
     else:
         for rank in every:
             sources = (rank,) if collective == "all-gather" else every
             targets = (rank,) if collective == "reduce-scatter" else every
             made.append(Chunk(weight=share[rank], sources=sources, targets=targets))
+    if parts == 1:
+        return made
     return [
         Chunk(weight=one.weight / parts, sources=one.sources, targets=one.targets)
         for one in made

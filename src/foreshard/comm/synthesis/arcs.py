@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 
 from foreshard.comm.synthesis.budget import Check, unlimited
+from foreshard.comm.topology.channel_routes import bottleneck_bytes_per_s, routes_from
 from foreshard.comm.topology.graph import Edge, Topology
 
-MAX_ROUTES = 8
-"""Routes of fewest hops kept between two vertices: enough for the eight planes of NVSwitch systems."""
 MUCH_FASTER = 1.5
 """Ratio of transfer times from which the slower of two arcs leaves to the faster what both could carry."""
 
@@ -40,91 +38,6 @@ class Arc:
     bytes_per_s: float
 
 
-def routes_from(
-    topology: Topology, vertex: int, *, through_devices: bool = False
-) -> dict[int, list[tuple[int, ...]]]:
-    """Return the routes of fewest hops from a vertex to every other it reaches, the widest first.
-
-    Parameters
-    ----------
-    topology : Topology
-    vertex : int
-    through_devices : bool, default False
-        Whether a device between the ends forwards.
-
-    Returns
-    -------
-    dict of int to list of tuple of int
-        Links of at most `MAX_ROUTES` routes to each vertex.
-    """
-    return _routes(topology, vertex, through_devices, range(len(topology.vertices)))
-
-
-def routes_between(
-    topology: Topology, source: int, target: int, *, through_devices: bool = False
-) -> list[tuple[int, ...]]:
-    """Return the routes of `routes_from` to one vertex; the rest of a large fabric is not visited."""
-    among = _between(topology, source, target, through_devices)
-    return _routes(topology, source, through_devices, among).get(target, [])
-
-
-def _between(topology: Topology, source: int, target: int, through_devices: bool) -> set[int]:
-    """Return the vertices on routes of fewest hops, by searches from both ends that meet."""
-    # which vertices come before each, on the way from either end
-    before: tuple[dict[int, list[int]], ...] = ({source: []}, {target: []})
-    layers = [[source], [target]]
-    both_ways = topology.links_out, topology.links_in
-    while all(layers) and not before[0].keys() & before[1].keys():
-        work = [sum(len(links[at]) for at in layer) for links, layer in zip(both_ways, layers, strict=True)]
-        side = int(work[1] < work[0])
-        ahead: dict[int, list[int]] = {}
-        for at in layers[side]:
-            for link in both_ways[side][at]:
-                other = topology.links[link].source if side else topology.links[link].target
-                passes = through_devices or topology.vertices[other].kind != "device"
-                if other not in before[side] and (passes or other in (source, target)):
-                    ahead.setdefault(other, []).append(at)
-        before[side].update(ahead)
-        layers[side] = list(ahead)
-    met = before[0].keys() & before[1].keys()
-    found = set(met)
-    for way in before:
-        layer = set(met)
-        while layer:
-            layer = {one for at in layer for one in way[at]}
-            found |= layer
-    return found
-
-
-def _routes(
-    topology: Topology, vertex: int, through_devices: bool, among: Container[int]
-) -> dict[int, list[tuple[int, ...]]]:
-    """Return the routes of fewest hops over some vertices, which have all such routes to each of them."""
-    found: dict[int, list[tuple[int, ...]]] = {vertex: [()]}
-    layer = [vertex]
-    while layer:
-        ahead: dict[int, list[tuple[int, ...]]] = {}
-        for at in layer:
-            if at != vertex and not through_devices and topology.vertices[at].kind == "device":
-                continue
-            for link in topology.links_out[at]:
-                target = topology.links[link].target
-                if target not in found and target in among:
-                    ahead.setdefault(target, []).extend((*route, link) for route in found[at])
-        for target, routes in ahead.items():
-            if len(routes) > 1:
-                routes.sort(key=lambda route: (-bottleneck_bytes_per_s(topology, route), route))
-            found[target] = routes[:MAX_ROUTES]
-        layer = list(ahead)
-    del found[vertex]
-    return found
-
-
-def bottleneck_bytes_per_s(topology: Topology, route: tuple[int, ...]) -> float:
-    """Return the rate of the narrowest resource of a route."""
-    return min(float(topology.capacity_bytes_per_s[one]) for one in topology.resources_of(route))
-
-
 def arcs_of(topology: Topology, check: Check = unlimited) -> list[Arc]:
     """Return every arc of a topology, by source, target and channel.
 
@@ -141,10 +54,10 @@ def arcs_of(topology: Topology, check: Check = unlimited) -> list[Arc]:
     rank_of = {vertex: rank for rank, vertex in enumerate(topology.devices.tolist())}
     made = []
     for vertex, rank in rank_of.items():
-        check()
         routes = routes_from(topology, vertex)
         reached = sorted((rank_of[target], target) for target in routes if target in rank_of)
         for other, target in reached:
+            check()
             for channel, links in enumerate(routes[target]):
                 made.append(
                     Arc(

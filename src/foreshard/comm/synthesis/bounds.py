@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from foreshard.comm.synthesis.arcs import reversed_topology
+from foreshard.comm.synthesis.cuts import (
+    crossing_bytes_per_s,
+    device_partitions,
+    single_devices,
+    whole_nodes,
+)
 from foreshard.comm.synthesis.flow_bounds import all_to_all_bytes_per_s
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.topology.graph import Topology
@@ -20,10 +27,12 @@ _MAX_SINKS = 160
 """Sinks tried on topologies without symmetry; fewer leave a bound valid, and perhaps looser."""
 
 
-def lower_bound_s(collective: str, num_bytes: float, topology: Topology) -> float:
+def lower_bound_s(collective: str, num_bytes: float, topology: Topology, *, limit_s: float = np.inf) -> float:
     """Return seconds that no schedule of a collective takes fewer of.
 
-    The larger of the bound by latency and the bound by bandwidth. The latter is, of an all-gather or
+    The larger of two: the latency between the farthest ranks, and the bound by bandwidth, behind the least
+    latency of a way between two ranks, since what comes last over any link or cut starts and ends at a rank.
+    The bound by bandwidth is, of an all-gather or
     reduce-scatter, the worst cut (see `all_gather_bytes_per_s`); of an all-reduce, the smallest cut, and
     without switches that reduce or multicast, the messages that a reduction and its spread need; of an
     all-to-all, a multicommodity flow; of a broadcast or send, the smallest cut between its ends.
@@ -35,6 +44,8 @@ def lower_bound_s(collective: str, num_bytes: float, topology: Topology) -> floa
     num_bytes : float, bytes
         Size of the collective, as `Chunk.weight` is a part of it.
     topology : Topology
+    limit_s : float, seconds
+        That the flow problem of an all-to-all may take; a looser bound needs none.
 
     Returns
     -------
@@ -45,22 +56,23 @@ def lower_bound_s(collective: str, num_bytes: float, topology: Topology) -> floa
     SpecError
         For an unknown collective, a single device, or a topology whose devices do not all reach each other.
     """
-    rate_of = {
+    rate_of: dict[str, Callable[[Topology], float]] = {
         "all-gather": all_gather_bytes_per_s,
         "reduce-scatter": reduce_scatter_bytes_per_s,
         "all-reduce": all_reduce_bytes_per_s,
-        "all-to-all": all_to_all_bytes_per_s,
+        "all-to-all": partial(all_to_all_bytes_per_s, limit_s=limit_s),
         "broadcast": broadcast_bytes_per_s,
         "send": send_bytes_per_s,
     }
     if collective not in rate_of:
         raise unknown("collective", collective, rate_of, key="collective")
     _check(topology)
-    return max(num_bytes / rate_of[collective](topology), latency_bound_s(collective, topology))
+    least_s, most_s = latencies_s(collective, topology)
+    return max(num_bytes / rate_of[collective](topology) + least_s, most_s)
 
 
-def latency_bound_s(collective: str, topology: Topology) -> float:
-    """Return the latency of the shortest route between the farthest two ranks that must exchange data."""
+def latencies_s(collective: str, topology: Topology) -> tuple[float, float]:
+    """Return the latency between the nearest two ranks that must exchange data, and the farthest two."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.csgraph import dijkstra
 
@@ -76,15 +88,16 @@ def latency_bound_s(collective: str, topology: Topology) -> float:
     rows, columns = np.array(list(quickest)).T
     graph = csr_matrix((list(quickest.values()), (rows, columns)), shape=(len(topology.vertices),) * 2)
     distance = dijkstra(graph, indices=starts)[:, ends]
-    found = float(distance.max())
-    if not np.isfinite(found):
+    apart = distance[starts[:, None] != ends[None, :]]
+    if not np.isfinite(apart).all():
         raise SpecError(
             "some devices do not reach each other",
             key="links",
             value=topology.name,
             rule="Every device reaches every other",
         )
-    return found if found > 1e-25 else 0.0
+    least_s, most_s = (float(one) if one > 1e-25 else 0.0 for one in (apart.min(), apart.max()))
+    return least_s, most_s
 
 
 def all_gather_bytes_per_s(topology: Topology) -> float:
@@ -125,9 +138,9 @@ def all_reduce_bytes_per_s(topology: Topology) -> float:
         pairs = [(0, v) for v in ranks if v != 0]
     rate = min(_min_cut(topology, pairs), _narrowest_group(topology))
     if not any(vertex.can_reduce or vertex.can_multicast for vertex in topology.vertices):
-        for groups in _partitions(topology):
-            out, into = (sum(_crossing(topology, group, inward) for group in groups) for inward in (0, 1))
-            rate = min(rate, min(out, into) / (2 * (len(groups) - 1)))
+        for groups in device_partitions(topology):
+            ways = [[crossing_bytes_per_s(topology, one, inward) for one in groups] for inward in (0, 1)]
+            rate = min(rate, min(map(sum, ways)) / (2 * (len(groups) - 1)))
     return rate
 
 
@@ -141,8 +154,8 @@ def broadcast_bytes_per_s(topology: Topology, root: int = 0) -> float:
     rate = _min_cut(topology, [(root, rank) for rank in others])
     if len(others) < topology.num_ranks - 1:
         start = topology.devices[root]
-        groups = [group for partition in _partitions(topology) for group in partition if not group[start]]
-        rate = min(rate, *(_crossing(topology, group, inward=True) for group in groups))
+        groups = [group for some in device_partitions(topology) for group in some if not group[start]]
+        rate = min(rate, *(crossing_bytes_per_s(topology, group, inward=True) for group in groups))
     return rate
 
 
@@ -196,49 +209,22 @@ def _worst_cut_rate(topology: Topology, sinks: Iterable[int]) -> float:
 
 def _likely_cuts(topology: Topology) -> Iterator[np.ndarray]:
     """Yield the sides of cuts that often bind: all but a device or a node, and a node."""
-    for group in _singles(topology):
+    for group in single_devices(topology):
         yield ~group
-    for group in _nodes(topology):
+    for group in whole_nodes(topology):
         yield group
         yield ~group
 
 
-def _singles(topology: Topology) -> list[np.ndarray]:
-    return [np.arange(len(topology.vertices)) == v for v in topology.devices.tolist()]
-
-
-def _nodes(topology: Topology) -> list[np.ndarray]:
-    """Return the vertices of each node, where every device has a node and there are two nodes at least."""
-    node = np.array([vertex.node for vertex in topology.vertices])
-    owned = np.unique(node[topology.devices])
-    if owned.min() < 0 or len(owned) < 2:
-        return []
-    return [node == one for one in owned.tolist()]
-
-
-def _partitions(topology: Topology) -> list[list[np.ndarray]]:
-    return [groups for groups in (_singles(topology), _nodes(topology)) if groups]
-
-
-def _crossing(topology: Topology, inside: np.ndarray, inward: bool | int = False) -> float:
-    """Return the bytes/s that leave (or enter) a set of vertices, shared resources considered."""
-    side = ~inside if inward else inside
-    out = side[topology.link_ends[:, 0]] & ~side[topology.link_ends[:, 1]]
-    links_bytes_per_s, shared_bytes_per_s = np.split(topology.capacity_bytes_per_s, [len(topology.links)])
-    shared, rate = topology.tightest_shared[out], links_bytes_per_s[out]
-    offered = np.bincount(shared[shared >= 0], rate[shared >= 0], minlength=len(shared_bytes_per_s))
-    return float(rate[shared < 0].sum() + np.minimum(offered, shared_bytes_per_s).sum())
-
-
 def _ratio(topology: Topology, inside: np.ndarray) -> float:
     """Return a cut's bandwidth over the devices on its source side."""
-    return _crossing(topology, inside) / int(inside[topology.devices].sum())
+    return crossing_bytes_per_s(topology, inside) / int(inside[topology.devices].sum())
 
 
 def _narrowest_group(topology: Topology) -> float:
     """Return the smallest bandwidth into or out of a device or a node, shared resources considered."""
-    groups = [group for partition in _partitions(topology) for group in partition]
-    return min(_crossing(topology, group, inward) for group in groups for inward in (False, True))
+    groups = [group for partition in device_partitions(topology) for group in partition]
+    return min(crossing_bytes_per_s(topology, group, inward) for group in groups for inward in (False, True))
 
 
 def _min_cut(topology: Topology, pairs: list[tuple[int, int]]) -> float:
@@ -248,11 +234,11 @@ def _min_cut(topology: Topology, pairs: list[tuple[int, int]]) -> float:
     for source, sink in pairs:
         supply = np.zeros(topology.num_ranks)
         inside = np.arange(len(topology.vertices)) == topology.devices[source]
-        rate = min(rate, _crossing(topology, inside))
+        rate = min(rate, crossing_bytes_per_s(topology, inside))
         while True:
             supply[source] = rate
             side = network.side_of_ranks(supply, sink)
-            if side is None or (found := _crossing(topology, side)) >= rate * (1 - _TOLERANCE):
+            if side is None or (found := crossing_bytes_per_s(topology, side)) >= rate * (1 - _TOLERANCE):
                 break
             rate = found
     return float(rate)

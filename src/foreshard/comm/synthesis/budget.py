@@ -48,6 +48,11 @@ class SynthesisBudget:
         return self._clock() - self._start_s
 
     @property
+    def left_s(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(self._seconds - self.spent_s, 0.0)
+
+    @property
     def worked_s(self) -> float:
         """Those of them in which a core worked."""
         return self._core() - self._core_start_s

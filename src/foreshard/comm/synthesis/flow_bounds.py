@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import numpy as np
 
+from foreshard.comm.synthesis.cuts import crossing_bytes_per_s, device_partitions
 from foreshard.comm.synthesis.symmetry import Translations, translations_of
 from foreshard.comm.topology.graph import Topology
 
 _LARGEST_FLOW_LP = 200_000
 """Variables of the largest flow problem that HiGHS is given."""
+_SOLVED = 0
+"""Of a result of ``linprog``: the optimum was found. A solution that ran out of time bounds nothing."""
 
 
-def all_to_all_bytes_per_s(topology: Topology) -> float:
+def all_to_all_bytes_per_s(topology: Topology, limit_s: float = np.inf) -> float:
     """Return the bytes of an all-to-all over its seconds that no schedule exceeds.
 
     A linear program: one commodity per source, x units to every other rank, the largest x whose flows fit
-    links and shared resources. On a symmetric topology one source stands for all; on a topology whose
-    problem is too large, the bound is the sum of the shortest distances over the capacity (links weighted by
-    the inverse of their bandwidth).
+    links and shared resources. On a symmetric topology one source stands for all. A problem that is too
+    large, or takes longer than so many seconds, leaves what is found at once: the sum of the shortest
+    distances over the capacity (links weighted by the inverse of their bandwidth), and what leaves and enters
+    devices and nodes.
     """
     shifts = translations_of(topology)
     sources = 1 if shifts else topology.num_ranks
-    if sources * len(topology.links) > _LARGEST_FLOW_LP:
-        return topology.num_ranks * _distance_rate(topology)
-    return topology.num_ranks * _concurrent_flow(topology, shifts)
+    rate = min(_distance_rate(topology), _cut_rate(topology))
+    if sources * len(topology.links) <= _LARGEST_FLOW_LP:
+        rate = min(rate, _concurrent_flow(topology, shifts, limit_s))
+    return topology.num_ranks * rate
 
 
-def _concurrent_flow(topology: Topology, shifts: Translations | None) -> float:
-    """Return the largest x such that every rank can send x bytes/s to every other at once."""
+def _cut_rate(topology: Topology) -> float:
+    """Return a rate per pair that no all-to-all exceeds: what crosses a cut over the pairs that it parts."""
+    groups = [group for partition in device_partitions(topology) for group in partition]
+    inside = [int(group[topology.devices].sum()) for group in groups]
+    return min(
+        crossing_bytes_per_s(topology, group, inward) / (count * (topology.num_ranks - count))
+        for group, count in zip(groups, inside, strict=True)
+        for inward in (False, True)
+    )
+
+
+def _concurrent_flow(topology: Topology, shifts: Translations | None, limit_s: float) -> float:
+    """Return the largest x such that every rank can send x bytes/s to every other at once; inf if late."""
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix
 
@@ -57,10 +73,15 @@ def _concurrent_flow(topology: Topology, shifts: Translations | None) -> float:
     scale = float(topology.capacity_bytes_per_s.max())
     cost = np.zeros(shape[1])
     cost[-1] = -1.0
-    solved = linprog(cost, A_ub=used, b_ub=limit / scale, A_eq=balance, b_eq=np.zeros(balance.shape[0]))
-    if solved.x is None:
-        return _distance_rate(topology)
-    return float(solved.x[-1]) * scale
+    solved = linprog(
+        cost,
+        A_ub=used,
+        b_ub=limit / scale,
+        A_eq=balance,
+        b_eq=np.zeros(balance.shape[0]),
+        options={"time_limit": limit_s} if limit_s < np.inf else {},
+    )
+    return float(solved.x[-1]) * scale if solved.status == _SOLVED else np.inf
 
 
 def _capacity_rows(

@@ -9,9 +9,10 @@ from itertools import groupby
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import MUCH_FASTER, bottleneck_bytes_per_s, routes_from
+from foreshard.comm.synthesis.arcs import MUCH_FASTER
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.symmetry import Translations
+from foreshard.comm.topology.channel_routes import bottleneck_bytes_per_s, routes_from
 from foreshard.comm.topology.graph import Topology
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Chunk, Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import reversed_topology, routes_from
+from foreshard.comm.synthesis.arcs import reversed_topology
 from foreshard.comm.synthesis.timing import arrivals_s
+from foreshard.comm.topology.channel_routes import routes_from
 from foreshard.comm.topology.graph import Topology
 
 

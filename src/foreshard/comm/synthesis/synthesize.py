@@ -20,6 +20,10 @@ CLOSE_ENOUGH = 1e-3
 """Gap to the lower bound at which the search stops: a tenth of a percent is below what links vary by."""
 
 
+_BOUND_FRAC = 0.3
+"""Part of a budget that the bound of an all-to-all may take: the rest is for schedules."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Synthesis:
     """A schedule made for a topology and a size.
@@ -94,7 +98,7 @@ def synthesize(
             value=num_bytes,
             rule="Above 0 and finite",
         )
-    bound = lower_bound_s(collective, num_bytes, topology)
+    bound = lower_bound_s(collective, num_bytes, topology, limit_s=_BOUND_FRAC * budget.left_s)
     attempts = attempts_at(collective, num_bytes, topology, seed, bound, budget.check)
     found, method, tried, is_interrupted = _search(attempts, bound, budget)
     schedule = replace(found.schedule(), overlaps=True)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 import numpy as np
 
-from foreshard.comm.flow.compiled import is_worth_compiling, loops
+from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.comm.synthesis.arcs import routes_between, routes_from
+from foreshard.comm.topology.channel_routes import channel_routes
 from foreshard.comm.topology.graph import Topology
-from foreshard.errors import SpecError
-
-_FEW_TARGETS = 8
-"""Targets of a place up to which routes are searched one by one, not to the whole fabric at once."""
 
 
 def seconds_of(schedule: Schedule, topology: Topology, num_bytes: float) -> float:
@@ -51,9 +44,11 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
         If two places that exchange data are not connected.
     """
     busy_s = 1.0 / topology.capacity_bytes_per_s
-    ends, end = _distinct_ends(schedule)
-    routes = _Routes(schedule, topology, ends)
-    links = [routes.links(source, target, channel) for source, target, channel in ends]
+    ways, way = schedule.ways
+    named = {vertex.name: i for i, vertex in enumerate(topology.vertices)}
+    place = [*topology.devices.tolist(), *(named[name] for name in schedule.switches)]
+    routes = channel_routes(topology)
+    links = [routes.links(place[source], place[target], channel) for source, target, channel in ways]
     used = [topology.resources_of(route) for route in links]
     first = np.concatenate([[0], np.cumsum([len(held) for held in used])]).astype(np.int64)
     resources = np.array([resource for held in used for resource in held], dtype=np.int64)
@@ -63,7 +58,7 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
     arrived = np.zeros(schedule.num_sends)
     kernel = loops("foreshard.comm.synthesis._timing_kernel", is_worth_compiling(schedule.num_sends))
     kernel.serve(
-        end,
+        way,
         schedule.weight * num_bytes,
         schedule.indptr.astype(np.int64),
         schedule.indices.astype(np.int64),
@@ -74,52 +69,3 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
         arrived,
     )
     return arrived
-
-
-def _distinct_ends(schedule: Schedule) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-    """Return each (source place, target place, channel) once, and which of them each send has."""
-    targets, channels = (int(column.max(initial=0)) + 1 for column in (schedule.target, schedule.channel))
-    key = (schedule.source.astype(np.int64) * targets + schedule.target) * channels + schedule.channel
-    keys, end = np.unique(key, return_inverse=True)
-    pair, channel = np.divmod(keys, channels)
-    source, target = np.divmod(pair, targets)
-    return list(zip(source.tolist(), target.tolist(), channel.tolist(), strict=True)), end
-
-
-class _Routes:
-    """Links from place to place on a channel: routes past devices only where no other leads there."""
-
-    def __init__(self, schedule: Schedule, topology: Topology, ends: Iterable[tuple[int, int, int]]) -> None:
-        named = {vertex.name: i for i, vertex in enumerate(topology.vertices)}
-        self._vertex = [*topology.devices.tolist(), *(named[name] for name in schedule.switches)]
-        self._topology = topology
-        self._num_targets = Counter(source for source, _ in {end[:2] for end in ends})
-        self._from: dict[tuple[int, bool], dict[int, list[tuple[int, ...]]]] = {}
-        self._between: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-
-    def links(self, source: int, target: int, channel: int) -> tuple[int, ...]:
-        """Return the links of the route that a channel takes."""
-        pair = self._vertex[source], self._vertex[target]
-        if pair not in self._between:
-            few = self._num_targets[source] <= _FEW_TARGETS
-            direct = self._found(*pair, few=few, through_devices=False)
-            self._between[pair] = direct or self._found(*pair, few=few, through_devices=True)
-        routes = self._between[pair]
-        if routes:
-            return routes[channel % len(routes)]
-        start, end = pair
-        names = " -> ".join(self._topology.vertices[vertex].name for vertex in (start, end))
-        raise SpecError(
-            f"the schedule sends {names}",
-            key="schedule",
-            value=names,
-            rule="Places that exchange data are connected",
-        )
-
-    def _found(self, start: int, end: int, *, few: bool, through_devices: bool) -> list[tuple[int, ...]]:
-        if few:
-            return routes_between(self._topology, start, end, through_devices=through_devices)
-        key = start, through_devices
-        if key not in self._from:
-            self._from[key] = routes_from(self._topology, start, through_devices=through_devices)
-        return self._from[key].get(end, [])

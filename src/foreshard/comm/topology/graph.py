@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -153,6 +154,12 @@ class Topology:
         )
 
     @cached_property
+    def link_bytes_per_s(self) -> list[float]:
+        """Bandwidth of every link, or of what it shares where that is narrower."""
+        shared = [one.bytes_per_s for one in self.shared]
+        return [min(link.bytes_per_s, *(shared[one] for one in link.shared), inf) for link in self.links]
+
+    @cached_property
     def links_out(self) -> tuple[tuple[int, ...], ...]:
         """Links that leave each vertex."""
         found: list[list[int]] = [[] for _ in self.vertices]
@@ -170,5 +177,7 @@ class Topology:
 
     def resources_of(self, route: Sequence[int]) -> tuple[int, ...]:
         """Return the resources that bytes on a route of links occupy, each once."""
+        if not self.shared:
+            return tuple(dict.fromkeys(route))
         shared = (len(self.links) + one for link in route for one in self.links[link].shared)
         return tuple(dict.fromkeys((*route, *shared)))
