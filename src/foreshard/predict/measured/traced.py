@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import kernel_model
+from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import optimizer_state_bytes
 from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts
+from foreshard.predict.tasks.host import operation_launch_s
 from foreshard.spec.device import Device
 from foreshard.spec.traced_module import Operation, TracedLayer, TracedModule
 
@@ -71,9 +73,11 @@ def traced_costs(
     SpecError
         If a device has no rate for the module's precision.
     """
+    devices = tuple(devices)
     sizes = sorted({float(size) for size in micro_batches})
     few, many = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0])
     tables = {device.name: _table(module, device, (few, many), optimizer, fidelity) for device in devices}
+    constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     return MeasuredCosts(
         layers=next(iter(tables.values())),
         tables=tables,
@@ -87,6 +91,8 @@ def traced_costs(
         largest=int(many),
         tied=tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in module.tied),
         bucket_bytes=BUCKET_BYTES,
+        launch_s={device.name: _launches(module, device, constants) for device in devices},
+        host_sharpness=constants.host_sharpness,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
         notes=module.assumptions,
@@ -108,6 +114,20 @@ def _table(
     kernels = kernel_model(device, module.precision, fidelity=fidelity)
     price = partial(_priced, device=device, precision=module.precision, fidelity=fidelity)
     return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in module.layers)
+
+
+def _launches(
+    module: TracedModule, device: Device, constants: TrainingConstants
+) -> tuple[tuple[float, float], ...]:
+    """Return host seconds of each layer, forward and backward; layouts change within an operation."""
+    each = operation_launch_s(constants, device)
+    return tuple(
+        (_count(layer.forward) * each[0], _count(layer.backward) * each[1]) for layer in module.layers
+    )
+
+
+def _count(operations: tuple[Operation, ...]) -> int:
+    return sum(operation.kind != "layout" for operation in operations)
 
 
 def _priced(
