@@ -56,6 +56,8 @@ class Operation:
         2 for each multiply-add of products.
     wide : bool
         Whether products are in 32 bit, whatever the module's precision.
+    issued : Growth
+        Instructions of threads in a kernel that does not stream at the bandwidth; 0: it does.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Operation:
     bytes: Growth
     flops: Growth
     wide: bool = False
+    issued: Growth = Growth(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

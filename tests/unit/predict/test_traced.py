@@ -266,6 +266,32 @@ def test_a_depthwise_convolution_streams_its_image_for_every_row_of_the_filter()
     assert operations_s([found], 16, kernels, 1e12)[0] == pytest.approx(float(stream_s(7 * moved, kernels)))
 
 
+def test_instructions_bind_only_where_memory_is_fast():
+    """A row of a norm takes so many instructions; where its bytes take longer, they take no time."""
+    norms = {
+        width: trace_module(
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width)),
+            torch.empty(1, 1000, width),
+            precision="bf16",
+        )
+        for width in (96, 8192)
+    }
+
+    def norm_s(width, device, issued_per_s):
+        (found,) = [
+            o for layer in norms[width].layers for o in layer.forward if o.name == "native_layer_norm"
+        ]
+        kernels = kernel_model(device, "bf16")
+        return found, float(operations_s([found], 64, kernels, 1e12, issued_per_s=issued_per_s)[0])
+
+    device = resolve_device("h200-sxm")
+    rate = 128 * device.num_sms * device.clock_hz
+    narrow, seconds = norm_s(96, device, rate)
+    assert seconds == pytest.approx(narrow.issued.at(64) / rate)
+    assert seconds > 4 * norm_s(96, device, 0.0)[1]
+    assert norm_s(8192, device, rate) == norm_s(8192, device, 0.0)
+
+
 def sharded(module, cluster, *, share=1.0, **degrees):
     """Return costs and prediction with ZeRO 3; `share` of the bytes of parameters is moved."""
     plan = plan_of(module, cluster.num_devices, **{"zero": 3} | degrees)

@@ -25,6 +25,7 @@ MASTER_BYTES = 4
 """Parameters, gradients and moments are kept in 32 bit."""
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
+_LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
 """Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
 
@@ -138,6 +139,7 @@ def _priced(
     Convolutions may take TF32, products may not. Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
     vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(precision))
+    issued_per_s = _LANES * device.num_sms * device.clock_hz if device.vendor == "nvidia" else 0.0
     found = np.zeros(len(operations))
     of_precision: dict[str, list[int]] = {}
     for i, operation in enumerate(operations):
@@ -146,7 +148,12 @@ def _priced(
         units = name != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
         kernels = kernel_model(device, name, fidelity=fidelity)
         found[which] = operations_s(
-            [operations[i] for i in which], samples, kernels, vector, matrix_units=units
+            [operations[i] for i in which],
+            samples,
+            kernels,
+            vector,
+            matrix_units=units,
+            issued_per_s=issued_per_s,
         )
     return found
 

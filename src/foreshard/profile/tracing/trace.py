@@ -410,6 +410,7 @@ def _operations(*runs: Sequence[Call]) -> tuple[Operation, ...]:
             sizes=tuple(map(_growth, *(call.sizes for call in calls))),
             bytes=_growth(*(call.bytes for call in calls)),
             flops=_growth(*(call.flops for call in calls)),
+            issued=_growth(*(call.issued for call in calls)),
         )
         for calls in zip(*runs, strict=True)
     )
