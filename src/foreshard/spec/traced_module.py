@@ -84,6 +84,8 @@ class TracedLayer:
         Kept from forward to backward.
     boundary_bytes : Growth
         Handed to the next layer.
+    modules : tuple of str
+        The largest modules that ran and whose parameters are all of this layer, by name.
     """
 
     name: str
@@ -94,6 +96,7 @@ class TracedLayer:
     buffers: int
     saved_bytes: Growth
     boundary_bytes: Growth
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,8 @@ class Recorder:
         Values that do not follow from inputs or parameters.
     repeats : Repeats
         Operations seen before.
+    ran : set of str
+        Modules that were called.
     sparse : bool
         Whether a gradient is sparse.
     """
@@ -77,6 +79,7 @@ class Recorder:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     known: Constants = field(default_factory=Constants)
     repeats: Repeats = field(default_factory=Repeats)
+    ran: set[str] = field(default_factory=set)
     sparse: bool = False
     in_backward: bool = False
     # tensors whose storages are compared must not be freed and their place taken by others
@@ -135,6 +138,7 @@ class Recorder:
 
     def end(self, name: str, out: Any) -> None:
         """Note that a module has returned."""
+        self.ran.add(name)
         if self.in_backward or not isinstance(out, torch.Tensor) or not out.requires_grad:
             return
         place = len(self.ends)

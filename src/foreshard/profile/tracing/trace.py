@@ -358,6 +358,7 @@ def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
     saved = list(zip(*(_saved(run) for run in runs), strict=True))
     sizes = [[end.num_bytes for end in run.cuts] + [0.0] for run in runs]
     trained, frozen, buffers = _elements(module, one)
+    modules = _modules(module, one)
     return tuple(
         TracedLayer(
             name=(one.cuts[i].name if i < len(one.cuts) else "output"),
@@ -368,6 +369,7 @@ def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
             buffers=buffers[i],
             saved_bytes=_growth(*saved[i]),
             boundary_bytes=_growth(*(size[i] for size in sizes)),
+            modules=tuple(modules[i]),
         )
         for i in range(len(forwards))
     )
@@ -380,6 +382,20 @@ def _owners(module: Any, run: _Run) -> list[tuple[Any, list[int]]]:
     for tensor in (*module.parameters(), *module.buffers()):
         uses = run.recorder.users.get(storage_of(tensor), [])
         found.append((tensor, sorted({_layer_at(bounds, at) for at in uses}) or [0]))
+    return found
+
+
+def _modules(module: Any, run: _Run) -> list[list[str]]:
+    """Return the largest modules that hold the parameters of each layer, and of no other."""
+    layers_of = {id(tensor): layers for tensor, layers in _owners(module, run)}
+    found: list[list[str]] = [[] for _ in range(len(run.cuts) + 1)]
+    inside: list[str] = []
+    for name, child in module.named_modules():
+        layers = {layer for parameter in child.parameters() for layer in layers_of[id(parameter)]}
+        held = any(name.startswith(outer) for outer in inside)
+        if name in run.recorder.ran and len(layers) == 1 and not held:
+            found[layers.pop()].append(name)
+            inside.append(f"{name}.")
     return found
 
 
