@@ -376,6 +376,22 @@ class Grows(nn.Module):
         return x
 
 
+class Turns(Grows):
+    """As many operations for any number of samples, but not the same."""
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x.relu() if len(x) % 2 else x.tanh()
+
+
+class Remembers(Grows):
+    def forward(self, x):
+        x = self.linear(x)
+        x = x + self.last if hasattr(self, "last") else x
+        self.last = x.detach().mean(0)
+        return x
+
+
 class Constant(nn.Module):
     def forward(self, x):
         return torch.ones(3)
@@ -385,7 +401,9 @@ class Constant(nn.Module):
     ("module", "words"),
     [
         (Branches(), "does not run without values"),
-        (Grows(), "different operations"),
+        (Grows(), "different operations: sum and addmm in the forward after 'linear'"),
+        (Turns(), "different operations: tanh and relu in the forward after 'linear'"),
+        (Remembers(), "different operations: mean and add in the forward after 'linear'"),
         (Constant(), "no tensor"),
     ],
 )
