@@ -190,6 +190,8 @@ def _check_casts(dtypes: set[torch.dtype], precision: str, where: str) -> None:
 def _assumptions(run: _Run, loss: Loss | None) -> Iterator[str]:
     if loss is None:
         yield "loss: the sum of all outputs"
+    if run.recorder.known.finite:
+        yield "values are finite where the module asks"
     if run.recorder.sparse:
         yield "sparse gradients are summed and applied as dense ones"
 
