@@ -55,6 +55,10 @@ class Step:
             path = folder / f"{self.name}.json"
             path.write_text(json.dumps(model))
             model = str(path)
+        elif self.library == "torchvision":
+            path = folder / f"{self.name.replace('-', '_')}.py"
+            path.write_text(NETWORK.format(name=model))
+            model = f"{path}:trained"
         frameworks = {"transformers": "ddp", "sharded": "hf", "torchtitan": "torchtitan@0.2"}
         words = ["predict", model, f"1x1x{device}", "--dtype", self.dtype]
         words += ["--framework", frameworks[self.library]] if self.library in frameworks else []
@@ -68,6 +72,34 @@ class Step:
 
 
 MODELS = json.loads((Path(__file__).parent / "device_models.json").read_text())
+
+
+NETWORK = """# A network as `_torchvision` trains it: channels last, under autocast.
+import torch
+
+from foreshard.profile.networks.catalog import network
+
+
+class Cast(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images):
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.inner(images)
+
+
+def loss(scores):
+    labels = torch.zeros(len(scores), dtype=torch.long)
+    return torch.nn.functional.cross_entropy(scores.float(), labels)
+
+
+def trained():
+    inner, images = network("{name}")
+    inner = inner.to(memory_format=torch.channels_last)
+    return Cast(inner), images, loss
+"""
 
 
 def _language(

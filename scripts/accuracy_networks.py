@@ -190,6 +190,21 @@ def table(found: dict[tuple[Any, ...], list[float]]) -> str:
     return "\n".join(lines)
 
 
+def scaling(found: dict[tuple[Any, ...], list[float]]) -> str:
+    """Return the errors of scaling efficiency, speed on N devices over N times that on one, as Markdown."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for (*case, num_devices), values in found.items():
+        alone = found.get((*case, 1))
+        if num_devices > 1 and alone:
+            errors[case[0]].append(math.expm1(median(values) - median(alone)))
+    lines = ["| source | cases of several devices | median | bias |", "|---|---|---|---|"]
+    errors["all"] = [error for values in errors.values() for error in values]
+    for source, values in sorted(errors.items()):
+        sizes = f"{median(map(abs, values)):.1%} | {median(values):+.1%}"
+        lines.append(f"| {source} | {len(values)} | {sizes} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the table; write the residuals where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -200,6 +215,8 @@ def main() -> None:
     skipped: Counter[str] = Counter()
     found = residuals(asked.data, skipped)
     print(table(found))
+    print("\nScaling efficiency:\n")
+    print(scaling(found))
     print("\nLeft out:", "; ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items())))
     if asked.residuals:
         cases = [

@@ -359,7 +359,7 @@ def export(
     plan: Plan | str,
     target: str,
     *,
-    model: Model | str | None = None,
+    model: Model | TracedModule | str | None = None,
     cluster: Cluster | str | None = None,
     tokens: float | None = None,
     plan_file: str | None = None,
@@ -372,8 +372,9 @@ def export(
         A text is the path of a plan file.
     target : str
         megatron, torchtitan@0.2, torchtitan@0.3, deepspeed, fsdp, nccl, msccl, slurm or skypilot.
-    model : Model or str, optional
-        The plan is checked against it, and against the cluster when there is one.
+    model : Model, TracedModule or str, optional
+        The plan is checked against it, and against the cluster when there is one. A traced module goes to
+        fsdp, which writes Python for it.
     cluster : Cluster or str, optional
         Needed by slurm, skypilot and nccl.
     tokens : float, optional
@@ -391,8 +392,11 @@ def export(
 
     if isinstance(plan, str):
         plan_file, plan = plan_file or plan, load_plan(plan)
-    model = load_model(model) if isinstance(model, str) else model
+    if isinstance(model, str):
+        model = trace(model, precision=plan.precision) or load_model(model)
     cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    if not (model is None or isinstance(model, Model)):
+        return export(plan, target, traced=model, cluster=cluster)
     prediction = None
     if model is not None and cluster is None:
         check_cut(plan, model, file=plan_file)

@@ -44,7 +44,8 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     """Write the plan file PLAN for another tool, or what a run has trained (PLAN is its folder then).
 
     What the tool cannot express is said, and is exit 2 where the run would not be the plan. MODEL adds the
-    flags of its sizes (megatron) or is needed (torchtitan); slurm, skypilot and nccl need CLUSTER.
+    flags of its sizes (megatron) or is needed (torchtitan); slurm, skypilot and nccl need CLUSTER. A MODEL
+    that is traced (module.py:factory, resnet50) goes to fsdp, as Python that wraps the module.
 
     nccl writes the CSV of NCCL's tuner for the plan's communicators, msccl an XML for each collective.
 
@@ -56,6 +57,7 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     foreshard export plan.json llama3-8b --to megatron
     foreshard export plan.json llama3-8b 2x8xh100-sxm --to slurm --tokens 1e12 -o launch
     foreshard export plan.json llama3-8b 2x8xh100-sxm --to nccl -o launch
+    foreshard export plan.json net.py:net --to fsdp -o .
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     if os.path.isdir(plan) or target in FORMATS:
         _export_run(plan, target, options["output"], options["step"])
@@ -65,7 +67,7 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     made = api.export(
         api.load_plan(plan),
         target,
-        model=api.load_model(model) if model else None,
+        model=model,
         cluster=api.load_cluster(cluster) if cluster else None,
         tokens=options["tokens"],
         plan_file=plan,

@@ -47,6 +47,7 @@ def operations_s(
     vector_flops_per_s: float,
     *,
     matrix_units: bool = True,
+    issued_per_s: float = 0.0,
 ) -> np.ndarray:
     """Seconds of each operation for a micro-batch of `samples`; shape (operations,).
 
@@ -60,6 +61,8 @@ def operations_s(
         faster, which libraries choose.
     matrix_units : bool
         Whether 16-bit products run on units of their own, which ask for a layout.
+    issued_per_s : float
+        Instructions of threads that the device issues a second; 0: not known, they bind nothing.
 
     Source
     ------
@@ -71,6 +74,9 @@ def operations_s(
         which = [i for i, operation in enumerate(operations) if operation.kind == kind]
         if which and (matrix_units or kind != "layout"):
             found[which] = price([operations[i] for i in which], samples, kernels, vector_flops_per_s)
+    if issued_per_s > 0.0:
+        issued = np.array([operation.issued.at(samples) for operation in operations])
+        found = np.maximum(found, issued / issued_per_s)
     return found
 
 

@@ -16,6 +16,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.plan import COMM_OPTIONS
 
 _GRACE = ("gb200", "gb300", "gh200")
+_COMPILING = ("google", "aws")  # XLA and Neuron run a compiled step
 _PCIE_4 = 32e9  # of a device whose host link is not published: PCIe 4.0 x16
 # NVLink-C2C between Grace and its GPUs, one direction: 450 GB/s (NVIDIA Grace whitepaper, recalled), for one
 # Hopper or shared by two Blackwells.
@@ -151,6 +152,16 @@ def _update_bytes(framework: Framework, optimizer: str, wide: float) -> float:
     return moved + listed + framework.clips * _CLIP_BYTES
 
 
+def has_arm_host(device: Device) -> bool:
+    """Return whether the host of a device is Grace."""
+    return device.name.startswith(_GRACE)
+
+
+def launches_kernels(device: Device) -> bool:
+    """Return whether the host launches the kernels of eager PyTorch one by one."""
+    return device.vendor not in _COMPILING
+
+
 def traits_of(
     framework: Framework,
     device: Device,
@@ -183,7 +194,7 @@ def traits_of(
             memory_profile(framework.memory).autocast_bytes > 0 and precision not in ("fp32", "tf32")
         ),
         host_class=float(HOST_CLASSES.index(framework.host)),
-        arm_host=float(device.name.startswith(_GRACE)),
+        arm_host=float(has_arm_host(device)),
         graphs=_GRAPHS[framework.cuda_graphs],
         loads_aligned=float(
             device.vendor == "nvidia" and device.arch not in _NO_MATRIX_UNITS and precision != "fp32"

@@ -56,6 +56,8 @@ class Operation:
         2 for each multiply-add of products.
     wide : bool
         Whether products are in 32 bit, whatever the module's precision.
+    issued : Growth
+        Instructions of threads in a kernel that does not stream at the bandwidth; 0: it does.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Operation:
     bytes: Growth
     flops: Growth
     wide: bool = False
+    issued: Growth = Growth(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class TracedLayer:
         Kept from forward to backward.
     boundary_bytes : Growth
         Handed to the next layer.
+    modules : tuple of str
+        The largest modules that ran and whose parameters are all of this layer, by name.
     """
 
     name: str
@@ -91,6 +96,7 @@ class TracedLayer:
     buffers: int
     saved_bytes: Growth
     boundary_bytes: Growth
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

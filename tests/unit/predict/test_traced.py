@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from foreshard.api import load_cluster, plan_traced, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_model
+from foreshard.catalog.training import training_constants
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
@@ -17,6 +18,7 @@ from foreshard.planner.measured.places import Places
 from foreshard.planner.measured.prices import priced
 from foreshard.predict.measured.engine import predict_measured
 from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
+from foreshard.predict.tasks.host import LAYER_OPERATIONS, operation_launch_s
 from foreshard.profile.networks.catalog import network
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
@@ -115,7 +117,7 @@ def test_two_layers_by_hand(resnet):
     cluster = load_cluster("1x2xa100-sxm-40gb")
     short = replace(resnet, layers=(resnet.layers[4], resnet.layers[5], resnet.layers[6]), tied=())
     costs = traced_costs(short, [cluster.nodes[0].device], micro_batches=[64])
-    costs = replace(costs, bucket_bytes=1.0)
+    costs = replace(costs, bucket_bytes=1.0, launch_s={})
     made = predict_measured(costs, cluster, plan_of(short, 2))
     line = lambda cost, name: getattr(cost, name)[0] + 64 * getattr(cost, name)[1]  # noqa: E731
     now = sum(line(cost, "forward_s") for cost in costs.layers)
@@ -125,6 +127,66 @@ def test_two_layers_by_hand(resnet):
         ring_end = max(ring_end, now) + float(costs.ring_s(cluster, (0, 1), cost.parameter_bytes))
     optimizer_s = sum(cost.optimizer_s for cost in costs.layers)
     assert made.step_time_s == pytest.approx(max(now, ring_end) + optimizer_s, rel=1e-9)
+
+
+def test_a_short_step_waits_for_the_launches_of_its_operations(resnet):
+    device, constants = resolve_device("h100-sxm"), training_constants()
+    forward_s, backward_s = operation_launch_s(constants, device)
+    launches_s = sum(
+        (operation.kind != "layout") * each_s
+        for layer in resnet.layers
+        for operations, each_s in ((layer.forward, forward_s), (layer.backward, backward_s))
+        for operation in operations
+    )
+    tiny, large = (step_of(resnet, "1x1xh100-sxm", micro_batch=size) for size in (1, 512))
+    work_s = tiny.time_breakdown_s["compute"]
+    joined_s = (work_s**constants.host_sharpness + launches_s**constants.host_sharpness) ** (
+        1 / constants.host_sharpness
+    )
+    assert work_s < 0.5 * launches_s
+    assert work_s + tiny.time_breakdown_s["host"] == pytest.approx(joined_s, rel=1e-9)
+    assert large.time_breakdown_s["host"] < 0.01 * large.step_time_s
+
+
+def test_every_stage_of_a_pipeline_waits_for_its_own_launches(resnet):
+    piped = step_of(resnet, "1x4xh100-sxm", pp=4, dp=1, micro_batch=1, global_batch=16)
+    alone = step_of(resnet, "1x1xh100-sxm", micro_batch=1, global_batch=16)
+    assert piped.time_breakdown_s["host"] < 0.5 * alone.time_breakdown_s["host"]
+    again = step_of(resnet, "1x1xh100-sxm", micro_batch=1, recompute="full")
+    once = step_of(resnet, "1x1xh100-sxm", micro_batch=1)
+    assert again.step_time_s > 1.2 * once.step_time_s  # the launches of the forward run again, too
+
+
+def test_compiled_steps_and_datasheets_have_no_launches(resnet):
+    for device in ("tpu-v4", "trainium-2"):
+        narrow = replace(resnet, precision="bf16")
+        assert step_of(narrow, f"1x1x{device}", micro_batch=1).time_breakdown_s["host"] == 0.0
+    cluster = load_cluster("1x1xh100-sxm")
+    made = predict_traced(resnet, cluster, plan_of(resnet, 1, micro_batch=1), fidelity="datasheet")
+    assert made.time_breakdown_s["host"] == 0.0
+
+
+def test_launches_are_counted_in_layers_of_torch():
+    """The host's seconds are of a layer: the operations that torch's own runs."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    one, two = (
+        trace_module(torch.nn.TransformerEncoder(layer, count), torch.empty(1, 16, 64)) for count in (1, 2)
+    )
+    counts = [
+        tuple(sum(len(getattr(layer, name)) for layer in module.layers) for name in ("forward", "backward"))
+        for module in (one, two)
+    ]
+    assert tuple(b - a for a, b in zip(*counts, strict=True)) == LAYER_OPERATIONS
+
+
+def test_the_planner_counts_launches_as_the_prediction_does(resnet):
+    cluster = load_cluster("1x1xh100-sxm")
+    costs = traced_costs(resnet, [cluster.nodes[0].device], micro_batches=[2])
+    problem = priced(costs, Places(cluster), [2], 2)
+    whole = problem.time_s.max()  # the longest interval: all layers
+    made = predict_measured(costs, cluster, plan_of(resnet, 1, micro_batch=2))
+    busy_s = made.step_time_s - made.time_breakdown_s["optimizer"]
+    assert whole == pytest.approx(busy_s, rel=1e-9)
 
 
 def test_a_slower_network_never_helps_and_pipelines_are_priced(resnet):
@@ -204,12 +266,38 @@ def test_a_depthwise_convolution_streams_its_image_for_every_row_of_the_filter()
     assert operations_s([found], 16, kernels, 1e12)[0] == pytest.approx(float(stream_s(7 * moved, kernels)))
 
 
+def test_instructions_bind_only_where_memory_is_fast():
+    """A row of a norm takes so many instructions; where its bytes take longer, they take no time."""
+    norms = {
+        width: trace_module(
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width)),
+            torch.empty(1, 1000, width),
+            precision="bf16",
+        )
+        for width in (96, 8192)
+    }
+
+    def norm_s(width, device, issued_per_s):
+        (found,) = [
+            o for layer in norms[width].layers for o in layer.forward if o.name == "native_layer_norm"
+        ]
+        kernels = kernel_model(device, "bf16")
+        return found, float(operations_s([found], 64, kernels, 1e12, issued_per_s=issued_per_s)[0])
+
+    device = resolve_device("h200-sxm")
+    rate = 128 * device.num_sms * device.clock_hz
+    narrow, seconds = norm_s(96, device, rate)
+    assert seconds == pytest.approx(narrow.issued.at(64) / rate)
+    assert seconds > 4 * norm_s(96, device, 0.0)[1]
+    assert norm_s(8192, device, rate) == norm_s(8192, device, 0.0)
+
+
 def sharded(module, cluster, *, share=1.0, **degrees):
     """Return costs and prediction with ZeRO 3; `share` of the bytes of parameters is moved."""
     plan = plan_of(module, cluster.num_devices, **{"zero": 3} | degrees)
     sizes = [degrees.get("micro_batch", 64)]
     costs = traced_costs(module, [nodes.device for nodes in cluster.nodes], micro_batches=sizes)
-    costs = replace(costs, gathered_share=share)
+    costs = replace(costs, gathered_share=share, launch_s={})
     return costs, predict_measured(costs, cluster, plan)
 
 

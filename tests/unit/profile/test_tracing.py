@@ -376,6 +376,22 @@ class Grows(nn.Module):
         return x
 
 
+class Turns(Grows):
+    """As many operations for any number of samples, but not the same."""
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x.relu() if len(x) % 2 else x.tanh()
+
+
+class Remembers(Grows):
+    def forward(self, x):
+        x = self.linear(x)
+        x = x + self.last if hasattr(self, "last") else x
+        self.last = x.detach().mean(0)
+        return x
+
+
 class Constant(nn.Module):
     def forward(self, x):
         return torch.ones(3)
@@ -385,7 +401,9 @@ class Constant(nn.Module):
     ("module", "words"),
     [
         (Branches(), "does not run without values"),
-        (Grows(), "different operations"),
+        (Grows(), "different operations: sum and addmm in the forward after 'linear'"),
+        (Turns(), "different operations: tanh and relu in the forward after 'linear'"),
+        (Remembers(), "different operations: mean and add in the forward after 'linear'"),
         (Constant(), "no tensor"),
     ],
 )
@@ -539,6 +557,55 @@ def test_values_that_follow_from_nothing_given_are_known():
     with pytest.raises(SpecError, match=r"test_tracing\.py:\d+: return self\.linear") as caught:
         trace_module(Asks(given=True), torch.empty(1, 4), precision="fp32")
     assert "branches" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: torch.isfinite(x).all(),
+        lambda x: not (torch.isnan(x) | torch.isinf(x)).any(),
+        lambda x: (x == x).all(),
+        lambda x: not (x.abs() == float("inf")).any(),
+    ],
+)
+def test_values_are_taken_for_finite_and_the_prediction_says_so(asks):
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.linear(x)
+            if not asks(x):
+                raise ValueError("not finite")
+            return x
+
+    traced = trace_module(Careful(), torch.empty(1, 4), precision="fp32")
+    assert any("finite" in said for said in traced.assumptions)
+    plain = trace_module(nn.Linear(4, 4), torch.empty(1, 4), precision="fp32")
+    assert traced.flops(3) == plain.flops(3) and not any("finite" in said for said in plain.assumptions)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: (x > 0).all(),
+        lambda x: (x == x.abs()).all(),
+        lambda x: x.clone().relu_().isnan().any() + x[0, 0],
+    ],
+)
+def test_other_questions_after_values_are_refused(asks):
+    class Curious(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.linear(x)
+            return x if asks(x) else -x
+
+    with pytest.raises(SpecError, match="without values"):
+        trace_module(Curious(), torch.empty(1, 4), precision="fp32")
 
 
 def test_what_is_overwritten_by_something_given_is_not_known():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from foreshard.spec.model import Model
     from foreshard.spec.plan import Plan
     from foreshard.spec.prediction import Prediction
+    from foreshard.spec.traced_module import TracedModule
 
 
 class Target(NamedTuple):
@@ -94,6 +95,7 @@ TARGETS = {
 
 _BESIDE = ("nccl", "msccl", "slurm", "skypilot")
 """Targets that start a plan or carry its collectives, and say nothing of the model."""
+_TRACED = "fsdp"  # the target that trains traced modules
 TRAINERS = {name: tool for name, tool in TARGETS.items() if name not in _BESIDE}
 """Targets that train the plan."""
 _NEWEST = {"torchtitan": "torchtitan@0.3"}
@@ -149,6 +151,7 @@ def export(
     target: str,
     *,
     model: Model | None = None,
+    traced: TracedModule | None = None,
     cluster: Cluster | None = None,
     prediction: Prediction | None = None,
 ) -> Exported:
@@ -163,8 +166,17 @@ def export(
     if plan.lora is not None and target not in _BESIDE:
         fix = "Set the adapters up in the tool, and leave lora out of the exported plan"
         raise InexpressibleError(target, (f"adapters (lora {plan.lora})",), fix=fix)
+    if traced is not None and target not in (_TRACED, *_BESIDE):
+        fix = f"Use --to {_TRACED}, which writes Python for any module"
+        raise InexpressibleError(target, (f"{traced.name}, a module of your own or a network",), fix=fix)
     request = ExportRequest(
-        plan=plan, target=target, version=tool.version, model=model, cluster=cluster, prediction=prediction
+        plan=plan,
+        target=target,
+        version=tool.version,
+        model=model,
+        traced=traced,
+        cluster=cluster,
+        prediction=prediction,
     )
     made, notes = getattr(import_module(f"foreshard.interop.exporters.{tool.module}"), tool.function)(request)
     carries_sums = target in ("nccl", "msccl")

@@ -13,6 +13,7 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
+from foreshard.spec.traced_module import TracedModule
 
 
 class InexpressibleError(SpecError):
@@ -35,6 +36,7 @@ class ExportRequest:
     target: str
     version: str
     model: Model | None = None
+    traced: TracedModule | None = None
     cluster: Cluster | None = None
     prediction: Prediction | None = None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from foreshard.interop.exporters.exported import ExportRequest
+from foreshard.interop.exporters.traced import export_traced
 from foreshard.interop.exporters.uniform import Uniform, required_uniform
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
@@ -18,8 +19,10 @@ from foreshard.spec.plan import Plan
 _PRECISIONS = {"fp32": "no", "tf32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
 
-def export(request: ExportRequest) -> tuple[str, list[str]]:
-    """Return ``accelerate.json`` for ``accelerate launch --config_file accelerate.json``."""
+def export(request: ExportRequest) -> tuple[str | tuple[tuple[str, str], ...], list[str]]:
+    """Return ``accelerate.json`` for ``accelerate launch --config_file``, or Python for a traced module."""
+    if request.traced is not None:
+        return export_traced(request, request.traced)
     plan, cluster = request.plan, request.cluster
     degrees = required_uniform(request, _gaps)
     return json.dumps(_config(plan, degrees, cluster), indent=2) + "\n", _notes(plan, degrees, cluster)

@@ -9,6 +9,7 @@ import numpy as np
 from foreshard.planner.measured.places import Places
 from foreshard.planner.solver.problem import Problem
 from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.tasks.host import joined_s
 from foreshard.spec.cluster import Cluster
 
 _MOST_IN_FLIGHT = 10**6
@@ -91,9 +92,9 @@ class _Stages:
     ):
         self._costs, self._cluster, self._block = costs, cluster, block
         self._starts, self._stops = starts, stops
-        device = cluster.device_of(block[0]).name
-        self._slow = costs.slow_of(device)
-        self._sums = costs.sums(device, len(block))
+        self._device = cluster.device_of(block[0]).name
+        self._slow = costs.slow_of(self._device)
+        self._sums = costs.sums(self._device, len(block))
 
     def _total(self, name: str) -> np.ndarray:
         """Return a number of layers summed over each interval, shape (intervals,) or (intervals, 2)."""
@@ -109,7 +110,10 @@ class _Stages:
         """Return the seconds of a forward and a backward, sums over the block included."""
         names = ("forward_s", "backward_s")
         each = [self._over(self._sums.upto_seconds(name, samples)) for name in names]
-        seconds = np.asarray(self._slow * np.sum(each, axis=0))
+        launches_s = self._over(self._costs.launches_s(self._device)).sum(-1)
+        seconds = np.asarray(
+            joined_s(self._slow * np.sum(each, axis=0), launches_s, self._costs.host_sharpness)
+        )
         if len(self._block) == 1:
             return seconds
         sums = [0.0]

@@ -32,7 +32,7 @@ from foreshard.predict.tasks.collectives import (
     tied_sync_s,
 )
 from foreshard.predict.tasks.formula import EndTimes, LayerTimes, end_times, layer_times
-from foreshard.predict.tasks.host import optimizer_s
+from foreshard.predict.tasks.host import joined_s, optimizer_s
 from foreshard.predict.tasks.orthogonal import orthogonal_s
 from foreshard.spec.prediction import TIME_PARTS
 
@@ -123,12 +123,12 @@ def stage_times(batch: Batch) -> StageTimes:
     device = computed + beside.sum(0)
     host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     sharpness = machine.constants.host_sharpness
-    joined = _join(device, host, sharpness)
+    joined = joined_s(device, host, sharpness)
     # The host holds up the tasks of forward and backward in proportion.
     longer = 1.0 + (joined - device) / np.maximum(computed, 1e-12)
     # The host launches the kernels of a short micro-batch too.
     short = p.num_micro_batches - np.ceil(p.num_micro_batches - 1e-9) + 1.0
-    last = _join(short * computed + beside.sum(0), host, sharpness)
+    last = joined_s(short * computed + beside.sum(0), host, sharpness)
     if units:
         shorter = 1.0 + (last - beside.sum(0) - computed) / np.maximum(computed, 1e-12)
         waited = _unit_waits(batch, units, longer, shorter)
@@ -157,12 +157,6 @@ def stage_times(batch: Batch) -> StageTimes:
         expert_params=experts,
         all_params=every,
     )
-
-
-def _join(device: np.ndarray, host: np.ndarray, sharpness: float) -> np.ndarray:
-    """Return the longer of two times, rounded where they are close."""
-    ratio = host / np.maximum(device, 1e-12)
-    return device * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
 
 
 def _add_layers(parts: dict[str, np.ndarray], times: LayerTimes, count: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foreshard.graph.pipeline_schedules import Op
+from foreshard.predict.tasks.host import joined_s
 from foreshard.spec.prediction import TIME_PARTS
 
 
@@ -84,7 +85,6 @@ def with_host(
     pair = [Op.FORWARD, Op.BACKWARD]
     computed = busy[pair].sum(0)
     device_s = computed + outside[..., None]
-    ratio = host[pair].sum(0)[..., None] / np.maximum(device_s, 1e-12)
-    added = device_s * ((1.0 + ratio**sharpness) ** (1.0 / sharpness) - 1.0)
+    added = joined_s(device_s, host[pair].sum(0)[..., None], sharpness) - device_s
     parts["host"] += busy / np.maximum(computed, 1e-12) * added
     return parts

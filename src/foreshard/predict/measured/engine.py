@@ -26,7 +26,7 @@ from foreshard.units import number_of
 
 COVERAGE = 0.9  # of the interval: between the 5th and the 95th percentile
 _FORMULA_ASSUMPTIONS = (
-    "operations as traced, each a kernel of its own: nothing is fused or compiled",
+    "operations as traced, each a kernel of its own that the host launches: nothing is fused or compiled",
     "in 16 bit: activations and products in 16, parameters, gradients and optimizer in 32 (mixed precision)",
     "gradients are summed in buckets of 25 MiB while the backward goes on, as DistributedDataParallel does",
     "memory: of parameters, gradients, optimizer and activations; not what the process takes besides",
@@ -48,6 +48,7 @@ class RankTimes:
     rank: int
     compute_s: float
     recompute_s: float
+    host_s: float
     tensor_s: float
     waiting_s: float
     sync_s: float
@@ -101,7 +102,7 @@ def predict_measured(
         "bubble": critical.waiting_s,
         "data_comm": critical.sync_s,
         "optimizer": critical.optimizer_s,
-        "host": alike_s - critical.end_s,
+        "host": critical.host_s + alike_s - critical.end_s,
         "straggler": step_s - alike_s,
     }
     samples_per_s = plan.global_batch / step_s

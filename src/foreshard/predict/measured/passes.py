@@ -8,10 +8,11 @@ import numpy as np
 
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import counts_of, recomputed_share
+from foreshard.predict.tasks.host import joined_s
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group
 
-_BUSY = ("compute_s", "recompute_s", "tensor_s")
+_BUSY = ("compute_s", "recompute_s", "host_s", "tensor_s")
 
 
 class PassSeconds:
@@ -29,7 +30,7 @@ class PassSeconds:
         shape = (len(group.stages), group.num_chunks, len(self.sizes))
         self.forward, self.backward, self.backward_input = np.zeros((3, *shape))
         self.of_rank: dict[int, dict[str, float]] = {}
-        """Seconds of a rank in all passes of a step: `compute_s`, `recompute_s`, `tensor_s`."""
+        """Seconds of a rank in all passes of a step, as `_BUSY` names them."""
         for s in range(len(group.stages)):
             self._add_stage(s)
         self.backward_input[0, 0] = 0.0  # nobody is before the first stage: all of its backward can wait
@@ -42,10 +43,17 @@ class PassSeconds:
             block, samples = stage.ranks[lo : lo + stage.tp], counts[lo // stage.tp]
             sums = [self._sums(s, c, block, samples) for c in range(len(stage.layers))]
             for rank in block:
-                total = np.zeros(3)
+                total = np.zeros(len(_BUSY))
                 for c, (sum_forward, sum_backward) in enumerate(sums):
                     forward, backward, inputs, again = self._passes(s, c, rank, samples)
-                    own = (forward + backward - again, again, sum_forward + sum_backward)
+                    longer = self._longer(s, c, rank, forward + backward)
+                    own = (
+                        forward + backward - again,
+                        again,
+                        (longer - 1.0) * (forward + backward),
+                        sum_forward + sum_backward,
+                    )
+                    forward, backward, inputs = longer * forward, longer * backward, longer * inputs
                     total += np.array([seconds @ times for seconds in own])
                     for table, seconds in (
                         (self.forward, forward + sum_forward),
@@ -64,6 +72,19 @@ class PassSeconds:
         )
         again = recomputed_share(stage) * forward
         return forward, backward + again, np.minimum(inputs, backward) + again, again
+
+    def _longer(self, s: int, c: int, rank: int, device_s: np.ndarray) -> np.ndarray:
+        """Return how many times as long a forward and its backward take with the host that launches them."""
+        stage, costs = self._group.stages[s], self._costs
+        lo, hi = stage.layers[c]
+        upto = costs.launches_s(self._cluster.device_of(rank).name)
+        forward_s, backward_s = upto[hi] - upto[lo]
+        host_s = forward_s * (1.0 + recomputed_share(stage)) + backward_s
+        busy = device_s > 0
+        joined = joined_s(device_s[busy], host_s, costs.host_sharpness)
+        found = np.ones(len(device_s))
+        found[busy] = joined / device_s[busy]
+        return found
 
     def _sums(
         self, s: int, c: int, block: Sequence[int], samples: np.ndarray

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import kernel_model
+from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import optimizer_state_bytes
 from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts
+from foreshard.predict.tasks.host import operation_launch_s
 from foreshard.spec.device import Device
 from foreshard.spec.traced_module import Operation, TracedLayer, TracedModule
 
@@ -23,6 +25,7 @@ MASTER_BYTES = 4
 """Parameters, gradients and moments are kept in 32 bit."""
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
+_LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
 """Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
 
@@ -71,9 +74,11 @@ def traced_costs(
     SpecError
         If a device has no rate for the module's precision.
     """
+    devices = tuple(devices)
     sizes = sorted({float(size) for size in micro_batches})
     few, many = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0])
     tables = {device.name: _table(module, device, (few, many), optimizer, fidelity) for device in devices}
+    constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     return MeasuredCosts(
         layers=next(iter(tables.values())),
         tables=tables,
@@ -87,6 +92,8 @@ def traced_costs(
         largest=int(many),
         tied=tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in module.tied),
         bucket_bytes=BUCKET_BYTES,
+        launch_s={device.name: _launches(module, device, constants) for device in devices},
+        host_sharpness=constants.host_sharpness,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
         notes=module.assumptions,
@@ -110,6 +117,20 @@ def _table(
     return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in module.layers)
 
 
+def _launches(
+    module: TracedModule, device: Device, constants: TrainingConstants
+) -> tuple[tuple[float, float], ...]:
+    """Return host seconds of each layer, forward and backward; layouts change within an operation."""
+    each = operation_launch_s(constants, device)
+    return tuple(
+        (_count(layer.forward) * each[0], _count(layer.backward) * each[1]) for layer in module.layers
+    )
+
+
+def _count(operations: tuple[Operation, ...]) -> int:
+    return sum(operation.kind != "layout" for operation in operations)
+
+
 def _priced(
     operations: tuple[Operation, ...], samples: float, *, device: Device, precision: str, fidelity: str
 ) -> np.ndarray:
@@ -118,6 +139,7 @@ def _priced(
     Convolutions may take TF32, products may not. Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
     vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(precision))
+    issued_per_s = _LANES * device.num_sms * device.clock_hz if device.vendor == "nvidia" else 0.0
     found = np.zeros(len(operations))
     of_precision: dict[str, list[int]] = {}
     for i, operation in enumerate(operations):
@@ -126,7 +148,12 @@ def _priced(
         units = name != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
         kernels = kernel_model(device, name, fidelity=fidelity)
         found[which] = operations_s(
-            [operations[i] for i in which], samples, kernels, vector, matrix_units=units
+            [operations[i] for i in which],
+            samples,
+            kernels,
+            vector,
+            matrix_units=units,
+            issued_per_s=issued_per_s,
         )
     return found
 

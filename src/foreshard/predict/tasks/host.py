@@ -1,4 +1,4 @@
-"""Tasks of the host: launching layers, holding offloaded tensors; and the optimizer, wherever it runs."""
+"""Tasks of the host: launching layers or operations, holding offloaded tensors; and the optimizer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.training import TrainingConstants
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.machine import Machine, own_tokens
 from foreshard.predict.tasks.collectives import expert_replicas, shards_of
+from foreshard.predict.traits import has_arm_host, launches_kernels
+from foreshard.spec.device import Device
 
 HOST_MEMORY_BYTES_PER_S = 200e9
 """Memory bandwidth of a host that its cores reach in an optimizer step; assumed, eight channels of DDR4."""
@@ -35,6 +38,27 @@ def host_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> tup
     base = base * (1.0 + traits.arm_host * (c.host_arm - 1.0))
     base = base * (1.0 - np.where(traits.graphs == 0.5, c.graph_share, traits.graphs))
     return base, base * (c.host_backward + recompute.full)
+
+
+LAYER_OPERATIONS = (22, 28)
+"""Operations that a transformer layer of eager PyTorch runs forward and backward, views not counted: those of
+``torch.nn.TransformerEncoderLayer`` as it is traced. `host_eager` is of such a layer; one of a Llama by
+transformers has 38 and 71."""
+
+
+def operation_launch_s(constants: TrainingConstants, device: Device) -> tuple[float, float]:
+    """Return host seconds that one operation of eager PyTorch takes, in forward and in backward."""
+    if not launches_kernels(device):
+        return 0.0, 0.0
+    layer_s = constants.host_eager * (constants.host_arm if has_arm_host(device) else 1.0)
+    forward, backward = LAYER_OPERATIONS
+    return layer_s / forward, layer_s * constants.host_backward / backward
+
+
+def joined_s(device: Any, host: Any, sharpness: float) -> Any:
+    """Return the longer of the seconds of device and host, rounded where they are close."""
+    ratio = host / np.maximum(device, 1e-12)
+    return device * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
 
 
 def offload_s(layer: LayerShape, machine: Machine, *busy: Any) -> tuple[Any, ...]:

@@ -1,11 +1,13 @@
 """Values of tensors that follow from nothing given: positions, masks, tables that a module makes itself.
 
 Modules ask for such values (whether positions are consecutive, whether a mask is all ones), which the meta
-device cannot answer.
+device cannot answer. They also ask whether all values are finite, which is taken for granted.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,19 +31,63 @@ _UNKNOWN = {
 }
 
 
+_OF_FINITE = {aten.isnan.default: False, aten.isinf.default: False}
+_EQUAL = {aten.eq.Tensor: True, aten.ne.Tensor: False}  # of a tensor with itself: whether it is a number
+_INFINITE = {aten.eq.Scalar: False, aten.ne.Scalar: True}
+_JOINED: dict[Any, Callable[..., bool]] = {
+    aten.mul.Tensor: lambda a, b: a and b,
+    aten.logical_and.default: lambda a, b: a and b,
+    aten.bitwise_and.Tensor: lambda a, b: a and b,
+    aten.logical_or.default: lambda a, b: a or b,
+    aten.bitwise_or.Tensor: lambda a, b: a or b,
+    aten.logical_not.default: lambda a: not a,
+    aten.bitwise_not.default: lambda a: not a,
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.any.default, aten.any.dim), lambda a, *_: a),
+}
+
+
 class Constants:
-    """The values, by the place in memory that a tensor looks at."""
+    """The values, by the place in memory that a tensor looks at.
+
+    Attributes
+    ----------
+    finite : bool
+        Whether the module was told that values are finite.
+    """
 
     def __init__(self) -> None:
         self._values: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._everywhere: dict[tuple[Any, ...], bool] = {}
+        self.finite = False
 
     def scalar_of(self, tensor: Any) -> Any:
         """Return the number that a tensor of one element holds; None where it follows from what is given."""
         value = self._values.get(_place(tensor))
-        return None if value is None else value.item()
+        if value is not None:
+            return value.item()
+        answer = self._everywhere.get(_place(tensor))
+        self.finite |= answer is not None
+        return answer
+
+    def _note_finite(self, func: Any, args: Any, out: Any) -> None:
+        """Note the answer, the same for every element, of a question after numbers that are not finite."""
+        answer = None
+        if func in _OF_FINITE:
+            answer = _OF_FINITE[func]
+        elif func in _EQUAL and _place(args[0]) == _place(args[1]):
+            answer = _EQUAL[func]
+        elif func in _INFINITE and args[1] in (math.inf, -math.inf):
+            answer = _INFINITE[func]
+        elif func in _JOINED:
+            asked = [self._everywhere.get(_place(a)) for a in args if isinstance(a, torch.Tensor)]
+            if None not in asked:
+                answer = _JOINED[func](*asked)
+        if answer is not None:
+            self._everywhere[_place(out)] = answer
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note the values that an operation makes, if it reads none that are not known."""
+        self._note_finite(func, args, out)
         tensors, made = tensors_of((*args, *kwargs.values())), tensors_of(out)
         known = func in _SHAPE_ONLY or all(_place(tensor) in self._values for tensor in tensors)
         random = torch.Tag.nondeterministic_seeded in func.tags or func in _UNKNOWN
@@ -64,6 +110,7 @@ class Constants:
         """Drop what is known of the memory of tensors, whichever view looks at it."""
         gone = {_place(tensor)[0] for tensor in tensors}
         self._values = {place: value for place, value in self._values.items() if place[0] not in gone}
+        self._everywhere = {place: value for place, value in self._everywhere.items() if place[0] not in gone}
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

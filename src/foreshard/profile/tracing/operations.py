@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from foreshard.profile.tracing.issued import issued_by, issued_by_product
+
 aten = torch.ops.aten
 
 _FREE = {
@@ -33,7 +35,9 @@ _PASSES = {  # passes over the largest tensor beyond reading and writing each on
     aten.native_batch_norm_backward.default: 2,
     aten.native_group_norm.default: 1,
     aten.native_group_norm_backward.default: 2,
+    aten.native_layer_norm_backward.default: 2,  # gradients of weight and bias are a kernel of their own
 }
+_FILLED = {aten.slice_backward.default, aten.select_backward.default}  # zeros first, then the part
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Call:
     bytes: float
     flops: float
     wide: bool = False  # whether a product is in 32 bit
+    issued: float = 0.0  # instructions of threads, where these may bind
 
 
 def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool = False) -> Iterator[Call]:
@@ -67,9 +72,12 @@ def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool 
     elif func is aten.convolution_backward.default:
         yield from _convolution_backward(name, args, channels_last)
     else:
-        read, written = bytes_of(args), bytes_of(out)
-        again = _PASSES[func] * nbytes(args[0]) if func in _PASSES else 0.0
-        yield Call(name, "stream", (), read + written + again, 0.0)
+        moved = bytes_of(args) + bytes_of(out)
+        moved += _PASSES[func] * nbytes(args[0]) if func in _PASSES else 0.0
+        moved += bytes_of(out) if func in _FILLED else 0.0
+        kernels = len(args[2]) if func is aten.roll.default and len(args) > 2 else 1  # one for each dimension
+        issued = kernels * issued_by(func, args, out, channels_last=channels_last)
+        yield Call(name, "stream", (), kernels * moved, 0.0, issued=issued)
 
 
 def is_channels_last(tensors: Iterable[Any]) -> bool:
@@ -150,6 +158,7 @@ def _product(name: str, sizes: tuple[float, ...], args: Any, out: Any) -> Call:
         bytes_of((args, out)),
         2.0 * prod(sizes),
         wide=out.dtype is torch.float32,
+        issued=issued_by_product(sizes, out),
     )
 
 

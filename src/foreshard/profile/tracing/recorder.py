@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreshard.profile.tracing.constants import Constants
 from foreshard.profile.tracing.operations import Call, calls_of, tensors_of
+from foreshard.profile.tracing.repeats import Repeats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +58,10 @@ class Recorder:
         Of every tensor that forward operations make.
     known : Constants
         Values that do not follow from inputs or parameters.
+    repeats : Repeats
+        Operations seen before.
+    ran : set of str
+        Modules that were called.
     sparse : bool
         Whether a gradient is sparse.
     """
@@ -73,6 +78,8 @@ class Recorder:
     users: dict[int, list[int]] = field(default_factory=dict)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     known: Constants = field(default_factory=Constants)
+    repeats: Repeats = field(default_factory=Repeats)
+    ran: set[str] = field(default_factory=set)
     sparse: bool = False
     in_backward: bool = False
     # tensors whose storages are compared must not be freed and their place taken by others
@@ -82,13 +89,21 @@ class Recorder:
         """Add an operation that torch does not know as one."""
         self._add([call], read, made)
 
-    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add an operation as torch calls it."""
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Add an operation as torch calls it, and return what it makes."""
         read = (*args, *kwargs.values())
-        calls = calls_of(func, read, out, channels_last=self.channels_last)
-        self._add(list(calls), read, out)
+        key = self.repeats.key(func, args, kwargs)
+        again = self.repeats.again(key)
+        if again is None:
+            out = func(*args, **kwargs)
+            calls = list(calls_of(func, read, out, channels_last=self.channels_last))
+            self.repeats.add(key, read, out, calls)
+        else:
+            out, calls = again
+        self._add(calls, read, out)
         if not self.in_backward:
             self.known.add(func, args, kwargs, out)
+        return out
 
     def _add(self, calls: list[Call], read: Any, made: Any) -> None:
         if self.in_backward:
@@ -123,6 +138,7 @@ class Recorder:
 
     def end(self, name: str, out: Any) -> None:
         """Note that a module has returned."""
+        self.ran.add(name)
         if self.in_backward or not isinstance(out, torch.Tensor) or not out.requires_grad:
             return
         place = len(self.ends)
@@ -137,6 +153,10 @@ def storage_of(tensor: Any) -> int:
 
 
 class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles what a trace runs, and asking costs as much as an operation
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
@@ -146,9 +166,7 @@ class _Operations(TorchDispatchMode):
             known = self._recorder.known.scalar_of(args[0])
             if known is not None:
                 return known
-        out = func(*args, **(kwargs or {}))
-        self._recorder.add(func, args, kwargs or {}, out)
-        return out
+        return self._recorder.run(func, args, kwargs or {})
 
 
 @contextmanager

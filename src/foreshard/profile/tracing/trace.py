@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ DTYPES = {
 SAMPLES = (2, 3)
 """Sizes of the two traces; batch statistics need more than one sample."""
 _RULE = "A module is traced on the meta device: no branch on values, no real device"
+_ALIKE = (
+    "Any number of samples runs the same operations: no loop or branch over samples, nothing kept of a call"
+)
+_BATCHED = "Write loops over samples as one operation, keep no tensors between calls, or profile it as a job"
 _WAY_OUT = "Write it with fixed shapes and without branches on values, or profile it as a job"
 _REASONS = {  # what a message of torch says, the rule behind it, and the way out
     "saved tensor hooks": (
@@ -143,10 +147,34 @@ def _runs(
     runs = [run(_inputs(inputs, samples, kept)) for samples in SAMPLES]
     if _compares_samples(*runs):
         runs.append(run(_inputs(inputs, SAMPLES[-1] + 1, kept)))
-    if len({(len(run.recorder.forward), len(run.recorder.backward), tuple(run.places)) for run in runs}) > 1:
-        what = f"{SAMPLES[0]} and {SAMPLES[1]} samples run different operations"
-        raise SpecError(what, file=where, key="model", rule="Shapes grow with samples only", fix=_WAY_OUT)
+    for more in runs[1:]:
+        _check_alike(runs[0], more, where)
     return meta, runs
+
+
+def _check_alike(few: _Run, more: _Run, where: str) -> None:
+    """Raise SpecError where another number of samples runs other operations."""
+    passes = [(run.recorder.forward, run.recorder.backward) for run in (few, more)]
+    for kind, one, other in zip(("forward", "backward"), *passes, strict=True):
+        made = [[(at, call.name) for at, calls in enumerate(run) for call in calls] for run in (one, other)]
+        if len(one) != len(other) or made[0] != made[1]:
+            raise _unlike(few, kind, made, where)
+    if few.places != more.places:
+        raise _unlike(few, "forward", [[], []], where)
+
+
+def _unlike(few: _Run, kind: str, made: Sequence[Sequence[tuple[int, str]]], where: str) -> SpecError:
+    """Return the error for operations, as (place, name), that part by name, or else by their views."""
+    names = [[name for _, name in run] for run in made]
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*names, strict=False)))
+    found = [next(iter(run[same:]), "nothing more") for run in names]
+    what = f"{SAMPLES[0]} and {SAMPLES[1]} samples run different operations"
+    if found[0] != found[1]:
+        place = made[0][same][0] if same < len(made[0]) else len(few.recorder.forward)
+        before = [end.name for end in few.recorder.ends if end.at <= place]
+        after = f" after {before[-1]!r}" if kind == "forward" and before else ""
+        what += f": {found[0]} and {found[1]} in the {kind}{after}"
+    return SpecError(what, file=where, key="model", rule=_ALIKE, fix=_BATCHED)
 
 
 def _check_casts(dtypes: set[torch.dtype], precision: str, where: str) -> None:
@@ -162,6 +190,8 @@ def _check_casts(dtypes: set[torch.dtype], precision: str, where: str) -> None:
 def _assumptions(run: _Run, loss: Loss | None) -> Iterator[str]:
     if loss is None:
         yield "loss: the sum of all outputs"
+    if run.recorder.known.finite:
+        yield "values are finite where the module asks"
     if run.recorder.sparse:
         yield "sparse gradients are summed and applied as dense ones"
 
@@ -358,6 +388,7 @@ def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
     saved = list(zip(*(_saved(run) for run in runs), strict=True))
     sizes = [[end.num_bytes for end in run.cuts] + [0.0] for run in runs]
     trained, frozen, buffers = _elements(module, one)
+    modules = _modules(module, one)
     return tuple(
         TracedLayer(
             name=(one.cuts[i].name if i < len(one.cuts) else "output"),
@@ -368,6 +399,7 @@ def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
             buffers=buffers[i],
             saved_bytes=_growth(*saved[i]),
             boundary_bytes=_growth(*(size[i] for size in sizes)),
+            modules=tuple(modules[i]),
         )
         for i in range(len(forwards))
     )
@@ -380,6 +412,20 @@ def _owners(module: Any, run: _Run) -> list[tuple[Any, list[int]]]:
     for tensor in (*module.parameters(), *module.buffers()):
         uses = run.recorder.users.get(storage_of(tensor), [])
         found.append((tensor, sorted({_layer_at(bounds, at) for at in uses}) or [0]))
+    return found
+
+
+def _modules(module: Any, run: _Run) -> list[list[str]]:
+    """Return the largest modules that hold the parameters of each layer, and of no other."""
+    layers_of = {id(tensor): layers for tensor, layers in _owners(module, run)}
+    found: list[list[str]] = [[] for _ in range(len(run.cuts) + 1)]
+    inside: list[str] = []
+    for name, child in module.named_modules():
+        layers = {layer for parameter in child.parameters() for layer in layers_of[id(parameter)]}
+        held = any(name.startswith(outer) for outer in inside)
+        if name in run.recorder.ran and len(layers) == 1 and not held:
+            found[layers.pop()].append(name)
+            inside.append(f"{name}.")
     return found
 
 
@@ -410,6 +456,7 @@ def _operations(*runs: Sequence[Call]) -> tuple[Operation, ...]:
             sizes=tuple(map(_growth, *(call.sizes for call in calls))),
             bytes=_growth(*(call.bytes for call in calls)),
             flops=_growth(*(call.flops for call in calls)),
+            issued=_growth(*(call.issued for call in calls)),
         )
         for calls in zip(*runs, strict=True)
     )

@@ -1,0 +1,84 @@
+"""Instructions of kernels that do not stream at the bandwidth: narrow norms, permuting copies, column sums.
+
+Such a kernel costs the processors so many instructions of a thread for each element or row. A device with
+slow memory hides them behind its bytes; one with fast memory does not.
+
+Source
+------
+Seconds of kernels of torch 2.11 on an H200 (33.5e12 instructions of threads a second), in profiles of
+ConvNeXt-T and Swin-T (docs/device_steps.md). Each figure is one that both networks, or several kernels of
+them, agree on; of a range the lower end is taken, rounded.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_NORMS = {aten.native_layer_norm.default: 1, aten.native_layer_norm_backward.default: 2}  # place of the shape
+_ROW = 28_000.0
+"""A row of a layer norm, which is a block of four warps however few columns it has. The H200 took 56,000
+(1.67 and 1.70 ns in the two networks; backward, both kernels, 1.58 and 1.76), by which ConvNeXt and Swin on
+RTX 3090 (timm, torch 1.10 to 1.12) come out 3 points too slow: half is taken."""
+_BATCH_NORMS = {aten.native_batch_norm.default: 155.0, aten.native_batch_norm_backward.default: 125.0}
+"""An element of a batch norm in bf16 with channels last, which cuDNN does not take (torch Normalization.cpp):
+156 to 190 and 127 to 167 in ResNet-50 with 256 and 32 images and MobileNetV2."""
+_STRIDED = 90.0
+"""An element whose place every operand computes by divisions: 94 to 116 in copies, sums and products, up to
+150 where they also cast."""
+_SUMMED = 45.0  # an element of a sum over rows: 58 and 67; less, for the reason of `_ROW`
+_SINGLE = 50.0  # an element of a product that is loaded by itself, as rows do not begin at 4 bytes
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.copy_.default}
+_SUMS = {aten.sum.dim_IntList}
+
+
+def issued_by(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool) -> float:
+    """Return the instructions of an operation that may take longer than its bytes; 0 where none do."""
+    if func in _NORMS:
+        return _ROW * args[0].numel() / max(1, prod(args[_NORMS[func]]))
+    if func in _BATCH_NORMS:
+        return _BATCH_NORMS[func] * args[0].numel() * (channels_last and args[0].dtype is torch.bfloat16)
+    if not isinstance(out, torch.Tensor):
+        return 0.0
+    if func in _SUMS:
+        summed, order = {dim % args[0].dim() for dim in args[1] or ()}, _order(args[0])
+        return _SUMMED * args[0].numel() * (bool(summed) and bool(order) and order[-1] not in summed)
+    if func is aten.roll.default:
+        return _STRIDED * out.numel()
+    if func in _COPIES or torch.Tag.pointwise in func.tags:
+        operands = [value for value in args if isinstance(value, torch.Tensor) and value.numel() > 1]
+        if any(_differs(operand, out, channels_last) for operand in operands):
+            return _STRIDED * out.numel()
+    return 0.0
+
+
+def issued_by_product(sizes: tuple[float, ...], out: torch.Tensor) -> float:
+    """Return the instructions that loads and stores of single elements take in many products of odd sizes.
+
+    Of one product no side is looked at: it may be that of the samples.
+    """
+    m, n, k, count = sizes
+    if count == 1 or out.element_size() != 2 or (n % 2 == 0 and k % 2 == 0):
+        return 0.0
+    return _SINGLE * count * (m * k + k * n + m * n)
+
+
+def _differs(operand: torch.Tensor, out: torch.Tensor, channels_last: bool) -> bool:
+    """Return whether an operand lies otherwise in memory than the result, or is repeated along it."""
+    if operand.shape != out.shape:
+        return True
+    # images: convolutions on the meta device forget that channels are last
+    if channels_last and out.dim() == 4:
+        return False
+    return _order(operand) != _order(out)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions by their strides, longest first; those of one element have none."""
+    return sorted(
+        (dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1), key=tensor.stride, reverse=True
+    )

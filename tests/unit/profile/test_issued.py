@@ -1,0 +1,116 @@
+"""Which traced operations issue more instructions than their bytes take."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn
+
+from foreshard.profile.tracing.trace import trace_module
+
+
+class Of(nn.Module):
+    """A function after a weight, so that there is something to train."""
+
+    def __init__(self, function, shape):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.ones(shape[-1])), function
+
+    def forward(self, x):
+        return self.function(x * self.weight)
+
+
+def issued(function, shape, name, *, samples=4, **asked):
+    """Return the instructions for each sample of the operations of a name in the forward."""
+    traced = trace_module(Of(function, shape), torch.empty(1, *shape), **asked)
+    found = [o for layer in traced.layers for o in layer.forward if o.name == name]
+    assert found, [o.name for layer in traced.layers for o in layer.forward]
+    return sum(o.issued.at(samples) for o in found) / samples
+
+
+def test_a_norm_issues_by_rows_however_few_their_columns():
+    narrow, wide = (
+        issued(lambda x: nn.functional.layer_norm(x, x.shape[-1:]), (49, width), "native_layer_norm")
+        for width in (8, 512)
+    )
+    assert narrow == wide > 0
+    more = issued(lambda x: nn.functional.layer_norm(x, x.shape[-1:]), (98, 8), "native_layer_norm")
+    assert more == 2 * narrow
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "binds"),
+    [
+        (lambda x: x.transpose(-1, -2).contiguous(), "clone", True),
+        (lambda x: x.transpose(-1, -2).clone(memory_format=torch.preserve_format), "clone", False),
+        (lambda x: x + x.relu(), "add", False),
+        (lambda x: x + x.mT, "add", True),
+        (lambda x: x - x.amax(-1, keepdim=True), "sub", True),
+        (lambda x: x / x.new_ones(()), "div", False),
+        (nn.functional.gelu, "gelu", False),
+        (lambda x: x.sum(1), "sum", True),
+        (lambda x: x.sum(2), "sum", False),
+    ],
+)
+def test_what_lies_otherwise_in_memory_is_computed_place_by_place(function, name, binds):
+    assert (issued(function, (32, 32), name) > 0) is binds
+
+
+def test_a_roll_is_a_kernel_for_every_dimension():
+    one, two = (
+        issued(lambda x, n=n: x.roll((1,) * n, tuple(range(1, n + 1))), (8, 8, 4), "roll") for n in (1, 2)
+    )
+    assert two == 2 * one > 0
+
+
+def test_images_whose_channels_are_last_do_not_lie_otherwise():
+    """Convolutions on the meta device forget the layout, so that only what is no image is looked at."""
+    block = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1))
+
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            x = self.block[:2](x)
+            return x + self.block[2](x)
+
+    for layout in (torch.contiguous_format, torch.channels_last):
+        traced = trace_module(Added().to(memory_format=layout), torch.empty(1, 4, 8, 8))
+        adds = [o for layer in traced.layers for o in layer.forward if o.name == "add"]
+        assert adds and not any(o.issued.at(8) for o in adds)
+
+
+@pytest.mark.parametrize(("tokens", "binds"), [(49, True), (64, False)])
+def test_many_products_of_odd_sizes_load_single_elements(tokens, binds):
+    found = issued(lambda x: x @ x.mT @ x, (3, tokens, 32), "bmm", precision="bf16")
+    assert (found > 0) is binds
+    assert issued(lambda x: x @ x.mT @ x, (3, tokens, 32), "bmm", precision="fp32") == 0.0
+
+
+def test_the_side_of_the_samples_is_not_looked_at():
+    """The gradient of a weight is a product over the rows of all samples, odd or not."""
+    traced = trace_module(nn.Linear(8, 8), torch.empty(1, 7, 8), precision="bf16")
+    products = [
+        o for layer in traced.layers for o in (*layer.forward, *layer.backward) if o.kind == "product"
+    ]
+    assert len(products) >= 2 and not any(o.issued.at(5) for o in products)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "binds"),
+    [("last", "bf16", True), ("last", "fp16", False), ("first", "bf16", False)],
+)
+def test_batch_norms_that_the_library_does_not_take_issue_by_elements(layout, precision, binds):
+    network = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8))
+    if layout == "last":
+        network = network.to(memory_format=torch.channels_last)
+    traced = trace_module(network, torch.empty(1, 4, 8, 8), precision=precision, autocast=True)
+    norms = [
+        o
+        for layer in traced.layers
+        for o in (*layer.forward, *layer.backward)
+        if o.name.startswith("native_batch_norm")
+    ]
+    assert len(norms) == 2
+    assert [o.issued.at(8) > 0 for o in norms] == [binds, binds]
