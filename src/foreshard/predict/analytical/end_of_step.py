@@ -18,6 +18,7 @@ from foreshard.predict.tasks.collectives import (
     bucket_elements,
     contention,
     gradient_sync_s,
+    held_copies_s,
     tied_sync_s,
 )
 from foreshard.predict.tasks.host import optimizer_s
@@ -41,7 +42,7 @@ class EndOfStep:
     cut: Any
     # whether gradients move behind the backward of all chunks
     last_of_all: Any
-    # sums over groups of pipelines and over both ends of one, behind all else
+    # sums over groups of pipelines and over both ends of one, and copies of all, behind all else
     sums: Any
     # the optimizer, and gathering updated weights that no forward hides
     update: Any
@@ -114,7 +115,8 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
 def _sums_s(batch: Batch, stage: StageTimes) -> Any:
     """Return seconds of the sums of gradients over groups of pipelines, and of tables that both ends hold."""
     machine, p = batch.machine, batch.pipeline
-    sums = across_groups_s(stage.params, stage.expert_params, machine)
+    held = stage.params, stage.expert_params
+    sums = across_groups_s(*held, machine) + held_copies_s(*held, machine)
     if not np.count_nonzero(p.tied):
         return sums
     tied = tied_sync_s(p.hidden, p.vocab, p.ends_cross, machine) * p.tied
