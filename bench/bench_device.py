@@ -5,7 +5,7 @@ as a table in markdown. `train`, on a machine with a device, trains each step by
 appends what it took; `predict` writes what is predicted, to be kept before anything is trained. A step is by
 transformers under autocast (predicted as `ddp`) or under fully_shard (`hf`), by torchtitan's model,
 recomputation, compile and fully_shard (`torchtitan`), or by torchvision under autocast.
-fully_shard is on a mesh of one rank: its copies in and out of flat buffers are measured, and not predicted.
+fully_shard is on a mesh of one rank, which copies weights and gradients all the same.
 Tokens and images lie on the device, weights are drawn at random.
 """
 

@@ -16,8 +16,10 @@ from foreshard.catalog.training import training_constants
 from foreshard.errors import SpecError
 from foreshard.graph.pace import PipelineRows, pipeline_span
 from foreshard.graph.pipeline import pipeline_durations, pipeline_shape, program_of
+from foreshard.graph.pipeline_schedules import BY_ORDER, FOLDED
 from foreshard.planner.grid.space import GridRequest, cells_of, passes_of, rows_of
-from foreshard.predict.analytical.engine import slowest_parts, stage_times, step_times
+from foreshard.predict.analytical.engine import slowest_parts, step_times
+from foreshard.predict.analytical.stage import stage_times
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.engine import graph_times
 from foreshard.predict.placement import crosses_node, link_domains
@@ -101,15 +103,15 @@ def port_s(case):
 
 @pytest.mark.parametrize("part", range(4))
 def test_the_closed_form_is_within_three_percent_of_the_graph(part):
-    """Of plans without sharded weights; interleaved ones in 9 of 10 cases, and never by more than a tenth."""
-    plain, cut = [], []
+    """Interleaved plans in 9 of 10 cases, never by more than an eighth; the last part has sharded weights."""
+    plain, cut, sharded = [], [], part == 3
     for seed in range(100 * part, 100 * part + 100):
-        for case, seconds in drawn(seed):
-            if case.plan.groups[0].stages[0].zero < 2:
+        for case, seconds in drawn(seed, "torchtitan" if sharded else "megatron-core"):
+            if sharded or case.plan.groups[0].stages[0].zero < 2:
                 (cut if is_interleaved(case) else plain).append(abs(seconds / graph_s(case) - 1.0))
     assert len(plain) > 50 and len(cut) > 50
     assert np.mean(np.array(plain) < 0.03) > 0.98 and max(plain) < 0.15
-    assert np.mean(np.array(cut) < 0.03) > 0.88 and max(cut) < 0.1
+    assert np.mean(np.array(cut) < 0.03) > (0.83 if sharded else 0.9) and max(cut) < 0.12
 
 
 def zero_bubble_s(forward, backward, weight, send, passes):
@@ -125,7 +127,8 @@ def zero_bubble_s(forward, backward, weight, send, passes):
         inside_s=none,
         after_s=after,
         wrap_s=np.zeros(1),
-        beside_s=2.0 * after,
+        beside_s=none,
+        widest_s=np.full((stages, 1), send),
         period_s=sum(column),
         call_first_s=none,
         call_s=none,
@@ -181,10 +184,15 @@ def test_zero_bubble_pipelines_of_unequal_stages_take_about_what_their_order_of_
     assert np.mean(np.abs(off) < 0.01) > 0.9 and max(map(abs, off)) < 0.05
 
 
-def few_passes(schedule, number):
-    """Yield random plans of a schedule with one to four times as many micro-batches as stages."""
+def few_passes(schedule, number, network=None):
+    """Yield random plans of a schedule with one to four times as many micro-batches as stages.
+
+    Over a stated network those of torchtitan have sharded weights.
+    """
     rng, models = random.Random(schedule), ("gpt2-xl", "llama3-8b", "llama2-13b", "gpt3-13b", "qwen3-30b-a3b")
     names = ("8xh100-sxm", "2x8xa100-sxm-80gb", "4x8xh100-sxm", "4x4xa100-sxm-40gb@100Gb/s")
+    if network is not None:
+        names = (f"4x8xh100-sxm{network}", f"8x8xh100-sxm{network}")
     while number:
         model, cluster = api.load_model(rng.choice(models)), api.load_cluster(rng.choice(names))
         pp, tp, micro_batch = rng.choice([2, 4, 8]), rng.choice([1, 1, 2, 4]), rng.choice([1, 2])
@@ -193,7 +201,10 @@ def few_passes(schedule, number):
         choices |= {"vpp": rng.choice([2, 3, 4])} if schedule == "interleaved" else {"schedule": schedule}
         choices |= {"framework": rng.choice(("megatron-core", "torchtitan", "nemo", "megatron-deepspeed"))}
         choices |= {"recompute": rng.choice(("none", "selective", "full"))}
-        choices |= {"global_batch": rng.randint(1, 4) * pp * replicas * micro_batch}
+        fewest = 2 if schedule in FOLDED else 1
+        choices |= {"global_batch": rng.randint(fewest, 4) * pp * replicas * micro_batch}
+        if network is not None and choices["framework"] == "torchtitan":
+            choices["zero"] += 2
         try:
             plan = api.make_plan(model, cluster, seq_len=rng.choice([2048, 8192]), **choices)
         except SpecError:
@@ -210,6 +221,16 @@ def test_zero_bubble_plans_of_few_micro_batches_are_within_three_percent_of_the_
         batch = build_batch([case], training_constants())
         off.append(sum(slowest_parts(step_times(batch)).values()) / graph_s(case) - 1.0)
     assert max(map(abs, off)) < 0.03, sorted(off)
+
+
+@pytest.mark.parametrize("schedule", ("zb-h1", *BY_ORDER))
+def test_plans_over_slow_networks_are_within_three_percent_of_the_graph(schedule):
+    """Messages that fill ports, weights and gradients chunk by chunk: they were up to 57 % apart."""
+    off = []
+    for case in few_passes(schedule, 16, "@25Gb/s"):
+        batch = build_batch([case], training_constants())
+        off.append(sum(slowest_parts(step_times(batch)).values()) / graph_s(case) - 1.0)
+    assert np.mean(np.abs(off) < 0.03) > 0.8 and max(map(abs, off)) < 0.06, sorted(off)
 
 
 def test_interleaved_plans_of_few_micro_batches_are_within_three_percent_of_the_graph():

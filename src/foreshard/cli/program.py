@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import click
 
@@ -18,7 +19,7 @@ from foreshard.cli.options.flags import meant
 from foreshard.cli.options.group import VerbGroup
 from foreshard.cli.options.missing import missing
 from foreshard.cli.options.sources import name_source
-from foreshard.cli.verbs import VERBS, verb
+from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import ForeshardError, SpecError
 
 INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
@@ -44,8 +45,9 @@ def run(args: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    args = _asked(list(args))
     try:
-        outcome = program.main(args=list(args), prog_name="foreshard", standalone_mode=False)
+        outcome = program.main(args=args, prog_name="foreshard", standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
@@ -66,6 +68,35 @@ def run(args: Sequence[str]) -> int:
         return _fault(error, args)
 
 
+def _asked(args: list[str]) -> list[str]:
+    """Return the words with `help VERB` and `version` as the options that they are here."""
+    if args[:1] == ["help"]:
+        return [*args[1:], "--help"]
+    return ["--version"] if args == ["version"] else args
+
+
+def _of_other_verbs(option: str, command: str) -> str | None:
+    """Return the fix that names the verbs which have an option, None where none has."""
+    own = command.removeprefix("foreshard ")
+    have = [
+        name
+        for name, other in commands()
+        if name != own and any(option in param.opts for param in other.params)
+    ]
+    return (
+        f"It is an option of {' and of '.join(repr(f'foreshard {name}') for name in have[:3])}"
+        if have
+        else None
+    )
+
+
+def _near_option(error: click.NoSuchOption) -> str | None:
+    """Return the fix that names the option nearest to one that is none; dashes are alike in all."""
+    named = {option.lstrip("-"): option for option in error.possibilities or ()}
+    near = get_close_matches(error.option_name.lstrip("-"), named, n=1)
+    return f"Did you mean {named[near[0]]!r}?" if near else None
+
+
 def _usage_error(error: click.ClickException) -> SpecError:
     """Return click's complaint as one of ours."""
     known = missing(error) if isinstance(error, click.MissingParameter) else None
@@ -78,11 +109,12 @@ def _usage_error(error: click.ClickException) -> SpecError:
     ctx = getattr(error, "ctx", None)
     command = ctx.command_path if ctx is not None else "foreshard"
     key = key or getattr(error, "option_name", None)
-    near = getattr(error, "possibilities", None) or ()
     ours = meant(key) if key and isinstance(error, click.NoSuchOption) else None
     message = error.message or error.format_message()
     said = re.search(r"\. ((?:Did you mean|Write) .*)$", message)
-    fix = f"Did you mean {near[0]!r}?" if near else said[1] if said else f"See {command} --help"
+    fix = said[1] if said else f"See {command} --help"
+    if isinstance(error, click.NoSuchOption):
+        fix = _of_other_verbs(error.option_name, command) or _near_option(error) or fix
     fix = f"Write {ours}" if ours else fix
     quoted = re.match(r"'([^']*)'", message)
     what = message[: said.start()] if said else message

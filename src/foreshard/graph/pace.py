@@ -66,6 +66,8 @@ class PipelineRows:
     wrap_s: np.ndarray
     # messages that hold a stage beside each op outside the steady state
     beside_s: np.ndarray
+    # the longest message of one op to or from a stage
+    widest_s: np.ndarray
     # a forward and a backward in the steady state, with the messages that hold the stage
     period_s: np.ndarray
     # message that holds the run's first stage, and its last, between forward and backward
@@ -149,11 +151,15 @@ def _longest_path(rows: PipelineRows) -> PipelineSpan:
     around_f, around_b = ((rows.chunks - 1.0) * seconds for seconds in around)
     around_f = around_f + (rows.chunks - 1.0) * (rows.count * rows.wait_s).sum(0)
     # Where messages run beside the work, a round through all stages takes a period a stage: a chunk of layers
-    # goes back to the first stage, but for the last chunk; zero-bubble pipelines go down and up again.
+    # goes back to the first stage, but for the last chunk; zero-bubble pipelines go down and up again. Of
+    # two neighbours of those only one micro-batch more is on its way: two go down and up before the third.
     is_cut = rows.chunks > 1.0
     round_s = np.where(is_cut, np.maximum(*around), np.add(*around)) / rows.stages
-    part = np.where(is_cut, 1.0 - 1.0 / rows.chunks, (rows.late_s > 0.0).any(0))
-    period_s = rows.period_s + part * np.maximum(round_s - rows.period_s, 0.0)
+    is_split = (rows.late_s > 0.0).any(0)
+    part = np.where(is_cut, 1.0 - 1.0 / rows.chunks, is_split)
+    pair_s = rows.forward_s + rows.backward_s + rows.late_s / 2.0 + rows.widest_s
+    of_pair_s = is_split * np.maximum(pair_s - rows.period_s, 0.0)
+    slower_s = part * np.maximum(round_s - rows.period_s, 0.0)
     none = _pair(np.full_like(rounds, -np.inf))
     start, end, best, run = none, none, none, np.zeros(rounds.shape, dtype=int)
     is_deepest = np.ones(rounds.shape, dtype=bool)
@@ -175,7 +181,11 @@ def _longest_path(rows: PipelineRows) -> PipelineSpan:
         here_end = _later(own_b, np.where(steady > 0.0, end, -np.inf))
         # A last forward that is short ends the steady state.
         whole = here_start + here_end
-        whole[0] += steady * (period_s[r] - late) + late_f_s - place.call_s
+        whole[0] += steady * (rows.period_s[r] - late) + late_f_s - place.call_s
+        # Rounds of so many micro-batches that begin and end on this stage.
+        gaps = np.maximum(steady - (place.warm_up > 0.0), 0.0)
+        in_rounds = np.where(is_cut, steady, gaps - np.mod(gaps, rows.stages))
+        whole[0] += np.maximum(in_rounds * slower_s[r], (gaps - np.mod(gaps, 2.0)) * of_pair_s[r])
         whole[0] -= np.where(steady > 0.0, (1.0 - kept) * f, 0.0)
         better = present & (whole[0] > best[0])
         best, run = np.where(better, whole, best), np.where(better, r, run)
@@ -218,8 +228,8 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
         present, more = count > 0, np.maximum(count - 1.0, 0.0)
         f, b, beside = rows.forward_s[r], rows.backward_s[r], rows.beside_s[r]
         kept, wait = rows.last_share[r], rows.wait_s[r]
-        slow_f = np.where(present, np.maximum(slow_f, f + beside), slow_f)
-        slow_b = np.where(present, np.maximum(slow_b, b + beside), slow_b)
+        slow_f = np.where(present, np.maximum(slow_f, np.maximum(f + beside, rows.widest_s[r])), slow_f)
+        slow_b = np.where(present, np.maximum(slow_b, np.maximum(b + beside, rows.widest_s[r])), slow_b)
         gate, tail, late = _pair(rows.ready_s[r], data=True), _pair(rows.tail_s[r], data=True), rows.late_s[r]
         here_down, here_up = down, up
         for is_last in (False, True):

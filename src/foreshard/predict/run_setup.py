@@ -160,6 +160,7 @@ class RunSetup:
             grad_overlap=where_held(0.0, traits.grad_overlap),
             param_gather_overlap=where_held(1.0, traits.param_gather_overlap),
             bucket_elements=where_held(1.0, traits.bucket_elements),  # a unit each
+            holds_units=where_held(1.0, 0.0),
         )
 
     @property

@@ -34,6 +34,7 @@ _SUMS_WHOLE = ("deepspeed", "megatron-deepspeed")
 # (partitioned_param_coordinator.py __params_to_release).
 _KEPT_ELEMENTS = 5e8
 _NARROW = ("fp8", "mxfp8", "nvfp4")
+_B200_FLOPS_A_CYCLE = 2250e12 / (148 * 1.965e9)  # of a multiprocessor, 16 bit: those of the newest published
 _NO_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 # Bytes that torchao moves for an activation and for a weight that two products read: the scale of a tensor
 # takes a pass of its own; scales per row take one kernel along each axis and, in between, a transposed copy
@@ -70,6 +71,7 @@ class Traits:
     arm_host: Any
     graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
     loads_aligned: Any  # 1 where matrix units of NVIDIA run products, whose rows begin at 16 bytes
+    sm_cycles_per_s: Any  # cycles of all multiprocessors
     grad_bytes: Any
     grad_reduce_bytes: Any
     tp_overlap: Any
@@ -96,6 +98,8 @@ class Traits:
     regathers: Any  # 1 where sharded weights are gathered again before backward
     prefetches: Any  # 1 where a layer asks for the weights of the next before it runs
     kept_elements: Any  # of the last units, which stay gathered from forward to backward
+    flat_copies: Any  # 1 where kernels of their own cast weights, and copy them in and out of flat buffers
+    holds_units: Any  # 1 where a pipeline gathers and reduces them once a step
     grouped: Any
     uneven_routing: Any
     dropped: Any
@@ -199,6 +203,7 @@ def traits_of(
         loads_aligned=float(
             device.vendor == "nvidia" and device.arch not in _NO_MATRIX_UNITS and precision != "fp32"
         ),
+        sm_cycles_per_s=_sm_cycles_per_s(device),
         grad_bytes=float(framework.grad_bytes),
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),
@@ -219,6 +224,8 @@ def traits_of(
         regathers=1.0,
         prefetches=float(framework.explicit_prefetch),
         kept_elements=_KEPT_ELEMENTS if framework.fsdp == "zero3" else 0.0,
+        flat_copies=float(framework.fsdp == "fsdp2"),
+        holds_units=0.0,
         grouped=float(framework.grouped_gemm),
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),
@@ -238,6 +245,12 @@ def traits_of(
         host_link_bytes_per_s=_host_link(device),
         **options,
     )
+
+
+def _sm_cycles_per_s(device: Device) -> float:
+    """Return cycles a second of all multiprocessors; where not published, those of a B200 by its peak."""
+    published = device.num_sms * device.clock_hz
+    return published or max(device.peak_flops_per_s.get("bf16", 0.0), 1.0) / _B200_FLOPS_A_CYCLE
 
 
 def _scales_rows_by_cutlass(framework: Framework, device: Device) -> bool:

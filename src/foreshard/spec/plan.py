@@ -258,7 +258,7 @@ _CHECKPOINTING = re.compile(
 )
 _RECOMPUTE_FIXES = {
     **dict.fromkeys(
-        ("", "true", "on", "yes", "1"),
+        ("", "true", "on", "yes", "1", "all"),
         "Write full for all of each layer, or selective for what the framework recomputes under that name",
     ),
     **dict.fromkeys(("full:block", "block"), "Write full:block:N for the first N layers of a stage"),

@@ -208,11 +208,25 @@ def test_words_of_elsewhere_are_the_same_run(shell):
         ("--num-gpus", "CLUSTER"),
         ("--fsdp", "--framework torchtitan"),
         ("--recomputation", "--recompute"),
+        ("--global-batch-tokens", "--global-batch, in samples"),
+        ("--no-pp", "--pp 1"),
+        ("--memory-margin", "an option of 'foreshard plan'"),
+        ("--wibble", "foreshard predict --help"),
     ],
 )
 def test_a_flag_of_elsewhere_leads_to_ours(shell, flag, ours):
     answer = shell("predict", "llama3-8b", "8xh100", flag, "8")
     assert answer.code == 2 and ours in answer.err
+
+
+def test_an_option_is_near_by_its_letters_not_by_its_dashes(shell):
+    assert "'--optimizer'" in shell("predict", "gpt2", "8xh100", "--optimiser", "adam").err
+    assert "Did you mean" not in shell("predict", "gpt2", "8xh100", "--quilt", "2").err
+
+
+def test_help_and_version_are_words_too(shell):
+    assert shell("help", "predict").out == shell("predict", "--help").out
+    assert shell("version").out == shell("--version").out
 
 
 def test_cpu_offload_is_what_the_framework_calls_so(shell):

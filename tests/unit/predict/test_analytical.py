@@ -10,7 +10,8 @@ import pytest
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
-from foreshard.predict.analytical.engine import stage_times, step_times
+from foreshard.predict.analytical.engine import step_times
+from foreshard.predict.analytical.stage import stage_times
 from foreshard.predict.batch import PlannedRun, build_batch, with_constants
 
 CONSTANTS = replace(TrainingConstants(), jitter=0.0)

@@ -44,7 +44,12 @@ _MEANT = {
     "(virtual-pipeline.*|interleave)": "--vpp",
     "(use-)?(flash|fa)-?(attn|attention)?-?[1-3]?": "--attention fa2, or fa3",
     "clouds?|vendors?|providers?": "--rent VENDORS",
-    "output-file|out": "-o",
+    "output-file|out|save|dump": "-o",
+    "(global-)?batch-(size-)?(in-)?tokens|tokens-per-(step|batch)": "--global-batch, in samples",
+    "no-(tp|pp|dp|cp|ep|vpp)": "that degree as 1, as --pp 1",
+    "k|n|num-plans": "--top",
+    "baselines?": "--compare-with",
+    "q|quiet|silent": "--json, which prints the answer alone",
 }
 """What flags that foreshard lacks are called here, by a pattern of the flag without dashes."""
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
 from foreshard.planner.grid.space import GridRequest, chunks_of, distinct
-from foreshard.predict.analytical.engine import StepTimes, stage_times
+from foreshard.predict.analytical.engine import StepTimes
+from foreshard.predict.analytical.stage import stage_times
 from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import divisors
 

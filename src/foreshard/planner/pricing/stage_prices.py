@@ -23,7 +23,8 @@ from foreshard.planner.pricing.stage_options import StageKind, fits_alone, stage
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row, stage_types
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
-from foreshard.predict.analytical.engine import StageTimes, end_of_step, stage_times
+from foreshard.predict.analytical.end_of_step import end_of_step
+from foreshard.predict.analytical.stage import StageTimes, stage_times
 from foreshard.predict.batch import Batch, Boundaries
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import domain_block
@@ -219,7 +220,9 @@ def _tail_of(
     )
     end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     # All of a pipeline follows its first forward; other stages wait for their weights while it fills.
-    return np.asarray(end.tail + end.update + (end.ready + end.wait) * (np.asarray(batch.has_embedding) > 0))
+    return np.asarray(
+        end.tail_s + end.update + (end.first_s + end.wait) * (np.asarray(batch.has_embedding) > 0)
+    )
 
 
 def _batch(

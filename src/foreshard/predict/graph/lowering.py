@@ -328,7 +328,7 @@ class _GroupLowering:
         if not float(self.traits[s].param_gather_overlap) > 0:
             return
         before_use = -1
-        for c in range(self.prices.num_chunks):
+        for c in sorted(range(self.prices.num_chunks), key=lambda c: self.lowered.first_forward(s, c)):
             gather_s = self.buckets[s][c].gather_s[::-1]
             if not gather_s.any():
                 continue
@@ -345,7 +345,7 @@ class _GroupLowering:
         overlap = float(self.traits[s].grad_overlap) > 0
         ends: list[int] = []
         total = 0.0
-        for c in reversed(range(self.prices.num_chunks)):
+        for c in sorted(range(self.prices.num_chunks), key=lambda c: self.lowered.last_gradient(s, c)):
             buckets = self.buckets[s][c]
             if not buckets.reduce_s.any():
                 continue

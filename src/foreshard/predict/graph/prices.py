@@ -21,6 +21,7 @@ from foreshard.predict.tasks.collectives import (
     ShardTimes,
     across_groups_s,
     every_reduce_s,
+    held_copies_s,
     message_s,
     shard_times,
     slowed_s,
@@ -86,7 +87,8 @@ class GroupPrices:
     send_s: np.ndarray  # of a message over each boundary, one way
     crosses: np.ndarray  # per boundary, the last joins the ends: whether messages leave a link domain
     optimizer_s: np.ndarray
-    across_s: np.ndarray  # per stage: summing sharded gradients over the groups, once a step
+    # per stage, once a step: summing sharded gradients over the groups, copying units that a pipeline holds
+    across_s: np.ndarray
     tied_s: float
     data_speed: float = 1.0  # of gradient and weight collectives, for what-if questions
     # seconds that a thread of the host takes to launch each op, beside it; None: they are parts of the op;
@@ -406,7 +408,7 @@ class _GroupPricer:
         return crosses, send_s
 
     def _once_s(self, units: list[list[LayerUnits]]) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds on each stage of the optimizer, and of summing sharded gradients over the groups."""
+        """Seconds on each stage of the optimizer, and of what is summed or copied once a step."""
         optimizer, across = np.zeros((2, len(units)))
         for s, row in enumerate(units):
             machine = self.machines[s]
@@ -414,7 +416,9 @@ class _GroupPricer:
             num_blocks = sum(sum(unit >= 0 for unit in names) for names in self.units[s])
             update = optimizer_s(params, experts, num_blocks, machine, self.pipeline["num_devices"])
             optimizer[s] = float(update) + self.orthogonal[s]
-            across[s] = float(across_groups_s(params, experts, machine))
+            across[s] = float(
+                across_groups_s(params, experts, machine) + held_copies_s(params, experts, machine)
+            )
         return optimizer, across
 
     def _tied_s(self) -> float:

@@ -268,15 +268,48 @@ def shard_times(params: Any, experts: Any, machine: Machine, *, dense: Sharing |
 
 
 def _shard_times(params: Any, sharing: Sharing, machine: Machine) -> ShardTimes:
-    """Return the sharded tasks of one kind of weights."""
-    traits = machine.traits
-    cut = np.asarray(sharing.shard) > 1  # one rank holds its weights whole and in place
+    """Return the sharded tasks of one kind of weights.
+
+    FSDP2 casts a shard into one flat buffer and copies that into the gathered one, beside the computation;
+    what has arrived is copied out into the weights, and gradients into a flat buffer that is scattered. On
+    one rank weights are cast and copied in line, and gradients copied once more beside the computation.
+    Others hold the weights of one rank whole and in place.
+
+    Source
+    ------
+    torch 2.13 distributed/fsdp/_fully_shard: _fsdp_collectives.py (_get_param_all_gather_inputs,
+    all_gather_copy_in, split_with_sizes_copy, chunk_cat, foreach_reduce), _fsdp_param_group.py
+    wait_for_unshard.
+    """
+    traits, kernels = machine.traits, machine.kernels
+    is_cut = np.asarray(sharing.shard) > 1
+    flat = np.asarray(traits.flat_copies) > 0
+    gather, scatter = sharing.gather_s(params, machine), sharing.scatter_s(params, machine)
+    weights = 2.0 * traits.param_bytes * is_cut
+    if np.count_nonzero(flat):
+        cast = np.where(traits.param_bytes < 4.0, 4.0 + traits.param_bytes, 0.0) + 2.0 * traits.param_bytes
+        weights = np.where(is_cut | ~flat, weights, cast)
+        gather = gather + stream_s(cast * params / sharing.shard, kernels) * (is_cut & flat)
+        scatter = scatter + stream_s(2.0 * traits.grad_reduce_bytes * params, kernels) * (~is_cut & flat)
     return ShardTimes(
-        gather=sharing.gather_s(params, machine),
-        scatter=sharing.scatter_s(params, machine),
-        copy_weights=stream_s(2.0 * traits.param_bytes * params, machine.kernels) * cut,
-        copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, machine.kernels) * cut,
+        gather=gather,
+        scatter=scatter,
+        copy_weights=stream_s(weights * params, kernels),
+        copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, kernels) * (is_cut | flat),
     )
+
+
+def held_copies_s(params: Any, experts: Any, machine: Machine) -> Any:
+    """Return seconds of copying units that a pipeline holds out of flat buffers and in, once a step.
+
+    Gradients have accumulated in the format of their reduction by then.
+    """
+    traits = machine.traits
+    if not np.count_nonzero(traits.holds_units):
+        return 0.0
+    held = np.asarray(traits.holds_units * traits.flat_copies)
+    num_bytes = 2.0 * traits.param_bytes + 2.0 * traits.grad_reduce_bytes
+    return stream_s(held * num_bytes * (params + experts), machine.kernels)
 
 
 def contention(machine: Machine) -> Any:

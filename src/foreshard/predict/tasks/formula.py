@@ -44,13 +44,11 @@ from foreshard.predict.tasks.kernels import (
 # profile on an H200, torch 2.11).
 _LOSS_CASTS = 6.0 + 6.0  # none where logits are in fp32
 _TORCH_LOSS = _LOSS_CASTS + 16.0 + 4.0 + 16.0
-# Share of the 16-bit peak that a product with the head reaches on Hopper where its columns do not begin at 16
-# bytes: read by 2 bytes, and by 4. Vocabularies of 50257 (124 TFLOP/s) and 30522 (262), on an H200 with torch
+# FLOPs in 16 bit a cycle of a multiprocessor, where columns do not begin at 16 bytes: read by 2 bytes, and by
+# 4. Products with heads of 50257 (124 TFLOP/s) and 30522 columns (262) on an H200 (132 at 1.98 GHz), torch
 # 2.11.
-_UNALIGNED = (0.125, 0.265)
-# The same kernels on matrix units whose peak is lower. Padding GPT-2's vocabulary made a step on an A100 a
-# quarter faster (nanoGPT's author, recalled): 0.4 of the peak.
-_OLDER = 3.0
+_UNALIGNED = (474.0, 1003.0)
+_MOST_UNALIGNED = 0.6  # of the peak, where it is low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +233,8 @@ def unaligned_s(rows: Any, columns: Any, inner: Any, machine: Machine) -> Any:
     """Return the least seconds of a product whose rows of `columns` do not begin at 16 bytes, else 0.
 
     Matrix units of Hopper and Blackwell load such rows by no kernel of their own: those of older devices run,
-    which read 2 or 4 bytes at a time. Products in fp32 run on no matrix units; of other makers nothing is
-    known.
+    which read 2 or 4 bytes at a time and so take as many cycles on any matrix units. Products in fp32 run on
+    none; of other makers nothing is known.
     """
     elements = 16.0 / machine.rank.element_bytes
     columns = np.asarray(columns, dtype=float)
@@ -244,10 +242,8 @@ def unaligned_s(rows: Any, columns: Any, inner: Any, machine: Machine) -> Any:
     if not np.count_nonzero(narrow):
         return 0.0
     single = np.mod(columns * machine.rank.element_bytes, 4.0) > 0
-    share = np.where(single, *_UNALIGNED)
-    older = 1.0 - machine.traits.hopper - machine.traits.blackwell
-    share = np.minimum(share * (1.0 + older * (_OLDER - 1.0)) * (1.0 - 0.5 * machine.traits.blackwell), 0.6)
-    rate = share * machine.kernels.bf16_peak_flops_per_s * 2.0 / machine.rank.element_bytes
+    read = np.where(single, *_UNALIGNED) * machine.traits.sm_cycles_per_s * 2.0 / machine.rank.element_bytes
+    rate = np.minimum(read, _MOST_UNALIGNED * machine.kernels.bf16_peak_flops_per_s)
     return narrow * 2.0 * rows * columns * inner / rate
 
 

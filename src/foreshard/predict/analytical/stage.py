@@ -1,0 +1,332 @@
+"""What one micro-batch takes on every stage of a batch of pipelines, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from foreshard.predict.analytical.sharded import ShardedUnit, on_device, waits
+from foreshard.predict.batch import Batch
+from foreshard.predict.tasks.collectives import (
+    ShardTimes,
+    Sharing,
+    every_reduce_s,
+    message_s,
+    region_times,
+    shard_times,
+    sharing_of,
+)
+from foreshard.predict.tasks.formula import EndTimes, LayerTimes, end_times, layer_times
+from foreshard.predict.tasks.host import joined_s
+from foreshard.spec.prediction import TIME_PARTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """Seconds of a run's messages between stages, one way, of one chunk and one micro-batch."""
+
+    # one message inside a link domain, and one that leaves it
+    near: Any
+    far: Any
+    # from the last stage of the run to the stage after it
+    after: Any
+    # to or from all neighbours of a stage, one after another
+    each: Any
+    # the longer of a stage's messages
+    widest: Any
+    # through the busier of a stage's two ports, to the network and to its link domain
+    port: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch on each run of equal stages, shape (runs, pipelines)."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    messages: Messages
+    parts: dict[str, np.ndarray]  # sum to `total`
+    total: np.ndarray  # in the steady state, with the messages that nothing hides
+    last_share: np.ndarray  # work of the last micro-batch over that of the others
+    host: np.ndarray  # what the host needs, of `forward` and `backward`
+    later: np.ndarray  # of `backward` what zero-bubble schedules move; 0 where no pipeline has one
+    # what the head takes of `forward`, `backward` but for `later`, and `later`, where stages have it
+    head: tuple[Any, Any, Any]
+    params: np.ndarray  # trained parameters of a rank, dense and expert
+    expert_params: np.ndarray
+    all_params: np.ndarray
+
+
+def stage_times(batch: Batch) -> StageTimes:
+    """Return what one micro-batch costs on each distinct stage, collectives inside it included."""
+    p, machine = batch.pipeline, batch.machine
+    region = region_times(p.hidden, machine)
+    ends = end_times(
+        p.hidden, p.vocab, p.head_rows, machine, frozen=p.head_frozen, heads=p.heads, region=region
+    )
+    dense = sharing_of(machine)
+    shape = batch.multiplicity.shape
+    parts = {name: np.zeros(shape) for name in TIME_PARTS}
+    forward, later, host = (np.zeros(shape) for _ in range(3))
+    params, experts, every = (np.zeros(shape) for _ in range(3))
+    layers: list[LayerTimes] = []
+    for kind, count in zip(batch.kinds, batch.counts, strict=True):
+        as_wide = not np.count_nonzero(kind.hidden - p.hidden)
+        times = layer_times(
+            kind, machine, batch.recompute, region=region if as_wide else None, dense_sharing=dense
+        )
+        layers.append(times)
+        _add_layers(parts, times, count)
+        forward += count * times.forward_s
+        later += count * (times.backward_weight + times.reduce_backward)
+        host += count * (times.host_forward + times.host_backward)
+        trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
+        params += count * times.dense_params * trained
+        experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
+        every += count * (times.dense_params + times.expert_params)
+    _add_ends(parts, batch, ends)
+    forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
+    forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
+    table = p.hidden * p.vocab / machine.rank.tp
+    matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
+    params = params + matrices * table * (1.0 - p.head_frozen)
+    every = every + matrices * table
+    later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
+    later += _reduce_tables(parts, batch, table, ends, dense)
+    computed = np.asarray(sum(parts.values()))
+    beside, waited = np.zeros((3, *shape)), np.zeros((4, *shape))
+    units = _units(batch, layers, ends, table, dense)
+    if units:
+        added = on_device(units, machine)
+        beside = np.stack([np.zeros(shape) + seconds for seconds in (added.forward, added.first, added.late)])
+    device = computed + beside.sum(0)
+    host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
+    sharpness = machine.constants.host_sharpness
+    joined = joined_s(device, host, sharpness)
+    # The host holds up the tasks of forward and backward in proportion.
+    longer = 1.0 + (joined - device) / np.maximum(computed, 1e-12)
+    # The host launches the kernels of a short micro-batch too.
+    short = p.num_micro_batches - np.ceil(p.num_micro_batches - 1e-9) + 1.0
+    last = joined_s(short * computed + beside.sum(0), host, sharpness)
+    if units:
+        shorter = 1.0 + (last - beside.sum(0) - computed) / np.maximum(computed, 1e-12)
+        waited = _unit_waits(batch, units, longer, shorter)
+    work = joined + waited[0] + waited[1]
+    last_share = np.where(short < 1.0 - 1e-9, (last + waited[2]) / np.maximum(work, 1e-12), 1.0)
+    parts["host"] += joined - device
+    parts["data_comm"] += beside.sum(0) + waited[0] + waited[1]
+    if np.count_nonzero(p.zero_bubble):
+        later = p.zero_bubble * np.maximum(longer * later + beside[2] + waited[1] - waited[3], 0.0)
+    else:
+        later = np.zeros(shape)
+    head_s = longer * batch.has_head
+    half_tensor, half_backward = ends.head_tensor / 2, ends.head_backward / 2
+    forward = longer * forward + beside[0] + waited[0]
+    messages = _messages(batch)
+    total = _steady(batch, work, messages)
+    parts["pipeline_comm"] += total - work
+    return StageTimes(
+        forward=forward,
+        backward=work - forward,
+        messages=messages,
+        parts=parts,
+        total=total,
+        last_share=last_share,
+        host=host,
+        later=later,
+        head=(
+            head_s * (ends.head_forward + half_tensor),
+            head_s * (half_backward + half_tensor),
+            head_s * half_backward,
+        ),
+        params=params,
+        expert_params=experts,
+        all_params=every,
+    )
+
+
+def _add_layers(parts: dict[str, np.ndarray], times: LayerTimes, count: np.ndarray) -> None:
+    """Add the tasks of `count` layers to the parts of a stage."""
+    parts["compute"] += count * (times.forward + times.backward_input + times.backward_weight)
+    parts["recompute"] += count * times.recompute
+    parts["tensor_comm"] += count * (times.tensor_forward + times.tensor_backward + times.tensor_recompute)
+    parts["context_comm"] += count * (times.context_forward + times.context_backward)
+    parts["expert_comm"] += count * (times.expert_forward + times.expert_backward + times.expert_recompute)
+    parts["data_comm"] += count * times.reduce_backward
+    parts["host"] += count * (times.offload_forward + times.offload_backward)
+
+
+def _add_ends(parts: dict[str, np.ndarray], batch: Batch, ends: EndTimes) -> None:
+    """Add embedding and head to the stages that hold them."""
+    first, last = batch.has_embedding, batch.has_head
+    parts["compute"] += first * (ends.embedding_forward + ends.embedding_backward)
+    parts["compute"] += last * (ends.head_forward + ends.head_backward)
+    parts["tensor_comm"] += first * ends.embedding_tensor + last * ends.head_tensor
+
+
+def _units(
+    batch: Batch, layers: list[LayerTimes], ends: EndTimes, table: Any, dense: Sharing
+) -> list[ShardedUnit]:
+    """Return the units of each stage that are sharded one by one (ZeRO 3): layers by kind, embedding, head.
+
+    No unit where no stage is.
+    """
+    p, machine = batch.pipeline, batch.machine
+    sharded = machine.rank.zero >= 3
+    if not np.count_nonzero(sharded):
+        return []
+
+    def shard(params: Any, experts: Any, trained: Any, trained_experts: Any) -> ShardTimes:
+        whole = shard_times(params, experts, machine, dense=dense)
+        part = shard_times(params * trained, experts * trained_experts, machine, dense=dense)
+        return ShardTimes(
+            gather=sharded * whole.gather,
+            scatter=sharded * part.scatter,
+            copy_weights=sharded * whole.copy_weights,
+            copy_gradients=sharded * part.copy_gradients,
+        )
+
+    own = 1.0 - p.tied * (batch.has_embedding > 0)
+    again = _regathered(batch, layers, batch.has_head * own * table)
+    units = [
+        ShardedUnit(
+            count=count,
+            forward=times.forward_s,
+            backward=times.backward_s,
+            late=times.backward_weight + times.reduce_backward,
+            counting=times.counting,
+            shard=shard(
+                times.dense_params,
+                times.expert_params,
+                np.maximum(kind.trainable, 0.0),
+                1.0 - np.asarray(kind.frozen, dtype=float),
+            ),
+            regathers=again,
+        )
+        for kind, count, times in zip(batch.kinds, batch.counts, layers, strict=True)
+    ]
+    halves = {name: getattr(ends, f"{name}_tensor") / 2 for name in ("embedding", "head")}
+    for name, count, held in (("embedding", batch.has_embedding, 1.0), ("head", batch.has_head, own)):
+        backward = getattr(ends, f"{name}_backward")
+        units.append(
+            ShardedUnit(
+                count=count,
+                forward=getattr(ends, f"{name}_forward") + halves[name],
+                backward=backward + halves[name],
+                late=backward / (1.0 + (name == "head")),
+                counting=0.0,
+                shard=shard(table * held, 0.0, 1.0 - p.head_frozen, 1.0),
+                regathers=0.0,
+            )
+        )
+    return units
+
+
+def _regathered(batch: Batch, layers: list[LayerTimes], head: Any) -> Any:
+    """Return the share of a stage's layers whose weights are gathered again before backward."""
+    traits = batch.machine.traits
+    if not np.count_nonzero(traits.kept_elements):
+        return traits.regathers
+    count = np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    held = sum(
+        number * (times.dense_params + times.expert_params)
+        for number, times in zip(batch.counts, layers, strict=True)
+    )
+    kept = np.ceil(np.maximum(traits.kept_elements - head, 0.0) * count / np.maximum(held, 1.0))
+    return traits.regathers * (1.0 - np.minimum(kept / count, 1.0))
+
+
+def _unit_waits(batch: Batch, units: list[ShardedUnit], longer: Any, shorter: Any) -> np.ndarray:
+    """Return what stages wait for in forward, backward, both of the last micro-batch, half a backward.
+
+    That half are the gradients of inputs, before those of weights.
+    """
+    *layers, embedding, head = units
+    of = partial(waits, layers, embedding, head, batch.machine, chunks=batch.pipeline.num_chunks)
+    forward, backward = of(longer=longer)
+    first = backward
+    if np.count_nonzero(batch.pipeline.zero_bubble):
+        first = of(longer=longer, given_only=True)[1]
+    short = forward + backward
+    if np.count_nonzero(shorter < longer):
+        short = sum(of(longer=shorter))
+    shape = batch.multiplicity.shape
+    return np.stack([np.zeros(shape) + seconds for seconds in (forward, backward, short, first)])
+
+
+def _reduce_tables(
+    parts: dict[str, np.ndarray], batch: Batch, table: Any, ends: EndTimes, dense: Sharing
+) -> Any:
+    """Add, and return, what reducing the tables of both ends every micro-batch leaves exposed (ZeRO 2)."""
+    p, machine = batch.pipeline, batch.machine
+    if not np.count_nonzero(machine.rank.zero == 2):
+        return 0.0
+    first = batch.has_embedding * table
+    last = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    tables = np.array((first, last)) * (1.0 - p.head_frozen)
+    busy = np.array((np.zeros_like(last), ends.head_backward + np.zeros_like(last)))
+    reduce = every_reduce_s(tables, 0.0, machine, busy, dense=dense).sum(0)
+    parts["data_comm"] += reduce
+    return reduce
+
+
+def _messages(batch: Batch) -> Messages:
+    """Return what messages between stages take, whether or not anything hides them."""
+    p, machine, places = batch.pipeline, batch.machine, batch.boundaries
+    # The first chunk has no stage before it, the last none after it.
+    ends = np.minimum(batch.has_embedding + batch.has_head, 1.0) / p.num_chunks
+    neighbours = np.where(p.num_stages > 1, 2.0 - ends, 0.0)
+    near, far = (message_s(p.hidden, leaves, machine) for leaves in (0.0, 1.0))
+    after = np.where(places.far_last > 0, far, near)
+    outside = np.minimum(places.far_each, neighbours)
+    by_link, by_network = (neighbours - outside) * near, outside * far
+    if places.is_chain and len(near) > 1:
+        after, waited = _by_slower_end(batch, after, near, far)
+        by_network = by_network + waited * (places.far_each > 0)
+        by_link = by_link + waited * (places.far_each <= 0)
+    return Messages(
+        near=near,
+        far=far,
+        after=after,
+        each=by_link + by_network,
+        widest=np.where(places.far_each > 0, far, near),
+        port=np.maximum(by_link, by_network),
+    )
+
+
+def _by_slower_end(batch: Batch, own: Any, near: Any, far: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds of the message after each run of stages, and what its stages wait for slower neighbours.
+
+    A message takes as long as the slower of its ends needs; those of a stage of more than one are inside its
+    run, where both ends are equal.
+    """
+    count, leaves = (
+        batch.multiplicity,
+        np.broadcast_to(batch.boundaries.far_last, batch.multiplicity.shape) > 0,
+    )
+    own, near, far = (np.broadcast_to(seconds, count.shape) for seconds in (own, near, far))
+    joined = (count[1:] > 0) & (count[:-1] > 0)
+    behind = np.where(leaves[:-1], far[1:], near[1:])
+    after = np.array(own)
+    after[:-1] = np.where(joined, np.maximum(own[:-1], behind), own[:-1])
+    waited_after, waited_before = after - own, np.zeros(count.shape)
+    waited_before[1:] = np.where(joined, after[:-1] - behind, 0.0)
+    both = waited_after + waited_before
+    return after, np.where(count > 1, np.maximum(waited_after, waited_before), both)
+
+
+def _steady(batch: Batch, work: np.ndarray, messages: Messages) -> Any:
+    """Return seconds of a micro-batch in the steady state on a stage that works so long.
+
+    1F1B exchanges with one neighbour after the forward and with the other after the backward, both ways at
+    once; GPipe has no opposite messages. Interleaved stages exchange with both at once, or beside their work.
+    """
+    p, traits = batch.pipeline, batch.machine.traits
+    in_line = (1.0 + np.maximum(p.all_forward, traits.p2p_in_turn)) * messages.each
+    port = p.num_chunks * messages.port
+    is_beside = np.where(p.num_chunks > 1, traits.p2p_overlap > 0, p.zero_bubble > 0)
+    alone = np.where(p.num_chunks > 1, port, in_line)
+    return np.where(is_beside, np.maximum(work, port), work + alone)
