@@ -405,3 +405,28 @@ def test_more_devices_or_faster_ones_never_hurt():
         faster = replace(problem, jitter=0.0, time_s=problem.time_s * 0.8)
         assert solving.solve(more).step_time_s <= base * (1 + 1e-9)
         assert solving.solve(faster).step_time_s <= base * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_bound_without_filling_is_one_and_is_more_than_that_from_work(chunked, monkeypatch):
+    """Few micro-batches on unequal stages, tails and short last ones: whatever hides, it lies below.
+
+    Of 600 such problems it never lay above; with filling in full it does in one of 13.
+    """
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    ratios, raised = [], 0
+    for seed in range(60):
+        problem = replace(random_problem(seed), global_batch=1 + seed % 6)
+        problem = in_chunks(problem) if chunked else problem
+        least = least_seconds(problem, "least")
+        search = solving.ProblemSearch(problem, target_gap=0.0)
+        search.advance(ENDLESS)
+        before = search.lower_bound_s
+        while any(one.fineness < 0 for one in (search.ranges or {}).values() if one.is_open):
+            search.advance(ENDLESS)
+        if np.isfinite(least):
+            assert before <= search.lower_bound_s <= least * (1 + 1e-9)
+            ratios.append(search.lower_bound_s / least)
+            raised += search.lower_bound_s > before * (1 + 1e-6)
+    assert raised >= len(ratios) // 8 and np.median(ratios) >= 0.4

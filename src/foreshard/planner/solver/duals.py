@@ -22,10 +22,15 @@ def pipeline_dual(problem: Problem, duals: np.ndarray, pipelines: tuple[int, int
     return left / (pipelines[1] if left > 0 else pipelines[0])
 
 
-def duals_at(state: SearchState, pipelines: tuple[int, int], low_s: float) -> tuple[float, np.ndarray] | None:
-    """Return the step time in which fractions of the columns process the batch, and the duals there."""
+def duals_at(
+    state: SearchState, pipelines: tuple[int, int], low_s: float, *, fills: bool = True
+) -> tuple[float, np.ndarray] | None:
+    """Return the step time in which fractions of the columns process the batch, and the duals there.
+
+    With `fills` their filling counts.
+    """
     problem = state.problem
-    table = state.table()
+    table = state.table() if fills else state.table().unfilled()
     tails = table.tails(problem, pipelines[0])
     rates = table.rates[2] / table.rates[1]  # samples a second of pipelines that are full
     seconds, high, duals = low_s, np.inf, np.zeros(len(problem.counts))

@@ -284,8 +284,7 @@ class Pricing:
         self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]
     ) -> PipelineBox | None:
         """Keep the box of these limits unless it is empty."""
-        stages = self._stages(family)
-        rate = family.micro_batch / bottleneck[0]
+        stages, rate = self._stages(family), self._rate(family, bottleneck[0])
         solution = path_among(self.problem, stages, self.option_cost, rate, (bottleneck[1], tail[1]))
         self.solved += 1
         if solution is None:
@@ -295,6 +294,10 @@ class Pricing:
         self.boxes[id(box)] = box
         return box
 
+    def _rate(self, family: PipelineFamily, bottleneck_s: float) -> float:
+        """Return the samples that a second of filling costs."""
+        return family.micro_batch / bottleneck_s
+
     def _is_last(self, family: PipelineFamily, lower_s: float, made: PipelineBox | None) -> bool:
         """Return whether no pipeline of a family has a quicker slowest stage than the box just made."""
         return made is None
@@ -303,6 +306,31 @@ class Pricing:
         if family not in self.stages:
             self.stages[family] = self.stages_with(family)
         return self.stages[family]
+
+
+@dataclass(slots=True, kw_only=True)
+class UnfilledPricing(Pricing):
+    """Boxes that count no filling, and of tails that of the first stage.
+
+    A pipeline takes at least what its slowest stage does with all micro-batches but a short last one, and
+    then the tail of the first stage: nothing hides that. Few boxes say so of all pipelines.
+    """
+
+    def __post_init__(self) -> None:
+        """Leave out the tails of stages that are not the first."""
+        Pricing.__post_init__(self)
+        is_first = np.zeros(self.problem.time_s.shape[1], dtype=bool)
+        is_first[self.problem.types[0, 1:]] = True
+        self.tails = {family: np.where(is_first, tails, 0.0) for family, tails in self.tails.items()}
+
+    def _rate(self, family: PipelineFamily, bottleneck_s: float) -> float:
+        return 0.0
+
+    def _seconds(self, box: PipelineBox, net_samples: float) -> float:
+        """Return when the slowest stage of a box's own pipeline is through."""
+        own = self._of(box.family, box.path)
+        passes = max((net_samples + own.cost) / box.family.micro_batch - 1.0, 0.0)
+        return own.tail_s + own.slowest_s * passes
 
 
 def cheapest_path(

@@ -325,6 +325,13 @@ class PipelineColumns(NamedTuple):
         pairs = zip(self, others, strict=True)
         return PipelineColumns(*(np.concatenate(pair, axis=1) for pair in pairs))
 
+    def unfilled(self) -> PipelineColumns:
+        """Return these columns with nothing lost to filling, and a micro-batch for a short last one."""
+        rates = self.rates.copy()
+        rates[0] = -rates[1]
+        rates[5:] = 0.0
+        return self._replace(rates=rates)
+
     def samples(self, seconds: np.ndarray) -> np.ndarray:
         """Return what each processes at most in so many seconds, tail excluded, with fractions of samples.
 

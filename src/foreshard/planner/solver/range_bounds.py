@@ -25,22 +25,25 @@ def fractional_bound(
     tolerance: float,
     *,
     closely: bool = True,
+    fills: bool = True,
 ) -> float:
     """Return a bound on steps with a number of pipelines in a range, and offer good plans on the way.
 
     Duals come from the step time in which the columns so far process the batch, which falls as columns come;
     the bound rises to meet it, up to a relative `tolerance`. With `closely`, whole numbers of the columns are
-    tried for several times.
+    tried for several times. Without `fills` the filling of pipelines does not count, which is quick, and no
+    plans are offered.
     """
     problem = state.problem
-    bound, found = floor_s, duals_at(state, pipelines, floor_s)
+    bound, found = floor_s, duals_at(state, pipelines, floor_s, fills=fills)
     for round_ in range(_ROUNDS):
         reached, duals = found or (np.inf, state.rates * max(bound, 1e-12) * 2.0**round_)
-        pricing = state.pricing(pipelines, duals)
+        pricing = state.pricing(pipelines, duals, fills=fills)
         pricing.start()
         if not pricing.boxes:
             return np.inf
-        state.pricings[pipelines] = reached, pricing
+        if fills:
+            state.pricings[pipelines] = reached, pricing
         proven, better = pricing.earliest(
             pipeline_dual(problem, duals, pipelines),
             known_s=reached * (1.0 - 1e-4),
@@ -54,10 +57,12 @@ def fractional_bound(
         state.learn(fresh)
         if state.is_closed(bound) or state.is_late or bound >= reached * (1.0 - 2.0 * tolerance):
             break
-        before, found = found, duals_at(state, pipelines, bound) if fresh or found is None else found
+        before = found
+        if fresh or found is None:
+            found = duals_at(state, pipelines, bound, fills=fills)
         if (not fresh and before is not None) or (found is None and round_ >= _ROUNDS_WITHOUT_MIX):
             break
-    if not state.is_closed(bound):
+    if fills and not state.is_closed(bound):
         far = state.best_s > _FAR * bound * state.factor
         offer_whole(state, pipelines, bound, closely=closely or far)
     return bound

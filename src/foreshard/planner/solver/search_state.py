@@ -10,7 +10,7 @@ import numpy as np
 
 from foreshard.planner.solver.hops import recut
 from foreshard.planner.solver.least_pricing import LeastPricing
-from foreshard.planner.solver.pricing import PricedStages, Pricing
+from foreshard.planner.solver.pricing import PricedStages, Pricing, UnfilledPricing
 from foreshard.planner.solver.problem import (
     Arrangement,
     Filling,
@@ -53,7 +53,7 @@ class SearchState:
     rates : ndarray, shape (kinds,), samples per second
         Of a device of each kind alone; they weigh devices in bounds from work.
     stages : dict
-        Stages that pipelines choose from, by range and family.
+        Stages that pipelines choose from, by range, pricing and family.
     evaluated : int
         Pipelines priced.
     pricings : dict of range to (seconds, Pricing)
@@ -70,7 +70,9 @@ class SearchState:
     made: dict[Arrangement, float] = field(default_factory=dict)
     columns: dict[Template, None] = field(default_factory=dict)
     rates: np.ndarray = field(default_factory=lambda: np.zeros(1))
-    stages: dict[tuple[int, int], dict[PipelineFamily, PricedStages]] = field(default_factory=dict)
+    stages: dict[tuple[tuple[int, int], type[Pricing]], dict[PipelineFamily, PricedStages]] = field(
+        default_factory=dict
+    )
     evaluated: int = 0
     pricings: dict[tuple[int, int], tuple[float, Pricing]] = field(default_factory=dict)
     _table: PipelineColumns | None = None
@@ -93,15 +95,15 @@ class SearchState:
         """Return whether the time is up and there is a plan; without one the search goes on for a while."""
         return self.budget.is_past or (self.best is not None and self.budget.is_over)
 
-    def pricing(self, pipelines: tuple[int, int], duals: np.ndarray) -> Pricing:
+    def pricing(self, pipelines: tuple[int, int], duals: np.ndarray, *, fills: bool = True) -> Pricing:
         """Return the pipelines of a range at some duals of devices."""
-        made = LeastPricing if self.filling == "least" else Pricing
+        made = (LeastPricing if self.filling == "least" else Pricing) if fills else UnfilledPricing
         return made(
             problem=self.problem,
             pipelines=pipelines,
             duals=duals,
             longest_s=self.longest_s,
-            stages=self.stages.setdefault(pipelines, {}),
+            stages=self.stages.setdefault((pipelines, made), {}),
         )
 
     def learn(self, templates: Iterable[Template]) -> None:

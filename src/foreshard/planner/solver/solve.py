@@ -51,6 +51,8 @@ _OFFERED: tuple[Filling, ...] = ("full", "typical")
 """Costs of filling by which the best plan of an enumerated problem is offered: either may be nearer."""
 _TOLERANCES = (5e-3, 1e-3, 2e-4)
 """Relative tolerances of the bounds of a range by fractions, used one after the other."""
+_UNFILLED = -1
+"""Fineness of a range whose bound is first to rise without the filling of pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,11 @@ class ProblemSearch:
             interval.is_open = False
             return
         stuck = False
+        if interval.fineness == _UNFILLED:
+            bound_s = fractional_bound(state, key, interval.bound_s, _TOLERANCES[0], fills=False)
+            interval.bound_s, interval.fineness = max(interval.bound_s, bound_s), 0
+            interval.is_open = not state.is_closed(interval.bound_s)
+            return
         if self._raiser is not None and interval.fineness:
             interval.bound_s, stuck = self._raiser.attempt(key, interval.bound_s)
         else:
@@ -309,7 +316,9 @@ class ProblemSearch:
         self._raiser = None if memory is None else BoundRaiser(state=state, memory=memory)
         for some in [rows[:1], rows[1:]] if len(rows) > 1 else [rows]:
             key = some[0][0], some[-1][1]
-            self.ranges[key] = _Range(rows=some, bound_s=compute_s + least_tail(problem, key))
+            fineness = _UNFILLED if state.filling == "least" else 0
+            bound_s = compute_s + least_tail(problem, key)
+            self.ranges[key] = _Range(rows=some, bound_s=bound_s, fineness=fineness)
 
     def _enumerate(self, rows: list[Range]) -> None:
         """Solve the problem by enumeration, unless there is too much of it for half of the time."""
