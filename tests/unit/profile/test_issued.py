@@ -88,6 +88,22 @@ def test_many_products_of_odd_sizes_load_single_elements(tokens, binds):
     assert issued(lambda x: x @ x.mT @ x, (3, tokens, 32), "bmm", precision="fp32") == 0.0
 
 
+def test_single_channels_issue_by_multiply_adds_in_the_layout_that_was_measured():
+    for layout, binds in ((torch.channels_last, True), (torch.contiguous_format, False)):
+        network = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 7, padding=3, groups=8)).to(
+            memory_format=layout
+        )
+        traced = trace_module(network, torch.empty(1, 4, 16, 16), precision="fp16")
+        found = [
+            (o.issued.at(8), o.flops.at(8))
+            for layer in traced.layers
+            for o in (*layer.forward, *layer.backward)
+            if o.kind == "depthwise"
+        ]
+        assert [flops for _, flops in found] == [2.0 * 8 * 8 * 16 * 16 * 49] * 3
+        assert [issued > 0 for issued, _ in found] == [binds] * 3
+
+
 def test_the_side_of_the_samples_is_not_looked_at():
     """The gradient of a weight is a product over the rows of all samples, odd or not."""
     traced = trace_module(nn.Linear(8, 8), torch.empty(1, 7, 8), precision="bf16")

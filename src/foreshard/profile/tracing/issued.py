@@ -32,6 +32,9 @@ _STRIDED = 90.0
 150 where they also cast."""
 _SUMMED = 45.0  # an element of a sum over rows: 58 and 67; less, for the reason of `_ROW`
 _SINGLE = 50.0  # an element of a product that is loaded by itself, as rows do not begin at 4 bytes
+_DEPTHWISE = {"forward": 6.0, "input": 12.0, "weight": 4.5}
+"""A multiply-add of a convolution of single channels, channels last: 5.9 with filters of 7 x 7 (ConvNeXt) and
+7.9 with 3 x 3 (MobileNetV2), 12 and 20 for the gradient of its input, 4.6 and 11 for that of its weights."""
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.copy_.default}
 _SUMS = {aten.sum.dim_IntList}
 
@@ -65,6 +68,14 @@ def issued_by_product(sizes: tuple[float, ...], out: torch.Tensor) -> float:
     if count == 1 or out.element_size() != 2 or (n % 2 == 0 and k % 2 == 0):
         return 0.0
     return _SINGLE * count * (m * k + k * n + m * n)
+
+
+def issued_by_depthwise(flops: float, gives: str, *, channels_last: bool) -> float:
+    """Return the instructions of a convolution of single channels that gives its output or a gradient.
+
+    `gives` is forward, input or weight.
+    """
+    return _DEPTHWISE[gives] * flops / 2.0 * channels_last
 
 
 def _differs(operand: torch.Tensor, out: torch.Tensor, channels_last: bool) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foreshard.profile.tracing.issued import issued_by, issued_by_product
+from foreshard.profile.tracing.issued import issued_by, issued_by_depthwise, issued_by_product
 
 aten = torch.ops.aten
 
@@ -177,7 +177,8 @@ def _convolution(
     if transposed:
         sizes = (positions, outside * kernel, inside, groups)
     moved = bytes_of((data, weight, out))
-    return _of_groups(name, tuple(map(float, sizes)), moved, weight, groups, channels_last)
+    gives = "forward" if name == "convolution" else "input"
+    return _of_groups(name, tuple(map(float, sizes)), moved, weight, groups, channels_last, gives)
 
 
 def _of_groups(
@@ -187,15 +188,17 @@ def _of_groups(
     weight: Any,
     groups: int,
     channels_last: bool,
+    gives: str,
 ) -> Call:
-    """Return a convolution by the kernels that run its groups."""
+    """Return a convolution by the kernels that run its groups; it gives `forward`, or a gradient."""
     width = _group_width(weight, groups)
-    kind, flops = "convolution", 2.0 * prod(sizes)
+    kind, flops, issued = "convolution", 2.0 * prod(sizes), 0.0
     if groups > 1 and width == 1:
         kind, sizes = "depthwise", (float(prod(weight.shape[2:-1])),)
+        issued = issued_by_depthwise(flops, gives, channels_last=channels_last)
     elif not _on_matrix_units(width, groups):
         kind, sizes = "grouped", (float(width), float(channels_last))
-    return Call(name, kind, sizes, moved, flops, wide=weight.dtype is torch.float32)
+    return Call(name, kind, sizes, moved, flops, wide=weight.dtype is torch.float32, issued=issued)
 
 
 def _group_width(weight: Any, groups: int) -> int:
@@ -255,7 +258,7 @@ def _convolution_backward(name: str, args: tuple[Any, ...], channels_last: bool)
             groups,
         )
         sizes = tuple(map(float, shape))
-        yield _of_groups(name, sizes, bytes_of(touched), weight, groups, channels_last)
+        yield _of_groups(name, sizes, bytes_of(touched), weight, groups, channels_last, "weight")
         if not channels_last:
             yield from _layout(weight, touched, groups)
     if mask[2]:
