@@ -103,13 +103,7 @@ class Schedule:
         """Each channel between two places, as (source, target, channel), and the number of each send's."""
         places = max(self.num_places, 1)
         key = (self.channel * places + self.source) * places + self.target
-        size = int(key.max(initial=-1)) + 1
-        if size > 4 * self.num_sends + 2**20:
-            keys, way = np.unique(key, return_inverse=True)
-        else:  # a table is several times faster than sorting two million sends
-            is_used = np.zeros(size, dtype=bool)
-            is_used[key] = True
-            keys, way = np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[key]
+        keys, way = numbered(key)
         return [(one // places % places, one % places, one // places**2) for one in keys.tolist()], way
 
     def waits_for(self, send: int) -> np.ndarray:
@@ -149,6 +143,16 @@ class Schedule:
             indptr=indptr,
             indices=place[self.indices[entry]],
         )
+
+
+def numbered(key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys that there are, ascending, and the number of each entry's among them."""
+    size = int(key.max(initial=-1)) + 1
+    if size > 4 * len(key) + 2**20:
+        return np.unique(key, return_inverse=True)
+    is_used = np.zeros(size, dtype=bool)  # a table is several times faster than sorting millions of entries
+    is_used[key] = True
+    return np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[key]
 
 
 def _rounds_in_order(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
