@@ -14,7 +14,7 @@ from foreshard.comm.flow.schedule_run import run_schedule
 from foreshard.comm.schedules.cost import is_lockstep, round_cost
 from foreshard.comm.schedules.hierarchical import nested
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
-from foreshard.comm.schedules.schedule import Chunk
+from foreshard.comm.schedules.schedule import Chunk, _rounds_by_level, _rounds_in_order
 from foreshard.comm.schedules.schedule_file import schedule_from, schedule_object
 from foreshard.comm.schedules.sequential import SequentialBuilder
 from foreshard.comm.schedules.verify import verify
@@ -241,6 +241,19 @@ def test_levels_of_any_algorithms_are_right(data):
     makers = [inner] * (len(sizes) - 1) + [make]
     schedule = nested(collective, sizes, makers, parts=data.draw(st.integers(1, 3)))
     assert verify(schedule).faults == ()
+
+
+@settings(max_examples=20, deadline=None)
+@given(schedules())
+def test_rounds_by_the_compiled_loop_are_those_by_level(schedule):
+    """The loop counts those of schedules with very many sends, which are listed in order."""
+    pytest.importorskip("numba")
+    by_level = _rounds_by_level(schedule.indptr, schedule.indices)
+    assert (_rounds_in_order(schedule.indptr, schedule.indices) == by_level).all()
+    backwards = schedule.num_sends - 1 - schedule.indices[::-1]
+    turned = np.concatenate([[0], np.cumsum(np.diff(schedule.indptr)[::-1])])
+    assert len(backwards) == 0 or _rounds_in_order(turned, backwards) is None
+    assert (_rounds_by_level(turned, backwards)[::-1] == by_level).all()
 
 
 @settings(max_examples=30, deadline=None)

@@ -26,6 +26,7 @@ def test_a_ring_at_raw_rates_takes_what_its_slowest_link_does(shell, tmp_path):
     assert set(found) >= SIMULATED and found["flows"] == 2 * 127 * 128
     assert found["time_s"] == pytest.approx(2 * 127 * (5e-6 + 2**30 / 128 / 50e9), rel=1e-6)
     assert found["closed_form_s"] == pytest.approx(found["time_s"], rel=1e-3)
+    assert found["in_lockstep"] is False  # links inside nodes are faster than those between them
     assert found["lower_bound_s"] <= found["time_s"] * (1 + 1e-9)
     assert all(0 < one["utilisation"] <= 1 + 1e-9 for one in found["busiest"])
 

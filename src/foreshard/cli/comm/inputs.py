@@ -79,8 +79,10 @@ def load_loops(topology: Topology) -> None:
     from foreshard.comm.flow.places import routing_of
     from foreshard.comm.flow.schedule_run import run_schedule
     from foreshard.comm.schedules.registry import schedule_of
+    from foreshard.comm.schedules.schedule import load_rounds
 
     if find_spec("numba") is not None:
+        load_rounds()
         small = schedule_of("all-gather", "ring", 2)
         run_schedule(small, 1.0, topology, routing_of(small, topology, forwarding="any"), compiled=True)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.schedules.schedule import Schedule, numbered
 from foreshard.comm.topology.graph import Topology
 
 Route = Callable[[int, int, int], Sequence[int]]
@@ -64,11 +65,12 @@ def round_cost(schedule: Schedule, topology: Topology, route: Route) -> RoundCos
     >>> round_cost(ring("all-reduce", 2), pair, lambda source, target, channel: (source,)).time_s(8.0)
     6.0
     """
-    sent = _Sent(schedule, topology, route)
+    sent = _sent(schedule, topology, route)
     num_resources = max(len(topology.capacity_bytes_per_s), 1)
-    key, at = np.unique(sent.when[sent.row] * num_resources + sent.resource, return_inverse=True)
+    key, at = numbered(sent.when[sent.row] * num_resources + sent.resource)
     when, resource = key // num_resources, key % num_resources
-    time = np.bincount(at, weights=sent.load[sent.row]) / topology.capacity_bytes_per_s[resource]
+    total = np.bincount(at, weights=sent.load[sent.row], minlength=len(key))
+    time = total / topology.capacity_bytes_per_s[resource]
     num_rounds = int(schedule.rounds().max(initial=-1)) + 1
     latency_s, s_per_byte = np.zeros(num_rounds), np.zeros(num_rounds)
     np.maximum.at(latency_s, sent.when, sent.latency_s[sent.way])
@@ -96,30 +98,27 @@ def is_lockstep(schedule: Schedule, topology: Topology, route: Route) -> bool:
     >>> is_lockstep(ring("all-reduce", 3), mesh, lambda a, b, channel: (0,))
     False
     """
-    sent = _Sent(schedule, topology, route)
-    ends = np.array([way[:2] for way in schedule.ways[0]], dtype=np.int64).reshape(-1, 2)
-    pair = (ends[:, 0] * schedule.num_places + ends[:, 1])[sent.way]
+    sent = _sent(schedule, topology, route)
+    ends = np.array([source * schedule.num_places + target for source, target, _ in schedule.ways[0]])
+    pair = numbered(ends.astype(np.int64))[1]
+    pair = pair[sent.way]
     num_resources = max(len(topology.capacity_bytes_per_s), 1)
-    key = sent.when[sent.row] * num_resources + sent.resource
-    if not _is_same(pair[sent.row], key) or not _is_same(
-        sent.load, sent.when * schedule.num_places**2 + pair
-    ):
+    key, at = numbered(sent.when[sent.row] * num_resources + sent.resource)
+    same_load = _is_same(sent.load, numbered(sent.when * (pair.max(initial=0) + 1) + pair)[1])
+    if not same_load or not _is_same(pair[sent.row], at):
         return False
-    _, at = np.unique(key, return_inverse=True)
-    time = np.bincount(at, weights=sent.load[sent.row])[at] if len(at) else sent.load[:0]
-    time = time / topology.capacity_bytes_per_s[sent.resource]
+    total = np.bincount(at, weights=sent.load[sent.row], minlength=len(key))[at]
     slowest = np.zeros(len(sent.when))
-    np.maximum.at(slowest, sent.row, time)
+    np.maximum.at(slowest, sent.row, total / topology.capacity_bytes_per_s[sent.resource])
     is_even = _is_same(slowest, sent.when) and _is_same(sent.latency_s[sent.way], sent.when)
     return is_even and _waits_for_messages(schedule)
 
 
-def _is_same(values: np.ndarray, key: np.ndarray) -> bool:
-    """Return whether all values of each key are the same, to rounding."""
-    order = np.argsort(key, kind="stable")
-    value, key = values[order], key[order]
-    first = np.searchsorted(key, key)
-    return bool(np.allclose(value, value[first], rtol=1e-9, atol=0.0))
+def _is_same(values: np.ndarray, number: np.ndarray) -> bool:
+    """Return whether all values of each number are the same, to rounding."""
+    first = np.zeros(int(number.max(initial=-1)) + 1, dtype=values.dtype)
+    first[number[::-1]] = values[::-1]
+    return bool(np.allclose(values, first[number], rtol=1e-9, atol=0.0))
 
 
 def _waits_for_messages(schedule: Schedule) -> bool:
@@ -151,7 +150,7 @@ class _Sent:
     def __init__(self, schedule: Schedule, topology: Topology, route: Route) -> None:
         ways, way = schedule.ways
         routes = [tuple(route(*one)) for one in ways]
-        used, at = np.unique(schedule.rounds() * len(ways) + way, return_inverse=True)
+        used, at = numbered(schedule.rounds() * len(ways) + way)
         self.load = np.bincount(at, weights=schedule.weight, minlength=len(used))
         self.when, self.way = used // max(len(ways), 1), used % max(len(ways), 1)
         self.latency_s = np.array([topology.latency_s[list(one)].sum() if one else 0.0 for one in routes])
@@ -161,3 +160,9 @@ class _Sent:
         each, begins = counts[self.way], (np.cumsum(counts) - counts)[self.way]
         self.row = np.repeat(np.arange(len(used)), each)
         self.resource = flat[np.repeat(begins - (np.cumsum(each) - each), each) + np.arange(each.sum())]
+
+
+@lru_cache(maxsize=1)
+def _sent(schedule: Schedule, topology: Topology, route: Route) -> _Sent:
+    """Return the rows of a schedule, once for its cost and for whether that is exact."""
+    return _Sent(schedule, topology, route)

@@ -103,13 +103,7 @@ class Schedule:
         """Each channel between two places, as (source, target, channel), and the number of each send's."""
         places = max(self.num_places, 1)
         key = (self.channel * places + self.source) * places + self.target
-        size = int(key.max(initial=-1)) + 1
-        if size > 4 * self.num_sends + 2**20:
-            keys, way = np.unique(key, return_inverse=True)
-        else:  # a table is several times faster than sorting two million sends
-            is_used = np.zeros(size, dtype=bool)
-            is_used[key] = True
-            keys, way = np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[key]
+        keys, way = numbered(key)
         return [(one // places % places, one % places, one // places**2) for one in keys.tolist()], way
 
     def waits_for(self, send: int) -> np.ndarray:
@@ -129,13 +123,10 @@ class Schedule:
     @cached_property
     def _rounds(self) -> np.ndarray:
         """What `rounds` returns."""
-        waiting = np.repeat(np.arange(self.num_sends), np.diff(self.indptr))
-        is_large = self.num_sends >= _MANY_SENDS and is_worth_compiling(self.num_sends)
-        if not is_large or not (self.indices < waiting).all():
-            return _rounds_by_level(self.indptr, self.indices)
-        found = np.zeros(self.num_sends, dtype=np.int64)
-        loops("foreshard.comm.schedules._rounds_kernel", True).count_rounds(self.indptr, self.indices, found)
-        return found
+        found = None
+        if self.num_sends >= _MANY_SENDS and is_worth_compiling(self.num_sends):
+            found = _rounds_in_order(self.indptr, self.indices)
+        return _rounds_by_level(self.indptr, self.indices) if found is None else found
 
     def listed_by_rounds(self) -> Schedule:
         """Return the same sends round by round: links that serve them in order wait for none that is late."""
@@ -152,6 +143,29 @@ class Schedule:
             indptr=indptr,
             indices=place[self.indices[entry]],
         )
+
+
+def numbered(key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys that there are, ascending, and the number of each entry's among them."""
+    size = int(key.max(initial=-1)) + 1
+    if size > 4 * len(key) + 2**20:
+        return np.unique(key, return_inverse=True)
+    is_used = np.zeros(size, dtype=bool)  # a table is several times faster than sorting millions of entries
+    is_used[key] = True
+    return np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[key]
+
+
+def _rounds_in_order(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
+    """Return the round of each send by a compiled loop; None where one is listed before what it waits for."""
+    found = np.zeros(len(indptr) - 1, dtype=np.int64)
+    kernel = loops("foreshard.comm.schedules._rounds_kernel", True)
+    return found if kernel.count_rounds(indptr, indices, found) else None
+
+
+def load_rounds() -> None:
+    """Load the compiled loop of `Schedule.rounds`: the wall time of what follows is its own."""
+    for kind in (np.int32, np.int64):
+        _rounds_in_order(np.zeros(2, dtype=kind), np.zeros(0, dtype=kind))
 
 
 def _rounds_by_level(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:

@@ -129,20 +129,22 @@ def _routes(
     """Return the routes of fewest hops over some vertices, which have all such routes to each of them."""
     # of each route: minus the rate of its narrowest resource, so that the widest sorts first
     found: dict[int, list[tuple[float, tuple[int, ...]]]] = {vertex: [(-inf, ())]}
-    rates = topology.link_bytes_per_s
+    rates, ends = topology.link_bytes_per_s, topology.link_targets
     layer = [vertex]
     while layer:
         ahead: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
         for at in layer:
             if at != vertex and not through_devices and topology.vertices[at].kind == "device":
                 continue
+            ways = found[at]
             for link in topology.links_out[at]:
-                target = topology.links[link].target
-                if target not in found and target in among:
-                    rate = -rates[link]
-                    ahead.setdefault(target, []).extend(
-                        (max(width, rate), (*route, link)) for width, route in found[at]
-                    )
+                target = ends[link]
+                if target in found or target not in among:
+                    continue
+                more = ahead.setdefault(target, [])
+                rate = -rates[link]
+                for width, route in ways:
+                    more.append((width if width > rate else rate, (*route, link)))
         for target, routes in ahead.items():
             if len(routes) > 1:
                 routes.sort()

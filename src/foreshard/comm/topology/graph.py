@@ -146,6 +146,11 @@ class Topology:
         return np.array([(link.source, link.target) for link in self.links], dtype=np.int64).reshape(-1, 2)
 
     @cached_property
+    def link_targets(self) -> list[int]:
+        """Vertex that every link leads to."""
+        return [link.target for link in self.links]
+
+    @cached_property
     def tightest_shared(self) -> np.ndarray:
         """Narrowest shared resource of every link, -1 where it has none; shape (links,)."""
         rates = [one.bytes_per_s for one in self.shared]
