@@ -16,7 +16,7 @@ DEFAULT_SEQ_LEN = 2048  # tokens; of GPT-3 and of Llama 1, where nothing is stat
 @functools.cache
 def _style(name: str) -> Mapping[str, Any]:
     """Return what dimensions leave open: norms, biases, positions, tying."""
-    gpt = {"norm_params": 2, "qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+    gpt = {"rotary": 0.0, "norm_params": 2, "qkv_bias": True, "proj_bias": True, "mlp_bias": True}
     styles = {
         "gpt": {"block": gpt, "learned": True, "tied": True},  # Megatron-LM GPT
         "llama": {"block": {"norm_params": 1}, "learned": False, "tied": False},
@@ -81,6 +81,8 @@ def model_from_dims(
         "other_params": relative_positions * hidden**2,
         **chosen["block"],
     }
+    if relative_positions:
+        attention["rotary"] = 0.0
     if n_experts:
         block = Block(
             **attention, ffn=0, num_experts=n_experts, top_k=topk, expert_ffn=ffn, shared_ffn=shared_ffn

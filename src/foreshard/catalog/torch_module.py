@@ -148,6 +148,8 @@ def _with_vectors(module: Any, attention: Any, block: Block) -> Block:
             square = matrices and matrices[0].shape[0] == block.hidden and child is not attention
             last = square and matrices[0] is [p for p in attention.parameters() if p.dim() == 2][-1]
             flags["proj_bias" if last else "qkv_bias"] = True
+    # Of functions without parameters nothing is seen: rotary positions come with norms that only scale.
+    flags["rotary"] = float(flags.get("norm_params", 1) == 1)
     return replace(block, num_norms=norms, **flags)
 
 

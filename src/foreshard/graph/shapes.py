@@ -31,6 +31,7 @@ class LayerShape:
     q_lora: Any
     kv_lora: Any
     rope_head_dim: Any
+    rotary: Any  # share of the channels of a head that turn
     window: Any
     causal: Any
     cross_attention: Any
@@ -88,6 +89,7 @@ def layer_shape(block: Block) -> LayerShape:
         "q_lora": block.q_lora,
         "kv_lora": block.kv_lora,
         "rope_head_dim": block.rope_head_dim,
+        "rotary": block.rotary,
         "window": block.window,
         "causal": block.causal,
         "cross_attention": block.cross_attention,

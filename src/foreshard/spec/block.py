@@ -38,6 +38,7 @@ class Block:
     q_lora: int = 0
     kv_lora: int = 0
     rope_head_dim: int = 0
+    rotary: float = 1.0  # share of a head's channels that rotary positions turn; 0 without
     qk_norm: bool = False
     num_norms: int = 2
     norm_params: int = 1  # per channel: 1 scale, 2 scale and bias

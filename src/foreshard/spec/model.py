@@ -51,7 +51,6 @@ class Model:
     assumptions: tuple[str, ...] = ()
     # what a run needs beyond sizes; None where the configuration does not say
     rope_base: float | None = None
-    rope_percent: float = 1.0
     rope_scaling: tuple[float | str, ...] | None = None  # kind, factor; of yarn also its mscales
     norm_eps: float | None = None
     scaled: bool = False  # fixed factors on embeddings, residuals, attention scores or logits
@@ -63,6 +62,11 @@ class Model:
             for block, count in self.block_kinds()
         )
         return f"<Model {self.name}: {layers}, hidden {self.hidden:,}, {self.num_params:,} parameters>"
+
+    @property
+    def rope_percent(self) -> float:
+        """Share of a head's channels that rotary positions turn, 1 of a model without any."""
+        return next((block.rotary for block in self.blocks if block.num_heads and block.rotary), 1.0)
 
     @property
     def num_layers(self) -> int:

@@ -359,6 +359,11 @@ def test_positions_and_norms_reach_megatron_or_the_missing_fact_is_named():
     assert "--use-rope-scaling" in scaled and "--rope-scaling-factor 8" in scaled
     with pytest.raises(SpecError, match="base of rotary positions, not known of"):
         text(replace(MODEL, rope_base=None))
+    for name in ("bloom-560m", "mpt-7b-hf"):
+        with pytest.raises(SpecError, match="positions that are neither rotary nor learned"):
+            text(load_model(name))
+    partly = replace(MODEL, blocks=tuple(replace(block, rotary=0.5) for block in MODEL.blocks))
+    assert "--rotary-percent 0.5" in text(partly) and "--rotary-percent" not in text(MODEL)
     with pytest.raises(SpecError, match="rotary positions scaled as linear"):
         text(replace(MODEL, rope_scaling=("linear", 2.0)))
 

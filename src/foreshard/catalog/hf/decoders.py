@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from foreshard.catalog.hf.numerics import rotary_of
 from foreshard.catalog.hf.reader import Reader
 from foreshard.spec.model import Block, Model, decoder
 
@@ -24,6 +25,7 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
     own = {name: reader.value(reading) for name, reading in entry.items() if name in _FIELDS}
     block = attention_sizes(reader, entry) | own
     block["ffn"] = _ffn(reader, entry, block["hidden"])
+    block["rotary"] = rotary_of(reader.config, block.get("rotary", 1.0))
     if "block_rule" in entry:
         block |= _BLOCK_RULES[entry["block_rule"]](reader, block)
     routed, sparse = [False] * layers, block
@@ -66,7 +68,7 @@ def attention_sizes(reader: Reader, entry: Entry) -> dict[str, Any]:
     return sizes | {"head_dim": width, "value_head_dim": width}
 
 
-def _latent_attention(reader: Reader) -> dict[str, int]:
+def _latent_attention(reader: Reader) -> dict[str, Any]:
     """Return the sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
     heads = reader.size("num_attention_heads")
     rope = reader.size("qk_rope_head_dim")
@@ -79,6 +81,7 @@ def _latent_attention(reader: Reader) -> dict[str, int]:
         "q_lora": reader.size("q_lora_rank", default=0, minimum=0),
         "kv_lora": reader.size("kv_lora_rank"),
         "rope_head_dim": rope,
+        "rotary": rope / (reader.size("qk_nope_head_dim") + rope),
     }
 
 
@@ -209,7 +212,9 @@ def _falcon(reader: Reader, block: Entry) -> dict[str, Any]:
     elif reader.flag("multi_query", True):
         kv_heads = 1
     norms = norms if parallel else 2
-    return {"parallel": parallel or grouped, "num_norms": norms, "num_kv_heads": kv_heads}
+    rotary = 0.0 if reader.flag("alibi", False) else block["rotary"]
+    found = {"parallel": parallel or grouped, "num_norms": norms, "num_kv_heads": kv_heads}
+    return found | {"rotary": rotary}
 
 
 def _multi_query(reader: Reader, block: Entry) -> dict[str, Any]:

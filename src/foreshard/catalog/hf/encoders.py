@@ -26,6 +26,7 @@ def _encoder(reader: Reader, *, qkv_bias: bool = True, dropout: float) -> tuple[
         ffn=ffn,
         gated=False,
         norm_params=2,
+        rotary=0.0,
         qkv_bias=qkv_bias,
         proj_bias=True,
         mlp_bias=True,
@@ -125,6 +126,7 @@ def bart(reader: Reader) -> Model:
             gated=False,
             norm_params=2,
             num_norms=2 + decodes,
+            rotary=0.0,
             qkv_bias=True,
             proj_bias=True,
             mlp_bias=True,
@@ -163,6 +165,7 @@ def t5(reader: Reader) -> Model:
         value_head_dim=width,
         ffn=reader.size("d_ff"),
         gated=reader.text("feed_forward_proj", "relu").startswith("gated"),
+        rotary=0.0,
         causal=False,
         dropout=reader.fraction("dropout_rate", default=0.1),
     )

@@ -62,6 +62,7 @@ def hybrid_model(
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             value_head_dim=head_dim,
+            rotary=0.0,
             ffn=0,
             gated=False,
         ),

@@ -25,18 +25,26 @@ _FACTORS = (
 
 
 def numerics_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_base, rope_percent, rope_scaling, norm_eps and scaled as far as a configuration says."""
-    rope = config.get("rope_parameters")
-    stated = {**(rope if isinstance(rope, Mapping) else {}), **config}
-    scaling = config.get("rope_scaling") or rope
+    """Return rope_base, rope_scaling, norm_eps and scaled as far as a configuration says."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
     found = {
-        "rope_base": _number(stated, "rope_theta", "rotary_emb_base"),
-        "rope_percent": _number(stated, *_PERCENTS),
-        "norm_eps": _number(stated, *_EPSILONS),
+        "rope_base": _number(_with_rope(config), "rope_theta", "rotary_emb_base"),
+        "norm_eps": _number(config, *_EPSILONS),
         "rope_scaling": _scaling(scaling) if isinstance(scaling, Mapping) else None,
         "scaled": True if any(config.get(key) not in (None, 1, 1.0) for key in _FACTORS) else None,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def rotary_of(config: Mapping[str, Any], usual: float) -> float:
+    """Return the share of a head's channels that turn: `usual` of the architecture, else what is stated."""
+    stated = _number(_with_rope(config), *_PERCENTS)
+    return usual if stated is None or not usual else min(max(stated, 0.0), 1.0)
+
+
+def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope = config.get("rope_parameters")
+    return {**(rope if isinstance(rope, Mapping) else {}), **config}
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> float | None:

@@ -47,6 +47,11 @@ def _position_gaps(model: Model, kinds: list[Block]) -> Iterator[str]:
     """Yield what is not known of rotary positions, or what no flag says of them."""
     if model.learned_positions or not model.num_layers:
         return
+    if not any(block.rotary and block.num_heads for block in kinds):
+        yield "positions that are neither rotary nor learned (ALiBi, relative ones, or none)"
+        return
+    if len({block.rotary for block in kinds if block.num_heads}) > 1:
+        yield "rotary positions that differ between layers"
     if model.rope_base is None:
         yield f"the base of rotary positions, not known of {model.name} (rope_theta of its config.json)"
     latent = any(block.kv_lora for block in kinds)

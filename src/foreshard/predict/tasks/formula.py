@@ -44,9 +44,9 @@ from foreshard.predict.tasks.kernels import (
 # profile on an H200, torch 2.11).
 _LOSS_CASTS = 6.0 + 6.0  # none where logits are in fp32
 _TORCH_LOSS = _LOSS_CASTS + 16.0 + 4.0 + 16.0
-# FLOPs in 16 bit a cycle of a multiprocessor, where columns do not begin at 16 bytes: read by 2 bytes, and by
-# 4. Products with heads of 50257 (124 TFLOP/s) and 30522 columns (262) on an H200 (132 at 1.98 GHz), torch
-# 2.11.
+# FLOPs in 16 bit a cycle of a multiprocessor, where columns do not begin at 16 bytes: elements come one by
+# one, or by two. Products with heads of 50257 (124 TFLOP/s) and 30522 columns (262) on an H200 (132 at 1.98
+# GHz), torch 2.11.
 _UNALIGNED = (474.0, 1003.0)
 _MOST_UNALIGNED = 0.6  # of the peak, where it is low
 
@@ -233,15 +233,15 @@ def unaligned_s(rows: Any, columns: Any, inner: Any, machine: Machine) -> Any:
     """Return the least seconds of a product whose rows of `columns` do not begin at 16 bytes, else 0.
 
     Matrix units of Hopper and Blackwell load such rows by no kernel of their own: those of older devices run,
-    which read 2 or 4 bytes at a time and so take as many cycles on any matrix units. Products in fp32 run on
-    none; of other makers nothing is known.
+    which read one or two elements at a time and so take as many cycles on any matrix units; tf32 takes twice
+    as many. Products in fp32 run on none; of other makers nothing is known.
     """
     elements = 16.0 / machine.rank.element_bytes
     columns = np.asarray(columns, dtype=float)
     narrow = (np.mod(columns, elements) > 0) * machine.traits.loads_aligned
     if not np.count_nonzero(narrow):
         return 0.0
-    single = np.mod(columns * machine.rank.element_bytes, 4.0) > 0
+    single = np.mod(columns, 2.0) > 0
     read = np.where(single, *_UNALIGNED) * machine.traits.sm_cycles_per_s * 2.0 / machine.rank.element_bytes
     rate = np.minimum(read, _MOST_UNALIGNED * machine.kernels.bf16_peak_flops_per_s)
     return narrow * 2.0 * rows * columns * inner / rate

@@ -37,6 +37,9 @@ _KERNEL_NORM, _AUTOCAST_KERNEL_NORM = (4.0, 10.0), (8.0, 20.0)
 # zeros, 8. Under autocast sines and cosines are in 32 bit: products 24, negated 2, joined 4, sum 12, cast 6;
 # backward 60.
 _PLAIN_ROPE, _AUTOCAST_ROPE = (28.0, 36.0), (48.0, 60.0)
+# Where a share of a head turns, both parts are joined, 4; backward fills what was cut with zeros, 4, copies 4
+# and adds 6. Under autocast the joined head is in 32 bit, and the part that does not turn is cast besides.
+_PARTLY, _AUTOCAST_PARTLY, _LESS_PARTLY = (4.0, 14.0), (12.0, 26.0), (4.0, 12.0)
 # Under autocast a product of a residual in 32 bit casts it, 6, and its gradient back, 6; gradients of several
 # products are added, 12. A residual of 32 bit takes 10 forward, and 18 backward with the cast of its
 # gradient.
@@ -362,7 +365,8 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     wide_norms = layer.num_norms * wide / np.maximum(norm, 1.0)  # recomputation names no other
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     moved = [factor * count for count in (forward, back, wide_norms * norm_forward, expert)]
-    own_kernels = np.maximum(layer.scale_norm, layer.spelled_gelu)  # others run those of torch
+    turns = (np.asarray(layer.rotary) > 0) * (np.asarray(layer.num_heads) > 0)
+    own_kernels = np.maximum(np.maximum(layer.scale_norm, layer.spelled_gelu), turns)  # others run torch's
     plain = traits.plain_code * np.maximum(np.asarray(own_kernels, dtype=float), traits.autocasts)
     if np.count_nonzero(plain):
         counted = _plain_bytes(layer, machine, permuted=factor * permute)
@@ -389,6 +393,7 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     attends, scans = np.asarray(layer.num_heads) > 0, np.asarray(layer.scan_state) > 0
     feeds = dense + layer.top_k * layer.expert_ffn > 0
     # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
+    share = np.asarray(layer.rotary, dtype=float)
     more = attends * 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0) + feeds * gated
     operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
     same = tokens * layer.value_width / tp * _JOIN_HEADS + 2.0 * _drops(layer, machine) * wide * _DROPOUT
@@ -404,7 +409,8 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
         gate = gated * _PLAIN_GATE[way] + (1.0 - gated) * gelu
         read = auto * wide * (operands[0] + way * operands[1])
         joins = layer.mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
-        rope = scaled * turned * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way)
+        partly = under(_PARTLY, _AUTOCAST_PARTLY, way) - auto * share * _LESS_PARTLY[way]
+        rope = turned * (share * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way) + (share > 0) * (share < 1) * partly)
         norms = (layer.num_norms * wide + layer.qk_norm * turned) * norm
         return norms + joins + read + rope + inner * gate + same + permuted, norm, gate
 
