@@ -3,9 +3,10 @@
     python scripts/soak_controller.py [--scenarios 500] [--steps 1000] [--seed 0]
 
 Each scenario draws ranks, speeds that stay, swap or are independent in every step, a truth above the model,
-prices, links and one to three budgets of any kind that a fixed plan keeps by a fifth. In every step the plan
-must be whole and the books must close; in the end no budget may be exceeded by more than `MOST_EXCESS`, as
-counted beside the controller. What was played so far is printed every few scenarios.
+prices, links and one to three budgets of any kind that a fixed plan keeps by a fifth. What is played is a
+run, or the beginning of one 80 times as long. In every step the plan must be whole, the books must close and
+no budget may be exceeded by more than `MOST_EXCESS`, as counted beside the controller. What was played so far
+is printed every few scenarios.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from foreshard.spec.plan_file import parse_plan
 MOST_EXCESS = 2.0 * WINDOW
 """Budgets of a step, see docs/controller.md."""
 BATCH, LAYERS = 48, 4
+LONGER = 80
+"""How many times as long as what is played a run is that has only begun: V is then at its largest."""
 PATHS = ("stays", "swaps", "independent")
 SAY_EVERY = 10
 """Scenarios between two lines that say how far the search is: some ten seconds."""
@@ -45,6 +48,7 @@ class RandomScenario:
     factor: float
     budgets: tuple[Budget, ...]
     kind: str
+    horizon: int
     _known: dict[tuple[Structure, tuple[int, ...], bytes], Choice] = field(default_factory=dict)
 
     def real(self, structure: Structure, shares: tuple[int, ...], step: int) -> Choice:
@@ -106,9 +110,16 @@ def drawn(seed: int, steps: int) -> RandomScenario:
         flips = np.cumsum(rng.random((steps, ranks)) >= stay, axis=0) % 2
         speeds = np.where(flips == 0, 1.0, slow)
     scenario = RandomScenario(
-        chain=chain, stated=stated, speeds=speeds, factor=float(rng.choice([1.0, 1.5])), budgets=(), kind=kind
+        chain=chain,
+        stated=stated,
+        speeds=speeds,
+        factor=float(rng.choice([1.0, 1.5])),
+        budgets=(),
+        kind=kind,
+        horizon=steps,
     )
-    return replace(scenario, budgets=kept_budgets(scenario, rng))
+    scenario = replace(scenario, budgets=kept_budgets(scenario, rng))
+    return replace(scenario, horizon=steps * int(rng.choice([1, LONGER])))
 
 
 def kept_budgets(scenario: RandomScenario, rng: np.random.Generator) -> tuple[Budget, ...]:
@@ -145,16 +156,16 @@ def first_plan(ranks: int) -> Plan:
 
 
 def excess_of(scenario: RandomScenario) -> float:
-    """Return the largest excess of a run of the controller, in budgets of a mean step."""
+    """Return the largest excess of the first steps of a run, however many, in budgets of their mean step."""
     controller = Controller(
         scenario.chain,
         scenario.stated,
         first_plan(scenario.chain.num_workers),
         budgets=scenario.budgets,
-        horizon=len(scenario.speeds),
+        horizon=scenario.horizon,
         max_stages=1,
     )
-    spent, allowed = np.zeros(len(scenario.budgets)), np.zeros(len(scenario.budgets))
+    spent, allowed, worst = np.zeros(len(scenario.budgets)), np.zeros(len(scenario.budgets)), -np.inf
     for step, speed in enumerate(scenario.speeds):
         structure = structure_of(controller.plan)
         took = scenario.real(structure, shares_of(controller.plan), step)
@@ -162,10 +173,11 @@ def excess_of(scenario: RandomScenario) -> float:
         costs = {budget.name: scenario.factor * took.costs[budget.key] for budget in scenario.budgets}
         spent += list(costs.values())
         allowed += [budget.allowance(time_s) for budget in scenario.budgets]
+        worst = max(worst, (step + 1) * float((spent / allowed).max() - 1.0))
         seen = {rank: float(speed[rank]) for rank in structure.workers}
         controller.on(StepMeasured(step=step, time_s=time_s, relative_speed=seen, costs=costs))
         controller.check_invariants()
-    return len(scenario.speeds) * float((spent / allowed).max() - 1.0)
+    return worst
 
 
 def searched(scenarios: int, steps: int, seed: int) -> int:

@@ -125,7 +125,7 @@ class Controller:
         if weight is None:
             weight = weight_for(violation, horizon)
         self.queues = Queues(budgets, weight=weight, step_s=step_s)
-        self.guard = BudgetGuard(weight)
+        self.guard = BudgetGuard()
         self.learning = DualLearning(budgets, horizon)
         self.step, self.regret = -1, 0.0
         self.counts = dict.fromkeys(orders.KINDS, 0)
@@ -322,7 +322,8 @@ class Controller:
         def plans() -> list[Fixed]:
             return [*self.experts.within(self.budgets), *self._cheapest()]
 
-        self._guarded = self.guard.decide(excess, plans, runs)
+        bet = self.learning.bet(self.queues, self.experts.are_needed)
+        self._guarded = self.guard.decide(excess, bet, plans, runs)
         if self._guarded == before:
             return ""
         if self._guarded is None:
@@ -358,7 +359,8 @@ class Controller:
 
     def _secure(self, state: State) -> None:
         """Let excess weigh as much as the present slot takes to keep the budgets."""
-        judged = [(rows[:, 0], rows[:, 1:])] if len(rows := self.experts.outcomes()) > 1 else None
+        rows = self.experts.outcomes()
+        judged = [(rows[:, 0], rows[:, 1:])] if self.experts.are_needed else None
         ratio = self.experts.common * self.experts.lateness()
         self.learning.secure(self.queues, state.key(), ratio, judged)
 

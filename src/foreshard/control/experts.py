@@ -160,6 +160,11 @@ class Experts:
         forecast, real = self._whole
         return np.where(forecast > 0.0, real / np.where(forecast > 0.0, forecast, 1.0), 1.0)
 
+    @property
+    def are_needed(self) -> bool:
+        """Return whether plans were judged long enough that do better than forecasts that were wrong."""
+        return bool(self._mature)
+
     def outcomes(self) -> np.ndarray:
         """Return mean seconds and costs of late, of the forecast's plan and of those judged long enough."""
         return np.array([self.recent.rows[1], *(record.rows[2] for record in self._mature.values())])

@@ -16,7 +16,8 @@ from foreshard.control.experts import REVIEW, WINDOW, Fixed
 RISE = REVIEW / 2.0
 """Budgets of a step by which the excess may rise from its least before a plan is left out.
 
-A plan that keeps the budgets in the mean exceeds them in some steps; half of REVIEW say something of it.
+A plan that keeps the budgets in the mean exceeds them in some steps; half of REVIEW say something of it. When
+all plans were left out it doubles: how far a plan that keeps the budgets exceeds them on the way is unknown.
 """
 MOST_GUARDS = 8
 """Plans that are tried: each that is left out adds to the constant."""
@@ -25,20 +26,14 @@ MOST_GUARDS = 8
 class BudgetGuard:
     """Decides from the excess alone whether a plan that stays has to run, and which.
 
-    Parameters
-    ----------
-    weight : float
-        V. The guard begins WINDOW budgets of a step above it, and ends where the excess is back at it.
-
     Attributes
     ----------
     refuted : int
         How often every plan was left out: none of them kept the budgets.
     """
 
-    def __init__(self, weight: float):
-        self.begin, self.end = weight + WINDOW, weight
-        self.refuted = 0
+    def __init__(self) -> None:
+        self.refuted, self._rise = 0, RISE
         self._left: list[Fixed] = []
         self._least: np.ndarray | None = None
 
@@ -48,7 +43,11 @@ class BudgetGuard:
         return self._least is not None
 
     def decide(
-        self, excess: np.ndarray, plans: Callable[[], Iterable[Fixed]], runs: Callable[[Fixed], bool]
+        self,
+        excess: np.ndarray,
+        end: float,
+        plans: Callable[[], Iterable[Fixed]],
+        runs: Callable[[Fixed], bool],
     ) -> Fixed | None:
         """Return the plan that has to run next, or None.
 
@@ -56,20 +55,23 @@ class BudgetGuard:
         ----------
         excess : ndarray, shape (budgets,)
             So far, in budgets of a step.
+        end : float
+            Excess at which the guard ends; it begins WINDOW budgets of a step above.
         plans : callable
             Returns plans to try, the likeliest to keep the budgets first; asked when none is left.
         runs : callable
             Whether a plan can run.
         """
         worst = float(excess.max())
-        if worst <= (self.end if self.is_on else self.begin):
+        if worst <= end + (0.0 if self.is_on else WINDOW):
             self._least = None
             return None
         if self._least is None:
             self._least = np.full(len(excess), np.inf)
-        elif float((excess - self._least).max()) > RISE:
+        elif float((excess - self._least).max()) > self._rise:
             del self._left[:1]
-            self.refuted += not self._left
+            if not self._left:
+                self.refuted, self._rise = self.refuted + 1, 2.0 * self._rise
             self._least = np.full(len(excess), np.inf)
         else:
             self._least = np.minimum(self._least, excess)

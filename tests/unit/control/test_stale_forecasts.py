@@ -65,23 +65,24 @@ class Truth:
         )
 
 
-def played(truth, path, limit, told=lambda speed: speed):
-    """Return mean seconds, and all that was spent above the budget, in budgets of a step."""
+def played(truth, path, limit, horizon=None):
+    """Return mean seconds, and the most that was ever spent above the budget, in budgets of a step."""
     budgets = (Budget(name="money", kind="usd", limit=limit),)
     stated = truth.state(np.ones(RANKS))
     controller = Controller(
-        truth.chain, stated, first_plan(), budgets=budgets, horizon=len(path), max_stages=1
+        truth.chain, stated, first_plan(), budgets=budgets, horizon=horizon or len(path), max_stages=1
     )
-    total = np.zeros(2)
+    total, worst = np.zeros(2), 0.0
     for step, speed in enumerate(path):
         structure = structure_of(controller.plan)
         took = truth(structure, shares_of(controller.plan), speed)
         total += took
-        seen = {rank: float(told(speed)[rank]) for rank in structure.workers}
+        worst = max(worst, total[1] / limit - (step + 1))
+        seen = {rank: float(speed[rank]) for rank in structure.workers}
         event = StepMeasured(step=step, time_s=took[0], relative_speed=seen, costs={"money": float(took[1])})
         controller.on(event)
     controller.check_invariants()
-    return total[0] / len(path), total[1] / limit - len(path)
+    return total[0] / len(path), worst
 
 
 def best_fixed(rows, limit, slack):
@@ -93,13 +94,14 @@ def best_fixed(rows, limit, slack):
     return rows[kept, :, 0].mean(1).min()
 
 
-@pytest.mark.parametrize(("kind", "steps"), [*((kind, 2000) for kind in PATHS), ("swap", 6000)])
-def test_speeds_that_are_no_forecast_of_the_next_step_break_no_budget(cases, kind, steps):
-    truth = Truth(cases)
+@pytest.mark.parametrize(("kind", "horizon"), [*((kind, 2000) for kind in PATHS), ("swap", 80_000)])
+def test_speeds_that_are_no_forecast_of_the_next_step_break_no_budget(cases, kind, horizon):
+    """Nor in the first steps of a run that is long, in which V is ten times as large."""
+    truth, steps = Truth(cases), 2000
     path = PATHS[kind](np.random.default_rng(0), steps)
     rows = truth.fixed(path)
     limit = 1.25 * rows[:, :, 1].mean(1).min()
-    mean_s, excess = played(truth, path, limit)
+    mean_s, excess = played(truth, path, limit, horizon)
     assert excess <= EXCESS
     assert mean_s <= 1.05 * best_fixed(rows, limit, 0.02)
 

@@ -21,8 +21,10 @@ FIRST, LATER, UPDATES = 16, 250, 40
 
 An update takes milliseconds, and what it learns changes ever more slowly.
 """
-LAST_PART, MOST_CORRECTION = 0.05, 0.2
+LAST_PART, MOST_LAST, MOST_CORRECTION = 0.05, 500, 0.2
 """The excess so far is worked off by the end: over at least a part of the run, by at most a part of a budget.
+
+The part is no more than MOST_LAST steps, so that what is left in the end does not grow with the run.
 
 An excess of MOST_CORRECTION budgets for every step that is left can no longer wait.
 
@@ -34,16 +36,26 @@ MOST_LEFT = 0.05
 States to come can be dearer than those seen, and leave nothing to work it off with. In short runs, where V
 weighs what is known against a few steps, V is far more of the budget than this.
 """
+MOST_WORKING = 5000
+"""Steps over which an excess is worked off at most.
+
+What was learned wrongly of the costs of a step adds to the excess for that long, however long the run is.
+"""
+MOST_MISLED = LEAST_WEIGHT = 100.0
+"""Budgets of a step by which one may be exceeded where forecasts are wrong, and V of short runs.
+
+To exceed a budget now is a bet that what was learned says what is to come: V where it does. Where plans are
+judged because it does not, the bet may not grow with the run, as V does. Smaller V let a few steps above the
+budget outweigh what is known of it (ablation).
+"""
 MARGIN = 0.004
 """Part of the budget that is aimed to be left: what changes and late sight cost is not in what is learned."""
 MOST_WORTH = 20.0
 """Largest multiplier that is believed, in reference steps per budget of a step."""
 SLACK = 0.02
 """Part of the budget that a slot leaves which is to keep it by itself, so that the excess falls."""
-LEAST_WEIGHT = 100.0
-"""V of short runs: smaller ones let a few steps above the budget outweigh what is known of it (ablation)."""
 MOST_WEIGHT = 1000.0
-"""V of long runs: the excess after N steps is O(V / N), so that V may not grow with them."""
+"""V of long runs: the excess on the way is up to V where forecasts hold, so that V may not grow with them."""
 _MOST_STATES = 2048
 """States kept, some dozen rows each, since an update goes over all; the rarest are forgotten first."""
 Rows = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -170,11 +182,20 @@ class DualLearning:
         step_s = found.value_s if queues.is_per_time else queues.step_s
         return np.array(found.multipliers) * units / step_s
 
+    def bet(self, queues: Queues, misled: bool) -> float:
+        """Return the budgets of a step by which one may be exceeded on the way: V, or less where misled."""
+        return min(queues.weight, MOST_MISLED) if misled else queues.weight
+
+    def _steps_left(self, queues: Queues) -> float:
+        """Return the steps over which an excess is worked off."""
+        total = max(self.horizon, queues.steps)
+        return max(total - queues.steps, min(LAST_PART * total, MOST_LAST))
+
     def secure(self, queues: Queues, key: bytes, ratio: np.ndarray, judged: Rows | None) -> None:
         """Let every budget that is exceeded weigh so much that the present slot keeps all of them, if it can.
 
-        In proportion to the excess: as much as is needed when that is V, a part of the run's budget, or what
-        the steps left can just work off, so that the excess stays near the least of these and ends near 0.
+        In proportion to the excess: as much as is needed when that is the bet, a part of the run's budget, or
+        what the steps left can just work off; the excess stays near the least of these and ends near 0.
 
         Parameters
         ----------
@@ -186,8 +207,8 @@ class DualLearning:
         judged : rows, optional
             What plans came to that were judged because forecasts are wrong; they count instead of the model.
         """
-        left = max(self.horizon - queues.steps, LAST_PART * self.horizon)
-        most = min(queues.weight, MOST_LEFT * self.horizon, MOST_CORRECTION * left)
+        bet, left = self.bet(queues, judged is not None), self._steps_left(queues)
+        most = min(bet, MOST_LEFT * self.horizon, MOST_CORRECTION * left)
         part = max(queues[budget.name].excess for budget in self.budgets) / most
         visited, alone = self._visited.get(key), self._before
         if part <= 0.0:
@@ -229,7 +250,8 @@ class DualLearning:
             queue = queues[budget.name]
             mean = (1.0 + queue.conceded) * queue.allowed / queues.steps if queues.steps else 1.0
             saved = -queue.excess * queue.unit / mean - MARGIN * total * (not queue.conceded)
-            part = saved / max(total - queues.steps, LAST_PART * total)
+            left = self._steps_left(queues)
+            part = saved / (left if saved > 0.0 else min(left, MOST_WORKING))
             part = min(max(part, -MOST_CORRECTION), MOST_CORRECTION)
             found.append(replace(budget, limit=budget.limit * (1.0 + queue.conceded) * (1.0 + part)))
         return found
