@@ -23,6 +23,7 @@ from foreshard.predict.tasks.collectives import (
     region_times,
     shard_times,
     sync_times,
+    tensor_times,
 )
 from foreshard.predict.tasks.formula import end_times, head_sizes, layer_times, unaligned_s
 from foreshard.predict.tasks.host import offload_s, optimizer_s
@@ -300,6 +301,22 @@ def test_units_that_a_pipeline_holds_are_copied_once_a_step():
     for framework, pp in (("torchtitan", 1), ("hf", 2), ("megatron-core", 2)):
         other = batch_of(zero=3 if pp == 1 else 1, framework=framework, pp=pp)[1].machine
         assert not np.any(held_copies_s(PARAMS, 0.0, other))
+
+
+def test_tensor_collectives_are_hidden_inside_a_link_domain_with_sequence_parallelism():
+    for cluster, sp, hidden in (
+        ("1x8xh100-sxm", True, 0.5),
+        ("1x8xh100-sxm", False, 0.0),
+        ("2x4xh100-sxm", True, 0.0),
+    ):
+        machine = batch_of(framework="torchtitan", cluster=cluster, tp=8, sp=sp)[1].machine
+        machine = replace(machine, constants=replace(machine.constants, tensor_hidden=0.5))
+        region = region_times(4096.0, machine)
+        plain, over = (
+            tensor_times(region, replace(machine, traits=replace(machine.traits, tp_overlap=on)), 0.0)[0]
+            for on in (0.0, 1.0)
+        )
+        assert np.max(over) == pytest.approx((1.0 - hidden) * np.max(plain))
 
 
 def test_one_replica_has_nothing_to_sum():

@@ -61,6 +61,15 @@ def tensor_times(region: RegionTimes, machine: Machine, beside: Any) -> tuple[An
 
     Forward waits for all of them. Backward gathers the output gradient first; the collective of the
     input gradient can run beside the weight-gradient product (`beside` seconds of it per region).
+
+    Overlap hides collectives of sequence parallelism whose ranks reach each other's memory: those of one link
+    domain.
+
+    Source
+    ------
+    torch 2.13 _inductor/fx_passes/micro_pipeline_tp.py (all-gathers in front of products and reduce-scatters
+    behind them, in groups with symmetric memory); torchtitan distributed/tensor_parallel.py
+    maybe_enable_async_tp (compile); Transformer Engine 0004dbd userbuffers.
     """
     rank, c, traits = machine.rank, machine.constants, machine.traits
     if not np.count_nonzero(region.scatter_s):
@@ -70,7 +79,8 @@ def tensor_times(region: RegionTimes, machine: Machine, beside: Any) -> tuple[An
     forward = np.where(split, region.operands_s, 0.0) * c.tensor_comm + last
     last = last - traits.tensor_async * np.minimum(last, beside)
     backward = np.where(split, region.operands_s, 0.0) * c.tensor_comm + last
-    shown = 1.0 - traits.tp_overlap * np.where(split, c.tensor_hidden, 0.0)
+    near = rank.tp * rank.tp_stride <= machine.fabric.domain
+    shown = 1.0 - traits.tp_overlap * np.where(split & near, c.tensor_hidden, 0.0)
     return forward * shown, backward * shown
 
 
