@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from foreshard.comm.flow.schedule_run import ScheduleRun
     from foreshard.comm.topology.graph import Topology
 
+_MAX_ROUNDED = (
+    200_000  # sends up to which rounds cost no more than the simulation, which folds symmetric ranks
+)
 _LARGE = 64  # ranks from which a simulation takes about as long as loading the loops
 
 
@@ -83,7 +86,7 @@ def command(
     route = routing_of(schedule, topology, forwarding="any")
     run = run_schedule(schedule, size, topology, route)
     wall_s = time.perf_counter() - started
-    closed_form_s = round_cost(schedule, topology, route).time_s(size)
+    is_rounded = schedule.num_sends <= _MAX_ROUNDED
     if trace:
         times = send_times(schedule, size, topology, route)
         write_text(trace, dump(send_trace(schedule, *times, num_bytes=size)) + "\n")
@@ -97,8 +100,8 @@ def command(
         "time_s": run.seconds,
         "lower_bound_s": run.lower_bound_s,
         "gap": max(run.seconds / run.lower_bound_s - 1.0, 0.0),
-        "closed_form_s": closed_form_s,
-        "in_lockstep": is_lockstep(schedule, topology, route),
+        "closed_form_s": round_cost(schedule, topology, route).time_s(size) if is_rounded else None,
+        "in_lockstep": is_lockstep(schedule, topology, route) if is_rounded else None,
         "flows": run.num_sends,
         "busiest": [{"resource": _name(topology, one), "utilisation": part} for one, part in run.busiest],
         "wall_s": wall_s,
@@ -114,6 +117,12 @@ def _name(topology: Topology, resource: int) -> str:
     return f"{topology.vertices[link.source].name} -> {topology.vertices[link.target].name}"
 
 
+def _in_rounds(data: dict[str, Any]) -> Box:
+    """Return the time if all sends of a round waited for those of the round before."""
+    note = "closed form: nothing contends" if data["in_lockstep"] else "closed form"
+    return Box(title="in rounds", value=quantity.seconds(data["closed_form_s"]), note=note)
+
+
 def _screen(data: dict[str, Any], run: ScheduleRun) -> Screen:
     header = f"{data['collective']} of {quantity.size(data['size_bytes'])} over {data['num_ranks']} ranks"
     boxes = (
@@ -123,11 +132,7 @@ def _screen(data: dict[str, Any], run: ScheduleRun) -> Screen:
             value=quantity.seconds(data["lower_bound_s"]),
             note=f"{100 * data['gap']:.1f} % gap, the same sends over the same routes",
         ),
-        Box(
-            title="in rounds",
-            value=quantity.seconds(data["closed_form_s"]),
-            note="closed form: nothing contends" if data["in_lockstep"] else "closed form",
-        ),
+        *([_in_rounds(data)] if data["closed_form_s"] is not None else []),
         Box(title="flows", value=f"{data['flows']:,}", note=f"{run.num_simulated:,} simulated after folding"),
     )
     rows = [(one["resource"], f"{100 * one['utilisation']:.1f} %") for one in data["busiest"]]

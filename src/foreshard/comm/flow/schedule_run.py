@@ -154,12 +154,12 @@ def add_schedule(
         raise SpecError(
             f"size is {size_bytes:g} bytes", key="size_bytes", value=size_bytes, rule="A size is at least 0"
         )
-    ways, queue = schedule.ways
+    ways, queue = schedule.ways()
     links = [tuple(route(*way)) for way in ways]
     rows = np.array([builder.route(topology.resources_of(one)) for one in links], dtype=np.int64)
     latency = topology.latency_s.tolist()
     latency_s = np.array([sum(latency[link] for link in one) for one in links], dtype=np.float64)
-    messages = None if schedule.overlaps else _messages(schedule)
+    messages = None if schedule.overlaps else _messages(schedule.rounds(), queue)
     has_arrivals = schedule.overlaps or messages is not None
     first = builder.add_many(
         delay_s=0.0 if has_arrivals else latency_s[queue],
@@ -183,12 +183,12 @@ def add_schedule(
     return first, arrived
 
 
-def _messages(schedule: Schedule) -> tuple[np.ndarray, np.ndarray] | None:
+def _messages(rounds: np.ndarray, queue: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the first sends of messages behind others, the last sends of those; None for single chunks."""
-    rounds, (ways, queue) = schedule.rounds(), schedule.ways
     num_rounds = int(rounds.max(initial=0)) + 1
     key = queue * num_rounds + rounds
-    is_small = len(ways) * num_rounds <= 4 * schedule.num_sends + 2**20  # counting is faster than sorting
+    # counting is faster than sorting
+    is_small = (int(queue.max(initial=-1)) + 1) * num_rounds <= 4 * len(key) + 2**20
     chunks = np.bincount(key) if is_small else np.unique(key, return_counts=True)[1]
     if chunks.max(initial=0) <= 1:
         return None
@@ -213,7 +213,7 @@ def _start_after(
 
 def last_sends(schedule: Schedule) -> list[np.ndarray]:
     """Return, for each rank, the last send of each channel: with their arrivals it has sent and got all."""
-    queue = schedule.ways[1]
+    queue = schedule.ways()[1]
     last = np.full(int(queue.max(initial=-1)) + 1, -1)
     np.maximum.at(last, queue, np.arange(schedule.num_sends))
     source, target = schedule.source[last], schedule.target[last]

@@ -71,7 +71,7 @@ def round_cost(schedule: Schedule, topology: Topology, route: Route) -> RoundCos
     when, resource = key // num_resources, key % num_resources
     total = np.bincount(at, weights=sent.load[sent.row], minlength=len(key))
     time = total / topology.capacity_bytes_per_s[resource]
-    num_rounds = int(schedule.rounds().max(initial=-1)) + 1
+    num_rounds = int(sent.when.max(initial=-1)) + 1
     latency_s, s_per_byte = np.zeros(num_rounds), np.zeros(num_rounds)
     np.maximum.at(latency_s, sent.when, sent.latency_s[sent.way])
     bottleneck = np.full(num_rounds, -1, dtype=np.int64)
@@ -99,7 +99,7 @@ def is_lockstep(schedule: Schedule, topology: Topology, route: Route) -> bool:
     False
     """
     sent = _sent(schedule, topology, route)
-    ends = np.array([source * schedule.num_places + target for source, target, _ in schedule.ways[0]])
+    ends = np.array([source * schedule.num_places + target for source, target, _ in sent.ways])
     pair = numbered(ends.astype(np.int64))[1]
     pair = pair[sent.way]
     num_resources = max(len(topology.capacity_bytes_per_s), 1)
@@ -123,7 +123,7 @@ def _is_same(values: np.ndarray, number: np.ndarray) -> bool:
 
 def _waits_for_messages(schedule: Schedule) -> bool:
     """Return whether every send waits for the last chunk of a message of the round before its own."""
-    rounds, way = schedule.rounds(), schedule.ways[1]
+    rounds, way = schedule.rounds(), schedule.ways()[1]
     order = np.argsort(way, kind="stable")
     step, is_last = np.diff(rounds[order]), np.ones(schedule.num_sends, dtype=bool)
     is_same_way = np.diff(way[order]) == 0
@@ -142,13 +142,16 @@ class _Sent:
     ----------
     when, way, load : ndarray, shape (rows,)
         Round, number of the way, and bytes for each byte of the collective.
+    ways : list of (int, int, int)
+        Source, target and channel.
     row, resource : ndarray of int, shape (entries,)
         The rows that occupy a resource.
     latency_s : ndarray, shape (ways,)
     """
 
     def __init__(self, schedule: Schedule, topology: Topology, route: Route) -> None:
-        ways, way = schedule.ways
+        ways, way = schedule.ways()
+        self.ways = ways
         routes = [tuple(route(*one)) for one in ways]
         used, at = numbered(schedule.rounds() * len(ways) + way)
         self.load = np.bincount(at, weights=schedule.weight, minlength=len(used))

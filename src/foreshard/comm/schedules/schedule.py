@@ -98,9 +98,8 @@ class Schedule:
         """Part of the size that each send carries, shape (sends,)."""
         return np.array([chunk.weight for chunk in self.chunks])[self.chunk]
 
-    @cached_property
     def ways(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-        """Each channel between two places, as (source, target, channel), and the number of each send's."""
+        """Return each channel between two places (source, target, channel), and the number of each send's."""
         places = max(self.num_places, 1)
         key = (self.channel * places + self.source) * places + self.target
         keys, way = numbered(key)
@@ -118,11 +117,6 @@ class Schedule:
         ValueError
             If sends wait for each other in a circle.
         """
-        return self._rounds
-
-    @cached_property
-    def _rounds(self) -> np.ndarray:
-        """What `rounds` returns."""
         found = None
         if self.num_sends >= _MANY_SENDS and is_worth_compiling(self.num_sends):
             found = _rounds_in_order(self.indptr, self.indices)

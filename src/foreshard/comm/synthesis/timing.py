@@ -44,7 +44,7 @@ def arrivals_s(schedule: Schedule, topology: Topology, num_bytes: float) -> np.n
         If two places that exchange data are not connected.
     """
     busy_s = 1.0 / topology.capacity_bytes_per_s
-    ways, way = schedule.ways
+    ways, way = schedule.ways()
     named = {vertex.name: i for i, vertex in enumerate(topology.vertices)}
     place = [*topology.devices.tolist(), *(named[name] for name in schedule.switches)]
     routes = channel_routes(topology)
