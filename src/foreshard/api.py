@@ -395,9 +395,11 @@ def export(
     if isinstance(model, str):
         model = trace(model, precision=plan.precision) or load_model(model)
     cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    if not (model is None or isinstance(model, Model)):
-        return export(plan, target, traced=model, cluster=cluster)
     prediction = None
+    if not (model is None or isinstance(model, Model)):
+        if cluster is not None:
+            prediction = predict_traced(model, cluster, plan, tokens=tokens)
+        return export(plan, target, traced=model, cluster=cluster, prediction=prediction)
     if model is not None and cluster is None:
         check_cut(plan, model, file=plan_file)
     if model is not None and cluster is not None:
@@ -821,6 +823,7 @@ def predict_traced(
     fidelity: str = "zero-shot",
     engine: str = "graph",
     noise: Noise | None = None,
+    tokens: float | None = None,
 ) -> Prediction:
     """Return the prediction of a step of a traced module.
 
@@ -834,6 +837,8 @@ def predict_traced(
     engine : {'graph', 'event'}
     noise : Noise, optional
         How ranks differ (event engine).
+    tokens : float, optional
+        Of the whole run.
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.memory import counts_of
@@ -848,7 +853,7 @@ def predict_traced(
     }
     devices = [nodes.device for nodes in cluster.nodes]
     costs = traced_costs(module, devices, micro_batches=sizes, optimizer=plan.optimizer, fidelity=fidelity)
-    return predicted(costs, cluster, plan, engine=engine, noise=noise)
+    return predicted(costs, cluster, plan, engine=engine, noise=noise, tokens=tokens)
 
 
 def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:

@@ -65,8 +65,12 @@ class Model:
 
     @property
     def rope_percent(self) -> float:
-        """Share of a head's channels that rotary positions turn, 1 of a model without any."""
-        return next((block.rotary for block in self.blocks if block.num_heads and block.rotary), 1.0)
+        """Share of a head's channels that rotary positions turn, 1 of a model without any.
+
+        Of latent attention also 1: it has rotary channels of its own, all of which turn.
+        """
+        turning = (block for block in self.blocks if block.num_heads and block.rotary and not block.kv_lora)
+        return next((block.rotary for block in turning), 1.0)
 
     @property
     def num_layers(self) -> int:

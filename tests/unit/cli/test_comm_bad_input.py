@@ -8,6 +8,10 @@ import re
 
 import pytest
 
+from foreshard.cli.comm.inputs import least_sends
+from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
+from foreshard.errors import SpecError
+
 NCCL = """<system version="1"><cpu numaid="0" arch="x86_64" vendor="GenuineIntel">
 <pci busid="0:1" class="0x060400" link_speed="16 GT/s" link_width="16">
 <pci busid="0:2" class="0x030200" link_speed="16 GT/s" link_width="16">
@@ -127,3 +131,14 @@ def test_no_file_is_a_fault_of_ours(shell, tmp_path, name):
         assert answer.code in (0, 2) and "internal fault" not in answer.err, path.read_text()
         fine += answer.code == 0
     assert fine < 25
+
+
+def test_the_least_sends_of_a_piece_are_no_more_than_there_are():
+    for name, algorithm in ALGORITHMS.items():
+        for collective in algorithm.collectives:
+            for ranks in (2, 4, 8, 16):
+                try:
+                    schedule = schedule_of(collective, name, ranks, per_node=min(ranks, 8))
+                except SpecError:
+                    continue
+                assert least_sends(collective, name, ranks) <= schedule.num_sends, (collective, name, ranks)

@@ -28,6 +28,8 @@ _FEW_SENDS = ("send", "broadcast")
 """Collectives of which each piece reaches each rank once at the most: as many sends as ranks."""
 _TREES = ("double-tree", "binomial", "nvls-tree")
 """Algorithms that send each piece along a tree; each channel has its own pieces."""
+_SWITCHES = ("nvls", "sharp")
+"""Algorithms in which each rank sends each piece to a switch."""
 _MAX_DEVICES = 2**14  # of a topology, of which a schedule may use a part
 _TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
@@ -60,10 +62,9 @@ def check_ranks(key: str, collective: str, ranks: int) -> None:
 
 
 def _check_pieces(collective: str, algorithm: str, ranks: int, channels: int, parts: int | None) -> None:
-    """Refuse pieces that together are more sends than may be listed; counted roughly, never too many."""
-    is_tree = algorithm in _TREES
-    pieces = channels * (parts or 1) if is_tree else parts or channels
-    sends = pieces * (ranks - 1) * (1 if is_tree or collective in _FEW_SENDS else ranks)
+    """Refuse pieces that together are more sends than may be listed."""
+    pieces = channels * (parts or 1) if algorithm in _TREES else parts or channels
+    sends = pieces * least_sends(collective, algorithm, ranks)
     if sends > _MAX_SENDS:
         raise SpecError(
             f"{pieces:,} pieces over {ranks:,} ranks are {sends:,} sends or more",
@@ -72,6 +73,14 @@ def _check_pieces(collective: str, algorithm: str, ranks: int, channels: int, pa
             rule=f"Every send of a schedule is listed: at most {_MAX_SENDS:,}",
             fix="Give fewer parts or channels",
         )
+
+
+def least_sends(collective: str, algorithm: str, ranks: int) -> int:
+    """Return how many sends a piece of a schedule is at least."""
+    if collective == "send":
+        return 1
+    few = algorithm in (*_TREES, *_SWITCHES) or collective in _FEW_SENDS
+    return (ranks - 1) * (1 if few else ranks)
 
 
 def load_loops(topology: Topology) -> None:

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from foreshard.comm.flow.schedule_run import ScheduleRun
     from foreshard.comm.topology.graph import Topology
 
-_MAX_ROUNDED = (
-    200_000  # sends up to which rounds cost no more than the simulation, which folds symmetric ranks
-)
+_MAX_ROUNDED = 200_000
+"""Sends up to which rounds cost no more than the simulation, which folds symmetric ranks."""
 _LARGE = 64  # ranks from which a simulation takes about as long as loading the loops
 
 

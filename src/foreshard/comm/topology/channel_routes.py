@@ -50,6 +50,7 @@ class ChannelRoutes:
             key="schedule",
             value=names,
             rule="Places that exchange data are connected",
+            fix="Synthesize the schedule for this topology, or add the links",
         )
 
     def _found(self, source: int, target: int, *, through_devices: bool) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ from foreshard.interop.exporters.exported import ExportRequest, filled
 from foreshard.interop.exporters.uniform import Uniform, required_uniform
 from foreshard.spec.plan import Plan
 from foreshard.spec.traced_module import TracedModule
+from foreshard.units import number_of
 
 FILE = "parallel.py"
 _DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
@@ -37,7 +38,7 @@ def export_traced(
         "sharded.py.txt" if sharded else "replicated.py.txt",
         name=module.name,
         source=module.source,
-        ranks=len(degrees.ranks),
+        ranks=number_of(len(degrees.ranks), "rank"),
         micro_batch=degrees.micro_batch,
         num_micro_batches=degrees.num_micro_batches,
         units=_units(module),
@@ -83,6 +84,8 @@ def _notes(plan: Plan, module: TracedModule, *, sharded: bool, degrees: Uniform)
     dtype = _DTYPES.get(module.precision)
     if dtype and not (sharded and module.casts_weights):
         yield f"Compute inside of torch.autocast(device, {dtype}), unless the module does."
+    if module.precision == "tf32":
+        yield "Products in TF32 are asked for: torch.backends.cuda.matmul.allow_tf32 = True."
     if module.precision == "fp16":
         yield "Gradients in fp16 need a loss that is scaled (torch.amp.GradScaler)."
     if degrees.num_micro_batches > 1 and not sharded:

@@ -130,7 +130,7 @@ class Pricing:
         times = problem.time_s[usable]
         low, high = float(times[times > 0].min()), min(float(problem.far_s[usable].max()), self.longest_s)
         edges = [high]
-        while edges[-1] > low:
+        while len(edges) < 2 or edges[-1] > low:
             edges.append(edges[-1] / _RATIO)
         for family in problem.families:
             tails = self.tails[family][usable]

@@ -34,6 +34,7 @@ _UNKNOWN = {
 _OF_FINITE = {aten.isnan.default: False, aten.isinf.default: False}
 _EQUAL = {aten.eq.Tensor: True, aten.ne.Tensor: False}  # of a tensor with itself: whether it is a number
 _INFINITE = {aten.eq.Scalar: False, aten.ne.Scalar: True}
+_OVER_ELEMENTS = (aten.all.default, aten.all.dim, aten.any.default, aten.any.dim)
 _JOINED: dict[Any, Callable[..., bool]] = {
     aten.mul.Tensor: lambda a, b: a and b,
     aten.logical_and.default: lambda a, b: a and b,
@@ -42,7 +43,7 @@ _JOINED: dict[Any, Callable[..., bool]] = {
     aten.bitwise_or.Tensor: lambda a, b: a or b,
     aten.logical_not.default: lambda a: not a,
     aten.bitwise_not.default: lambda a: not a,
-    **dict.fromkeys((aten.all.default, aten.all.dim, aten.any.default, aten.any.dim), lambda a, *_: a),
+    **dict.fromkeys(_OVER_ELEMENTS, lambda a: a),
 }
 
 
@@ -79,8 +80,9 @@ class Constants:
         elif func in _INFINITE and args[1] in (math.inf, -math.inf):
             answer = _INFINITE[func]
         elif func in _JOINED:
-            asked = [self._everywhere.get(_place(a)) for a in args if isinstance(a, torch.Tensor)]
-            if None not in asked:
+            operands = args[:1] if func in _OVER_ELEMENTS else args
+            asked = [self._everywhere.get(_place(a)) for a in operands if isinstance(a, torch.Tensor)]
+            if None not in asked and len(asked) == len(operands):
                 answer = _JOINED[func](*asked)
         if answer is not None:
             self._everywhere[_place(out)] = answer
