@@ -432,18 +432,14 @@ def test_the_bound_without_filling_is_one_and_is_more_than_that_from_work(chunke
     assert raised >= len(ratios) // 8 and np.median(ratios) >= 0.4
 
 
-@pytest.mark.parametrize("filling", ["least", "full"])
-def test_stages_that_all_take_as_long_are_found(filling, monkeypatch):
-    """One option, which runs the whole chain or nothing."""
-    pytest.importorskip("scipy")
-    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+@pytest.mark.parametrize("made", [pricing.Pricing, pricing.UnfilledPricing])
+def test_stages_that_all_take_as_long_make_a_box(made):
+    """One option, which runs the whole chain or nothing: else no pipeline would be said to run."""
     drawn = next(one for one in map(random_problem, range(99)) if len(one.takes) == 1)
     only = np.full_like(drawn.time_s, np.inf)
     only[:, drawn.types[0, -1]] = 1.0
     rooms = np.where(np.isfinite(only), 4, 0)
     problem = replace(drawn, time_s=only, max_in_flight=rooms, leave_s=None, leave_tail_s=None, domains=())
-    solution = solving.solve(problem, budget_s=5.0, filling=filling)
-    with np.errstate(invalid="ignore"):  # the oracle multiplies stages that cannot run
-        least = least_seconds(problem, "least")
-    assert solution.arrangement is not None
-    assert solution.lower_bound_s <= least * (1 + 1e-9) < np.inf
+    boxes = made(problem=problem, pipelines=(1, 1), duals=np.ones(len(problem.counts)), longest_s=np.inf)
+    boxes.start()
+    assert [len(box.template) for box in boxes.boxes.values()] == [1]
