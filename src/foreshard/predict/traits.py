@@ -203,7 +203,7 @@ def traits_of(
         loads_aligned=float(
             device.vendor == "nvidia" and device.arch not in _NO_MATRIX_UNITS and precision != "fp32"
         ),
-        sm_cycles_per_s=_sm_cycles_per_s(device),
+        sm_cycles_per_s=sm_cycles_per_s(device),
         grad_bytes=float(framework.grad_bytes),
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
         p2p_scatter=float(framework.p2p_scatter),
@@ -247,7 +247,7 @@ def traits_of(
     )
 
 
-def _sm_cycles_per_s(device: Device) -> float:
+def sm_cycles_per_s(device: Device) -> float:
     """Return cycles a second of all multiprocessors; where not published, those of a B200 by its peak."""
     published = device.num_sms * device.clock_hz
     return published or max(device.peak_flops_per_s.get("bf16", 0.0), 1.0) / _B200_FLOPS_A_CYCLE

@@ -25,7 +25,7 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
     own = {name: reader.value(reading) for name, reading in entry.items() if name in _FIELDS}
     block = attention_sizes(reader, entry) | own
     block["ffn"] = _ffn(reader, entry, block["hidden"])
-    block["rotary"] = rotary_of(reader.config, block.get("rotary", 1.0))
+    block["rotary"] = rotary_of(reader.config, block.get("rotary", 1.0), block["head_dim"])
     if "block_rule" in entry:
         block |= _BLOCK_RULES[entry["block_rule"]](reader, block)
     routed, sparse = [False] * layers, block

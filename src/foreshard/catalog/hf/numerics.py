@@ -36,9 +36,11 @@ def numerics_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def rotary_of(config: Mapping[str, Any], usual: float) -> float:
+def rotary_of(config: Mapping[str, Any], usual: float, head_dim: int) -> float:
     """Return the share of a head's channels that turn: `usual` of the architecture, else what is stated."""
-    stated = _number(_with_rope(config), *_PERCENTS)
+    stated, channels = _number(_with_rope(config), *_PERCENTS), _number(config, "rotary_dim")
+    if stated is None and channels is not None:
+        stated = channels / head_dim
     return usual if stated is None or not usual else min(max(stated, 0.0), 1.0)
 
 

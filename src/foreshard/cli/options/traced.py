@@ -19,9 +19,6 @@ _PREDICTS = {
     *("precision", "optimizer", "recompute", "engine", "costs", "fidelity", *NOISE),
 }
 _PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
-_RULE = (
-    "A traced module takes dp, pp, zero (3 without pp), micro-batch, recompute, schedule, dtype and optimizer"
-)
 
 
 def traced(model: str, precision: Any) -> TracedModule | None:
@@ -78,9 +75,9 @@ def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: 
 
     _reject_unknown({**asked, **others}, _PLANS)
     if asked.get("engine") not in (None, "graph"):
-        raise _refused("--engine", asked["engine"])
+        raise _refused("--engine", asked["engine"], _PLANS)
     if asked.get("objective", ("time",)) != ("time",):
-        raise _refused("--objective", ",".join(asked["objective"]))
+        raise _refused("--objective", ",".join(asked["objective"]), _PLANS)
     kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if name in asked}
     return api.plan_traced(module, cluster, global_batch=asked["global_batch"], **kept)
 
@@ -97,10 +94,11 @@ def _cut_layers(module: TracedModule, pp: int) -> int:
 def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
     for name, value in values.items():
         if name not in known and value not in (None, False, (), "none"):
-            raise _refused(flag_of(name), str(value))
+            raise _refused(flag_of(name), str(value), known)
 
 
-def _refused(flag: str, value: str) -> SpecError:
-    return SpecError(
-        f"{flag} is not taken for a traced module", key=flag, value=value, rule=_RULE, fix="Leave it out"
-    )
+def _refused(flag: str, value: str, known: set[str]) -> SpecError:
+    taken = ", ".join(sorted(flag_of(name) for name in known))
+    rule = f"A traced module takes {taken}"
+    what = f"{flag} {value} is not taken for a traced module"
+    return SpecError(what, key=flag, value=value, rule=rule, fix="Leave it out")

@@ -18,6 +18,7 @@ from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts
 from foreshard.predict.tasks.host import operation_launch_s
+from foreshard.predict.traits import sm_cycles_per_s
 from foreshard.spec.device import Device
 from foreshard.spec.traced_module import Operation, TracedLayer, TracedModule
 
@@ -139,7 +140,7 @@ def _priced(
     Convolutions may take TF32, products may not. Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
     vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(precision))
-    issued_per_s = _LANES * device.num_sms * device.clock_hz if device.vendor == "nvidia" else 0.0
+    issued_per_s = _LANES * sm_cycles_per_s(device) if device.vendor == "nvidia" else 0.0
     found = np.zeros(len(operations))
     of_precision: dict[str, list[int]] = {}
     for i, operation in enumerate(operations):
