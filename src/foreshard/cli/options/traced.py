@@ -18,6 +18,7 @@ _PREDICTS = {
     *("model", "cluster", "plan", "dp", "pp", "zero", "micro_batch", "global_batch", "schedule"),
     *("precision", "optimizer", "recompute", "engine", "costs", "fidelity", *NOISE),
 }
+_ARGUMENTS = {"model", "cluster"}
 _PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
 
 
@@ -98,7 +99,6 @@ def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
 
 
 def _refused(flag: str, value: str, known: set[str]) -> SpecError:
-    taken = ", ".join(sorted(flag_of(name) for name in known))
-    rule = f"A traced module takes {taken}"
-    what = f"{flag} {value} is not taken for a traced module"
+    rule = f"A traced module takes {', '.join(sorted(map(flag_of, known - _ARGUMENTS)))}"
+    what = f"{flag} is not taken for a traced module"
     return SpecError(what, key=flag, value=value, rule=rule, fix="Leave it out")
