@@ -31,7 +31,7 @@ from foreshard.planner.mixed.interleaving import (
 from foreshard.planner.mixed.loading import HASTE, is_hasty
 from foreshard.planner.mixed.local_search import changed_in_chunks, improved
 from foreshard.planner.mixed.node_sets import capped, node_sets
-from foreshard.planner.mixed.subspaces import Part, Subspace, holding_down, next_subspace
+from foreshard.planner.mixed.subspaces import ABOVE_WORK, Part, Subspace, holding_down, next_subspace
 from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -473,9 +473,8 @@ class MixedSearch:
         if request.objectives[0] == "time" and not request.limits:
             self.notes += idle_devices(request, chosen, plans[0].prediction.step_time_s, found.timed)
         if by_work := self._bounded_by_work():
-            self.notes.append(
-                f"The bound on {' and on '.join(by_work)} is that from work alone: nothing better was proven"
-            )
+            kinds, above = " and on ".join(by_work), f"{ABOVE_WORK:.0%}".replace("%", " %")
+            self.notes.append(f"The bound on {kinds} is at most {above} above that from work alone")
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,

@@ -28,7 +28,7 @@ _FIRST_S = 0.5
 """Seconds that count as spent on each subspace from the start: its first plan and bound take this long."""
 _FIRST_SLICE_S = 0.5
 """Seconds of the first steps of a subspace: most of them raise its bound in less."""
-_ABOVE_WORK = 0.03
+ABOVE_WORK = 0.03
 """Part by which a bound exceeds that from work alone once pipelines were priced: the least tail is less."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
@@ -99,7 +99,7 @@ class Subspace:
     @property
     def is_bounded(self) -> bool:
         """Return whether its bound is more than what work alone says."""
-        return self.bound_s >= self.floor_s() * (1.0 + _ABOVE_WORK)
+        return self.bound_s >= self.floor_s() * (1.0 + ABOVE_WORK)
 
     def is_unproven(self, best_s: float) -> bool:
         """Return whether its bound is to be raised and may be."""
