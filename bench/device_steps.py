@@ -233,6 +233,8 @@ STEPS_TRAINED = (
     _hf("phi3-8", MODELS["PHI3_MINI_8"], 4, 2048),
     _hf("olmoe-4", MODELS["OLMOE_4"], 2, 2048, "experts"),
     _hf("llama-1b-full", MODELS["LLAMA_1B"], 8, 2048, recompute="full"),
+    _hf("llama-1b-compiled", MODELS["LLAMA_1B"], 4, 2048, compile=True),
+    _hf("gpt2-medium-compiled", MODELS["GPT2_MEDIUM"], 8, 1024, compile=True),
     _hf("llama-3b-lora", MODELS["LLAMA_3B"], 4, 2048, lora=16),
     _hf("llama-8b-16-lora", MODELS["LLAMA_8B_16"], 2, 4096, lora=16),
     _sharded("hf-mistral-6", MODELS["MISTRAL_7B_6"], 2, 4096),
