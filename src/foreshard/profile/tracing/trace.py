@@ -20,6 +20,7 @@ from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
 from foreshard.profile.tracing.operations import Call, is_channels_last
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
+from foreshard.profile.tracing.recurrent import FusedRecurrence
 from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule
 
 DTYPES = {
@@ -247,9 +248,16 @@ def _run(
 ) -> _Run:
     constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
     recorder = Recorder(constants, is_channels_last(module.parameters()))
-    modes = FusedAttention(recorder.note), Autocast(casts)
+    modes = FusedAttention(recorder.note), FusedRecurrence(recorder.note), Autocast(casts)
     try:
-        with torch.device("meta"), recording(module, recorder), regions_of_cuda(modes), modes[0], modes[1]:
+        with (
+            torch.device("meta"),
+            recording(module, recorder),
+            regions_of_cuda(modes),
+            modes[0],
+            modes[1],
+            modes[2],
+        ):
             with torch.autocast("cuda", whole) if whole else nullcontext():
                 score = (loss or _total)(_called(module, inputs))
             recorder.in_backward = True
