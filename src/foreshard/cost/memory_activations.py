@@ -131,7 +131,9 @@ def _attention_saved(
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     drop = _drops(block, profile)
-    score = n.element * (1 + drop) + drop
+    # Softmax is kept as products read it; model code of transformers keeps one in 32 bit, too.
+    wide = profile.eager_norm * (np.asarray(n.element) < 4)
+    score = n.element + drop + 4 * wide + n.element * drop * (1 - wide)
     core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
     saved = n.split * (keep + core)
     if block.kv_lora:
