@@ -63,6 +63,17 @@ def test_tensor_parallelism_of_a_module_or_why_there_is_none(shell, net, tmp_pat
     (tmp_path / "plan.json").write_text(json.dumps(made.json["plan"]))
     again = shell("predict", f"{net}:encoder", "1x8xh100-sxm", "--plan", tmp_path / "plan.json", "--json")
     assert again.json["step_time_s"] == made.json["step_time_s"]
+    planned = shell(
+        *("plan", f"{net}:encoder", "1x2xh100-sxm", "--global-batch", "4", "--max-tp", "1"),
+        *("--budget-s", "1", "--json"),
+    )
+    degrees = {
+        stage["tp"]
+        for each in planned.json["plans"]
+        for group in each["plan"]["groups"]
+        for stage in group["stages"]
+    }
+    assert planned.code == 0 and degrees == {1}
     refused = shell("predict", f"{net}:one_layer", "1x2xh100-sxm", "--tp", "2")
     assert refused.code == 2 and "weight (9 is no multiple of 2)" in refused.err
     assert shell("predict", f"{net}:one_layer", "1x2xh100-sxm").code == 0

@@ -23,7 +23,7 @@ _PREDICTS = {
     *("precision", "optimizer", "recompute", "engine", "costs", "fidelity", *NOISE),
 }
 _ARGUMENTS = {"model", "cluster"}
-_PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
+_PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
 
 
 def traced(model: str, precision: Any, degrees: Callable[[], Iterable[int]]) -> TracedModule | None:
@@ -51,11 +51,12 @@ def degrees_of(values: dict[str, Any]) -> set[int]:
     return {whole(values.get("tp") or 1, key="--tp", name="tp")}
 
 
-def degrees_on(cluster: str) -> list[int]:
+def degrees_on(cluster: str, max_tp: int | None) -> list[int]:
     """Return the tensor parallelism that `plan` tries: powers of two up to the devices of a node."""
     from foreshard import api
 
     most = max(nodes.per_node for nodes in api.load_cluster(cluster).nodes)
+    most = most if max_tp is None else min(most, max_tp)
     return [2**power for power in range(1, most.bit_length())]
 
 
