@@ -393,7 +393,8 @@ def export(
     if isinstance(plan, str):
         plan_file, plan = plan_file or plan, load_plan(plan)
     if isinstance(model, str):
-        model = trace(model, precision=plan.precision) or load_model(model)
+        degrees = {stage.tp for group in plan.groups for stage in group.stages}
+        model = trace(model, precision=plan.precision, degrees=degrees) or load_model(model)
     cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
     prediction = None
     if not (model is None or isinstance(model, Model)):
@@ -760,7 +761,7 @@ def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, C
     return planned(load_costs(costs), target, **asked), target
 
 
-def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
+def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -> TracedModule | None:
     """Return a module traced on the meta device; None for a model that is not traced.
 
     Parameters
@@ -770,6 +771,8 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
         inputs, loss)``, or the name of a network (`profile.networks.catalog.network_name`).
     precision : str
         fp32, tf32, fp16 or bf16.
+    degrees : iterable of int
+        Tensor parallelism that predictions and plans may ask for, besides 1.
 
     Raises
     ------
@@ -778,11 +781,11 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     SpecError
         If the module cannot be traced.
     """
-    from foreshard.profile.networks.catalog import network, network_name
+    from foreshard.profile.networks.catalog import is_traced, network, network_name
 
-    name = network_name(model)
-    if name is None and not model.rpartition(":")[0].endswith(".py"):
+    if not is_traced(model):
         return None
+    name = network_name(model)
     made = _module_of(model) if name is None else (*_with_torch(lambda: network(name)), None)
     if made is None:
         return None
@@ -792,7 +795,14 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     title = name or model.rpartition(":")[2]
     mixed = name is not None  # as the networks of the catalog are trained in 16 bit
     return trace_module(
-        module, inputs, loss=loss, precision=precision, autocast=mixed, name=title, where=model
+        module,
+        inputs,
+        loss=loss,
+        precision=precision,
+        autocast=mixed,
+        degrees=sorted({*degrees} - {1}),
+        name=title,
+        where=model,
     )
 
 
@@ -832,7 +842,7 @@ def predict_traced(
     module : TracedModule
     cluster : Cluster
     plan : Plan
-        Cuts the chain of traced layers.
+        Cuts the chain of traced layers. Its tensor parallelism is one that the module was traced for.
     fidelity : {'zero-shot', 'datasheet'}
     engine : {'graph', 'event'}
     noise : Noise, optional
@@ -842,8 +852,9 @@ def predict_traced(
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.memory import counts_of
-    from foreshard.predict.measured.traced import traced_costs
+    from foreshard.predict.measured.traced import check_degrees, traced_costs
 
+    check_degrees(module, plan)
     sizes = {
         count
         for group in plan.groups

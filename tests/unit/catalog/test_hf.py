@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
+from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/model_params.json").read_text("utf-8"))
@@ -213,3 +214,12 @@ def test_gelu_is_spelled_where_transformers_has_no_kernel_for_it(kind, activatio
     }
     config |= {"n_positions": 8} | ({"activation_function": activation} if activation else {})
     assert model_from_config(config, name="x").blocks[0].spelled_gelu is is_spelled
+
+
+def test_layers_without_rotary_positions_turn_nothing():
+    """Every fourth of SmolLM3, those without a window of Command R7B, as transformers builds them."""
+    for name, turned in (("smollm3-3b", [1.0, 1.0, 1.0, 0.0]), ("command-r7b", [1.0, 1.0, 1.0, 0.0])):
+        model = load_model(name)
+        assert [block.rotary for block in model.blocks] == turned * (model.num_layers // 4)
+    minimax = load_model("minimax-m2")
+    assert (minimax.rope_base, minimax.blocks[0].rotary) == (5e6, 0.5)

@@ -362,6 +362,10 @@ def test_positions_and_norms_reach_megatron_or_the_missing_fact_is_named():
     for name in ("bloom-560m", "mpt-7b-hf"):
         with pytest.raises(SpecError, match="positions that are neither rotary nor learned"):
             text(load_model(name))
+    for name, reason in (("smollm3-3b", "differ between layers"), ("gemma-2b", "factors on embeddings")):
+        with pytest.raises(SpecError, match=reason):
+            text(load_model(name))
+    assert "--rotary-base 100000000" in text(load_model("mistral-small-24b"))
     partly = replace(MODEL, blocks=tuple(replace(block, rotary=0.5) for block in MODEL.blocks))
     assert "--rotary-percent 0.5" in text(partly) and "--rotary-percent" not in text(MODEL)
     with pytest.raises(SpecError, match="rotary positions scaled as linear"):

@@ -32,17 +32,24 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
     if "experts" in entry:
         routed, sparse = _expert_layers(reader, entry["experts"], layers), block | experts_of(reader, entry)
     windows = _windows(reader, entry["sliding"], layers) if "sliding" in entry else [0] * layers
+    turned = _turned(reader, entry, windows)
+    layout = list(zip(routed, windows, turned, strict=True))
     kinds = {
-        (routes, window): Block(window=window, **(sparse if routes else block))
-        for routes, window in set(zip(routed, windows, strict=True))
+        (routes, window, turns): Block(
+            **(sparse if routes else block)
+            | {"window": window, "rotary": (sparse if routes else block)["rotary"] * turns}
+        )
+        for routes, window, turns in set(layout)
     }
     ends = _END_RULES[entry["end_rule"]](reader, block) if "end_rule" in entry else {}
     positions = reader.positions(*entry["positions"], default=entry["positions_default"] or None)
+    if entry.get("scaled"):
+        ends["scaled"] = True
     if "learned_positions" in entry:
         ends["learned_positions"] = positions + entry["learned_positions"]
     return decoder(
         name=reader.name,
-        blocks=tuple(kinds[kind] for kind in zip(routed, windows, strict=True)),
+        blocks=tuple(kinds[kind] for kind in layout),
         vocab=reader.size("vocab_size"),
         tied_embeddings=reader.flag("tie_word_embeddings", entry["tied"]),
         max_seq_len=positions,
@@ -108,6 +115,14 @@ def _windows(reader: Reader, sliding: Entry, layers: int) -> Sequence[int]:
     if rule in ("all", "listed"):
         return [window * layer for layer in slides]
     return reader.layer_windows(layers, window, slides)
+
+
+def _turned(reader: Reader, entry: Entry, windows: Sequence[int]) -> list[bool]:
+    """Return whether each layer has rotary positions: all, those that the file lists, or those that slide."""
+    rule = entry.get("unrotated")
+    if rule == "listed":
+        return [not bare for bare in _without_rotary(reader, len(windows), 0)]
+    return [rule != "full" or window > 0 for window in windows]
 
 
 def _late(reader: Reader, layers: int, _: int) -> list[bool]:

@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foreshard.advise.request import flag_of
 from foreshard.cli.options.varying import NOISE, noise_of
 from foreshard.errors import SpecError
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult
     from foreshard.spec.cluster import Cluster
+    from foreshard.spec.plan import Plan
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.traced_module import TracedModule
 
 _PREDICTS = {
-    *("model", "cluster", "plan", "dp", "pp", "zero", "micro_batch", "global_batch", "schedule"),
+    *("model", "cluster", "plan", "tp", "dp", "pp", "zero", "micro_batch", "global_batch", "schedule"),
     *("precision", "optimizer", "recompute", "engine", "costs", "fidelity", *NOISE),
 }
 _ARGUMENTS = {"model", "cluster"}
-_PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
+_PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
 
 
-def traced(model: str, precision: Any) -> TracedModule | None:
-    """Return the module that MODEL names, None for one that is not traced."""
+def traced(model: str, precision: Any, degrees: Callable[[], Iterable[int]]) -> TracedModule | None:
+    """Return the module that MODEL names, None for one that is not traced.
+
+    `degrees` gives the tensor parallelism that is asked for.
+    """
     from foreshard import api
+    from foreshard.profile.networks.catalog import is_traced
 
+    if not is_traced(model):
+        return None
     if isinstance(precision, tuple):
         precision = precision[0]
-    return api.trace(model, precision=precision or "bf16")
+    return api.trace(model, precision=precision or "bf16", degrees=degrees())
+
+
+def degrees_of(values: dict[str, Any]) -> set[int]:
+    """Return the tensor parallelism of the plan that `predict` is asked for."""
+    from foreshard import api
+    from foreshard.spec.codec import whole
+
+    if values.get("plan"):
+        return {stage.tp for group in api.load_plan(values["plan"]).groups for stage in group.stages}
+    return {whole(values.get("tp") or 1, key="--tp", name="tp")}
+
+
+def degrees_on(cluster: str, max_tp: int | None) -> list[int]:
+    """Return the tensor parallelism that `plan` tries: powers of two up to the devices of a node."""
+    from foreshard import api
+
+    most = max(nodes.per_node for nodes in api.load_cluster(cluster).nodes)
+    most = most if max_tp is None else min(most, max_tp)
+    return [2**power for power in range(1, most.bit_length())]
 
 
 def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> Prediction:
@@ -49,17 +78,19 @@ def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]
     if values.get("plan"):
         plan = api.load_plan(values["plan"])
     else:
-        named = ("dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
+        named = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
         stated = {name: values[name] for name in named if values.get(name) is not None}
-        plan = plan_from_degrees(
+        made = plan_from_degrees(
             _cut_layers(module, stated.get("pp", 1)),
             cluster.num_devices,
             zero=values.get("zero") or 0,
             seq_len=1,
+            sp=False,
             precision=module.precision,
             framework="ddp",
             **stated,
         )
+        plan = _within(made, len(module.layers))
     return api.predict_traced(
         module,
         cluster,
@@ -85,11 +116,20 @@ def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: 
 
 def _cut_layers(module: TracedModule, pp: int) -> int:
     """Return the layers between the first and the last, which the cuts of a pipeline count."""
-    most = len(module.layers)
-    if pp > max(most - 2, 1):
-        rule = f"{module.name} can be cut into {most} layers"
-        raise SpecError(f"pp {pp}", key="--pp", value=pp, rule=rule, fix=f"Use at most {max(most - 2, 1)}")
-    return most - 2
+    most = max(len(module.layers) - 2, 1)
+    if pp > most:
+        rule = f"{module.name} can be cut into {number_of(len(module.layers), 'layer')}"
+        raise SpecError(f"pp {pp}", key="--pp", value=pp, rule=rule, fix=f"Use at most {most}")
+    return most
+
+
+def _within(plan: Plan, num_layers: int) -> Plan:
+    """Return the plan of a chain that may be shorter than three layers."""
+    if num_layers > 2:
+        return plan
+    group = plan.groups[0]
+    stages = tuple(replace(stage, layers=((0, num_layers),)) for stage in group.stages)
+    return replace(plan, groups=(replace(group, stages=stages),))
 
 
 def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
