@@ -25,6 +25,7 @@ class Block:
     ffn: int  # width of the dense MLP; 0 in a block that has experts only
     gated: bool  # three matrices per MLP and per expert instead of two
     spelled_gelu: bool = False  # GELU by its tanh formula, which transformers runs operation by operation
+    fused_projections: bool = False  # transformers: one product of queries, keys, values; one of gate and up
     num_experts: int = 0
     top_k: int = 0
     expert_groups: int = 1  # equal groups of experts; a token's are in the best `top_groups` of them
