@@ -581,6 +581,21 @@ def streamed(module):
     return [sum(op.bytes.each for op in ops if op.kind == "stream") for ops in ways]
 
 
+def test_cross_attention_casts_the_residual_and_what_the_encoder_made():
+    """A decoder layer of T5 beside one of its encoder, under autocast: a norm, a residual, three casts."""
+    batch = batch_of("t5-base", framework="ddp", zero=0)[1]
+    encoder, decoder = (next(k for k in batch.kinds if k.cross_attention.item() == cross) for cross in (0, 1))
+    rate = np.max(batch.machine.kernels.stream_eff * batch.machine.kernels.memory_bytes_per_s)
+    hidden, drop = encoder.hidden.item(), 5 * encoder.hidden.item() * np.max(encoder.dropout)
+    heads = 4 * encoder.value_width.item()
+    # backward: gradients of keys and values are added to each other and to those of other layers
+    counts = 44 + 10 + 3 * 6, 128 + 18 + 3 * 6 + 2 * 12
+    for way, count in enumerate(counts):
+        more = elementwise_times(decoder, batch.machine)[way] - elementwise_times(encoder, batch.machine)[way]
+        dropped = (more.item() * rate / tokens_of(batch) - count * hidden - heads) / max(drop, 1e-9)
+        assert dropped == pytest.approx(round(dropped), abs=1e-6) and 0 <= dropped <= 2
+
+
 def test_in_32_bit_model_code_widens_nothing():
     """Norms of transformers move what they do under autocast; torch's loss casts no logits."""
     wide, mixed = (batch_of(framework="ddp", zero=0, precision=name)[1] for name in ("fp32", "bf16"))

@@ -400,7 +400,13 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     share = np.asarray(layer.rotary, dtype=float)
     more = attends * 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0) + feeds * gated
     operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
-    same = tokens * layer.value_width / tp * _JOIN_HEADS + 2.0 * _drops(layer, machine) * wide * _DROPOUT
+    # Cross attention is a mixer of its own: its query reads the residual, keys and values the output of the
+    # encoder, whose gradient every layer adds to.
+    cross = np.asarray(layer.cross_attention, dtype=float)
+    operands = operands[0] + cross * 3.0 * _OPERAND, operands[1] + cross * 2.0 * _OPERAND_SUM
+    mixers = layer.mixers + cross
+    heads = tokens * layer.value_width / tp * _JOIN_HEADS * (1.0 + cross)
+    same = heads + 2.0 * _drops(layer, machine) * wide * _DROPOUT
 
     def under(plain: tuple[float, float], autocast: tuple[float, float], way: int) -> Any:
         return plain[way] + auto * (autocast[way] - plain[way])
@@ -412,7 +418,7 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
         gelu = _SPELLED[formula, way] + auto * (_AUTOCAST_SPELLED - _SPELLED)[formula, way]
         gate = gelu + gated * (_PLAIN_GATE[way] - _GELU[way] + auto * _WIDE_GATE[formula])
         read = auto * wide * (operands[0] + way * operands[1])
-        joins = layer.mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
+        joins = mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
         partly = under(_PARTLY, _AUTOCAST_PARTLY, way) - auto * share * _LESS_PARTLY[way]
         rope = turned * (share * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way) + (share > 0) * (share < 1) * partly)
         norms = (layer.num_norms * wide + layer.qk_norm * turned) * norm
