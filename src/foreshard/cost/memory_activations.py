@@ -157,9 +157,12 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
     element = n.gemm_input if profile.fp8_mlp_input else n.element
     inner = element * (1 + block.gated) + n.element * (profile.eager_mlp and block.gated)
-    if profile.eager_norm and block.spelled_gelu:
+    if profile.eager_norm and block.spelled_gelu == "gelu_new":
         # Saved by its formula: half of the input, the tanh, one more than it; of autocast a wide input.
         inner = inner + np.where(_autocasts(block, n, profile), 12.0, 3.0 * n.element)
+    elif profile.eager_norm and block.spelled_gelu == "gelu_fast":
+        # both operands of each product, the tanh; Bloom's keeps its input alone
+        inner = inner + 6.0 * n.element
     act = _input_bytes(block, n, "down") * width * tokens
     return inner * width * tokens + act, act
 

@@ -45,10 +45,12 @@ _PARTLY, _AUTOCAST_PARTLY, _LESS_PARTLY = (4.0, 14.0), (12.0, 26.0), (4.0, 12.0)
 # gradient.
 _OPERAND, _OPERAND_SUM = 6.0, 12.0
 _PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL = (6.0, 6.0), (10.0, 18.0)
-# SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By its formula it is nine in 16 bit; autocast
-# takes the power, and what follows, in 32 bit.
+# SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By its formulas (`GELU_FORMULAS`) it is nine in
+# 16 bit; autocast takes the power of the first, and what follows, in 32 bit: a product with it moves 4 more.
 _PLAIN_GATE, _GELU = (10.0, 18.0), (4.0, 6.0)
-_SPELLED, _AUTOCAST_SPELLED = (36.0, 60.0), (76.0, 118.0)
+_SPELLED = np.array([_GELU, (36.0, 60.0), (42.0, 72.0), (42.0, 88.0)])
+_AUTOCAST_SPELLED = np.array([_GELU, (76.0, 118.0), (42.0, 72.0), (42.0, 88.0)])
+_WIDE_GATE = np.array([0.0, 4.0, 0.0, 0.0])
 # Heads are joined behind attention by a copy.
 _JOIN_HEADS = 4.0
 # The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
@@ -368,7 +370,8 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     moved = [factor * count for count in (forward, back, wide_norms * norm_forward, expert)]
     turns = (np.asarray(layer.rotary) > 0) * (np.asarray(layer.num_heads) > 0)
-    own_kernels = np.maximum(np.maximum(layer.scale_norm, layer.spelled_gelu), turns)  # others run torch's
+    spelled = np.asarray(layer.spelled_gelu) > 0
+    own_kernels = np.maximum(np.maximum(layer.scale_norm, spelled), turns)  # others run torch's
     plain = traits.plain_code * np.maximum(np.asarray(own_kernels, dtype=float), traits.autocasts)
     if np.count_nonzero(plain):
         counted = _plain_bytes(layer, machine, permuted=factor * permute)
@@ -394,13 +397,20 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     routed = layer.top_k * tokens / tp * layer.expert_ffn
     dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
     inner = tokens * dense / tp + routed
+    formula = np.asarray(layer.spelled_gelu, dtype=int)
     attends, scans = np.asarray(layer.num_heads) > 0, np.asarray(layer.scan_state) > 0
     feeds = dense + layer.top_k * layer.expert_ffn > 0
     # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
     share, apart = np.asarray(layer.rotary, dtype=float), 1.0 - np.asarray(layer.fused_projections)
     more = apart * (attends * 2.0 + feeds * gated)
     operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
-    same = tokens * layer.value_width / tp * _JOIN_HEADS + 2.0 * _drops(layer, machine) * wide * _DROPOUT
+    # Cross attention is a mixer of its own: its query reads the residual, keys and values the output of the
+    # encoder, whose gradient every layer adds to.
+    cross = np.asarray(layer.cross_attention, dtype=float)
+    operands = operands[0] + cross * 3.0 * _OPERAND, operands[1] + cross * 2.0 * _OPERAND_SUM
+    mixers = layer.mixers + cross
+    heads = tokens * layer.value_width / tp * _JOIN_HEADS * (1.0 + cross)
+    same = heads + 2.0 * _drops(layer, machine) * wide * _DROPOUT
 
     def under(plain: tuple[float, float], autocast: tuple[float, float], way: int) -> Any:
         return plain[way] + auto * (autocast[way] - plain[way])
@@ -409,10 +419,10 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
         rms, kernel = under(_PLAIN_NORM, _AUTOCAST_NORM, way), under(_KERNEL_NORM, _AUTOCAST_KERNEL_NORM, way)
         rms = np.where(full, _AUTOCAST_NORM[way] / 2.0, rms)
         norm = kernel + scaled * (rms - kernel)
-        gelu = _GELU[way] + layer.spelled_gelu * (under(_SPELLED, _AUTOCAST_SPELLED, way) - _GELU[way])
-        gate = gated * _PLAIN_GATE[way] + (1.0 - gated) * gelu
+        gelu = _SPELLED[formula, way] + auto * (_AUTOCAST_SPELLED - _SPELLED)[formula, way]
+        gate = gelu + gated * (_PLAIN_GATE[way] - _GELU[way] + auto * _WIDE_GATE[formula])
         read = auto * wide * (operands[0] + way * operands[1])
-        joins = layer.mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
+        joins = mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
         partly = under(_PARTLY, _AUTOCAST_PARTLY, way) - auto * share * _LESS_PARTLY[way]
         rope = turned * (share * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way) + (share > 0) * (share < 1) * partly)
         norms = (layer.num_norms * wide + layer.qk_norm * turned) * norm
