@@ -139,3 +139,43 @@ class Mixer(nn.Module):
 def mixer() -> tuple:
     """A mixer of twelve blocks over 196 patches of 768 channels."""
     return Cast(nn.Sequential(*(Mixer(196, 768) for _ in range(12)))), torch.zeros(1, 196, 768), _square
+
+
+class Gated(nn.Module):
+    """Three layers of GRU over both directions of frames, and a class for every frame."""
+
+    def __init__(self, width: int = 512, classes: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.GRU(80, width, 3, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, classes)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return scores (samples, frames, classes)."""
+        made, _ = self.layers(frames)
+        return self.head(made)
+
+
+def gru() -> tuple:
+    """Three layers of GRU over 200 frames of 80 bands."""
+    return Cast(Gated()), torch.zeros(1, 200, 80), _square
+
+
+class Classifier(nn.Module):
+    """Words, torch's own encoder, and the mean of its outputs."""
+
+    def __init__(self, width: int = 768, words: int = 30_000) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(512, width)
+        layer = nn.TransformerEncoderLayer(width, 12, 4 * width, dropout=0.1, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return scores (samples, 20) of tokens (samples, at most 512)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.blocks(self.words(tokens) + self.places(places)).mean(1))
+
+
+def classifier() -> tuple:
+    """A classifier of texts of 256 tokens: six layers, norms behind, ReLU."""
+    return Cast(Classifier()), torch.zeros(1, 256, dtype=torch.long), _square

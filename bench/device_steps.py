@@ -275,4 +275,16 @@ STEPS_TRAINED = (
     _module("recommender", 8192),
     _module("unet", 16),
     _module("lstm", 64),
+    # Trained after what those above had shown was modelled, as a test of it.
+    _hf("gptj-4", MODELS["GPTJ_6B_4"], 4, 1024),
+    _hf("gemma2-8", MODELS["GEMMA2_2B_8"], 1, 2048),
+    _hf("stablelm-1.6b", MODELS["STABLELM_1B6"], 2, 2048),
+    _hf("granite-16", MODELS["GRANITE_2B_16"], 4, 2048),
+    _hf("qwen2.5-1.5b-lora", MODELS["QWEN2_1B5"], 4, 2048, lora=8),
+    _hf("llama-3b-lora-full", MODELS["LLAMA_3B"], 8, 2048, lora=16, recompute="full"),
+    _sharded("hf-granite-16", MODELS["GRANITE_2B_16"], 4, 2048),
+    _network("regnet_x_8gf", 64),
+    _network("wide_resnet50_2", 128),
+    _module("gru", 128),
+    _module("classifier", 64),
 )
