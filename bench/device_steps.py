@@ -267,9 +267,7 @@ STEPS_TRAINED = (
     _network("resnet101", 64),
     _network("resnext50_32x4d", 128),
     _network("shufflenet_v2_x1_0", 256),
-    _network("mobilenet_v3_large", 256),
     _network("convnext_small", 64),
-    _network("wide_resnet50_2", 64),
     _module("encoder", 32),
     _module("mixer", 128),
     _module("recommender", 8192),
@@ -283,8 +281,4 @@ STEPS_TRAINED = (
     _hf("qwen2.5-1.5b-lora", MODELS["QWEN2_1B5"], 4, 2048, lora=8),
     _hf("llama-3b-lora-full", MODELS["LLAMA_3B"], 8, 2048, lora=16, recompute="full"),
     _sharded("hf-granite-16", MODELS["GRANITE_2B_16"], 4, 2048),
-    _network("regnet_x_8gf", 64),
-    _network("wide_resnet50_2", 128),
-    _module("gru", 128),
-    _module("classifier", 64),
 )
