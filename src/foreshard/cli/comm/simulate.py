@@ -64,10 +64,10 @@ def command(
     from foreshard.comm.flow.places import check_devices, routing_of
     from foreshard.comm.flow.schedule_run import run_schedule, send_times
     from foreshard.comm.schedules.cost import RoundTraffic
-    from foreshard.comm.schedules.registry import algorithms_of
+    from foreshard.comm.schedules.registry import usual_algorithm
     from foreshard.interop.collective_schedules.send_trace import send_trace
 
-    algorithm = algorithm or ("ring" if "ring" in algorithms_of(collective) else "direct")
+    algorithm = algorithm or usual_algorithm(collective)
     topology, per_node = topology_at(cluster, rates)
     if not size > 0:
         raise SpecError(
