@@ -53,6 +53,7 @@ class Step:
         if self.library == "torchtitan" or self.recompute != "none":
             words += ["--recompute", self.recompute]
         words += ["--lora", str(self.lora)] if self.lora else []
+        words += ["--compile"] if self.compile else []
         if self.recipe:
             words += ["--fp8-recipe", self.recipe]
         return words

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import Tables
-from foreshard.catalog.offers import with_recipe
+from foreshard.catalog.offers import with_compile, with_recipe
 from foreshard.catalog.stacks import of_model, running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
@@ -82,6 +82,8 @@ class PlannedRun:
         if recipe is not None:
             devices = self.cluster.devices
             declared = with_recipe(declared, recipe, precision=self.plan.precision, devices=devices)
+        if self.plan.compile is not None:
+            declared = with_compile(declared, self.plan.compile)
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "framework", running(declared, self.cluster.devices))
         groups = tuple(group.held for group in self.plan.groups)

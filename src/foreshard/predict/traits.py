@@ -193,7 +193,7 @@ def traits_of(
         eager=float(framework.elementwise == "eager"),
         norm_cast=float(framework.norm_cast),
         drops=float(memory_profile(framework.memory).default_dropout),
-        plain_code=float(memory_profile(framework.memory).eager_norm),
+        plain_code=float(memory_profile(framework.memory).eager_norm and framework.elementwise != "compiled"),
         autocasts=float(
             memory_profile(framework.memory).autocast_bytes > 0 and precision not in ("fp32", "tf32")
         ),
