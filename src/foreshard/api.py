@@ -266,6 +266,7 @@ def predict(
     Parameters
     ----------
     model : Model or str
+        Also what is traced: the name of a network, or ``module.py:factory`` (:func:`trace`).
     cluster : Cluster or str
     plan : Plan or str, optional
         Excludes degrees and options.
@@ -288,7 +289,40 @@ def predict(
     >>> prediction.plan.groups[0].stages[0].tp
     2
     """
+    if isinstance(model, str):
+        found = _predicted_trace(model, cluster, plan, choices)
+        if found is not None:
+            return found
     return request(model, cluster, plan, **choices).predict()
+
+
+def _predicted_trace(
+    model: str, cluster: Cluster | str, plan: Plan | str | None, choices: Mapping[str, Any]
+) -> Prediction | None:
+    """Return the prediction of a model that is traced, None for one that is not."""
+    from foreshard.profile.networks.catalog import is_traced
+
+    if not is_traced(model):
+        return None
+    from foreshard.advise import traced_request
+
+    stated = {name: value for name, value in _named(dict(choices)).items() if value is not None}
+    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    given = load_plan(plan) if isinstance(plan, str) else plan
+    degrees = traced_request.degrees_of(given, stated.get("tp"))
+    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    if module is None:
+        return None
+    traced_request.check_predicts(stated)
+    noise = {one.name: stated[one.name] for one in fields(Noise) if one.name in stated}
+    return predict_traced(
+        module,
+        on,
+        traced_request.plan_of(module, on, stated) if given is None else given,
+        fidelity=stated.get("fidelity", "zero-shot"),
+        engine=stated.get("engine", "graph"),
+        noise=Noise.stated(noise) if noise else None,
+    )
 
 
 def predict_timeline(
@@ -459,6 +493,10 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     """
     from foreshard.planner.search import plan
 
+    if isinstance(model, str):
+        found = _planned_trace(model, cluster, asked)
+        if found is not None:
+            return found
     source, target = _loaded(model, cluster)
     asked = _named(asked)
     tool = asked.pop("to", None)
@@ -468,6 +506,27 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     prices = asked.pop("prices", None)
     result = plan(source, target if prices is None else _prices(prices).on(target), **asked)
     return _with_gaps(result, source, target) if tool is None else result
+
+
+def _planned_trace(model: str, cluster: Cluster | str, asked: Mapping[str, Any]) -> PlanResult | None:
+    """Return the plans of a model that is traced, None for one that is not."""
+    from foreshard.profile.networks.catalog import is_traced
+
+    if not is_traced(model):
+        return None
+    from foreshard.advise import traced_request
+    from foreshard.spec.codec import whole
+
+    stated = {name: value for name, value in _named(dict(asked)).items() if value is not None}
+    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    degrees = traced_request.degrees_on(on, stated.get("max_tp"))
+    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    if module is None:
+        return None
+    traced_request.check_plans(stated)
+    kept = {name: stated[name] for name in ("optimizer", "top", "budget_s") if name in stated}
+    batch = whole(stated.get("global_batch"), key="--global-batch", name="global-batch")
+    return plan_traced(module, on, global_batch=batch, **kept)
 
 
 def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class LayerShape:
     ffn: Any
     gated: Any
     spelled_gelu: Any  # place in `GELU_FORMULAS`
+    fused_projections: Any
     num_experts: Any
     top_k: Any
     expert_groups: Any
@@ -100,6 +101,7 @@ def layer_shape(block: Block) -> LayerShape:
         "ffn": block.ffn,
         "gated": block.gated,
         "spelled_gelu": GELU_FORMULAS.index(block.spelled_gelu),
+        "fused_projections": block.fused_projections,
         "num_experts": block.num_experts,
         "top_k": block.top_k,
         "expert_groups": block.expert_groups,

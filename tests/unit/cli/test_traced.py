@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+import foreshard
+from foreshard.errors import SpecError
+
 pytest.importorskip("torch")
 
 NET = """
@@ -119,3 +122,18 @@ def test_a_factory_that_returns_something_else_is_told_what_to_return(shell, net
     assert answer.code == 2
     error = answer.json["error"]
     assert words in f"{error['rule']} {error.get('fix')}"
+
+
+def test_python_takes_what_is_traced_by_its_name(shell, net):
+    """As the commands do: a module of a file, here; networks go the same way."""
+    where, factory = "1x2xrtx-3090", f"{net}:net"
+    made = foreshard.predict(factory, where, micro_batch=4, dtype="fp16")
+    answer = shell("predict", factory, where, "--micro-batch", "4", "--dtype", "fp16", "--json")
+    assert made.step_time_s == answer.json["step_time_s"]
+    planned = foreshard.plan(factory, where, global_batch=8, dtype="fp16", budget_s=2)
+    assert planned.plans[0].prediction.step_time_s <= made.step_time_s
+    for asked, key in (({"seq": 8}, "--seq"), ({"objective": "cost"}, "--objective"), ({}, "--global-batch")):
+        batch = {} if key == "--global-batch" else {"global_batch": 8}
+        with pytest.raises(SpecError) as refused:
+            foreshard.plan(factory, where, **asked, **batch)
+        assert refused.value.key == key

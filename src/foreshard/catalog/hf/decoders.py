@@ -221,15 +221,16 @@ def _stablelm(reader: Reader, block: Entry) -> dict[str, Any]:
 def _falcon(reader: Reader, block: Entry) -> dict[str, Any]:
     grouped, parallel = reader.flag("new_decoder_architecture", False), reader.flag("parallel_attn", True)
     norms = reader.size("num_ln_in_parallel_attn", default=2, maximum=2) if grouped else 1
-    kv_heads = block["num_heads"]
+    kv_heads, shared = block["num_heads"], not grouped and reader.flag("multi_query", True)
     if grouped:
         kv_heads = reader.kv_heads(kv_heads, "num_kv_heads", "n_head_kv")
-    elif reader.flag("multi_query", True):
+    elif shared:
         kv_heads = 1
     norms = norms if parallel else 2
     rotary = 0.0 if reader.flag("alibi", False) else block["rotary"]
     found = {"parallel": parallel or grouped, "num_norms": norms, "num_kv_heads": kv_heads}
-    return found | {"rotary": rotary}
+    # One head of keys is broadcast over the queries, which no fused kernel of torch takes.
+    return found | {"rotary": rotary, "eager_attention": shared}
 
 
 def _multi_query(reader: Reader, block: Entry) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from foreshard.planner.solver.pricing import (
     path_among,
     stages_of,
 )
-from foreshard.planner.solver.problem import PipelineFamily, Problem
+from foreshard.planner.solver.problem import PipelineFamily, Problem, hidden_in_rounds
 
 _WIDE = 1.001
 """Ratio of limits of the slowest stage up to which a box is not cut at their mean as well."""
@@ -57,7 +57,7 @@ class LeastTimes(NamedTuple):
         before_s = sum(self.times_s[: at + 1])
         behind_s = 0.0 if in_rounds else sum(2.0 * time_s - upper for time_s in self.times_s[at + 1 :])
         half_s = sum(self.times_s[at + 1 :]) - self.hidden_s[at] * (len(self.times_s) - 1 - at)
-        seconds = before_s + (0.0 if in_rounds else max(0.0, half_s, behind_s))
+        seconds = before_s + max(0.0, half_s, behind_s)
         first = self.first_of(min(tail_s, self.tail_s))
         by_tail_s = (seconds if first <= at else before_s + behind_s) - sum(self.early_s[:first])
         seconds += self.tails_s[0] - tail_s
@@ -96,7 +96,7 @@ class LeastPricing(Pricing):
 
     @property
     def is_by_pace(self) -> bool:
-        """Return whether stages behind the slowest may be hidden by it."""
+        """Return whether the tails of stages behind the slowest count."""
         return self.problem.chunks == 1
 
     def stages_with(self, family: PipelineFamily, grain: int | None = None) -> LeastStages:
@@ -277,7 +277,7 @@ class LeastPricing(Pricing):
             bottleneck_s[0] * (1 - 1e-12),
             stages.hidden_s,
             stages.early_s,
-            np.array(_WEIGHTS if self.is_by_pace else _WEIGHTS[:1]),
+            np.array(_WEIGHTS if self.is_by_pace else _WEIGHTS[1:]),
             tail_s * (1 - 1e-12),
             by_longest_tail,
         )
@@ -306,11 +306,17 @@ def early_of(problem: Problem, times_s: np.ndarray, at: Any) -> np.ndarray:
 
 
 def hidden_of(problem: Problem, times_s: np.ndarray, at: Any) -> np.ndarray:
-    """Return the most that some stages do beside the longer of forward and backward."""
+    """Return the most that some stages, the slowest ones, do while one behind them fills and drains.
+
+    In chunks two forwards are ahead for each stage behind; messages beside work may take all else.
+    """
+    in_rounds = problem.chunks > 1
     if problem.forward_s is None or problem.backward_s is None:
-        return 0.5 * times_s
-    longer_s = np.maximum(problem.forward_s[at], problem.backward_s[at])
-    return np.minimum(0.5 * times_s, times_s - longer_s)
+        return times_s if in_rounds else 0.5 * times_s
+    forward_s, backward_s = problem.forward_s[at], problem.backward_s[at]
+    if in_rounds:
+        return np.minimum(times_s, hidden_in_rounds(problem, times_s, forward_s, backward_s))
+    return np.minimum(0.5 * times_s, times_s - np.maximum(forward_s, backward_s))
 
 
 def first_backward_of(problem: Problem) -> np.ndarray:
@@ -353,7 +359,7 @@ def box_seconds(
     """
     lower, upper = bottleneck_s
     times_s, in_rounds = stages.times_s, problem.chunks > 1
-    behind_s = np.zeros_like(times_s) if in_rounds else 2.0 * times_s - upper
+    behind_s = 2.0 * times_s - (2.0 * upper if in_rounds else upper)
     part = spared_part(problem, stages, bottleneck_s)
     spared_s = stages.spared * part * lower / stages.family.micro_batch if spares else 0.0
     later_s = stages.tail_s - tail_s

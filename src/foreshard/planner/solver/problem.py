@@ -438,8 +438,8 @@ class _Pipelines(NamedTuple):
             after_s = np.where(before, 0.0, self.times_s).sum(1)
             before_s = fill_s - after_s
             fill_s = before_s + self._behind_s(problem, before)[0]
-            if filling == "least" and problem.chunks > 1:  # twice as many forwards ahead hide all of it
-                fill_s = before_s
+            if filling == "least" and problem.chunks > 1:
+                fill_s = before_s + self._behind_in_rounds_s(problem, before)
             is_cut = grain < problem.chunks * micro_batch
             backward_s = self._backwards_s(problem, filling)
             drained_s = is_cut * (np.where(before, backward_s, 0.0).sum(1) - backward_s[at] + after_s)
@@ -512,6 +512,16 @@ class _Pipelines(NamedTuple):
             least_s = np.maximum(least_s, after_s - (slowest_s - longer_s) * number)
         return least_s, unhidden_s
 
+    def _behind_in_rounds_s(self, problem: Problem, before: np.ndarray) -> np.ndarray:
+        """Return the seconds of filling behind the slowest stage where it has forwards of rounds ahead."""
+        if problem.forward_s is None or problem.backward_s is None:
+            return np.zeros(len(before))
+        slowest_s, number = self.times_s.max(1), (~before).sum(1)
+        at = np.arange(len(number)), before.sum(1) - 1
+        stages = self.options[at], self.types[at]
+        ahead_s = hidden_in_rounds(problem, slowest_s, problem.forward_s[stages], problem.backward_s[stages])
+        return np.maximum(0.0, np.where(before, 0.0, self.times_s).sum(1) - ahead_s * number)
+
     def _backwards_s(self, problem: Problem, filling: Filling) -> np.ndarray:
         """Return the most that a backward takes, with all messages beside it."""
         if problem.forward_s is None:
@@ -537,6 +547,17 @@ class _Pipelines(NamedTuple):
         if problem.chunks > 1:
             at = stages - 1 - self.times_s[:, ::-1].argmax(1)
         return np.arange(stages) <= at[:, None]
+
+
+def hidden_in_rounds(
+    problem: Problem, times_s: np.ndarray, forward_s: np.ndarray, backward_s: np.ndarray
+) -> np.ndarray:
+    """Return what a stage does of chunks at most, for each stage behind it, while its first one comes back.
+
+    Two forwards, and what messages add to passes of all rounds ahead (docs/derivations/step.md).
+    """
+    added_s = np.maximum(0.0, times_s - forward_s - backward_s)
+    return 2.0 * (times_s - backward_s) + (problem.chunks - 1) * problem.max_stages * added_s
 
 
 def spread_factor(problem: Problem, num_devices: float) -> float:

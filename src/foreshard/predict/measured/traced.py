@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.elementwise import stream_s
@@ -18,7 +19,7 @@ from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts, Shared, Sums
 from foreshard.predict.tasks.host import operation_launch_s
-from foreshard.predict.traits import sm_cycles_per_s
+from foreshard.predict.traits import sm_cycles_per_s, update_bytes
 from foreshard.spec.device import Device
 from foreshard.spec.plan import Plan
 from foreshard.spec.traced_module import Growth, Operation, Tied, TracedLayer, TracedModule, TracedPart
@@ -27,6 +28,7 @@ from foreshard.units import number_of
 MASTER_BYTES = 4
 """Parameters, gradients and moments are kept in 32 bit."""
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
+_GROUPS_APART = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
@@ -219,6 +221,7 @@ def _priced(
             vector,
             matrix_units=units,
             issued_per_s=issued_per_s,
+            groups_apart=device.arch in _GROUPS_APART,
         )
     return found
 
@@ -246,11 +249,12 @@ def _layer(
     )
     own = layer.parameters * MASTER_BYTES
     state = layer.parameters * optimizer_state_bytes(optimizer)
+    updated = update_bytes(load_framework("ddp"), optimizer)  # torch's own, over lists of tensors
     return TracedLayerCost(
         forward_s=(forward_s[0] + cast_s, forward_s[1]),
         backward_s=backward_s,
         backward_input_s=backward_s,
-        optimizer_s=float(stream_s(3 * own + 2 * state, kernels)),
+        optimizer_s=float(stream_s(layer.parameters * updated, kernels)),
         parameter_bytes=own,
         state_bytes=state,
         saved_bytes_per_sample=layer.saved_bytes.each,

@@ -305,6 +305,8 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
             machine.kernels,
             dropout=_drops(layer, machine),
             bytes_per_element=rank.element_bytes,
+            plain_code=traits.plain_code * (np.asarray(rank.element_bytes) < 4.0),
+            autocasts=traits.autocasts,
         )
         forward = np.where(traits.flash > 0, forward, plain * c.unfused)
         backward = np.where(traits.flash > 0, backward, plain_back * c.unfused)
@@ -385,7 +387,9 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
 
     `permuted` are those of tokens on their way to experts and back. Layer norms are kernels of torch.
     """
-    auto, scaled = np.asarray(machine.traits.autocasts), np.asarray(layer.scale_norm, dtype=float)
+    # Frozen weights are in 16 bit, as they are read, and so is their residual.
+    auto = machine.traits.autocasts * (1.0 - np.asarray(layer.frozen, dtype=float))
+    scaled = np.asarray(layer.scale_norm, dtype=float)
     full = np.asarray(machine.rank.element_bytes) >= 4.0  # nothing is widened; bytes count twice below
     tokens, tp = tokens_of(machine), machine.rank.tp
     wide, gated = own_tokens(machine) * layer.hidden, np.asarray(layer.gated, dtype=float)
@@ -397,8 +401,8 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     attends, scans = np.asarray(layer.num_heads) > 0, np.asarray(layer.scan_state) > 0
     feeds = dense + layer.top_k * layer.expert_ffn > 0
     # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
-    share = np.asarray(layer.rotary, dtype=float)
-    more = attends * 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0) + feeds * gated
+    share, apart = np.asarray(layer.rotary, dtype=float), 1.0 - np.asarray(layer.fused_projections)
+    more = apart * (attends * 2.0 + feeds * gated)
     operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
     # Cross attention is a mixer of its own: its query reads the residual, keys and values the output of the
     # encoder, whose gradient every layer adds to.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, takewhile
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from foreshard.errors import SpecError
 from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
+from foreshard.profile.tracing.dropout import FusedDropout
 from foreshard.profile.tracing.operations import Call, is_channels_last
 from foreshard.profile.tracing.rank_part import RankPart, all_of, part_of
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
+from foreshard.profile.tracing.recurrent import FusedRecurrence
 from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule, TracedPart
 
 DTYPES = {
@@ -275,9 +277,17 @@ def _run(
 ) -> _Run:
     constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
     recorder = Recorder(constants, is_channels_last(module.parameters()), keeps_backward)
-    modes = FusedAttention(recorder.note), Autocast(casts)
+    fused = FusedAttention(recorder.note), FusedRecurrence(recorder.note), FusedDropout()
+    modes = (*fused, Autocast(casts))
     try:
-        with torch.device("meta"), recording(module, recorder), regions_of_cuda(modes), modes[0], modes[1]:
+        with (
+            torch.device("meta"),
+            recording(module, recorder),
+            regions_of_cuda(modes),
+            ExitStack() as stack,
+        ):
+            for mode in modes:
+                stack.enter_context(mode)
             with torch.autocast("cuda", whole) if whole else nullcontext():
                 score = (loss or _total)(_called(module, inputs))
             recorder.in_backward = True

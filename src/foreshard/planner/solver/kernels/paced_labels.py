@@ -83,6 +83,7 @@ def label_paths(
     chosen = np.full((14, num_classes, deepest + 2, used_types), -1)
     least_short = np.full(used_types, np.inf)
     slack_s = 0.0
+    paced_s = 2.0 * upper_s if in_rounds else upper_s  # of which stages behind the pace cost less
     for k in range(number):
         if times_s[k] >= lower_s and tail_s[k] <= longest_tail_s:
             slack_s = max(slack_s, hidden_s[k])
@@ -241,7 +242,7 @@ def label_paths(
                                         rest //= counts[k] + 1
                                     if hides:
                                         lost = value - price
-                                        half = 0.5 * (lost + (depth - 1) * upper_s * rate)
+                                        half = 0.5 * (lost + (depth - 1) * paced_s * rate)
                                         half -= (depth - 1) * slack_s * rate
                                         value = price + max(0.0, half, lost)
                                     value += more
