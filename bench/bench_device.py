@@ -21,215 +21,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
+from device_steps import STEPS_TRAINED, Step
+
 WARM_UP, STEPS = 4, 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A training step: a model by name or configuration, its batch, and how it is trained."""
-
-    name: str
-    kind: str  # dense, experts, network
-    library: str  # transformers, sharded (the same under fully_shard), torchtitan, torchvision
-    model: str | dict
-    batch: int
-    seq: int = 0
-    dtype: str = "bf16"
-    recompute: str = "none"
-    compile: bool = False
-    recipe: str = ""
-    flags: tuple[str, ...] = ()
-    size: dict[str, Any] = field(default_factory=dict)  # torchtitan: changes to its flavor
-
-    def command(self, device: str, folder: Path) -> list[str]:
-        """Return the words of `foreshard predict`."""
-        model = self.model
-        if isinstance(model, dict):
-            path = folder / f"{self.name}.json"
-            path.write_text(json.dumps(model))
-            model = str(path)
-        elif self.library == "torchvision":
-            path = folder / f"{self.name.replace('-', '_')}.py"
-            path.write_text(NETWORK.format(name=model))
-            model = f"{path}:trained"
-        frameworks = {"transformers": "ddp", "sharded": "hf", "torchtitan": "torchtitan@0.2"}
-        words = ["predict", model, f"1x1x{device}", "--dtype", self.dtype]
-        words += ["--framework", frameworks[self.library]] if self.library in frameworks else []
-        words += ["--micro-batch", str(self.batch), "--global-batch", str(self.batch), *self.flags]
-        words += ["--seq", str(self.seq)] if self.seq else []
-        if self.library == "torchtitan":
-            words += ["--recompute", self.recompute]
-        if self.recipe:
-            words += ["--fp8-recipe", self.recipe]
-        return words
-
-
-MODELS = json.loads((Path(__file__).parent / "device_models.json").read_text())
-
-
-NETWORK = """# A network as `_torchvision` trains it: channels last, under autocast.
-import torch
-
-from foreshard.profile.networks.catalog import network
-
-
-class Cast(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images):
-        with torch.autocast("cuda", torch.bfloat16):
-            return self.inner(images)
-
-
-def loss(scores):
-    labels = torch.zeros(len(scores), dtype=torch.long)
-    return torch.nn.functional.cross_entropy(scores.float(), labels)
-
-
-def trained():
-    inner, images = network("{name}")
-    inner = inner.to(memory_format=torch.channels_last)
-    return Cast(inner), images, loss
-"""
-
-
-def _language(
-    library: str, name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any
-) -> Step:
-    return Step(name=name, kind=kind, library=library, model=model, batch=batch, seq=seq, **more)
-
-
-_hf, _sharded, _titan = (partial(_language, name) for name in ("transformers", "sharded", "torchtitan"))
-
-
-def _network(name: str, batch: int, **more: Any) -> Step:
-    flags = ("--optimizer", "sgd")
-    own = {"name": f"{name}-{batch}"} | more
-    return Step(kind="network", library="torchvision", model=name, batch=batch, flags=flags, **own)
-
-
-TITAN_8B = {"flavor": "llama3:8B", "n_layers": 8}
-STEPS_TRAINED = (
-    _hf("gpt2", MODELS["GPT2"], 16, 1024),
-    _hf("gpt2-tf32", MODELS["GPT2"], 8, 1024, dtype="tf32"),
-    _hf("gpt2-xl", MODELS["GPT2_XL"], 4, 1024),
-    _hf("bert-large", MODELS["BERT"], 32, 512),
-    _hf("llama-1b", MODELS["LLAMA_1B"], 4, 2048),
-    _hf("llama-1b-long", MODELS["LLAMA_1B"], 1, 8192),
-    _hf("llama-1b-small", MODELS["LLAMA_1B"], 1, 512),
-    _hf("llama-3b", MODELS["LLAMA_3B"], 1, 2048),
-    _hf("qwen3-0.6b", MODELS["QWEN3_06B"], 4, 2048),
-    _hf("qwen3-moe", MODELS["QWEN3_30B_3"], 4, 2048, "experts"),
-    _hf("mixtral", MODELS["MIXTRAL_2"], 2, 4096, "experts"),
-    _sharded("hf-llama-1b", MODELS["LLAMA_1B"], 4, 2048),
-    _sharded("hf-qwen3-0.6b", MODELS["QWEN3_06B"], 4, 2048),
-    _sharded("hf-qwen3-moe", MODELS["QWEN3_30B_3"], 4, 2048, "experts"),
-    _sharded("hf-mixtral", MODELS["MIXTRAL_2"], 2, 4096, "experts"),
-    _titan("titan-llama", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B),
-    _titan("titan-llama-sac", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recompute="selective:op"),
-    _titan("titan-llama-full", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recompute="full"),
-    _titan("titan-llama-compiled", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, compile=True),
-    _titan(
-        "titan-llama-tensorwise",
-        MODELS["LLAMA_8B_8"],
-        2,
-        4096,
-        size=TITAN_8B,
-        dtype="fp8",
-        recipe="tensorwise",
-        compile=True,
-    ),
-    _titan(
-        "titan-llama-rowwise",
-        MODELS["LLAMA_8B_8"],
-        2,
-        4096,
-        size=TITAN_8B,
-        dtype="fp8",
-        recipe="rowwise",
-        compile=True,
-    ),
-    _titan(
-        "titan-llama-fp8-eager",
-        MODELS["LLAMA_8B_8"],
-        2,
-        4096,
-        size=TITAN_8B,
-        dtype="fp8",
-        recipe="tensorwise",
-    ),
-    _titan(
-        "titan-qwen3-moe",
-        MODELS["QWEN3_30B_3"],
-        2,
-        4096,
-        "experts",
-        size={"flavor": "qwen3:30B-A3B", "n_layers": 3},
-    ),
-    _titan(
-        "titan-deepseek",
-        MODELS["DEEPSEEK_16B_4"],
-        2,
-        4096,
-        "experts",
-        size={"flavor": "deepseek_v3:16B", "n_layers": 4, "attn_type": "sdpa"},
-    ),
-    _network("resnet50", 256),
-    _network("resnet50", 32),
-    _network("vgg16", 128),
-    _network("densenet121", 128),
-    _network("mobilenet_v2", 256),
-    _network("convnext_tiny", 128),
-    _network("swin_t", 128),
-    _network("efficientnet_b0", 128),
-    # Trained after what those above had shown was modelled.
-    _hf("gpt2-medium", MODELS["GPT2_MEDIUM"], 8, 1024),
-    _hf("bert-base", MODELS["BERT_BASE"], 128, 128),
-    _hf("qwen2.5-0.5b", MODELS["QWEN2_05B"], 4, 2048),
-    _hf("phi-1.5", MODELS["PHI"], 4, 2048),
-    _hf("pythia-410m", MODELS["PYTHIA"], 8, 2048),
-    _hf("smollm-360m", MODELS["SMOL"], 8, 2048),
-    _titan("titan-llama-4", MODELS["LLAMA_8B_4"], 4, 4096, size={"flavor": "llama3:8B", "n_layers": 4}),
-    _titan(
-        "titan-llama-4-tensorwise",
-        MODELS["LLAMA_8B_4"],
-        4,
-        4096,
-        size={"flavor": "llama3:8B", "n_layers": 4},
-        dtype="fp8",
-        recipe="tensorwise",
-        compile=True,
-    ),
-    _titan(
-        "titan-llama-4-rowwise",
-        MODELS["LLAMA_8B_4"],
-        4,
-        4096,
-        size={"flavor": "llama3:8B", "n_layers": 4},
-        dtype="fp8",
-        recipe="rowwise",
-        compile=True,
-    ),
-    _titan(
-        "titan-deepseek-3",
-        MODELS["DEEPSEEK_16B_3"],
-        4,
-        4096,
-        "experts",
-        size={"flavor": "deepseek_v3:16B", "n_layers": 3, "attn_type": "sdpa"},
-    ),
-    _network("resnet50", 128),
-    _network("regnet_y_16gf", 64),
-)
 
 
 # ---------------------------------------------------------------- predict
@@ -263,7 +63,7 @@ def chosen(only: Iterable[str]) -> list[Step]:
 def build(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
     """Return the model, a function that returns a loss, and the optimizer."""
     makers = {"transformers": _transformers, "sharded": _sharded_transformers}
-    makers |= {"torchtitan": _torchtitan, "torchvision": _torchvision}
+    makers |= {"torchtitan": _torchtitan, "torchvision": _torchvision, "module": _module}
     return makers[step.library](step, device)
 
 
@@ -271,6 +71,15 @@ def _transformers(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]
     import torch
 
     model, tokens = _of_transformers(step, device)
+    if step.recompute == "full":
+        model.gradient_checkpointing_enable()
+    if step.lora:
+        from peft import LoraConfig, get_peft_model
+
+        where = [f"{name}_proj" for name in "qkvo"]
+        model = get_peft_model(model.bfloat16(), LoraConfig(r=step.lora, target_modules=where))
+    if step.compile:
+        model.compile()
     torch.backends.cuda.matmul.allow_tf32 = step.dtype == "tf32"
     wide = nullcontext() if step.dtype == "tf32" else torch.autocast(device, torch.bfloat16)
 
@@ -278,7 +87,11 @@ def _transformers(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]
         with wide:
             return model(input_ids=tokens, labels=tokens).loss
 
-    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-5)
+    return (
+        model,
+        loss,
+        torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=1e-5),
+    )
 
 
 def _sharded_transformers(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
@@ -331,6 +144,23 @@ def _torchvision(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
             return torch.nn.functional.cross_entropy(model(images), labels)
 
     return model, loss, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def _module(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
+    """Return a module of `device_modules.py` with zeros as its inputs."""
+    import device_modules
+    import torch
+
+    torch.backends.cudnn.benchmark = True
+    model, inputs, loss_of = getattr(device_modules, str(step.model))()
+    model = model.to(device).train()
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    made = [torch.zeros(step.batch, *each.shape[1:], dtype=each.dtype, device=device) for each in given]
+
+    def loss() -> Any:
+        return loss_of(model(*made))
+
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-5)
 
 
 def _torchtitan(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:

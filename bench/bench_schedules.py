@@ -21,7 +21,7 @@ import numpy as np
 
 from foreshard.comm.flow.places import routing_of
 from foreshard.comm.flow.schedule_run import Routing, ScheduleRun, run_schedule
-from foreshard.comm.schedules.cost import is_lockstep, round_cost
+from foreshard.comm.schedules.cost import RoundTraffic
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.fabrics import flat, leaf_spine, rail_optimised
@@ -70,9 +70,9 @@ def draws(count: int, seed: int) -> Iterator[tuple[str, Schedule, float, Topolog
         count -= 1
 
 
-def class_of(schedule: Schedule, topology: Topology, route: Routing, run: ScheduleRun) -> str:
+def class_of(rounds: RoundTraffic, run: ScheduleRun) -> str:
     """Return why closed form and simulation may differ."""
-    if is_lockstep(schedule, topology, route):
+    if rounds.is_lockstep():
         return "lockstep, nothing contends"
     if run.seconds <= run.longest_path_s * (1 + BELOW):
         return "nothing contends, ranks run ahead"
@@ -91,8 +91,8 @@ def main() -> int:
     least, wrong = np.inf, 0
     for kind, schedule, size, topology, route in draws(options.draws, options.seed):
         run = run_schedule(schedule, size, topology, route)
-        closed_s = round_cost(schedule, topology, route).time_s(size)
-        name = class_of(schedule, topology, route, run)
+        rounds = RoundTraffic(schedule, topology, route)
+        closed_s, name = rounds.cost().time_s(size), class_of(rounds, run)
         off, over = closed_s / run.seconds - 1.0, closed_s / run.lower_bound_s
         found[name].append(off)
         least = min(least, over)

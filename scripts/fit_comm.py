@@ -51,7 +51,7 @@ class System:
 
 SYSTEMS = {
     "a100_sxm": System(generation="ampere-nvlink", bytes_per_s=300 * GB),
-    # nccl-tests of a release before 2.20 (`validation/collective_cases.py`): small messages tell of era 2.1x.
+    # A release before 2.20 (`validation/data/collective_sources.toml`): small messages tell of era 2.1x.
     "8x A100 node": System(generation="ampere-nvlink", bytes_per_s=300 * GB, min_bytes=2e6),
     "vTrain profiled A100 server": System(
         generation="ampere-nvlink", bytes_per_s=300 * GB, era="old", fitted=False

@@ -2,14 +2,19 @@
 
     python scripts/fit_grouped.py [--data FOLDER]
 
+    python scripts/fit_grouped.py --kernels
+
 Fits `_FIRST` and `_LAST` of `cost/operations.py` to the least sum of absolute log errors on timm's rows of
 those networks, one layout at a time, and prints them, then the median error of each family in the fit and
-with the family left out of it. What is no grouped convolution is priced as shipped.
+with the family left out of it. What is no grouped convolution is priced as shipped. With `--kernels` those of
+groups apart are fitted, on the kernels of an H100 in `bench/device_groups.csv`; widths that one kernel takes
+(64, and those of `_on_matrix_units`) are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -81,6 +86,35 @@ def read(folder: Path) -> list[Row]:
     return found
 
 
+def kernels_apart() -> list[Row]:
+    """Return kernels of an H100 as rows of nothing else."""
+    device = resolve_device("h100-sxm")
+    kernels, vector = kernel_model(device, "bf16", fidelity="zero-shot"), device.peak("fp32")
+    found = []
+    with (ROOT / "bench" / "device_groups.csv").open() as file:
+        for line in csv.DictReader(file):
+            samples, width, groups, side = (
+                int(line[key]) for key in ("samples", "channels", "groups", "side")
+            )
+            if width == 64 or (width <= 32 and width * groups % 128 == 0):
+                continue  # one kernel takes them all
+            elements = float(samples * side**2 * width * groups)
+            least_s = operations.stream_s(np.array([4.0 * elements]), kernels)
+            found += [
+                Row(
+                    network=f"{width} channels",
+                    layout=line["layout"],
+                    measured_s=float(line[key]) / 1e6,
+                    rest_s=0.0,
+                    vector_s=np.array([18.0 * elements * width / vector]),
+                    least_s=least_s,
+                    widths=np.array([float(width)]),
+                )
+                for key in ("forward_us", "input_us", "weight_us")
+            ]
+    return found
+
+
 def fitted(data: list[Row]) -> np.ndarray:
     """Return the logs of share and channels."""
     start = np.log([1.0, 150.0])
@@ -92,8 +126,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     default = os.environ.get("FORESHARD_MEASURED", str(ROOT.parent / "shared/measured/dev"))
     parser.add_argument("--data", type=Path, default=Path(default))
-    data = read(parser.parse_args().data)
-    for layout in ("nchw", "nhwc"):
+    parser.add_argument("--kernels", action="store_true", help="groups apart, on the kernels of an H100")
+    asked = parser.parse_args()
+    data = kernels_apart() if asked.kernels else read(asked.data)
+    for layout in sorted({row.layout for row in data}):
         of_layout = [row for row in data if row.layout == layout]
         values = fitted(of_layout)
         print(f"{layout}: share {np.exp(values[0]):.3g}, channels {np.exp(values[1]):.3g}")

@@ -266,6 +266,7 @@ def predict(
     Parameters
     ----------
     model : Model or str
+        Also what is traced: the name of a network, or ``module.py:factory`` (:func:`trace`).
     cluster : Cluster or str
     plan : Plan or str, optional
         Excludes degrees and options.
@@ -288,7 +289,40 @@ def predict(
     >>> prediction.plan.groups[0].stages[0].tp
     2
     """
+    if isinstance(model, str):
+        found = _predicted_trace(model, cluster, plan, choices)
+        if found is not None:
+            return found
     return request(model, cluster, plan, **choices).predict()
+
+
+def _predicted_trace(
+    model: str, cluster: Cluster | str, plan: Plan | str | None, choices: Mapping[str, Any]
+) -> Prediction | None:
+    """Return the prediction of a model that is traced, None for one that is not."""
+    from foreshard.profile.networks.catalog import is_traced
+
+    if not is_traced(model):
+        return None
+    from foreshard.advise import traced_request
+
+    stated = {name: value for name, value in _named(dict(choices)).items() if value is not None}
+    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    given = load_plan(plan) if isinstance(plan, str) else plan
+    degrees = traced_request.degrees_of(given, stated.get("tp"))
+    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    if module is None:
+        return None
+    traced_request.check_predicts(stated)
+    noise = {one.name: stated[one.name] for one in fields(Noise) if one.name in stated}
+    return predict_traced(
+        module,
+        on,
+        traced_request.plan_of(module, on, stated) if given is None else given,
+        fidelity=stated.get("fidelity", "zero-shot"),
+        engine=stated.get("engine", "graph"),
+        noise=Noise.stated(noise) if noise else None,
+    )
 
 
 def predict_timeline(
@@ -393,7 +427,8 @@ def export(
     if isinstance(plan, str):
         plan_file, plan = plan_file or plan, load_plan(plan)
     if isinstance(model, str):
-        model = trace(model, precision=plan.precision) or load_model(model)
+        degrees = {stage.tp for group in plan.groups for stage in group.stages}
+        model = trace(model, precision=plan.precision, degrees=degrees) or load_model(model)
     cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
     prediction = None
     if not (model is None or isinstance(model, Model)):
@@ -458,6 +493,10 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     """
     from foreshard.planner.search import plan
 
+    if isinstance(model, str):
+        found = _planned_trace(model, cluster, asked)
+        if found is not None:
+            return found
     source, target = _loaded(model, cluster)
     asked = _named(asked)
     tool = asked.pop("to", None)
@@ -467,6 +506,27 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     prices = asked.pop("prices", None)
     result = plan(source, target if prices is None else _prices(prices).on(target), **asked)
     return _with_gaps(result, source, target) if tool is None else result
+
+
+def _planned_trace(model: str, cluster: Cluster | str, asked: Mapping[str, Any]) -> PlanResult | None:
+    """Return the plans of a model that is traced, None for one that is not."""
+    from foreshard.profile.networks.catalog import is_traced
+
+    if not is_traced(model):
+        return None
+    from foreshard.advise import traced_request
+    from foreshard.spec.codec import whole
+
+    stated = {name: value for name, value in _named(dict(asked)).items() if value is not None}
+    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    degrees = traced_request.degrees_on(on, stated.get("max_tp"))
+    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    if module is None:
+        return None
+    traced_request.check_plans(stated)
+    kept = {name: stated[name] for name in ("optimizer", "top", "budget_s") if name in stated}
+    batch = whole(stated.get("global_batch"), key="--global-batch", name="global-batch")
+    return plan_traced(module, on, global_batch=batch, **kept)
 
 
 def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:
@@ -760,7 +820,7 @@ def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, C
     return planned(load_costs(costs), target, **asked), target
 
 
-def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
+def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -> TracedModule | None:
     """Return a module traced on the meta device; None for a model that is not traced.
 
     Parameters
@@ -770,6 +830,8 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
         inputs, loss)``, or the name of a network (`profile.networks.catalog.network_name`).
     precision : str
         fp32, tf32, fp16 or bf16.
+    degrees : iterable of int
+        Tensor parallelism that predictions and plans may ask for, besides 1.
 
     Raises
     ------
@@ -778,11 +840,11 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     SpecError
         If the module cannot be traced.
     """
-    from foreshard.profile.networks.catalog import network, network_name
+    from foreshard.profile.networks.catalog import is_traced, network, network_name
 
-    name = network_name(model)
-    if name is None and not model.rpartition(":")[0].endswith(".py"):
+    if not is_traced(model):
         return None
+    name = network_name(model)
     made = _module_of(model) if name is None else (*_with_torch(lambda: network(name)), None)
     if made is None:
         return None
@@ -792,7 +854,14 @@ def trace(model: str, *, precision: str = "bf16") -> TracedModule | None:
     title = name or model.rpartition(":")[2]
     mixed = name is not None  # as the networks of the catalog are trained in 16 bit
     return trace_module(
-        module, inputs, loss=loss, precision=precision, autocast=mixed, name=title, where=model
+        module,
+        inputs,
+        loss=loss,
+        precision=precision,
+        autocast=mixed,
+        degrees=sorted({*degrees} - {1}),
+        name=title,
+        where=model,
     )
 
 
@@ -832,7 +901,7 @@ def predict_traced(
     module : TracedModule
     cluster : Cluster
     plan : Plan
-        Cuts the chain of traced layers.
+        Cuts the chain of traced layers. Its tensor parallelism is one that the module was traced for.
     fidelity : {'zero-shot', 'datasheet'}
     engine : {'graph', 'event'}
     noise : Noise, optional
@@ -842,8 +911,9 @@ def predict_traced(
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.memory import counts_of
-    from foreshard.predict.measured.traced import traced_costs
+    from foreshard.predict.measured.traced import check_degrees, traced_costs
 
+    check_degrees(module, plan)
     sizes = {
         count
         for group in plan.groups

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foreshard.comm.flow.places import routing_of
 from foreshard.comm.flow.schedule_run import run_schedule
-from foreshard.comm.schedules.cost import is_lockstep, round_cost
+from foreshard.comm.schedules.cost import RoundTraffic
 from foreshard.comm.schedules.hierarchical import nested
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.schedule import Chunk, _rounds_by_level, _rounds_in_order
@@ -64,7 +64,7 @@ def own_links(schedule, bytes_per_s: float = 50e9, latency_s: float = 2e-6):
 
 
 def seconds(schedule, bytes_per_s: float, latency_s: float, num_bytes: float) -> float:
-    return round_cost(schedule, *own_links(schedule, bytes_per_s, latency_s)).time_s(num_bytes)
+    return RoundTraffic(schedule, *own_links(schedule, bytes_per_s, latency_s)).cost().time_s(num_bytes)
 
 
 UNEQUAL = {
@@ -89,11 +89,13 @@ def test_closed_form_and_simulation_agree_where_every_pair_has_a_link(collective
                 continue
         schedule = schedule_of(collective, algorithm, num_ranks, **options)
         topology, route = own_links(schedule)
+        rounds = RoundTraffic(schedule, topology, route)
+        cost, is_exact = rounds.cost(), rounds.is_lockstep()
         for size in (1e3, 1e9):
             run = run_schedule(schedule, size, topology, route)
-            closed_s = round_cost(schedule, topology, route).time_s(size)
+            closed_s = cost.time_s(size)
             assert closed_s >= run.lower_bound_s * (1 - 1e-9)
-            if is_lockstep(schedule, topology, route):
+            if is_exact:
                 exact += 1
                 assert run.seconds == pytest.approx(closed_s, rel=1e-3)
     assert bool(exact) == ((collective, algorithm) not in UNEQUAL)
@@ -134,9 +136,10 @@ def test_closed_form_and_simulation_of_shared_networks(data):
         assume(False)
     size = 2.0 ** data.draw(st.floats(10, 30))
     run = run_schedule(schedule, size, topology, route)
-    closed_s = round_cost(schedule, topology, route).time_s(size)
+    rounds = RoundTraffic(schedule, topology, route)
+    closed_s = rounds.cost().time_s(size)
     assert closed_s >= run.lower_bound_s * (1 - 1e-9)
-    if is_lockstep(schedule, topology, route):
+    if rounds.is_lockstep():
         assert run.seconds == pytest.approx(closed_s, rel=1e-3)
 
 
@@ -145,7 +148,7 @@ def test_many_draws_are_in_lockstep_and_sharing_ends_it():
     for algorithm, is_even in (("ring", True), ("bidirectional-ring", False)):
         schedule = schedule_of("all-reduce", algorithm, 6, channels=2)
         both = star(6, 50e9), ring(6, 50e9)
-        found = [is_lockstep(schedule, one, routing_of(schedule, one)) for one in both]
+        found = [RoundTraffic(schedule, one, routing_of(schedule, one)).is_lockstep() for one in both]
         assert found == [is_even, True]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from foreshard.catalog.prices import Prices
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.codec import one_of
+from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
@@ -54,12 +54,14 @@ OPTIONS = (
     "framework",
     "attention",
     "fp8_recipe",
+    "compile",
     *COMM_OPTIONS,
     "collectives",
     "buckets",
 )
 _WRITTEN = (
-    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "seq_len", "collectives", "buckets"),
+    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "compile", "seq_len"),
+    *("collectives", "buckets"),
 )
 """Options that a plan has one field for."""
 ASKED = (
@@ -215,6 +217,9 @@ class Request:
         recipe = choices.pop("fp8_recipe", None)
         if recipe is not None:
             recipe = one_of(recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
+        compiled = choices.pop("compile", None)
+        if compiled is not None and not isinstance(compiled, bool):
+            raise invalid(compiled, "Must be true or false", key="--compile", name="compile")
         choices.setdefault("seq_len", self.model.max_seq_len)
         choices.setdefault("precision", self.cluster.default_precision())
         if "framework" in choices:
@@ -231,7 +236,7 @@ class Request:
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
         made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, attention=attention)
-        made = replace(made, fp8_recipe=recipe)
+        made = replace(made, fp8_recipe=recipe, compile=compiled)
         return self._with_buckets(made, buckets)
 
     def _with_buckets(self, plan: Plan, buckets: Any) -> Plan:
@@ -294,7 +299,7 @@ class Request:
         plan = self.to_plan()
         if self.plan_file is not None:
             from foreshard.catalog.frameworks import load_framework
-            from foreshard.catalog.offers import with_recipe
+            from foreshard.catalog.offers import with_compile, with_recipe
             from foreshard.catalog.stacks import check_attention
             from foreshard.spec.checks import check_plan
 
@@ -310,6 +315,8 @@ class Request:
                 where = {"key": "fp8_recipe", "file": self.plan_file}
                 devices, recipe = self.cluster.devices, plan.fp8_recipe
                 with_recipe(framework, recipe, precision=plan.precision, devices=devices, **where)
+            if plan.compile is not None:
+                with_compile(framework, plan.compile, key="compile", file=self.plan_file)
         return plan
 
     def _with_assumptions(self, made: Prediction) -> Prediction:

@@ -18,6 +18,9 @@ _RUNS = {
 }
 """Architectures with code for products of such scales: torch._scaled_mm (CUTLASS, hipBLASLt), cuBLAS 12.9."""
 
+_OF_TORCH = ("eager", "compiled")
+"""How PyTorch runs a framework's elementwise operations, without and with torch.compile."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offers:
@@ -120,6 +123,39 @@ def with_recipe(
         own = {"delayed": "fused", "tensorwise": "current"}.get(recipe, recipe) if engine else recipe
         return replace(framework, fp8_recipe=own)
     raise SpecError(what, key=key, file=file, value=recipe, rule=rule, fix=fix)
+
+
+def with_compile(
+    framework: Framework, compiles: bool, *, key: str = "--compile", file: str | None = None
+) -> Framework:
+    """Return a framework whose kernels torch.compile makes, or PyTorch runs one by one.
+
+    Compiled, elementwise operations are fused and the host launches what is left of them; memory is that of
+    the eager code.
+
+    Raises
+    ------
+    SpecError
+        Of a framework with kernels of its own, or one that always compiles.
+
+    Examples
+    --------
+    >>> from foreshard.catalog.frameworks import load_framework
+    >>> with_compile(load_framework("torchtitan"), True).elementwise
+    'compiled'
+    """
+    if framework.elementwise not in _OF_TORCH or framework.memory == "xla":
+        always = framework.memory == "xla"
+        raise SpecError(
+            f"torch.compile under {framework.label}",
+            key=key,
+            file=file,
+            value=compiles,
+            rule="Its kernels are made by XLA" if always else "Its kernels are fused by its own code",
+            fix="Leave it out, or use --framework torchtitan, hf, ddp or deepspeed",
+        )
+    name = _OF_TORCH[compiles]
+    return replace(framework, elementwise=name, host=name)
 
 
 def not_offered(plan: Plan, framework: Framework) -> tuple[str, ...]:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from foreshard.catalog.memory_profiles import memory_profile
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
+from foreshard.spec.model import Model
 from foreshard.spec.plan import ATTENTIONS
 
 _OWN = "nvidia"
@@ -78,6 +80,18 @@ def attention_on(framework: Framework, device: Device) -> str:
     return _INSTEAD.get(device.arch) or (
         "efficient" if framework.sdpa and "efficient" in known else "unfused"
     )
+
+
+def of_model(framework: Framework, model: Model) -> Framework:
+    """Return a framework with the attention that it has for a model.
+
+    Model code of transformers asks torch for a fused kernel (``sdpa``) where the model's class allows it, and
+    keeps the scores of the others.
+    """
+    eager = any(block.eager_attention for block, _ in model.block_kinds())
+    if framework.attention == "sdpa" and eager and memory_profile(framework.memory).eager_norm:
+        return replace(framework, attention="unfused")
+    return framework
 
 
 def running(framework: Framework, devices: Iterable[Device]) -> Framework:

@@ -26,6 +26,7 @@ from foreshard.comm.nccl.rccl import has_rccl_model, rccl_choice
 from foreshard.cost.tables import COLLECTIVES as TABLED
 from foreshard.cost.tables import tabled
 from foreshard.errors import SpecError, unknown
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.catalog.kernels import Tables
@@ -164,7 +165,7 @@ def _check(collective: str, num_bytes: float, ranks: int, cluster: Cluster) -> N
         )
     if ranks > cluster.num_devices:
         raise SpecError(
-            f"{ranks} ranks on {cluster.num_devices} devices",
+            f"{ranks} ranks on {number_of(cluster.num_devices, 'device')}",
             key="--ranks",
             value=ranks,
             rule="Every rank is a device of the cluster",

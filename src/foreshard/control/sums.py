@@ -16,7 +16,7 @@ import numpy as np
 from foreshard.comm.fusion.advice import caps_mib
 from foreshard.comm.fusion.rules import MIB, ddp_buckets
 from foreshard.comm.fusion.timeline import Gradients, bucket_times, exposed_s
-from foreshard.comm.schedules.cost import RoundCost, round_cost
+from foreshard.comm.schedules.cost import RoundCost, RoundTraffic
 from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.graph import Edge, Topology, Vertex
@@ -135,7 +135,8 @@ def _cost(owners: tuple[int, ...], state: State, algorithm: str) -> RoundCost:
     vertices = tuple(Vertex(name=str(rank), kind="device") for rank in owners)
     number = {pair: place for place, pair in enumerate(links)}
     network = Topology(vertices=vertices, links=tuple(links.values()))
-    return round_cost(_schedule(algorithm, len(owners)), network, lambda a, b, channel: (number[a, b],))
+    schedule = _schedule(algorithm, len(owners))
+    return RoundTraffic(schedule, network, lambda a, b, channel: (number[a, b],)).cost()
 
 
 @cache

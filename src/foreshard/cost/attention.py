@@ -16,7 +16,10 @@ BACKWARD_FLOPS = 2.5
 """Of a flash backward over its forward."""
 
 # Score traffic of the unfused chain, bytes per score in 16 bit: read and write, mask of one byte.
-_SOFTMAX_FORWARD_BYTES, _SOFTMAX_BACKWARD_BYTES, _DROPOUT_BYTES = 4.0, 6.0, 5.0
+_SOFTMAX_BYTES, _DROPOUT_BYTES = (4.0, 6.0), 5.0
+# Operation by operation in model code of transformers: scale 4, mask 4, softmax in 32 bit 6, narrow 6;
+# backward widen 6, softmax 10, scale 4. Under autocast scores are widened apart: 8 more each way.
+_PLAIN_SOFTMAX_BYTES, _AUTOCAST_SOFTMAX_BYTES = (20.0, 20.0), (28.0, 28.0)
 
 
 def attended_pairs(q_len: Any, kv_len: Any, *, causal: Any, window: Any = 0) -> np.ndarray:
@@ -148,15 +151,19 @@ def unfused_attention_s(
     *,
     dropout: Any,
     bytes_per_element: Any = 2.0,
+    plain_code: Any = 0.0,
+    autocasts: Any = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of attention as separate kernels, forward and backward: products, one softmax kernel, dropout.
 
     The scores, of `bytes_per_element`, are computed in full, mask or not. Backward does four products,
-    forward two. Sizes are those on this rank; any zero gives 0 seconds.
+    forward two. Sizes are those on this rank; any zero gives 0 seconds. `plain_code` is 1 where softmax, its
+    scale and mask run as torch operations of their own, `autocasts` where autocast also widens the scores.
 
     Source
     ------
-    Score traffic: read and write of 16-bit scores (4 bytes forward, 6 backward), dropout 5 bytes more.
+    Score traffic: read and write of 16-bit scores (4 bytes forward, 6 backward), dropout 5 bytes more; by
+    operations, transformers 5.17 modeling_llama.py eager_attention_forward.
     """
     q_len, kv_len = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
     count = np.asarray(batch, dtype=np.float64) * num_heads
@@ -165,8 +172,13 @@ def unfused_attention_s(
     dropped_s: Any = 0.0
     if np.count_nonzero(dropout):
         dropped_s = np.where(dropout, stream_s(scores * _DROPOUT_BYTES, kernels), 0.0)
-    forward_s = products_s + (stream_s(scores * _SOFTMAX_FORWARD_BYTES, kernels) + dropped_s)
-    backward_s = 2.0 * products_s + (stream_s(scores * _SOFTMAX_BACKWARD_BYTES, kernels) + dropped_s)
+    ways = zip(_SOFTMAX_BYTES, _PLAIN_SOFTMAX_BYTES, _AUTOCAST_SOFTMAX_BYTES, strict=True)
+    forward_bytes, backward_bytes = (
+        fused + np.asarray(plain_code) * (plain + np.asarray(autocasts) * (wide - plain) - fused)
+        for fused, plain, wide in ways
+    )
+    forward_s = products_s + (stream_s(scores * forward_bytes, kernels) + dropped_s)
+    backward_s = 2.0 * products_s + (stream_s(scores * backward_bytes, kernels) + dropped_s)
     runs = scores * np.asarray(head_dim) > 0
     return np.where(runs, forward_s, 0.0), np.where(runs, backward_s, 0.0)
 

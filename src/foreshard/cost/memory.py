@@ -230,7 +230,7 @@ def _moments(
     every = states.gradients + states.backward_gradients
     others = np.minimum(acts.saved, acts.saved * (1 - 1 / np.maximum(load.in_flight, 1)) + acts.one_layer)
     moments: tuple[Moment, ...] = (
-        (first, acts.saved, np.maximum(working, states.live + acts.logits)),
+        (first, acts.saved, states.cached + np.maximum(working, states.live + acts.logits)),
         (every, others, working),
         (states.gradients, 0.0, states.step),
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foreshard.spec.framework import Framework
     from foreshard.spec.model import Block
 
-LOGIT_BYTES = {"te": 4.0, "native": 6.0, "unfused": 6.0, "eager": 14.0, "torch": 14.0, "chunked": 14.0 / 8}
+LOGIT_BYTES = {"te": 4.0, "native": 6.0, "unfused": 6.0, "eager": 14.0, "torch": 12.0, "chunked": 14.0 / 8}
 """Peak bytes per element of the logits, by cross-entropy path (docs/derivations/memory.md, logits)."""
 
 
@@ -119,13 +119,21 @@ def _attention_saved(
     if profile.attention_output_bytes:
         output = np.where(n.low > 0, profile.attention_output_bytes * out, output)
     keep = n.element * (block.query_width + block.kv_width) + output
+    turned = block.query_width + block.num_kv_heads * block.head_dim
     if block.qk_norm:  # their norms read queries and keys before they are normed and turned
-        keys = block.num_kv_heads * block.head_dim
-        keep = keep + (n.element + 6 * profile.eager_norm) * (block.query_width + keys)
+        keep = keep + _norm_input(block, n, profile, residual=False) * turned
+    if profile.eager_norm and block.rotary:
+        # Values keep the product that they are cut from; heads that were joined anew are copied behind.
+        joined = block.rotary < 1 or block.fused_projections
+        keep = keep + n.element * (block.fused_projections * turned + joined * out)
+    if block.frozen and profile.autocast_bytes and "o" in block.lora_targets:
+        keep = keep + n.element * out  # cast for the adapter, as in `_norms_saved`
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     drop = _drops(block, profile)
-    score = n.element * (1 + drop) + drop
+    # Softmax is kept as products read it; model code of transformers keeps one in 32 bit, too.
+    wide = profile.eager_norm * (np.asarray(n.element) < 4)
+    score = n.element + drop + 4 * wide + n.element * drop * (1 - wide)
     core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
     saved = n.split * (keep + core)
     if block.kv_lora:
@@ -149,12 +157,37 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
     element = n.gemm_input if profile.fp8_mlp_input else n.element
     inner = element * (1 + block.gated) + n.element * (profile.eager_mlp and block.gated)
-    if profile.eager_norm and block.spelled_gelu:
-        # Saved by its formula: half of the input, the tanh, one more than it; by autocast a wide input, too.
-        autocasts = (profile.autocast_bytes > 0) * (np.asarray(n.element) < 4)
-        inner = inner + np.where(autocasts, 14.0, 3.0 * n.element)
+    if profile.eager_norm and block.spelled_gelu == "gelu_new":
+        # Saved by its formula: half of the input, the tanh, one more than it; of autocast a wide input.
+        inner = inner + np.where(_autocasts(block, n, profile), 12.0, 3.0 * n.element)
+    elif profile.eager_norm and block.spelled_gelu == "gelu_fast":
+        # both operands of each product, the tanh; Bloom's keeps its input alone
+        inner = inner + 6.0 * n.element
     act = _input_bytes(block, n, "down") * width * tokens
     return inner * width * tokens + act, act
+
+
+def _autocasts(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
+    """Return whether weights and residual are in 32 bit and products cast; frozen weights are in 16."""
+    return (profile.autocast_bytes > 0) * (not block.frozen) * (np.asarray(n.element) < 4)
+
+
+def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, residual: bool) -> Any:
+    """Return the bytes per element that a norm saves of what it reads: the residual, or queries and keys.
+
+    Model code of transformers widens a 16-bit input and saves that, and what it scaled in the width of the
+    input, which only the gradient of a scale needs; layer norms are kernels. Under autocast the residual is
+    in 32 bit.
+
+    Source
+    ------
+    transformers 5.17 modeling_llama.py LlamaRMSNorm; bytes per token traced of its models
+    (`tests/validation/test_hf_memory.py`).
+    """
+    if not profile.eager_norm:
+        return n.element
+    read = np.where(_autocasts(block, n, profile) * residual, 4.0, n.element)
+    return 4.0 + read * (not block.frozen) if block.norm_params == 1 else read
 
 
 def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> Any:
@@ -162,8 +195,20 @@ def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfi
     single = not block.num_heads or not (block.ffn or block.num_experts)  # one mixer, one norm
     norms = 1 if block.parallel or single else 2
     qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
-    outputs = (np.maximum(qkv, up) if block.parallel or single else qkv + up) * (1 - load.recompute.layernorm)
-    inputs = norms * (n.element + 6 * profile.eager_norm)
+    shared = single or (block.parallel and block.num_norms == 1)
+    outputs = np.maximum(qkv, up) if shared else qkv + up
+    if profile.eager_norm:  # under autocast every product keeps the input that it cast
+        apart, adapted = not block.fused_projections, set(block.lora_targets)
+        attends, feeds = block.num_heads > 0, block.ffn > 0 or block.num_experts > 0
+        casts = attends * (1 + 2 * apart) * qkv + feeds * (1 + block.gated * apart) * up
+        outputs = np.where(_autocasts(block, n, profile), casts, outputs)
+        if block.frozen and profile.autocast_bytes:  # so does every adapter, whose weights are in 32 bit
+            outputs = n.element * len({"q", "k", "v", "gate", "up"} & adapted)
+    outputs = outputs * (1 - load.recompute.layernorm)
+    inputs = norms * _norm_input(block, n, profile, residual=True)
+    if profile.eager_norm:  # norms of what attention and MLP return, or in front of cross attention
+        more = _norm_input(block, n, profile, residual=block.cross_attention)
+        inputs = inputs + max(block.num_norms - 2, 0) * more
     return n.norm * block.hidden * (inputs + outputs + 2 * _drops(block, profile))
 
 

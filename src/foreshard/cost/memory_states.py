@@ -26,9 +26,10 @@ _FOREACH_BYTES = 4.0  # square roots of all second moments at once (torch optim/
 class States:
     """Bytes per rank.
 
-    `backward_gradients` fill up over one backward and go with it. `live` are gathered weights beside the
-    loss; `working` is alive in a backward only, these weights included, `step` in the optimizer step only,
-    `host` in the memory of the node. `units` are what FSDP2 gathers and reduces at a time.
+    `backward_gradients` fill up over one backward and go with it. `cached` are copies of weights that a
+    backward frees as it goes, `live` gathered weights beside the loss; `working` is alive in a backward only,
+    these gathered weights included, `step` in the optimizer step only, `host` in the memory of the node.
+    `units` are what FSDP2 gathers and reduces at a time.
     """
 
     parameters: Any
@@ -36,6 +37,7 @@ class States:
     backward_gradients: Any
     optimizer: Any
     buffers: Any
+    cached: Any
     live: Any
     working: Any
     step: Any
@@ -171,6 +173,9 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     dense1, expert1 = over(1)
     dense_bytes = have.dense * block_weight + have.outer * weight - have.frozen * spared
     everything = have.dense + have.outer + have.expert
+    trained = have.dense_trained + have.expert_trained
+    # Frozen weights have no master copy: they stay as they are read.
+    dense_bytes = dense_bytes - (weight - np.minimum(weight, element)) * (everything - trained)
     # Weights that stay gathered and gradients that stay whole make ZeRO 2 and 3 the same.
     sharded = (zero >= 2) * (shard > 1)
     holds = framework.pipeline_holds_units * sharded * (np.asarray(load.num_stages) > 1)
@@ -180,7 +185,6 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     parameters = dense_bytes * dense3 + have.expert * block_weight * expert3 + gathers * element * everything
 
     gradient = framework.grad_bytes + profile.extra_gradient_bytes * (np.asarray(load.dp) > 1)
-    trained = have.dense_trained + have.expert_trained
     own = have.dense_trained * dense2 + have.expert_trained * expert2
     gradients = gradient * np.where(holds, trained, own)
 
@@ -191,7 +195,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         lasting = lasting + (load.table_state_bytes - load.state_bytes) * have.tables_trained * dense1
     optimizer = lasting * (1 - load.offload_optimizer)
 
-    cached = profile.autocast_bytes * everything * (np.asarray(element) < 4)
+    cached = profile.autocast_bytes * trained * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     unit = profile.unit_bytes * have.largest_unit
     live = _live_bytes(have, element, profile)
@@ -215,8 +219,9 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         backward_gradients=half * trained,
         optimizer=optimizer,
         buffers=kept_bucket + dummy,
+        cached=cached,
         live=gathered * live,
-        working=gathered * np.maximum(unit, live) + unit_gradient + cached + filled + queued,
+        working=gathered * np.maximum(unit, live) + unit_gradient + filled + queued,
         step=_step_bytes(load, have, dense1, expert1, framework, profile),
         host=lasting * load.offload_optimizer,
         units=Units(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from foreshard.spec.traced_module import Operation
 
 @dataclass(frozen=True, slots=True)
 class _Direct:
-    """Direct kernels of grouped convolutions in one layout.
+    """Kernels of grouped convolutions in one layout.
 
     Attributes
     ----------
@@ -29,7 +30,9 @@ class _Direct:
 
     Source
     ------
-    Fitted by scripts/fit_grouped.py on RegNet's rows of timm (RTX 3090, PyTorch 1.10 to 1.12).
+    Fitted by scripts/fit_grouped.py: direct kernels on RegNet's rows of timm (RTX 3090, PyTorch 1.10 to
+    1.12); on Hopper, where cuDNN 9 runs one group after the other on matrix units between copies, on the
+    kernels of bench/device_groups.csv (H100, PyTorch 2.11).
     """
 
     share: float
@@ -38,6 +41,8 @@ class _Direct:
 
 _FIRST = _Direct(share=2.06, channels=221.0)
 _LAST = _Direct(share=0.245, channels=148.0)
+_FIRST_APART = _Direct(share=6.81, channels=214.0)
+_LAST_APART = _Direct(share=5.29, channels=198.0)
 
 
 def operations_s(
@@ -48,6 +53,7 @@ def operations_s(
     *,
     matrix_units: bool = True,
     issued_per_s: float = 0.0,
+    groups_apart: bool = False,
 ) -> np.ndarray:
     """Seconds of each operation for a micro-batch of `samples`; shape (operations,).
 
@@ -63,6 +69,8 @@ def operations_s(
         Whether 16-bit products run on units of their own, which ask for a layout.
     issued_per_s : float
         Instructions of threads that the device issues a second; 0: not known, they bind nothing.
+    groups_apart : bool
+        Whether matrix units take groups of any width, one after the other.
 
     Source
     ------
@@ -70,7 +78,8 @@ def operations_s(
     al. 2014, arXiv 1410.0759), so that it moves only its own tensors.
     """
     found = np.zeros(len(operations))
-    for kind, price in _PRICES.items():
+    prices = _PRICES | {"grouped": partial(_grouped, apart=groups_apart)}
+    for kind, price in prices.items():
         which = [i for i, operation in enumerate(operations) if operation.kind == kind]
         if which and (matrix_units or kind != "layout"):
             found[which] = price([operations[i] for i in which], samples, kernels, vector_flops_per_s)
@@ -103,15 +112,18 @@ def _depthwise(operations: list[Operation], samples: float, kernels: KernelModel
     return stream_s(_bytes(operations, samples) * rows, kernels)
 
 
-def _grouped(operations: list[Operation], samples: float, kernels: KernelModel, vector: float) -> Any:
-    """Price convolutions in groups that no kernel on matrix units takes: the library's direct kernels.
+def _grouped(
+    operations: list[Operation], samples: float, kernels: KernelModel, vector: float, *, apart: bool
+) -> Any:
+    """Price convolutions in groups that no kernel on matrix units takes at once.
 
-    Such a kernel finds the place of every tap of the filter anew, so that a tap costs as if its group had
-    `_Direct.channels` more.
+    A direct kernel finds the place of every tap of the filter anew, so that a tap costs as if its group had
+    `_Direct.channels` more; copies of every group before and after its products cost alike.
     """
     width, channels_last = _sizes(operations, samples)
-    share = np.where(channels_last > 0, _LAST.share, _FIRST.share)
-    more = np.where(channels_last > 0, _LAST.channels, _FIRST.channels)
+    first, last = (_FIRST_APART, _LAST_APART) if apart else (_FIRST, _LAST)
+    share = np.where(channels_last > 0, last.share, first.share)
+    more = np.where(channels_last > 0, last.channels, first.channels)
     flops = _flops(operations, samples)
     direct_s = flops * (1.0 + more / width) / np.minimum(share * vector, kernels.peak_flops_per_s)
     return np.maximum(direct_s, stream_s(_bytes(operations, samples), kernels))
@@ -135,7 +147,6 @@ _PRICES = {
     "experts": _experts,
     "convolution": _convolutions,
     "depthwise": _depthwise,
-    "grouped": _grouped,
     "attention": _attention,
     "stream": _streams,
     "layout": _streams,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.spec.model import Block
+from foreshard.spec.block import GELU_FORMULAS, Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class LayerShape:
     scale_norm: Any  # norms have a scale and no bias: RMSNorm
     ffn: Any
     gated: Any
-    spelled_gelu: Any
+    spelled_gelu: Any  # place in `GELU_FORMULAS`
+    fused_projections: Any
     num_experts: Any
     top_k: Any
     expert_groups: Any
@@ -99,7 +100,8 @@ def layer_shape(block: Block) -> LayerShape:
         "scale_norm": block.norm_params == 1,
         "ffn": block.ffn,
         "gated": block.gated,
-        "spelled_gelu": block.spelled_gelu,
+        "spelled_gelu": GELU_FORMULAS.index(block.spelled_gelu),
+        "fused_projections": block.fused_projections,
         "num_experts": block.num_experts,
         "top_k": block.top_k,
         "expert_groups": block.expert_groups,

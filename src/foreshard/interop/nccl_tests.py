@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf
 from statistics import mode
 from typing import Any
 
@@ -145,17 +146,25 @@ def _row(columns: list[str], words: list[str]) -> NcclTestRow | None:
     place = columns.index("time")
     again = columns.index("time", place + 1) if "time" in columns[place + 1 :] else None
     try:
-        time, algbw, busbw = (float(word) for word in words[place : place + 3])
+        time, algbw, busbw = (_finite(word) for word in words[place : place + 3])
         return NcclTestRow(
             size_bytes=int(words[0]),
             time_s=time * _MICRO,
             algbw_bytes_per_s=algbw * _GIGA,
             busbw_bytes_per_s=busbw * _GIGA,
-            in_place_time_s=float(words[again]) * _MICRO if again is not None else None,
+            in_place_time_s=_finite(words[again]) * _MICRO if again is not None else None,
             num_wrong=_wrong(words[place + 3]) if place + 3 < len(words) else None,
         )
     except ValueError:
         return None
+
+
+def _finite(word: str) -> float:
+    """Return a number of at least 0 that is no inf."""
+    value = float(word)
+    if not 0.0 <= value < inf:
+        raise ValueError(word)
+    return value
 
 
 def _wrong(word: str) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import Tables
 from foreshard.catalog.offers import with_recipe
-from foreshard.catalog.stacks import check_attention, running
+from foreshard.catalog.stacks import check_attention, of_model, running
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
 from foreshard.planner.choices import Choices, choices
@@ -231,7 +231,7 @@ def checked_request(
             rule="It gives every replica the same layers and samples",
             fix="Plan the nodes of one kind, or leave --to out",
         )
-    declared = load_framework(framework)
+    declared = of_model(load_framework(framework), model)
     if attention is not None:
         attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
         check_attention(attention, cluster.devices)

@@ -26,6 +26,10 @@ _CASTS_COMPILED = (
     "casts to 8 bit are compiled (torch.compile); eager ones took some 20 times as long on an H200, and the "
     "step twice as long"
 )
+_COMPILED = (
+    "compiled (torch.compile): elementwise operations fused, fewer launches; memory as of eager code, graph "
+    "breaks and the time of compiling are not modelled"
+)
 _NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
 _GOODPUT = (
     "goodput: failures strike at a constant rate, a failed device is replaced within the restart, "
@@ -67,6 +71,8 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         said.append(_ROUTING[framework.routing])
         if framework.name == "ddp" and plan.precision in ("bf16", "fp16"):
             said.append(_EXPERTS_UNDER_AUTOCAST)
+    if plan.compile:
+        said.append(_COMPILED)
     if plan.precision == "fp8" and framework.fp8_recipe in ("tensorwise", "rowwise"):
         said.append(_CASTS_COMPILED)
     if any(stage.offload != "none" for group in plan.groups for stage in group.stages):

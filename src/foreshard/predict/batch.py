@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import Tables
-from foreshard.catalog.offers import with_recipe
-from foreshard.catalog.stacks import running
+from foreshard.catalog.offers import with_compile, with_recipe
+from foreshard.catalog.stacks import of_model, running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
 from foreshard.comm.jobs.job import TrainingJob
@@ -75,11 +75,15 @@ class PlannedRun:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stated", self.plan)
         chosen = self.plan.attention
-        declared = self.framework if chosen is None else replace(self.framework, attention=chosen)
+        declared = of_model(self.framework, self.model)
+        if chosen is not None:
+            declared = replace(declared, attention=chosen)
         recipe = self.plan.fp8_recipe
         if recipe is not None:
             devices = self.cluster.devices
             declared = with_recipe(declared, recipe, precision=self.plan.precision, devices=devices)
+        if self.plan.compile is not None:
+            declared = with_compile(declared, self.plan.compile)
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "framework", running(declared, self.cluster.devices))
         groups = tuple(group.held for group in self.plan.groups)

@@ -145,7 +145,7 @@ _FOREACH_BYTES = {"adamw": 80.0 - 28.0, "sgd": 32.0 - 20.0}
 _CLIP_BYTES = 12.0
 
 
-def _update_bytes(framework: Framework, optimizer: str, wide: float) -> float:
+def update_bytes(framework: Framework, optimizer: str, wide: float = 2.0) -> float:
     """Return the bytes moved per parameter of an optimizer step, where weights have `wide` bytes."""
     masters = memory_profile(framework.memory).weights_are_master
     # Without 16-bit weights the weight itself is the master.
@@ -193,7 +193,7 @@ def traits_of(
         eager=float(framework.elementwise == "eager"),
         norm_cast=float(framework.norm_cast),
         drops=float(memory_profile(framework.memory).default_dropout),
-        plain_code=float(memory_profile(framework.memory).eager_norm),
+        plain_code=float(memory_profile(framework.memory).eager_norm and framework.elementwise != "compiled"),
         autocasts=float(
             memory_profile(framework.memory).autocast_bytes > 0 and precision not in ("fp32", "tf32")
         ),
@@ -238,7 +238,7 @@ def traits_of(
         torch_loss=float(framework.cross_entropy == "torch"),
         param_bytes=wide - gathers_narrow * (wide - 1.0),
         orthogonal=float(optimizer == "muon"),
-        optimizer_bytes=_update_bytes(framework, optimizer, wide),
+        optimizer_bytes=update_bytes(framework, optimizer, wide),
         once_fitted=float(framework.update == "multi-tensor"),
         vocab_multiple=float(framework.vocab_multiple),
         pruned=float(framework.elementwise == "compiled"),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GELU_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom")
+"""GELU by a tanh formula, as transformers names it; the first is a kernel of torch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -24,7 +27,9 @@ class Block:
     value_head_dim: int
     ffn: int  # width of the dense MLP; 0 in a block that has experts only
     gated: bool  # three matrices per MLP and per expert instead of two
-    spelled_gelu: bool = False  # GELU by its tanh formula, which transformers runs operation by operation
+    spelled_gelu: str = ""  # of `GELU_FORMULAS`: what transformers runs operation by operation
+    fused_projections: bool = False  # transformers: one product of queries, keys, values; one of gate and up
+    eager_attention: bool = False  # transformers runs no fused kernel: scores are kept
     num_experts: int = 0
     top_k: int = 0
     expert_groups: int = 1  # equal groups of experts; a token's are in the best `top_groups` of them

@@ -139,6 +139,7 @@ class Plan:
     framework: str = "megatron-core"
     attention: str | None = None  # kernel of attention; None is the framework's, as the devices have it
     fp8_recipe: str | None = None  # how 8-bit operands are scaled; None is the framework's
+    compile: bool | None = None  # whether torch.compile makes the kernels; None is the framework's default
     comm: Mapping[str, Any] = field(default_factory=dict)
     lora: str | None = None  # adapters on frozen weights, RANK[:TARGET(+TARGET)*]
     # algorithm of all-reduces, and bytes of a bucket of gradients (None: the framework's buckets)
@@ -164,6 +165,8 @@ class Plan:
             out["attention"] = self.attention
         if self.fp8_recipe is not None:
             out["fp8_recipe"] = self.fp8_recipe
+        if self.compile is not None:
+            out["compile"] = self.compile
         if self.lora is not None:
             out["lora"] = self.lora
         out |= {

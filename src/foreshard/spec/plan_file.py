@@ -104,6 +104,7 @@ class PlanFile:
     framework: str = "megatron-core"
     attention: Attention | None = None
     fp8_recipe: Recipe | None = None
+    compile: bool | None = None
     lora: Annotated[str, Size(1, 80)] | None = None
     defaults: GroupOptions = GroupOptions()
     groups: Annotated[tuple[GroupEntry, ...], Size(1)]

@@ -5,9 +5,13 @@ Every number of an operation is a polynomial of the samples of a micro-batch, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-__all__ = ["Growth", "Operation", "TracedLayer", "TracedModule"]
+__all__ = ["Growth", "Operation", "Tied", "TracedLayer", "TracedModule", "TracedPart"]
+
+Tied = tuple[tuple[tuple[int, ...], int], ...]
+"""(layers that share a parameter, its elements)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,12 @@ class TracedLayer:
         Handed to the next layer.
     modules : tuple of str
         The largest modules that ran and whose parameters are all of this layer, by name.
+    sums_forward, sums_backward : tuple of Growth
+        Bytes of each sum over the ranks that compute the layer together.
+    unsummed : int
+        Elements of parameters that each of these ranks holds whole, but of whose gradients a summand.
+    splits_boundary : bool
+        Whether each of them hands on a part.
     """
 
     name: str
@@ -97,6 +107,31 @@ class TracedLayer:
     saved_bytes: Growth
     boundary_bytes: Growth
     modules: tuple[str, ...] = ()
+    sums_forward: tuple[Growth, ...] = ()
+    sums_backward: tuple[Growth, ...] = ()
+    unsummed: int = 0
+    splits_boundary: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedPart:
+    """What each rank does and holds where several compute every layer together.
+
+    Attributes
+    ----------
+    layers : tuple of TracedLayer
+    tied : Tied
+        As `TracedModule.tied`, of a rank.
+    split : tuple of str
+        Parameters that the ranks share out.
+    whole : mapping of str to str
+        Weights of products that each rank holds whole, and why.
+    """
+
+    layers: tuple[TracedLayer, ...]
+    tied: Tied
+    split: tuple[str, ...]
+    whole: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +140,10 @@ class TracedModule:
 
     Attributes
     ----------
-    tied : tuple of ((int, ...), int)
-        Layers that share a parameter, and its elements; each of the layers counts them.
+    tied : Tied
+        Each of the layers counts the elements.
+    parts : mapping of int to TracedPart
+        By the number of ranks that compute every layer together.
     casts_weights : bool
         Whether each step casts all weights to 16 bit besides its operations.
     """
@@ -115,9 +152,10 @@ class TracedModule:
     layers: tuple[TracedLayer, ...]
     precision: str
     source: str
-    tied: tuple[tuple[tuple[int, ...], int], ...] = ()
+    tied: Tied = ()
     casts_weights: bool = True
     assumptions: tuple[str, ...] = ()
+    parts: Mapping[int, TracedPart] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:

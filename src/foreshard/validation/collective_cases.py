@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.fabrics import harness_s
 from foreshard.catalog.instances import usual_node_size
+from foreshard.catalog.shipped import shipped
 from foreshard.catalog.transports import transport_of
 from foreshard.comm.collectives import (
     all_gather_s,
@@ -82,20 +85,31 @@ def reason_of(error: SpecError) -> str:
     return str(error) if error.rule or error.fix else error.what
 
 
-_NEWEST_MINOR = {"8x A100 node": 19}
-"""Of systems that state no release: the newest 2.x that there was when their times were published.
-
-8x A100 node: stas00/ml-engineering 48b75dd of 2023-12-15; 2.19.4 is of 2023-11-13, 2.20.3 of 2024-02-13.
-"""
-
-
 def era_of(library: str, system: str) -> str:
-    """Return the NCCL era of a row: 2.10 and before, and servers profiled then, are old."""
-    version = re.search(r"\bnccl v?2\.(\d+)", library, re.IGNORECASE)
-    if version is None and system not in _NEWEST_MINOR:
-        return "old" if "vtrain" in system.lower() else "2.2x"
-    minor = int(version[1]) if version else _NEWEST_MINOR[system]
+    """Return the NCCL era of a row: of the release that it states, else of the newest when it was published.
+
+    Examples
+    --------
+    >>> era_of("nccl 2.27.3", "8x A100 node"), era_of("nccl", "8x A100 node")
+    ('2.2x', '2.1x')
+    """
+    stated = re.search(r"\bnccl v?2\.(\d+)", library, re.IGNORECASE)
+    minor = int(stated[1]) if stated else _minor_of(system)
     return "old" if minor <= 10 else "2.1x" if minor < 20 else "2.2x"
+
+
+@cache
+def _minor_of(system: str) -> int:
+    """Return the minor release of NCCL behind times of a system that state none."""
+    sources: dict[str, Any] = shipped("collective_sources.toml", "foreshard.validation")
+    if system in sources["older"]:
+        return _minor(sources["older"][system]["release"])
+    day = sources["published"].get(system, {}).get("day", date.max)
+    return max(_minor(release) for release, first in sources["releases"].items() if first <= day)
+
+
+def _minor(release: str) -> int:
+    return int(release.partition(".")[2])
 
 
 CLOSED_FORM, NCCL = "closed form", "NCCL's estimate"
@@ -154,18 +168,39 @@ def _gathered(row: Mapping[str, str], ranks: int) -> int:
     return ranks if given else 1
 
 
-def _check_ranks(row: Mapping[str, str]) -> None:
-    """Refuse a row whose two bandwidths are those of another number of ranks than it names.
+def _check_ranks(row: Mapping[str, str], misnumbered: Container[tuple[str, ...]]) -> None:
+    """Refuse a row whose bandwidths, or those of its group of ranks, are of another number than it names."""
+    if _is_misnumbered(row):
+        raise SpecError(f"its bandwidths are not those of {integer(row, 'num_gpus')} ranks")
+    if (group := _group(row)) and group in misnumbered:
+        raise SpecError(f"other rows of its group are not of {integer(row, 'num_gpus')} ranks")
+
+
+def _is_misnumbered(row: Mapping[str, str]) -> bool:
+    """Return whether the two bandwidths of a row are those of another number of ranks than it names.
 
     Bandwidths are printed in hundredths: a small one tells nothing.
     """
     ranks, algorithm, bus = integer(row, "num_gpus"), number(row, "algbw_GBps"), number(row, "busbw_GBps")
     kind = _kind(row["collective"])
     if not ranks or ranks < 2 or kind not in _TIMES or not algorithm or not bus:
-        return
+        return False
     factor = bus_factor(_NAMES[kind], ranks)
-    if abs(bus / algorithm / factor - 1.0) > _ROUNDED + 0.01 / min(algorithm, bus):
-        raise SpecError(f"its bandwidths are not those of {ranks} ranks")
+    return abs(bus / algorithm / factor - 1.0) > _ROUNDED + 0.01 / min(algorithm, bus)
+
+
+def _group(row: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the system, group of ranks and their number of a row of a trace that names its groups."""
+    named = re.search(r"\bgroup=(\S+)", row.get("algo_or_setting", ""))
+    return (row.get("system", ""), named[1], row.get("num_gpus", "")) if named else ()
+
+
+def _is_misnumbered_group(row: Mapping[str, str]) -> bool:
+    """Return whether a row shows that its group has another number of ranks than it names."""
+    try:
+        return bool(_group(row)) and _is_misnumbered(row)
+    except SpecError:  # the row is refused for it
+        return False
 
 
 def _measured_s(row: Mapping[str, str]) -> float | None:
@@ -195,12 +230,14 @@ def _kind(text: str) -> str:
     return next((name for name in _TIMES if name.replace("_", "") == bare), text.strip())
 
 
-def _predicted_s(row: Mapping[str, str], exclude: str, model: str) -> float:
+def _predicted_s(
+    row: Mapping[str, str], exclude: str, model: str, misnumbered: Container[tuple[str, ...]]
+) -> float:
     kind, library = _kind(row["collective"]), row.get("library", "")
     if (kind not in _TIMES and kind != "p2p") or re.search("gloo|neuron", library.lower()):
         raise SpecError(NOT_MODELLED)
     ranks, num_bytes = _sizes(row)
-    _check_ranks(row)
+    _check_ranks(row, misnumbered)
     nodes = integer(row, "num_nodes") or 1
     cluster = _cluster(row["gpu"], ranks, nodes, row.get("inter_network", ""))
     if model == NCCL:
@@ -232,11 +269,13 @@ def _evidence(row: Mapping[str, str]) -> str:
     return collective_evidence(cluster, ranks, float(fabric_of(cluster.nodes[0]).domain))
 
 
-def _case(row: Mapping[str, str], family: str, exclude: str, model: str) -> TimedCase:
+def _case(
+    row: Mapping[str, str], family: str, exclude: str, model: str, misnumbered: Container[tuple[str, ...]]
+) -> TimedCase:
     measured = None
     try:
         measured = _measured_s(row)
-        predicted = _predicted_s(row, exclude, model)
+        predicted = _predicted_s(row, exclude, model, misnumbered)
     except SpecError as error:
         return TimedCase(measured_s=measured, reason=reason_of(error))
     if measured is None or not np.isfinite(predicted):
@@ -256,7 +295,8 @@ def collective_cases(table: MeasuredTable, *, exclude: str = "", model: str = CL
 
     `exclude` is a family of measured rows that the constants must not have seen, or `OWN`.
     """
+    misnumbered = {_group(row) for row in table.rows if _is_misnumbered_group(row)}
     return [
-        _case(row, family, family if exclude == OWN else exclude, model)
+        _case(row, family, family if exclude == OWN else exclude, model, misnumbered)
         for row, family in zip(table.rows, table.families, strict=True)
     ]

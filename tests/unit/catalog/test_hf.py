@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
+from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/model_params.json").read_text("utf-8"))
@@ -192,16 +193,16 @@ def test_layers_without_rotary_positions_are_all_named():
 
 
 @pytest.mark.parametrize(
-    ("kind", "activation", "is_spelled"),
+    ("kind", "activation", "formula"),
     [
-        ("gpt2", None, True),
-        ("gpt2", "gelu", False),
-        ("gpt2", "gelu_pytorch_tanh", False),
-        ("gpt_bigcode", None, False),
-        ("gpt_bigcode", "gelu_new", True),
+        ("gpt2", None, "gelu_new"),
+        ("gpt2", "gelu", ""),
+        ("gpt2", "gelu_pytorch_tanh", ""),
+        ("gpt_bigcode", None, ""),
+        ("gpt_bigcode", "gelu_fast", "gelu_fast"),
     ],
 )
-def test_gelu_is_spelled_where_transformers_has_no_kernel_for_it(kind, activation, is_spelled):
+def test_gelu_is_spelled_where_transformers_has_no_kernel_for_it(kind, activation, formula):
     """GPT-2 does so unless told otherwise, StarCoder does not."""
     config = {
         "model_type": kind,
@@ -212,4 +213,20 @@ def test_gelu_is_spelled_where_transformers_has_no_kernel_for_it(kind, activatio
         "n_positions": 8,
     }
     config |= {"n_positions": 8} | ({"activation_function": activation} if activation else {})
-    assert model_from_config(config, name="x").blocks[0].spelled_gelu is is_spelled
+    assert model_from_config(config, name="x").blocks[0].spelled_gelu == formula
+
+
+def test_formulas_of_gelu_by_family():
+    """T5 v1.1 takes gelu_new, GPT-NeoX-20B gelu_fast, BLOOM its own; Pythia a kernel."""
+    names = {"t5-v1.1-base": "gelu_new", "t5-base": "", "gpt-neox-20b": "gelu_fast", "bloom-560m": "bloom"}
+    for name, formula in (names | {"pythia-1b": ""}).items():
+        assert {block.spelled_gelu for block in load_model(name).blocks} == {formula}, name
+
+
+def test_layers_without_rotary_positions_turn_nothing():
+    """Every fourth of SmolLM3, those without a window of Command R7B, as transformers builds them."""
+    for name, turned in (("smollm3-3b", [1.0, 1.0, 1.0, 0.0]), ("command-r7b", [1.0, 1.0, 1.0, 0.0])):
+        model = load_model(name)
+        assert [block.rotary for block in model.blocks] == turned * (model.num_layers // 4)
+    minimax = load_model("minimax-m2")
+    assert (minimax.rope_base, minimax.blocks[0].rotary) == (5e6, 0.5)

@@ -97,6 +97,7 @@ def test_the_tuner_file_covers_every_size_once(shell):
         (("measure", "all-reduce", "1MiB", "--local", "1"), "--local"),
         (("measure", "all-reduce", "1MiB", "--local", "4", "--algorithm", "nvls"), "switches"),
         (("export", "1x8xmi300x", "--to", "nccl-tuner"), "NVIDIA"),
+        (("export", "1x1xh100-sxm", "--to", "nccl-tuner"), "a communicator of 1 rank"),
     ],
 )
 def test_bad_input_ends_with_2_and_says_why(shell, words, said):

@@ -215,3 +215,31 @@ def test_scales_per_row_make_a_large_step_clearly_longer(model, cluster):
     assert 1.2 < row / tensor < 1.4
     later = predict(model, cluster, **asked | {"framework": "torchtitan@0.3"}).step_time_s
     assert 1.02 < later / tensor < row / tensor, "cuBLAS runs the products: what is left are casts"
+
+
+def test_compiling_fuses_what_torch_runs_one_by_one_and_says_so():
+    """Of code of transformers more than of torchtitan, whose norms are kernels; in plan files as in flags."""
+    asked = {"zero": 3, "micro_batch": 1, "seq_len": 4096}
+    gains = {}
+    for framework in ("hf", "torchtitan"):
+        plain, compiled, off = (
+            predict("llama3-8b", "8xh100-sxm", framework=framework, compile=on, **asked)
+            for on in (None, True, False)
+        )
+        assert off.step_time_s == plain.step_time_s
+        gains[framework] = plain.step_time_s / compiled.step_time_s
+        assert any(text.startswith("compiled (torch.compile)") for text in compiled.assumptions)
+        again = parse_plan(compiled.plan.to_dict())
+        assert again.compile is True
+        assert predict("llama3-8b", "8xh100-sxm", again).step_time_s == compiled.step_time_s
+    assert gains["hf"] > gains["torchtitan"] > 1.0
+    by_default = predict("llama3-8b", "8xh100-sxm", framework="fms-fsdp", **asked)
+    without = predict("llama3-8b", "8xh100-sxm", framework="fms-fsdp", compile=False, **asked)
+    assert without.step_time_s > by_default.step_time_s
+
+
+@pytest.mark.parametrize("framework", ["megatron-core", "maxtext"])
+def test_frameworks_with_kernels_of_their_own_do_not_compile(framework):
+    with pytest.raises(SpecError, match=r"torch\.compile under") as caught:
+        predict("llama3-8b", "8xh100-sxm", framework=framework, compile=True)
+    assert caught.value.key == "--compile"

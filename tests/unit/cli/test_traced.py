@@ -1,6 +1,11 @@
 """Commands on modules that are traced: classic networks and a user's own."""
 
+import json
+
 import pytest
+
+import foreshard
+from foreshard.errors import SpecError
 
 pytest.importorskip("torch")
 
@@ -18,6 +23,13 @@ def with_loss():
 
 def bare():
     return net()[0]
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    return nn.TransformerEncoder(layer, 2), torch.empty(1, 32, 64)
+
+def one_layer():
+    return nn.Linear(9, 9), torch.empty(1, 9)
 
 def wrong():
     return 3, 4
@@ -47,6 +59,29 @@ def test_predict_takes_a_module_with_example_inputs(shell, net, factory):
     assert sum(answer.json["time_breakdown_s"].values()) == pytest.approx(answer.json["step_time_s"])
 
 
+def test_tensor_parallelism_of_a_module_or_why_there_is_none(shell, net, tmp_path):
+    made = shell("predict", f"{net}:encoder", "1x8xh100-sxm", "--tp", "2", "--pp", "2", "--json")
+    assert made.code == 0 and made.json["time_breakdown_s"]["tensor_comm"] > 0
+    assert any(text.startswith("tensor parallelism: 12 parameters") for text in made.json["assumptions"])
+    (tmp_path / "plan.json").write_text(json.dumps(made.json["plan"]))
+    again = shell("predict", f"{net}:encoder", "1x8xh100-sxm", "--plan", tmp_path / "plan.json", "--json")
+    assert again.json["step_time_s"] == made.json["step_time_s"]
+    planned = shell(
+        *("plan", f"{net}:encoder", "1x2xh100-sxm", "--global-batch", "4", "--max-tp", "1"),
+        *("--budget-s", "1", "--json"),
+    )
+    degrees = {
+        stage["tp"]
+        for each in planned.json["plans"]
+        for group in each["plan"]["groups"]
+        for stage in group["stages"]
+    }
+    assert planned.code == 0 and degrees == {1}
+    refused = shell("predict", f"{net}:one_layer", "1x2xh100-sxm", "--tp", "2")
+    assert refused.code == 2 and "weight (9 is no multiple of 2)" in refused.err
+    assert shell("predict", f"{net}:one_layer", "1x2xh100-sxm").code == 0
+
+
 def test_images_are_counted_as_samples(shell):
     text = shell("predict", "resnet18", "1x2xa100-sxm-40gb").out
     assert "Cost of 1M samples" in text and " samples/s" in text and "tokens" not in text
@@ -68,7 +103,6 @@ def test_a_network_by_name_and_a_plan_of_it(shell, tmp_path):
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        (("--tp", "2"), "--tp"),
         (("--seq", "128"), "--seq"),
         (("--pp", "9"), "--pp"),
         (("--dtype", "fp8"), "--dtype"),
@@ -88,3 +122,18 @@ def test_a_factory_that_returns_something_else_is_told_what_to_return(shell, net
     assert answer.code == 2
     error = answer.json["error"]
     assert words in f"{error['rule']} {error.get('fix')}"
+
+
+def test_python_takes_what_is_traced_by_its_name(shell, net):
+    """As the commands do: a module of a file, here; networks go the same way."""
+    where, factory = "1x2xrtx-3090", f"{net}:net"
+    made = foreshard.predict(factory, where, micro_batch=4, dtype="fp16")
+    answer = shell("predict", factory, where, "--micro-batch", "4", "--dtype", "fp16", "--json")
+    assert made.step_time_s == answer.json["step_time_s"]
+    planned = foreshard.plan(factory, where, global_batch=8, dtype="fp16", budget_s=2)
+    assert planned.plans[0].prediction.step_time_s <= made.step_time_s
+    for asked, key in (({"seq": 8}, "--seq"), ({"objective": "cost"}, "--objective"), ({}, "--global-batch")):
+        batch = {} if key == "--global-batch" else {"global_batch": 8}
+        with pytest.raises(SpecError) as refused:
+            foreshard.plan(factory, where, **asked, **batch)
+        assert refused.value.key == key

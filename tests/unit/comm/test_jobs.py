@@ -150,6 +150,26 @@ DRAW = DrawTable(
 )
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_job_alone_takes_its_bound(seed):
+    """One pair, one path: whatever phases overlap, or send nothing."""
+    draw = np.random.default_rng(seed)
+    phases = []
+    for _ in range(draw.integers(1, 5)):
+        send = Transfer(source=0, target=2, num_bytes=float(draw.integers(1, 4)) * RATE)
+        phase = IterationPhase(
+            compute_s=float(draw.integers(0, 4)),
+            transfers=(send,) if draw.random() < 0.6 else (),
+            overlaps=bool(draw.random() < 0.5),
+        )
+        phases.append(phase)
+    lone = replace(job(0, iterations=3), phases=(IterationPhase(compute_s=1.0), *phases))
+    (demand,) = demands_of(two_by_two(), [lone])
+    (times,) = run_jobs([demand], plain([demand]), compiled=False)
+    assert times.iteration_s == pytest.approx([demand.bound_s()] * 3)
+    assert demand.iteration_s(demand.hashed) == pytest.approx(demand.bound_s())
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_beats_the_bound(policy):
     for seed in range(3):
@@ -273,6 +293,14 @@ def test_a_draw_is_the_same_each_time_and_has_what_was_asked():
     for demand in demands_of(fabric, jobs):
         part = 1.0 - demand.job.compute_s / demand.bound_s()
         assert 0.2 - 1e-3 < part < 0.5 + 1e-3  # but for latencies
+
+
+def test_a_collective_without_a_ring_is_sent_directly():
+    """Every pair of three sends a third of a rank's buffer."""
+    sends = collective_transfers("all-to-all", 3e6, (0, 4, 8))
+    assert {(one.source, one.target): one.num_bytes for one in sends} == {
+        (a, b): pytest.approx(1e6) for a in (0, 4, 8) for b in (0, 4, 8) if a != b
+    }
 
 
 @pytest.mark.parametrize("algorithm", ["nvls", "hierarchical", "wave"])

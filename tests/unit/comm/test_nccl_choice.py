@@ -239,11 +239,11 @@ def test_nine_of_ten_cases_are_right():
     found = [judged(case, picks) for case, picks in cases()]
     for _, _, row in found:
         assert row in page, row
-    assert len(found) == 17 and sum(right == count for right, count, _ in found) == 15
-    assert tuple(map(sum, zip(*((right, count) for right, count, _ in found), strict=True))) == (161, 168)
-    assert "161 of 168 picks" in page
-    assert sum(right / count for right, count, _ in found) / len(found) == pytest.approx(31 / 34)
-    assert 31 / 34 > 0.9
+    assert len(found) == 18 and sum(right == count for right, count, _ in found) == 16
+    assert tuple(map(sum, zip(*((right, count) for right, count, _ in found), strict=True))) == (162, 169)
+    assert "162 of 169 picks" in page
+    assert sum(right / count for right, count, _ in found) / len(found) == pytest.approx(33 / 36)
+    assert 33 / 36 > 0.9
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,17 @@ def test_the_estimate_of_a_ring_on_a_node_is_the_one_that_nccl_logged():
     comm = communicator_of(load_cluster("1x8xh100-sxm"), 8)
     found = estimate("all-reduce", 805306368, "ring", "Simple", comm)
     assert found.time_s / US == pytest.approx(3970.683594, rel=1e-7)
+
+
+def test_a_tree_over_nodes_of_h800_is_the_one_that_nccl_logged():
+    """NVIDIA/nccl 1154: 68.8 GB/s, that is 8 trees of 22, the first speed of which a device carries 8 in 7.
+
+    The ring's 4 of 45 are doubled to 8 of 22.5, which is no speed that the search tries.
+    """
+    comm = communicator_of(load_cluster("2x8xh800-sxm"), 16)
+    assert comm.ring.inter_bytes_per_s / GB == 22.5 and comm.tree.inter_bytes_per_s / GB == 22.0
+    found = estimate("all-reduce", 63, "tree", "Simple", comm)
+    assert found.bytes_per_s / GB == pytest.approx(68.8, abs=0.05)
 
 
 # Row of the all-reduce in the table that NCCL 2.30 logged on a node of 8 H200.

@@ -8,7 +8,7 @@ from foreshard.api import load_cluster
 from foreshard.comm.fabric import fabric_between
 from foreshard.comm.flow.places import routing_of
 from foreshard.comm.prediction import collective_s
-from foreshard.comm.schedules.cost import round_cost
+from foreshard.comm.schedules.cost import RoundTraffic
 from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.topology.of_cluster import topology_of
 
@@ -24,7 +24,7 @@ def test_a_ring_without_launch_pipeline_and_copy_is_what_its_rounds_take(collect
     topology = topology_of(loaded, rates="fitted")
     schedule = schedule_of(collective, "ring", ranks)
     route = routing_of(schedule, topology)
-    rounds = round_cost(schedule, topology, route)
+    rounds = RoundTraffic(schedule, topology, route).cost()
     fabric = fabric_between(loaded, range(ranks))
     # A simulation counts every link by what ring all-reduce reaches of it, and reduces nowhere but at ends.
     bare = replace(fabric, **ROUNDS_ONLY, gather_eff=fabric.ring_eff, in_network=0.0)

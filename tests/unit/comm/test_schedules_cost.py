@@ -7,7 +7,7 @@ from math import ceil, log2
 import numpy as np
 import pytest
 
-from foreshard.comm.schedules.cost import round_cost
+from foreshard.comm.schedules.cost import RoundTraffic
 from foreshard.comm.schedules.registry import ALGORITHMS, algorithms_of, schedule_of
 from foreshard.comm.schedules.ring import ring
 from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
@@ -43,7 +43,7 @@ def through(source: int, target: int, channel: int) -> tuple[int, ...]:
 
 def seconds(collective: str, algorithm: str, num_ranks: int, **options) -> float:
     schedule = schedule_of(collective, algorithm, num_ranks, **options)
-    return round_cost(schedule, star(num_ranks), through).time_s(SIZE)
+    return RoundTraffic(schedule, star(num_ranks), through).cost().time_s(SIZE)
 
 
 @pytest.mark.parametrize("p", [2, 3, 5, 8, 16])
@@ -89,8 +89,9 @@ def test_two_trees_come_near_twice_the_size_over_bandwidth():
 
 def test_a_shared_resource_bounds_a_round():
     schedule = ring("all-reduce", 4)
-    free = round_cost(schedule, star(4), through)
-    bus = round_cost(schedule, star(4, (SharedResource(name="bus", bytes_per_s=BANDWIDTH),)), through)
+    free = RoundTraffic(schedule, star(4), through).cost()
+    shared = star(4, (SharedResource(name="bus", bytes_per_s=BANDWIDTH),))
+    bus = RoundTraffic(schedule, shared, through).cost()
     assert bus.s_per_byte == pytest.approx(4 * free.s_per_byte)
     assert (bus.bottleneck == 8).all()
     assert (bus.latency_s == free.latency_s).all()
@@ -100,7 +101,8 @@ def test_a_slow_link_is_named():
     topology = star(4)
     slow = Edge(source=2, target=4, bytes_per_s=BANDWIDTH / 10, latency_s=ALPHA / 2)
     links = (*topology.links[:4], slow, *topology.links[5:])
-    cost = round_cost(ring("all-gather", 4), Topology(vertices=topology.vertices, links=links), through)
+    slowed = Topology(vertices=topology.vertices, links=links)
+    cost = RoundTraffic(ring("all-gather", 4), slowed, through).cost()
     assert cost.bottleneck.tolist() == [4, 4, 4]
 
 

@@ -85,10 +85,10 @@ def test_gpt_without_flash_saves_34_and_5():
 
 
 def test_norms_of_queries_and_keys_save_their_inputs():
-    """FRAMEWORKS section 4.2: 2T'(h + gd) more, and two fp32 copies where norms run as separate kernels."""
+    """FRAMEWORKS section 4.2: 2T'(h + gd) more; norms kernel by kernel keep a wide copy and a scaled one."""
     normed = replace(LLAMA_70B, qk_norm=True)
     channels = normed.query_width + normed.num_kv_heads * normed.head_dim
-    for memory, each in (("megatron-core", 2), ("hf", 8)):
+    for memory, each in (("megatron-core", 2), ("hf", 6)):
         framework = Framework(name=memory, memory=memory)
         with_norm, without = (
             stage_memory(middle(block, tp=2), framework).activations for block in (normed, LLAMA_70B)

@@ -271,6 +271,18 @@ def test_torchtitan_gathers_in_8_bit_without_the_name_of_a_recipe():
     assert read["quantize"]["linear"]["float8"] == {"enable_fsdp_float8_all_gather": True}
 
 
+def test_compile_reaches_torchtitan_and_others_are_told_how_to_set_it():
+    """Alone it is not asynchronous tensor parallelism, which needs it."""
+    compiled = replace(plan(zero=3), compile=True)
+    read = tomllib.loads(export(compiled, "torchtitan@0.2", model=MODEL, cluster=CLUSTER).text)
+    assert read["compile"] == {"enable": True}
+    assert read["parallelism"]["enable_async_tensor_parallel"] is False
+    text = export(compiled, "torchtitan@0.3", model=MODEL, cluster=CLUSTER).text
+    assert "CompileConfig(enable=True, enable_async_tensor_parallel=False)" in text
+    notes = export(compiled, "fsdp", model=MODEL, cluster=CLUSTER).notes
+    assert any("torch.compile is on" in note for note in notes)
+
+
 def test_a_model_of_the_sizes_of_a_flavor_with_other_experts_is_not_that_flavor():
     model = load_model("qwen3-30b-a3b")
     wider = replace(model, blocks=tuple(replace(block, expert_ffn=1024) for block in model.blocks))
@@ -362,6 +374,10 @@ def test_positions_and_norms_reach_megatron_or_the_missing_fact_is_named():
     for name in ("bloom-560m", "mpt-7b-hf"):
         with pytest.raises(SpecError, match="positions that are neither rotary nor learned"):
             text(load_model(name))
+    for name, reason in (("smollm3-3b", "differ between layers"), ("gemma-2b", "factors on embeddings")):
+        with pytest.raises(SpecError, match=reason):
+            text(load_model(name))
+    assert "--rotary-base 100000000" in text(load_model("mistral-small-24b"))
     partly = replace(MODEL, blocks=tuple(replace(block, rotary=0.5) for block in MODEL.blocks))
     assert "--rotary-percent 0.5" in text(partly) and "--rotary-percent" not in text(MODEL)
     with pytest.raises(SpecError, match="rotary positions scaled as linear"):

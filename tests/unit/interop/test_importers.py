@@ -197,6 +197,9 @@ def test_defaults_of_the_tools(tmp_path):
     plan = imported(tmp_path, "[training]\nlocal_batch_size = 2\n", "torchtitan")
     stage = plan.groups[0].stages[0]
     assert (stage.zero, stage.recompute, plan.seq_len, plan.global_batch) == (3, "every-2", 2048, 32)
+    assert plan.compile is None
+    text = "[training]\nlocal_batch_size = 2\n[compile]\nenable = true\n"
+    assert imported(tmp_path, text, "torchtitan").compile is True
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -11,6 +12,9 @@ from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.ring import ring
 from foreshard.comm.schedules.schedule import Chunk, ScheduleBuilder
 from foreshard.comm.schedules.verify import verify
+from foreshard.comm.synthesis.budget import SynthesisBudget
+from foreshard.comm.synthesis.synthesize import synthesize
+from foreshard.comm.topology.graph import Edge, Topology, Vertex
 from foreshard.errors import SpecError
 from foreshard.interop.collective_schedules.msccl import COLLECTIVE_NAMES, msccl_xml
 from foreshard.interop.collective_schedules.msccl_reader import schedule_of_msccl
@@ -135,6 +139,38 @@ def test_a_circle_of_thread_blocks_is_refused():
     )
     with pytest.raises(SpecError, match="wait for each other"):
         schedule_of_msccl(circle)
+
+
+def test_blocks_do_not_hold_back_what_each_other_waits_for():
+    """With receives last, both blocks of rank 1 would send first what the other has yet to receive."""
+    build = ScheduleBuilder(
+        "all-reduce", "crossed", 2, [Chunk(weight=0.5, sources=(0, 1), targets=(0, 1)) for _ in range(2)]
+    )
+    first = build.send(0, 1, 0, reduce=True, channel=1)
+    second = build.send(0, 1, 1, reduce=True, channel=0)
+    build.send(1, 0, 1, channel=1, after=[second])
+    build.send(1, 0, 0, channel=0, after=[first])
+    again = schedule_of_msccl(msccl_xml(build.schedule()))
+    assert again.num_sends == 4 and verify(again).faults == ()
+
+
+@pytest.mark.parametrize("collective", ["all-gather", "reduce-scatter", "all-reduce"])
+def test_what_is_synthesized_over_several_links_reads_back(collective):
+    """Its channels name links, and chunks change from one to another on their way."""
+    links = [
+        Edge(source=one, target=other, bytes_per_s=rate)
+        for one in range(4)
+        for other in ((one + 1) % 4, (one - 1) % 4)
+        for rate in (1e9, 3e9, 7e9)
+    ]
+    ring_of_links = Topology(
+        vertices=tuple(Vertex(name=f"gpu{i}", kind="device") for i in range(4)), links=tuple(links)
+    )
+    looks = itertools.count()
+    budget = SynthesisBudget(0.5, lambda: next(looks) * 1e-3, lambda: 0.0)
+    found = synthesize(collective, 1e9, ring_of_links, budget=budget).schedule
+    assert len(set(found.channel.tolist())) > 1
+    assert verify(schedule_of_msccl(msccl_xml(found))).faults == ()
 
 
 def test_steps_that_wait_twice_get_a_step_that_does_nothing():

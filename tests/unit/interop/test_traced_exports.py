@@ -113,6 +113,7 @@ def test_weights_are_gathered_as_they_were_traced(traced):
     ("degrees", "reason"),
     [
         ({"zero": 0, "pp": 2}, "pp 2"),
+        ({"zero": 0, "tp": 2, "sp": False}, "tp 2 .*--max-tp 1"),
         ({"zero": 1}, "zero 1"),
         ({"recompute": "full"}, "recompute full"),
     ],
@@ -130,7 +131,7 @@ def test_networks_by_name_have_no_units_and_other_targets_no_modules(traced):
     for target in ("torchtitan", "megatron", "deepspeed"):
         with pytest.raises(InexpressibleError) as refused:
             api.export(plan_of(traced, 2), target, model=traced)
-        assert "--to fsdp" in refused.value.fix
+        assert "--to fsdp" in refused.value.fix and "config.json" in refused.value.fix
 
 
 def test_a_plan_of_another_chain_is_refused(traced):

@@ -524,7 +524,7 @@ def test_a_layer_of_a_hybrid_casts_what_its_own_products_read():
 
 def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs_it():
     model = api.load_model("gpt2")
-    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu=False) for block in model.blocks))
+    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu="") for block in model.blocks))
     for framework, counts in (("ddp", (76 - 4, 118 - 6)), ("megatron-core", (0, 0)), ("torchtitan", (0, 0))):
         spelled, fused = (batch_of(m, framework=framework, zero=0)[1] for m in (model, kernel))
         layer, machine = spelled.kinds[0], spelled.machine
@@ -541,6 +541,59 @@ def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs
     counts = 2 * 4 * hidden + 36 * inner + rest, 2 * 10 * hidden + 60 * inner + rest
     for found, count in zip(elementwise_times(layer, machine)[:2], counts, strict=True):
         assert found.item() == pytest.approx(tokens_of(batch) * count / rate, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "formula", "framework", "autocast"),
+    [
+        ("gpt-neox-20b", "gelu_fast", "ddp", True),
+        ("gpt-neox-20b", "gelu_fast", "hf", False),
+        ("bloom-560m", "bloom", "ddp", True),
+    ],
+)
+def test_bytes_of_gelu_by_its_formulas_are_those_of_transformers_code(name, formula, framework, autocast):
+    """Read and written by the operations of a trace of the activation, forward and backward."""
+    torch = pytest.importorskip("torch")
+    activations = pytest.importorskip("transformers.activations")
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    from foreshard.profile.tracing.trace import trace_module
+
+    model = api.load_model(name)
+    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu="") for block in model.blocks))
+    batches = [batch_of(m, framework=framework, zero=0 if autocast else 3)[1] for m in (model, kernel)]
+    (layer, plain), machine = (batch.kinds[0] for batch in batches), batches[0].machine
+    rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    linear, image = [torch.nn.Linear(64, 64, bias=False) for _ in range(2)], torch.empty(1, 64)
+    spelled = bloom.BloomGelu() if formula == "bloom" else activations.ACT2FN[formula]
+    counts = [
+        streamed(trace_module(torch.nn.Sequential(linear[0], one, linear[1]), image, autocast=autocast))
+        for one in (spelled, activations.ACT2FN["gelu"])
+    ]
+    for way in (0, 1):
+        more = elementwise_times(layer, machine)[way] - elementwise_times(plain, machine)[way]
+        elements = tokens_of(batches[0]) * layer.ffn.item() / 64
+        assert more.item() == pytest.approx((counts[0][way] - counts[1][way]) * elements / rate, rel=1e-6)
+
+
+def streamed(module):
+    """Return the bytes of a sample that operations besides products move, forward and backward."""
+    ways = [[op for layer in module.layers for op in getattr(layer, way)] for way in ("forward", "backward")]
+    return [sum(op.bytes.each for op in ops if op.kind == "stream") for ops in ways]
+
+
+def test_cross_attention_casts_the_residual_and_what_the_encoder_made():
+    """A decoder layer of T5 beside one of its encoder, under autocast: a norm, a residual, three casts."""
+    batch = batch_of("t5-base", framework="ddp", zero=0)[1]
+    encoder, decoder = (next(k for k in batch.kinds if k.cross_attention.item() == cross) for cross in (0, 1))
+    rate = np.max(batch.machine.kernels.stream_eff * batch.machine.kernels.memory_bytes_per_s)
+    hidden, drop = encoder.hidden.item(), 5 * encoder.hidden.item() * np.max(encoder.dropout)
+    heads = 4 * encoder.value_width.item()
+    # backward: gradients of keys and values are added to each other and to those of other layers
+    counts = 44 + 10 + 3 * 6, 128 + 18 + 3 * 6 + 2 * 12
+    for way, count in enumerate(counts):
+        more = elementwise_times(decoder, batch.machine)[way] - elementwise_times(encoder, batch.machine)[way]
+        dropped = (more.item() * rate / tokens_of(batch) - count * hidden - heads) / max(drop, 1e-9)
+        assert dropped == pytest.approx(round(dropped), abs=1e-6) and 0 <= dropped <= 2
 
 
 def test_in_32_bit_model_code_widens_nothing():

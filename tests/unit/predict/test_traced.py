@@ -189,6 +189,32 @@ def test_the_planner_counts_launches_as_the_prediction_does(resnet):
     assert whole == pytest.approx(busy_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_of_one_part_share_gradients_and_the_planner_counts_their_sums(zero):
+    layer = torch.nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True)
+    module = trace_module(torch.nn.TransformerEncoder(layer, 2), torch.empty(1, 64, 256), degrees=(2,))
+    cluster, slow = load_cluster("1x4xh100-sxm"), load_cluster("2x2xh100-sxm@1Gb/s")
+    plan = plan_of(module, 4, tp=2, sp=False, zero=zero, micro_batch=8)
+    costs = traced_costs(module, [cluster.nodes[0].device], micro_batches=[8, 16])
+    part = module.parts[2]
+    step, far = (predict_measured(costs, where, plan) for where in (cluster, slow))
+    assert step.memory.breakdown_bytes["optimizer"] == sum(8 * own.parameters for own in part.layers) / (
+        2 if zero else 1
+    )
+    assert far.time_breakdown_s["tensor_comm"] == pytest.approx(step.time_breakdown_s["tensor_comm"])
+    if not zero:  # each part's gradients are summed by a pair of ranks, both pairs at once
+        after = predict_measured(replace(costs, bucket_bytes=0.0), slow, plan).time_breakdown_s["data_comm"]
+        each_s = costs.ring_s(slow, (0, 2), sum(4.0 * own.parameters for own in part.layers))
+        assert after == pytest.approx(float(each_s), rel=1e-3)
+    alone = plan_of(module, 2, tp=2, sp=False, micro_batch=8, global_batch=8)
+    two = load_cluster("1x2xh100-sxm")
+    made = predict_measured(costs, two, alone)
+    problem = priced(costs, Places(two), [8], 8, 2)
+    option = problem.names.index((0, 8, 2))
+    whole = problem.time_s[option, problem.types[0, len(costs.layers)]]
+    assert whole == pytest.approx(made.step_time_s - made.time_breakdown_s["optimizer"], rel=1e-9)
+
+
 def test_a_slower_network_never_helps_and_pipelines_are_priced(resnet):
     steps = [step_of(resnet, f"2x4xv100-sxm-16gb@{rate}Gb/s").step_time_s for rate in (5, 10, 50, 100)]
     assert steps == sorted(steps, reverse=True)

@@ -4,6 +4,7 @@ import csv
 
 import pytest
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.validation.collective_cases import CLOSED_FORM, NCCL, collective_cases, era_of
 from foreshard.validation.collective_systems import OUTSIDE, collective_systems
@@ -78,8 +79,38 @@ def test_the_release_is_read_from_library_and_notes(tmp_path):
 
 
 def test_times_that_state_no_release_are_of_one_that_there_was():
+    """By the day of the commit that brought them, of every system in which NCCL states none."""
     assert era_of("nccl", "8x A100 node") == "2.1x"
+    assert era_of("nccl", "CoreWeave H100 HGX, 64 GPUs (sharp example)") == "2.1x"
+    assert era_of("nccl", "GCP a3-megagpu-8g x2") == era_of("nccl", "AWS p6-b200.48xlarge") == "2.2x"
+    assert era_of("nccl", "vTrain profiled A100 server") == era_of("nccl 2.10.3", "another node") == "old"
     assert era_of("nccl 2.27.3", "8x A100 node") == era_of("nccl", "another node") == "2.2x"
+
+
+def test_releases_follow_each_other():
+    sources = shipped("collective_sources.toml", "foreshard.validation")
+    days = list(sources["releases"].values())
+    assert days == sorted(days)
+    assert [int(name[2:]) for name in sources["releases"]] == list(range(10, 10 + len(days)))
+
+
+def test_a_trace_that_names_fewer_ranks_than_its_groups_have(tmp_path):
+    """Bandwidths of eight ranks, where two are named: no row of that group says how many it had."""
+    told = {"system": "a trace", "num_gpus": 2, "collective": "all_gather"}
+    found = cases(
+        tmp_path,
+        row(**told, algo_or_setting="group=tp n_samples=9", algbw_GBps=80.0, busbw_GBps=70.0),
+        row(**told, algo_or_setting="group=tp n_samples=3"),
+        row(**told, algo_or_setting="group=dp n_samples=3"),
+        row(**told | {"num_gpus": "many"}, algo_or_setting="group=tp n_samples=3"),
+    )
+    reasons = [one.reason for one in found]
+    assert reasons[:3] == [
+        "its bandwidths are not those of 2 ranks",
+        "other rows of its group are not of 2 ranks",
+        None,
+    ]
+    assert reasons[3]
 
 
 def test_the_transport_of_a_network_is_its_latency(tmp_path):

@@ -32,17 +32,24 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
     if "experts" in entry:
         routed, sparse = _expert_layers(reader, entry["experts"], layers), block | experts_of(reader, entry)
     windows = _windows(reader, entry["sliding"], layers) if "sliding" in entry else [0] * layers
+    turned = _turned(reader, entry, windows)
+    layout = list(zip(routed, windows, turned, strict=True))
     kinds = {
-        (routes, window): Block(window=window, **(sparse if routes else block))
-        for routes, window in set(zip(routed, windows, strict=True))
+        (routes, window, turns): Block(
+            **(sparse if routes else block)
+            | {"window": window, "rotary": (sparse if routes else block)["rotary"] * turns}
+        )
+        for routes, window, turns in set(layout)
     }
     ends = _END_RULES[entry["end_rule"]](reader, block) if "end_rule" in entry else {}
     positions = reader.positions(*entry["positions"], default=entry["positions_default"] or None)
+    if entry.get("scaled"):
+        ends["scaled"] = True
     if "learned_positions" in entry:
         ends["learned_positions"] = positions + entry["learned_positions"]
     return decoder(
         name=reader.name,
-        blocks=tuple(kinds[kind] for kind in zip(routed, windows, strict=True)),
+        blocks=tuple(kinds[kind] for kind in layout),
         vocab=reader.size("vocab_size"),
         tied_embeddings=reader.flag("tie_word_embeddings", entry["tied"]),
         max_seq_len=positions,
@@ -108,6 +115,14 @@ def _windows(reader: Reader, sliding: Entry, layers: int) -> Sequence[int]:
     if rule in ("all", "listed"):
         return [window * layer for layer in slides]
     return reader.layer_windows(layers, window, slides)
+
+
+def _turned(reader: Reader, entry: Entry, windows: Sequence[int]) -> list[bool]:
+    """Return whether each layer has rotary positions: all, those that the file lists, or those that slide."""
+    rule = entry.get("unrotated")
+    if rule == "listed":
+        return [not bare for bare in _without_rotary(reader, len(windows), 0)]
+    return [rule != "full" or window > 0 for window in windows]
 
 
 def _late(reader: Reader, layers: int, _: int) -> list[bool]:
@@ -206,15 +221,16 @@ def _stablelm(reader: Reader, block: Entry) -> dict[str, Any]:
 def _falcon(reader: Reader, block: Entry) -> dict[str, Any]:
     grouped, parallel = reader.flag("new_decoder_architecture", False), reader.flag("parallel_attn", True)
     norms = reader.size("num_ln_in_parallel_attn", default=2, maximum=2) if grouped else 1
-    kv_heads = block["num_heads"]
+    kv_heads, shared = block["num_heads"], not grouped and reader.flag("multi_query", True)
     if grouped:
         kv_heads = reader.kv_heads(kv_heads, "num_kv_heads", "n_head_kv")
-    elif reader.flag("multi_query", True):
+    elif shared:
         kv_heads = 1
     norms = norms if parallel else 2
     rotary = 0.0 if reader.flag("alibi", False) else block["rotary"]
     found = {"parallel": parallel or grouped, "num_norms": norms, "num_kv_heads": kv_heads}
-    return found | {"rotary": rotary}
+    # One head of keys is broadcast over the queries, which no fused kernel of torch takes.
+    return found | {"rotary": rotary, "eager_attention": shared}
 
 
 def _multi_query(reader: Reader, block: Entry) -> dict[str, Any]:

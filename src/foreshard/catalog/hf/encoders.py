@@ -157,6 +157,7 @@ def t5(reader: Reader) -> Model:
     """T5: blocks of the encoder, then of the decoder; relative positions in the first block of each."""
     hidden, vocab = reader.size("d_model", "hidden_size"), reader.size("vocab_size")
     heads, width = reader.size("num_heads", "num_attention_heads"), reader.size("d_kv")
+    activation = reader.text("feed_forward_proj", "relu")
     encoder = Block(
         hidden=hidden,
         num_heads=heads,
@@ -164,7 +165,9 @@ def t5(reader: Reader) -> Model:
         head_dim=width,
         value_head_dim=width,
         ffn=reader.size("d_ff"),
-        gated=reader.text("feed_forward_proj", "relu").startswith("gated"),
+        gated=activation.startswith("gated"),
+        # transformers configuration_t5.py: gated-gelu is gelu_new
+        spelled_gelu="gelu_new" if activation in ("gated-gelu", "gelu_new", "gated-gelu_new") else "",
         rotary=0.0,
         causal=False,
         dropout=reader.fraction("dropout_rate", default=0.1),

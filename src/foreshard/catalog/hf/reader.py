@@ -88,15 +88,15 @@ class Reader:
         self._checked(key, value, isinstance(value, str), "is not a string", f"{key} is a name")
         return str(value)
 
-    def spells_gelu(self, key: str, default: str) -> bool:
-        """Return whether the activation is GELU by its tanh formula, which transformers has no kernel for.
+    def spells_gelu(self, key: str, default: str) -> str:
+        """Return the formula of GELU, where transformers has no kernel for the activation.
 
         Source
         ------
         transformers activations.py NewGELUActivation, FastGELUActivation.
         """
         value = self._find((key,), default)[1]
-        return value in ("gelu_new", "gelu_fast")
+        return value if value in ("gelu_new", "gelu_fast") else ""
 
     def list(self, key: str) -> list[Any] | None:
         """Return a list, or None when absent."""

@@ -226,7 +226,7 @@ def _rules(advice: BucketAdvice, priority: dict[str, Any]) -> Table:
     ]
     largest = max(bucket.num_bytes for bucket in advice.others[-1].times)
     whole = priority["partition_bytes"] >= largest
-    cut = "whole gradients" if whole else f"{priority['partition_bytes'] // 1024:,} KiB partitions"
+    cut = "whole gradients" if whole else f"{quantity.size(priority['partition_bytes'])} partitions"
     rows.append((f"priority, {cut}", None, None, quantity.seconds(priority["exposed_s"])))
     title = "Exposed after the backward (by priority: in the backward and the next forward)"
     return table(title, ("rule", ">buckets", ">largest", ">exposed"), rows)

@@ -63,11 +63,11 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.comm.flow.places import check_devices, routing_of
     from foreshard.comm.flow.schedule_run import run_schedule, send_times
-    from foreshard.comm.schedules.cost import is_lockstep, round_cost
-    from foreshard.comm.schedules.registry import algorithms_of
+    from foreshard.comm.schedules.cost import RoundTraffic
+    from foreshard.comm.schedules.registry import usual_algorithm
     from foreshard.interop.collective_schedules.send_trace import send_trace
 
-    algorithm = algorithm or ("ring" if "ring" in algorithms_of(collective) else "direct")
+    algorithm = algorithm or usual_algorithm(collective)
     topology, per_node = topology_at(cluster, rates)
     if not size > 0:
         raise SpecError(
@@ -85,7 +85,7 @@ def command(
     route = routing_of(schedule, topology, forwarding="any")
     run = run_schedule(schedule, size, topology, route)
     wall_s = time.perf_counter() - started
-    is_rounded = schedule.num_sends <= _MAX_ROUNDED
+    rounds = RoundTraffic(schedule, topology, route) if schedule.num_sends <= _MAX_ROUNDED else None
     if trace:
         times = send_times(schedule, size, topology, route)
         write_text(trace, dump(send_trace(schedule, *times, num_bytes=size)) + "\n")
@@ -99,8 +99,8 @@ def command(
         "time_s": run.seconds,
         "lower_bound_s": run.lower_bound_s,
         "gap": max(run.seconds / run.lower_bound_s - 1.0, 0.0),
-        "closed_form_s": round_cost(schedule, topology, route).time_s(size) if is_rounded else None,
-        "in_lockstep": is_lockstep(schedule, topology, route) if is_rounded else None,
+        "closed_form_s": rounds.cost().time_s(size) if rounds else None,
+        "in_lockstep": rounds.is_lockstep() if rounds else None,
         "flows": run.num_sends,
         "busiest": [{"resource": _name(topology, one), "utilisation": part} for one, part in run.busiest],
         "wall_s": wall_s,

@@ -91,6 +91,11 @@ def _run_options() -> list[click.Option]:
         ),
         attention_option(),
         recipe_option(),
+        click.Option(
+            ["--compile/--no-compile"],
+            default=None,
+            help="Whether torch.compile makes the kernels (default: the framework's).",
+        ),
         *(_comm_option(name) for name in COMM_OPTIONS),
         *wire_options(),
         click.Option(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from foreshard.advise.request import flag_of
-from foreshard.cli.options.varying import NOISE, noise_of
-from foreshard.errors import SpecError
+from foreshard.cli.options.varying import noise_of
 
 if TYPE_CHECKING:
     from foreshard.planner.result import PlanResult
@@ -14,52 +13,50 @@ if TYPE_CHECKING:
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.traced_module import TracedModule
 
-_PREDICTS = {
-    *("model", "cluster", "plan", "dp", "pp", "zero", "micro_batch", "global_batch", "schedule"),
-    *("precision", "optimizer", "recompute", "engine", "costs", "fidelity", *NOISE),
-}
-_ARGUMENTS = {"model", "cluster"}
-_PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective"}
 
+def traced(model: str, precision: Any, degrees: Callable[[], Iterable[int]]) -> TracedModule | None:
+    """Return the module that MODEL names, None for one that is not traced.
 
-def traced(model: str, precision: Any) -> TracedModule | None:
-    """Return the module that MODEL names, None for one that is not traced."""
+    `degrees` gives the tensor parallelism that is asked for.
+    """
     from foreshard import api
+    from foreshard.profile.networks.catalog import is_traced
 
+    if not is_traced(model):
+        return None
     if isinstance(precision, tuple):
         precision = precision[0]
-    return api.trace(model, precision=precision or "bf16")
+    return api.trace(model, precision=precision or "bf16", degrees=degrees())
+
+
+def degrees_of(values: dict[str, Any]) -> set[int]:
+    """Return the tensor parallelism of the plan that `predict` is asked for."""
+    from foreshard import api
+    from foreshard.advise import traced_request
+
+    plan = api.load_plan(values["plan"]) if values.get("plan") else None
+    return traced_request.degrees_of(plan, values.get("tp"))
+
+
+def degrees_on(cluster: str, max_tp: int | None) -> list[int]:
+    """Return the tensor parallelism that `plan` tries."""
+    from foreshard import api
+    from foreshard.advise import traced_request
+
+    return traced_request.degrees_on(api.load_cluster(cluster), max_tp)
 
 
 def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> Prediction:
     """Return the prediction of `predict` for a traced module."""
     from foreshard import api
-    from foreshard.spec.degrees import plan_from_degrees
+    from foreshard.advise import traced_request
 
-    _reject_unknown({**values, **others}, _PREDICTS)
-    if values.get("costs") not in (None, "auto", "formula"):
-        raise SpecError(
-            f"costs {values['costs']} of a traced module",
-            key="--costs",
-            value=values["costs"],
-            rule="Operations of a traced module are priced by formulas",
-            fix="Leave out --costs, or profile the job and give the file that calibrate writes",
-        )
+    traced_request.check_predicts({**values, **others})
     cluster = api.load_cluster(values["cluster"])
     if values.get("plan"):
         plan = api.load_plan(values["plan"])
     else:
-        named = ("dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
-        stated = {name: values[name] for name in named if values.get(name) is not None}
-        plan = plan_from_degrees(
-            _cut_layers(module, stated.get("pp", 1)),
-            cluster.num_devices,
-            zero=values.get("zero") or 0,
-            seq_len=1,
-            precision=module.precision,
-            framework="ddp",
-            **stated,
-        )
+        plan = traced_request.plan_of(module, cluster, values)
     return api.predict_traced(
         module,
         cluster,
@@ -73,32 +70,8 @@ def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]
 def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: dict[str, Any]) -> PlanResult:
     """Return the result of `plan` for a traced module."""
     from foreshard import api
+    from foreshard.advise import traced_request
 
-    _reject_unknown({**asked, **others}, _PLANS)
-    if asked.get("engine") not in (None, "graph"):
-        raise _refused("--engine", asked["engine"], _PLANS)
-    if asked.get("objective", ("time",)) != ("time",):
-        raise _refused("--objective", ",".join(asked["objective"]), _PLANS)
+    traced_request.check_plans({**asked, **others})
     kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if name in asked}
     return api.plan_traced(module, cluster, global_batch=asked["global_batch"], **kept)
-
-
-def _cut_layers(module: TracedModule, pp: int) -> int:
-    """Return the layers between the first and the last, which the cuts of a pipeline count."""
-    most = len(module.layers)
-    if pp > max(most - 2, 1):
-        rule = f"{module.name} can be cut into {most} layers"
-        raise SpecError(f"pp {pp}", key="--pp", value=pp, rule=rule, fix=f"Use at most {max(most - 2, 1)}")
-    return most - 2
-
-
-def _reject_unknown(values: dict[str, Any], known: set[str]) -> None:
-    for name, value in values.items():
-        if name not in known and value not in (None, False, (), "none"):
-            raise _refused(flag_of(name), str(value), known)
-
-
-def _refused(flag: str, value: str, known: set[str]) -> SpecError:
-    rule = f"A traced module takes {', '.join(sorted(map(flag_of, known - _ARGUMENTS)))}"
-    what = f"{flag} is not taken for a traced module"
-    return SpecError(what, key=flag, value=value, rule=rule, fix="Leave it out")

@@ -109,13 +109,24 @@ def iteration_length_s(phases: Sequence[IterationPhase], transfer_s: np.ndarray)
     >>> iteration_length_s([phase, IterationPhase(compute_s=1.0)], np.array([3.0, 0.0]))
     5.0
     """
+    return phase_spans_s(phases, transfer_s)[1]
+
+
+def phase_spans_s(phases: Sequence[IterationPhase], transfer_s: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return when a lone iteration sends in each phase, shape (phases, 2), and when it ends.
+
+    Transfers of a phase follow those of the phases before; a phase that sends nothing waits for none.
+    """
+    spans = np.zeros((len(phases), 2))
     computed_s = sent_s = 0.0
-    for phase, seconds in zip(phases, transfer_s.tolist(), strict=True):
+    for i, (phase, seconds) in enumerate(zip(phases, transfer_s.tolist(), strict=True)):
         computed_s += phase.compute_s
-        sent_s = max(sent_s, computed_s) + seconds
-        if not phase.overlaps:
+        begin_s = max(sent_s, computed_s)
+        spans[i] = begin_s, begin_s + seconds
+        sent_s = begin_s + seconds
+        if phase.transfers and not phase.overlaps:
             computed_s = sent_s
-    return max(computed_s, sent_s)
+    return spans, max(computed_s, sent_s)
 
 
 def demands_of(topology: Topology, jobs: Sequence[TrainingJob]) -> tuple[JobDemand, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
+from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of, usual_algorithm
 from foreshard.errors import SpecError
 
 
@@ -73,9 +73,9 @@ class TrainingJob:
 
 
 def collective_transfers(
-    collective: str, size_bytes: float, ranks: Sequence[int], *, algorithm: str = "ring"
+    collective: str, size_bytes: float, ranks: Sequence[int], *, algorithm: str | None = None
 ) -> tuple[Transfer, ...]:
-    """Return what a collective sends between ranks in all, pair by pair.
+    """Return what a collective sends between ranks in all, pair by pair, unless named by a ring or directly.
 
     All pairs send at once: rounds of a schedule, which neighbours keep in step, are left out, as are the
     latencies of all rounds but one.
@@ -90,6 +90,7 @@ def collective_transfers(
     >>> [transfer.num_bytes for transfer in collective_transfers("all-reduce", 3e6, [4, 9, 2])]
     [4000000.0, 4000000.0, 4000000.0]
     """
+    algorithm = algorithm or usual_algorithm(collective)
     known = ALGORITHMS.get(algorithm)
     made = None
     if known is None or not known.needs_nodes:

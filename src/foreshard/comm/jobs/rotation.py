@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from foreshard.comm.jobs.demand import Choice, JobDemand
+from foreshard.comm.jobs.demand import Choice, JobDemand, phase_spans_s
 
 NUM_STEPS = 72
 """Steps of a circle: 5 degrees, as CASSINI takes them (recalled)."""
@@ -74,14 +74,7 @@ def profile(demand: JobDemand, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
     """Return when a lone iteration sends: spans, shape (phases, 2), and parts of capacities in each."""
     loads = demand.phase_loads(choice) / demand.capacity_bytes_per_s
     seconds = demand.phase_times_s(choice)
-    spans = np.zeros((len(seconds), 2))
-    computed_s = sent_s = 0.0
-    for i, phase in enumerate(demand.job.phases):
-        computed_s += phase.compute_s
-        spans[i] = max(sent_s, computed_s), max(sent_s, computed_s) + seconds[i]
-        sent_s = spans[i, 1]
-        if not phase.overlaps:
-            computed_s = sent_s
+    spans, _ = phase_spans_s(demand.job.phases, seconds)
     rates = np.divide(loads, seconds[:, None], out=np.zeros_like(loads), where=seconds[:, None] > 0.0)
     return spans, rates
 

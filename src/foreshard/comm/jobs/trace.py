@@ -44,7 +44,7 @@ class PhaseTable:
     compute: Seconds = 0.0
     collective: str | None = None
     size: Bytes | None = None
-    algorithm: str = "ring"
+    algorithm: str | None = None
     ranks: Annotated[tuple[Rank, ...], Size(2)] | None = None
     transfers: tuple[TransferTable, ...] = ()
     overlaps: bool = False

@@ -82,18 +82,18 @@ def _doubles(count: int, speed: float, capability: int) -> bool:
 
 
 def tree_channels(links: ChannelLinks, ring: Channels) -> Channels:
-    """Return as many trees as rings; the ends of a chain use their links once, which leaves room inside."""
+    """Return as many trees as rings, of the fastest speed that links and cards carry, then faster inside.
+
+    The ends of a chain use their links once, which leaves room inside.
+    """
     total = links.device_bytes_per_s * links.ranks / (links.ranks - 1) if links.ranks > 1 else inf
-    fits = [
-        speed for speed in links.speeds if speed * ring.count <= total and speed >= ring.intra_bytes_per_s
-    ]
-    rising = sorted(fits) or [ring.intra_bytes_per_s]
-    intra = rising[0]
-    for speed in rising[1:]:
-        if links.cards and intra >= 2.0 * ring.inter_bytes_per_s:
-            break
-        intra = speed
-    inter = ring.inter_bytes_per_s if links.cards else intra
+    inside = [speed for speed in links.speeds if speed * ring.count <= total * (1.0 + _ROUNDING)]
+    fits = (speed for speed in inside if links.on_cards(speed) >= ring.count)
+    inter = next(fits, ring.inter_bytes_per_s)
+    intra = inter
+    for speed in reversed(inside):
+        if speed > intra and intra < 2.0 * inter:
+            intra = speed
     return Channels(count=ring.count, intra_bytes_per_s=intra, inter_bytes_per_s=inter)
 
 

@@ -26,6 +26,7 @@ from foreshard.comm.nccl.constants import (
     row_of,
 )
 from foreshard.errors import SpecError
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster, NodeGroup
@@ -92,8 +93,16 @@ def communicator_of(
     Raises
     ------
     SpecError
-        A device is not of NVIDIA, which NCCL needs.
+        There are not two ranks, or a device is not of NVIDIA, which NCCL needs.
     """
+    if num_ranks < 2:
+        raise SpecError(
+            f"a communicator of {number_of(num_ranks, 'rank')}",
+            key="CLUSTER",
+            value=num_ranks,
+            rule="NCCL chooses between two ranks or more",
+            fix="Take a cluster of several devices",
+        )
     fabric = fabric_between(cluster, range(num_ranks))
     groups = _groups(cluster, num_ranks)
     devices = {group.device for group in groups}

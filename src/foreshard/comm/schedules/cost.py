@@ -2,16 +2,15 @@
 
 A round of the schedule takes the largest load of a resource over its capacity, plus the largest latency of a
 route. That equals the formulas of Hockney's model, and the flow simulation, where ranks proceed in lockstep
-and nothing contends (`is_lockstep`). Of sends listed by rounds it is nowhere less than the bytes of a
-resource over its capacity, nor than the longest chain of sends. Where the simulation is faster, ranks go on
-before the slowest send of a round; where it is slower, fair shares leave the busiest resource idle later.
+and nothing contends (`RoundTraffic.is_lockstep`). Of sends listed by rounds it is nowhere less than the bytes
+of a resource over its capacity, nor than the longest chain of sends. Where the simulation is faster, ranks go
+on before the slowest send of a round; where it is slower, fair shares leave the busiest resource idle later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -44,8 +43,8 @@ class RoundCost:
         return float(self.latency_s.sum() + num_bytes * self.s_per_byte.sum())
 
 
-def round_cost(schedule: Schedule, topology: Topology, route: Route) -> RoundCost:
-    """Return the cost of each round of a schedule on a network.
+class RoundTraffic:
+    """What each pair of places sends in each round of a schedule, and the resources that it takes.
 
     Parameters
     ----------
@@ -54,64 +53,83 @@ def round_cost(schedule: Schedule, topology: Topology, route: Route) -> RoundCos
     route : callable
         The links between two places of the schedule, ranks, then switches, on a channel; asked once for each.
 
-    Examples
-    --------
-    >>> from foreshard.comm.schedules.ring import ring
-    >>> from foreshard.comm.topology.graph import Edge, Vertex
-    >>> ends = [(0, 1), (1, 0)]
-    >>> links = tuple(Edge(source=a, target=b, bytes_per_s=2.0, latency_s=1.0) for a, b in ends)
-    >>> two = tuple(Vertex(name=name, kind="device") for name in "ab")
-    >>> pair = Topology(vertices=two, links=links)
-    >>> round_cost(ring("all-reduce", 2), pair, lambda source, target, channel: (source,)).time_s(8.0)
-    6.0
-    """
-    sent = _sent(schedule, topology, route)
-    num_resources = max(len(topology.capacity_bytes_per_s), 1)
-    key, at = numbered(sent.when[sent.row] * num_resources + sent.resource)
-    when, resource = key // num_resources, key % num_resources
-    total = np.bincount(at, weights=sent.load[sent.row], minlength=len(key))
-    time = total / topology.capacity_bytes_per_s[resource]
-    num_rounds = int(sent.when.max(initial=-1)) + 1
-    latency_s, s_per_byte = np.zeros(num_rounds), np.zeros(num_rounds)
-    np.maximum.at(latency_s, sent.when, sent.latency_s[sent.way])
-    bottleneck = np.full(num_rounds, -1, dtype=np.int64)
-    order = np.argsort(time, kind="stable")
-    # the last write of each round is that of its largest time
-    s_per_byte[when[order]], bottleneck[when[order]] = time[order], resource[order]
-    return RoundCost(latency_s=latency_s, s_per_byte=s_per_byte, bottleneck=bottleneck)
-
-
-def is_lockstep(schedule: Schedule, topology: Topology, route: Route) -> bool:
-    """Return whether nothing contends and ranks proceed in lockstep, so that no simulation differs.
-
-    In each round no resource carries what two pairs of places send each other; channels of one pair send
-    equal bytes; all messages take equally long; and every send waits for the end of a message of the round
-    before, so that none starts early.
+    Attributes
+    ----------
+    when, way, load : ndarray, shape (rows,)
+        Round, number of the way, and bytes for each byte of the collective.
+    ways : list of (int, int, int)
+        Source, target and channel.
+    row, resource : ndarray of int, shape (entries,)
+        The rows that occupy a resource.
+    latency_s : ndarray, shape (ways,)
 
     Examples
     --------
     >>> from foreshard.comm.schedules.ring import ring
     >>> from foreshard.comm.topology.regular import full_mesh
-    >>> mesh, number = full_mesh(3, 1e9), {(0, 1): 0, (1, 0): 1, (0, 2): 2, (2, 0): 3, (1, 2): 4, (2, 1): 5}
-    >>> is_lockstep(ring("all-reduce", 3), mesh, lambda a, b, channel: (number[a, b],))
-    True
-    >>> is_lockstep(ring("all-reduce", 3), mesh, lambda a, b, channel: (0,))
+    >>> mesh, number = full_mesh(2, 2.0, 1.0), {(0, 1): 0, (1, 0): 1}
+    >>> traffic = RoundTraffic(ring("all-reduce", 2), mesh, lambda a, b, channel: (number[a, b],))
+    >>> traffic.cost().time_s(8.0), traffic.is_lockstep()
+    (6.0, True)
+    >>> RoundTraffic(ring("all-reduce", 2), mesh, lambda a, b, channel: (0,)).is_lockstep()
     False
     """
-    sent = _sent(schedule, topology, route)
-    ends = np.array([source * schedule.num_places + target for source, target, _ in sent.ways])
-    pair = numbered(ends.astype(np.int64))[1]
-    pair = pair[sent.way]
-    num_resources = max(len(topology.capacity_bytes_per_s), 1)
-    key, at = numbered(sent.when[sent.row] * num_resources + sent.resource)
-    same_load = _is_same(sent.load, numbered(sent.when * (pair.max(initial=0) + 1) + pair)[1])
-    if not same_load or not _is_same(pair[sent.row], at):
-        return False
-    total = np.bincount(at, weights=sent.load[sent.row], minlength=len(key))[at]
-    slowest = np.zeros(len(sent.when))
-    np.maximum.at(slowest, sent.row, total / topology.capacity_bytes_per_s[sent.resource])
-    is_even = _is_same(slowest, sent.when) and _is_same(sent.latency_s[sent.way], sent.when)
-    return is_even and _waits_for_messages(schedule)
+
+    def __init__(self, schedule: Schedule, topology: Topology, route: Route) -> None:
+        self.schedule, self.topology = schedule, topology
+        ways, way = schedule.ways()
+        self.ways = ways
+        routes = [tuple(route(*one)) for one in ways]
+        used, at = numbered(schedule.rounds() * len(ways) + way)
+        self.load = np.bincount(at, weights=schedule.weight, minlength=len(used))
+        self.when, self.way = used // max(len(ways), 1), used % max(len(ways), 1)
+        self.latency_s = np.array([topology.latency_s[list(one)].sum() if one else 0.0 for one in routes])
+        resources = [topology.resources_of(one) for one in routes]
+        counts = np.array([len(some) for some in resources], dtype=np.int64)
+        flat = np.array([one for some in resources for one in some], dtype=np.int64)
+        each, begins = counts[self.way], (np.cumsum(counts) - counts)[self.way]
+        self.row = np.repeat(np.arange(len(used)), each)
+        self.resource = flat[np.repeat(begins - (np.cumsum(each) - each), each) + np.arange(each.sum())]
+
+    def cost(self) -> RoundCost:
+        """Return the cost of each round."""
+        capacity = self.topology.capacity_bytes_per_s
+        num_resources = max(len(capacity), 1)
+        key, at = numbered(self.when[self.row] * num_resources + self.resource)
+        when, resource = key // num_resources, key % num_resources
+        total = np.bincount(at, weights=self.load[self.row], minlength=len(key))
+        time = total / capacity[resource]
+        num_rounds = int(self.when.max(initial=-1)) + 1
+        latency_s, s_per_byte = np.zeros(num_rounds), np.zeros(num_rounds)
+        np.maximum.at(latency_s, self.when, self.latency_s[self.way])
+        bottleneck = np.full(num_rounds, -1, dtype=np.int64)
+        order = np.argsort(time, kind="stable")
+        # the last write of each round is that of its largest time
+        s_per_byte[when[order]], bottleneck[when[order]] = time[order], resource[order]
+        return RoundCost(latency_s=latency_s, s_per_byte=s_per_byte, bottleneck=bottleneck)
+
+    def is_lockstep(self) -> bool:
+        """Return whether nothing contends and ranks proceed in lockstep, so that no simulation differs.
+
+        In each round no resource carries what two pairs of places send each other; channels of one pair send
+        equal bytes; all messages take equally long; and every send waits for the end of a message of the
+        round before, so that none starts early.
+        """
+        num_places = self.schedule.num_places
+        ends = np.array([source * num_places + target for source, target, _ in self.ways])
+        pair = numbered(ends.astype(np.int64))[1]
+        pair = pair[self.way]
+        capacity = self.topology.capacity_bytes_per_s
+        num_resources = max(len(capacity), 1)
+        key, at = numbered(self.when[self.row] * num_resources + self.resource)
+        same_load = _is_same(self.load, numbered(self.when * (pair.max(initial=0) + 1) + pair)[1])
+        if not same_load or not _is_same(pair[self.row], at):
+            return False
+        total = np.bincount(at, weights=self.load[self.row], minlength=len(key))[at]
+        slowest = np.zeros(len(self.when))
+        np.maximum.at(slowest, self.row, total / capacity[self.resource])
+        is_even = _is_same(slowest, self.when) and _is_same(self.latency_s[self.way], self.when)
+        return is_even and _waits_for_messages(self.schedule)
 
 
 def _is_same(values: np.ndarray, number: np.ndarray) -> bool:
@@ -133,39 +151,3 @@ def _waits_for_messages(schedule: Schedule) -> bool:
     waits = np.zeros(schedule.num_sends, dtype=bool)
     waits[send[is_last[before] & (rounds[before] == rounds[send] - 1)]] = True
     return bool((waits | (rounds == 0)).all() and (step[is_same_way] >= 0).all())
-
-
-class _Sent:
-    """What each way carries in each round, as rows, and the resources of each row.
-
-    Attributes
-    ----------
-    when, way, load : ndarray, shape (rows,)
-        Round, number of the way, and bytes for each byte of the collective.
-    ways : list of (int, int, int)
-        Source, target and channel.
-    row, resource : ndarray of int, shape (entries,)
-        The rows that occupy a resource.
-    latency_s : ndarray, shape (ways,)
-    """
-
-    def __init__(self, schedule: Schedule, topology: Topology, route: Route) -> None:
-        ways, way = schedule.ways()
-        self.ways = ways
-        routes = [tuple(route(*one)) for one in ways]
-        used, at = numbered(schedule.rounds() * len(ways) + way)
-        self.load = np.bincount(at, weights=schedule.weight, minlength=len(used))
-        self.when, self.way = used // max(len(ways), 1), used % max(len(ways), 1)
-        self.latency_s = np.array([topology.latency_s[list(one)].sum() if one else 0.0 for one in routes])
-        resources = [topology.resources_of(one) for one in routes]
-        counts = np.array([len(some) for some in resources], dtype=np.int64)
-        flat = np.array([one for some in resources for one in some], dtype=np.int64)
-        each, begins = counts[self.way], (np.cumsum(counts) - counts)[self.way]
-        self.row = np.repeat(np.arange(len(used)), each)
-        self.resource = flat[np.repeat(begins - (np.cumsum(each) - each), each) + np.arange(each.sum())]
-
-
-@lru_cache(maxsize=1)
-def _sent(schedule: Schedule, topology: Topology, route: Route) -> _Sent:
-    """Return the rows of a schedule, once for its cost and for whether that is exact."""
-    return _Sent(schedule, topology, route)

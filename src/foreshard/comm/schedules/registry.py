@@ -118,6 +118,17 @@ ALGORITHMS: dict[str, Algorithm] = {
 """Algorithms that need no more than their name; ``synthesis/packing.py`` packs trees into a topology."""
 
 
+def usual_algorithm(collective: str) -> str:
+    """Return the algorithm where none is named: a ring, or direct sends where the collective has no ring.
+
+    Examples
+    --------
+    >>> usual_algorithm("all-gather"), usual_algorithm("all-to-all")
+    ('ring', 'direct')
+    """
+    return "ring" if "ring" in algorithms_of(collective) else "direct"
+
+
 def algorithms_of(collective: str) -> tuple[str, ...]:
     """Return the names of the algorithms of a collective.
 

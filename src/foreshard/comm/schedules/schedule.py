@@ -150,16 +150,22 @@ def numbered(key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rounds_in_order(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
-    """Return the round of each send by a compiled loop; None where one is listed before what it waits for."""
+    """Return the round of each send by a compiled loop; None where one is listed before what it waits for.
+
+    Numbers are always of 32 bits: a loop compiled for several types has several entries in numba's cache,
+    which two processes that both write the first one mix up for good.
+    """
+    if max(len(indptr), len(indices)) > np.iinfo(np.int32).max:
+        return None
+    first, before = (np.ascontiguousarray(numbers, dtype=np.int32) for numbers in (indptr, indices))
     found = np.zeros(len(indptr) - 1, dtype=np.int64)
     kernel = loops("foreshard.comm.schedules._rounds_kernel", True)
-    return found if kernel.count_rounds(indptr, indices, found) else None
+    return found if kernel.count_rounds(first, before, found) else None
 
 
 def load_rounds() -> None:
     """Load the compiled loop of `Schedule.rounds`: the wall time of what follows is its own."""
-    for kind in (np.int32, np.int64):
-        _rounds_in_order(np.zeros(2, dtype=kind), np.zeros(0, dtype=kind))
+    _rounds_in_order(np.zeros(2, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
 def _rounds_by_level(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """A schedule as MSCCL XML: thread blocks of each GPU, and their steps.
 
 A thread block sends to one peer and receives from one, in order. Receives stand as late as the sends after
-them allow, so that a receive and the send that passes it on become one fused step. Source: microsoft/msccl-
+them allow, so that a receive and the send that passes it on become one fused step; where blocks would wait
+for each other, all steps stand by rounds. Source: microsoft/msccl-
 tools 030a750 (msccl/language/ir.py, collectives.py for what lies where in place); microsoft/msccl msccl.h for
 the limit of steps.
 """
@@ -149,6 +150,27 @@ class _Blocks:
 
     def steps(self) -> dict[Block, list[_Step]]:
         """Return the steps of each block in order, with extra waits as steps that do nothing else."""
+        for order in (self._late_receives(), self._by_rounds()):
+            plain = {block: self._fused(block, sides) for block, sides in sorted(order.items()) if sides}
+            position = {
+                side: (block, n)
+                for block, some in plain.items()
+                for n, step in enumerate(some)
+                for side in step.sides
+            }
+            for block, some in plain.items():
+                self._wait(block, some, position)
+            if not _is_circular(plain, position):
+                break
+        if self.is_exchange:
+            self._keep_own(plain)
+        return {block: _with_nops(steps) for block, steps in sorted(plain.items())}
+
+    def _late_receives(self) -> dict[Block, list[Side]]:
+        """Return what each block does, receives as late as its own sends allow: most fuse with the next send.
+
+        A block may then hold back what another waits for, which holds back what it waits for itself.
+        """
         order: dict[Block, list[Side]] = defaultdict(list)
         received: dict[Block, list[int]] = defaultdict(list)  # not yet placed
         placed: dict[Block, int] = defaultdict(int)
@@ -165,18 +187,15 @@ class _Blocks:
             order[block].append((send, True))
         for block, queue in received.items():
             order[block] += [(one, False) for one in queue[placed[block] :]]
-        plain = {block: self._fused(block, sides) for block, sides in sorted(order.items()) if sides}
-        position = {
-            side: (block, n)
-            for block, some in plain.items()
-            for n, step in enumerate(some)
-            for side in step.sides
-        }
-        for block, some in plain.items():
-            self._wait(block, some, position)
-        if self.is_exchange:
-            self._keep_own(plain)
-        return {block: _with_nops(steps) for block, steps in sorted(plain.items())}
+        return order
+
+    def _by_rounds(self) -> dict[Block, list[Side]]:
+        """Return what each block does by rounds, sends first: all that a step waits for is earlier."""
+        sides = [(send, is_out) for send in range(self.schedule.num_sends) for is_out in (True, False)]
+        order: dict[Block, list[Side]] = defaultdict(list)
+        for side in sorted(sides, key=lambda side: (self.round_of[side[0]], not side[1], side[0])):
+            order[self.block(side)].append(side)
+        return order
 
     def _fused(self, block: Block, sides: Sequence[Side]) -> list[_Step]:
         """Return the steps of a block; a receive and the send that passes its chunk on are one."""
@@ -233,6 +252,29 @@ class _Blocks:
         for rank in range(self.schedule.num_ranks):
             offsets = range(rank * parts, (rank + 1) * parts)
             blocks[rank, -1, -1, 0] = [_Step("cpy", ("i", one), ("o", one)) for one in offsets]
+
+
+def _is_circular(steps: Mapping[Block, Sequence[_Step]], at: Mapping[Side, tuple[Block, int]]) -> bool:
+    """Return whether steps wait for each other: for the one before, for messages, or by their waits."""
+    ahead: dict[tuple[Block, int], list[tuple[Block, int]]] = defaultdict(list)
+    open_waits: dict[tuple[Block, int], int] = {}
+    for block, some in steps.items():
+        for n, step in enumerate(some):
+            before = [at[wait] for wait in step.waits]
+            before += [at[send, True] for send, is_out in step.sides if not is_out]
+            before += [(block, n - 1)] if n else []
+            open_waits[block, n] = len(before)
+            for one in before:
+                ahead[one].append((block, n))
+    ready = [one for one, count in open_waits.items() if not count]
+    done = 0
+    while ready:
+        done += 1
+        for one in ahead[ready.pop()]:
+            open_waits[one] -= 1
+            if not open_waits[one]:
+                ready.append(one)
+    return done < len(open_waits)
 
 
 def _offsets(schedule: Schedule) -> list[int]:

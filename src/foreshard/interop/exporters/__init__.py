@@ -167,7 +167,10 @@ def export(
         fix = "Set the adapters up in the tool, and leave lora out of the exported plan"
         raise InexpressibleError(target, (f"adapters (lora {plan.lora})",), fix=fix)
     if traced is not None and target not in (_TRACED, *_BESIDE):
-        fix = f"Use --to {_TRACED}, which writes Python for any module"
+        fix = (
+            f"Use --to {_TRACED}, which writes Python for any module; of a Hugging Face model, plan and "
+            "export its config.json instead of a trace"
+        )
         raise InexpressibleError(target, (f"{traced.name}, a module of your own or a network",), fix=fix)
     request = ExportRequest(
         plan=plan,

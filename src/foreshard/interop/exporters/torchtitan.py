@@ -94,6 +94,8 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
         yield f"offload {degrees.offload} (it offloads weights, gradients and optimizer together)"
     if degrees.offload == "all":
         yield "offload all (it offloads no activations)"
+    if plan.compile is False and _async_tp(plan, degrees):
+        yield "overlapped tensor parallelism without compile (it is a pass of the compiler)"
     kind = degrees.recompute.partition(":")
     if kind[0] == "full" and kind[2]:
         yield f"recompute {degrees.recompute} (full recomputes every block)"
@@ -154,6 +156,11 @@ def _async_tp(plan: Plan, degrees: Uniform) -> bool:
     return degrees.tp > 1 and bool(plan.comm.get("tp_overlap", default))
 
 
+def _compiles(plan: Plan, degrees: Uniform) -> bool:
+    """Return whether to compile; asynchronous tensor parallelism is a pass of the compiler."""
+    return bool(plan.compile) or _async_tp(plan, degrees)
+
+
 def _reshards(degrees: Uniform) -> str:
     """Return the policy that predictions are of: by default pipelines keep weights gathered."""
     if degrees.zero < 3:
@@ -202,7 +209,7 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
         "training": _training(plan, degrees),
         "parallelism": parallelism,
         "activation_checkpoint": _checkpoint_02(degrees.recompute),
-        "compile": {"enable": _async_tp(plan, degrees)},
+        "compile": {"enable": _compiles(plan, degrees)},
     }
     scaled: dict[str, Any] = {"enable_fsdp_float8_all_gather": True} if _narrow_gather(plan) else {}
     if plan.fp8_recipe == "rowwise":  # tensorwise is what it does without a name, and alone gathers in 8 bit
@@ -225,7 +232,7 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
     parallelism = _parallelism(degrees, "lm_head") | {"enable_sequence_parallel": degrees.sp}
     training = _training(plan, degrees) | {"disable_cuda_graphs": not _graphs(plan, degrees)}
     checkpoint = {"none": None, "full": "FullAC", "selective:op": "SelectiveAC"}[degrees.recompute]
-    compiled = _async_tp(plan, degrees)
+    compiled = _compiles(plan, degrees)
     quantized = plan.precision == "fp8"
     options = f"filter_fqns=['lm_head'], model_compile_enabled={compiled}"
     registered = [f"converters=[Float8LinearConverter.Config({options})]"] if quantized else []
@@ -247,6 +254,7 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
         parallelism=_arguments(parallelism),
         checkpoint=f"{checkpoint}.Config()" if checkpoint else None,
         compiled=compiled,
+        asynchronous=_async_tp(plan, degrees),
     )
 
 

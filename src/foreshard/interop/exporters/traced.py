@@ -49,7 +49,9 @@ def export_traced(
 
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
-    for name, value in (("tp", degrees.tp), ("pp", degrees.pp), ("cp", degrees.cp), ("ep", degrees.ep)):
+    if degrees.tp > 1:
+        yield f"tp {degrees.tp} (no tool splits any module by itself: plan with --max-tp 1)"
+    for name, value in (("pp", degrees.pp), ("cp", degrees.cp), ("ep", degrees.ep)):
         if value > 1:
             yield f"{name} {value}"
     if degrees.zero == 1:

@@ -195,6 +195,11 @@ def wire_notes(plan: Plan) -> tuple[str, ...]:
             f"Attention is {plan.attention}: set --attention-backend of Megatron, attn_implementation of "
             "transformers, or the tool's own option."
         )
+    if plan.compile is not None:
+        notes.append(
+            f"torch.compile is {'on' if plan.compile else 'off'}: torchtitan's file says so; set "
+            "dynamo_config of accelerate, torch_compile of transformers, or call it in your own code."
+        )
     if plan.collectives != "auto":
         value = ",".join(NCCL_ALGORITHMS[plan.collectives])
         notes.append(

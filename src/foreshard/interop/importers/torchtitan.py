@@ -45,6 +45,8 @@ def read(text: str, file: str) -> StatedRun:
     if training.switch("enable_cpu_offload"):
         raise training.cannot("enable_cpu_offload", "offload of weights")
     compiled = config.table("compile").switch("enable")
+    if compiled:
+        choices["compile"] = True
     choices["tp_overlap"] = parallel.switch("enable_async_tensor_parallel") and compiled
     pp = choices["pp"]
     local = training.whole("local_batch_size", default=8)

@@ -134,7 +134,9 @@ class _Stages:
         others = [rank for rank in range(self._cluster.num_devices) if rank != first][: copies - 1]
         seconds = self._slow * self._total("optimizer_s") + self._ring_s((first, *others), trained)
         tp = len(self._block)
-        if tp > 1 and copies == 1:  # what is whole on each of them they sum too
+        if tp > 1 and copies == 1 and self._costs.by_formula:  # of what they hold whole, only summands
+            seconds = seconds + self._ring_s(self._block, self._total("summed_bytes"))
+        elif tp > 1 and copies == 1:  # what is whole on each of them they sum too
             split = [self._costs.split_bytes(layer, tp) / tp for layer in range(len(self._costs.layers))]
             whole = trained - self._over(np.cumsum([0.0, *split]))
             seconds = seconds + self._ring_s(self._block, whole)

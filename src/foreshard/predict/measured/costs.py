@@ -26,6 +26,8 @@ Line = tuple[Number, Number]
 """(fixed seconds, seconds per sample)."""
 Sums = tuple[tuple[Number, Number], ...]
 """(bytes per sample, which part of a ring) of each sum over the ranks that compute a layer together."""
+Shared = tuple[tuple[tuple[int, ...], float], ...]
+"""(layers that share a parameter, its bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,10 @@ class LayerCost:
     # of a rank's part of a layer
     sums_forward: Sums = ()
     sums_backward: Sums = ()
+    # of it: bytes of gradients that ranks sum though each holds the parameter whole; whether each hands on
+    # a part of what the layer makes
+    summed_bytes: Number = 0.0
+    splits_boundary: bool = False
 
     def saved_bytes(self, samples: Any) -> Any:
         """Return the bytes kept from forward to backward for samples, a number or an array."""
@@ -133,10 +139,12 @@ class MeasuredCosts:
     precision: str = "fp32"  # that layers computed in
     largest: int = 8  # samples of the largest micro-batch that was timed
     # parameters that several layers share: each of the layers counts it in its own bytes
-    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    tied: Shared = ()
     # mapping of device name to mapping of degree to tuple of LayerCost: a rank's part of the layers where so
     # many compute them together; '' for those without a table
     parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)
+    # mapping of degree to what layers share of a rank's part, as `tied`
+    tied_parts: Mapping[int, Shared] = field(default_factory=dict)
     # gradients that are summed at once while the backward goes on; 0: all together after it, as `run` does
     bucket_bytes: float = 0.0
     # mapping of device name to (forward, backward) host seconds of launching each layer's operations, beside
@@ -146,6 +154,7 @@ class MeasuredCosts:
     gathered_share: float = 1.0  # bytes of a parameter that ZeRO 3 moves, of those that are kept
     flops_per_sample: float = 0.0  # of forward and backward; 0: not known
     notes: tuple[str, ...] = ()  # of how the costs were made
+    part_notes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # and of the parts, by degree
     _sums: dict[tuple[str, int], LayerSums] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -179,8 +188,8 @@ class MeasuredCosts:
                 file=self.path,
                 key="groups.stages.tp",
                 value=tp,
-                rule=f"Measured are {', '.join(map(str, (1, *known)))}",
-                fix=f"Profile again with --tp {tp}, or plan without",
+                rule=f"{'Traced' if self.by_formula else 'Measured'} are {', '.join(map(str, (1, *known)))}",
+                fix=f"{'Trace' if self.by_formula else 'Profile'} again with --tp {tp}, or plan without",
             )
         return known[tp]
 
@@ -196,13 +205,26 @@ class MeasuredCosts:
         whole, part = self.layers[layer].parameter_bytes, self.layers_on("", tp)[layer].parameter_bytes
         return (whole - part) * tp / (tp - 1)
 
-    def gradients(self) -> list[tuple[tuple[int, ...], float]]:
-        """Return (layers, bytes) of gradients: those of each layer alone, then those that layers share."""
-        own = [layer.parameter_bytes for layer in self.layers]
-        for layers, size in self.tied:
+    def gradients(self, tp: int = 1) -> list[tuple[tuple[int, ...], float]]:
+        """Return (layers, bytes) of a rank's gradients: of each layer alone, then those that layers share."""
+        own = [layer.parameter_bytes for layer in self.layers_on("", tp)]
+        tied = self._tied(tp)
+        for layers, size in tied:
             for layer in layers:
                 own[layer] -= size
-        return [*(((layer,), size) for layer, size in enumerate(own)), *self.tied]
+        return [*(((layer,), size) for layer, size in enumerate(own)), *tied]
+
+    def _tied(self, tp: int) -> Shared:
+        return self.tied_parts.get(tp, self.tied)
+
+    def held_twice(self, layers: Iterable[int], tp: int = 1) -> list[tuple[int, float]]:
+        """Return (layer, bytes) of what layers count that another of them, on the same rank, has counted."""
+        held = set(layers)
+        return [
+            (layer, size)
+            for sharing, size in self._tied(tp)
+            for layer in [one for one in sharing if one in held][1:]
+        ]
 
     def work_s(self, device: str, span: tuple[int, int], name: str, samples: Any, tp: int = 1) -> Any:
         """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
@@ -215,8 +237,11 @@ class MeasuredCosts:
 
     def optimizer_s(self, device: str, layers: Iterable[int], tp: int = 1) -> float:
         """Return the seconds that a device needs to update layers, or its part of them."""
-        table = self.layers_on(device, tp)
-        return self.slow_of(device) * float(sum(table[layer].optimizer_s for layer in layers))
+        table, layers = self.layers_on(device, tp), list(layers)
+        seconds = sum(table[layer].optimizer_s for layer in layers)
+        for layer, size in self.held_twice(layers, tp):
+            seconds -= table[layer].optimizer_s * size / table[layer].parameter_bytes
+        return self.slow_of(device) * float(seconds)
 
     def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: Any) -> Any:
         """Return the seconds of a message between two ranks; `num_bytes` is a number or an array."""

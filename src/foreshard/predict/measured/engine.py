@@ -240,7 +240,9 @@ def _bottleneck(parts: Mapping[str, float], critical: RankTimes) -> str:
 def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[str, ...]:
     if costs.by_formula:
         sharded = any(stage.zero >= 3 for group in plan.groups for stage in group.stages)
-        return (*_FORMULA_ASSUMPTIONS, *costs.notes, *(_SHARDED_ASSUMPTIONS if sharded else ()))
+        degrees = {stage.tp for group in plan.groups for stage in group.stages}
+        of_parts = [note for tp in sorted(degrees) for note in costs.part_notes.get(tp, ())]
+        return (*_FORMULA_ASSUMPTIONS, *costs.notes, *of_parts, *(_SHARDED_ASSUMPTIONS if sharded else ()))
     slow = {name: factor for name, factor in costs.slow.items() if factor != 1.0}
     low, high = costs.spread
     links = costs.links.between(apart=cluster.num_nodes > 1)

@@ -185,9 +185,11 @@ def _sends(
     stages, found = group.stages, []
     for s, stage in enumerate(stages if group.num_chunks > 1 else stages[:-1]):
         after = stages[(s + 1) % len(stages)]
-        size_bytes = costs.layers[stage.layers[0][1] - 1].boundary_bytes(
-            size / min(stage.inner_dp, after.inner_dp)
-        ) / (stage.tp if group.sp and stage.tp == after.tp else 1)
+        last = stage.layers[0][1] - 1
+        parts = group.sp or costs.layers_on("", stage.tp)[last].splits_boundary
+        size_bytes = costs.layers[last].boundary_bytes(size / min(stage.inner_dp, after.inner_dp)) / (
+            stage.tp if parts and stage.tp == after.tp else 1
+        )
         pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
         found.append(max((float(costs.message_s(cluster, a, b, size_bytes)) for a, b in pairs), default=0.0))
     return found
@@ -242,6 +244,9 @@ def _pieces(
     degrees = {
         layer: tasks.stage.tp for tasks in ranks.values() if tasks.stage.tp > 1 for layer in tasks.gradients
     }
+    if costs.by_formula and degrees:
+        yield from _traced_pieces(costs, degrees)
+        return
     for layers, size in costs.gradients():
         split = 0.0
         if len(layers) == 1 and layers[0] in degrees:  # what layers share is whole on every rank
@@ -250,3 +255,23 @@ def _pieces(
             for part in range(tp):
                 yield layers, split / tp, part
         yield layers, size - split, None
+
+
+def _traced_pieces(
+    costs: MeasuredCosts, degrees: dict[int, int]
+) -> Iterator[tuple[tuple[int, ...], float, int | None]]:
+    """Yield gradients of stages of tp: ranks of one part hold the same, of split and of whole parameters.
+
+    All ranks sum what each part has a summand of. Stages without tp in the same plan have all gradients; they
+    sum them with those of each part in turn.
+    """
+    tp = max(degrees.values())
+    table = costs.layers_on("", tp)
+    for (layers, size), (_, whole) in zip(costs.gradients(tp), costs.gradients(), strict=True):
+        if not any(layer in degrees for layer in layers):
+            yield layers, whole, None
+            continue
+        summed = table[layers[0]].summed_bytes if len(layers) == 1 else 0.0
+        yield layers, summed, None
+        for part in range(tp):
+            yield layers, size - summed, part

@@ -46,11 +46,15 @@ def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memor
 
 def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -> dict[str, float]:
     table = costs.layers_on("", stage.tp)
-    layers = [table[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
+    places = [layer for lo, hi in stage.layers for layer in range(lo, hi)]
+    layers = [table[layer] for layer in places]
+    twice = costs.held_twice(places, stage.tp)
     samples = max(counts_of(stage, group.micro_batch))
     kept, temporary = zip(*(_saved_bytes(costs, stage, span, samples) for span in stage.layers), strict=True)
     shards = stage.inner_dp if stage.zero >= 1 else 1
-    own = sum(layer.parameter_bytes for layer in layers)
+    own = sum(layer.parameter_bytes for layer in layers) - sum(size for _, size in twice)
+    states = sum(layer.state_bytes for layer in layers)
+    states -= sum(size * table[i].state_bytes / table[i].parameter_bytes for i, size in twice)
     held, frozen = own, sum(layer.frozen_bytes for layer in layers)
     whole = 0.0
     if stage.zero >= 3 and shards > 1:
@@ -60,7 +64,7 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
     return {
         "parameters": held + frozen + whole,
         "gradients": held + whole,
-        "optimizer": sum(layer.state_bytes for layer in layers) / shards,
+        "optimizer": states / shards,
         "activations": _most_kept(group, place, kept),
         "temporary": max(temporary),
     }

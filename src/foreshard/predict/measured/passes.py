@@ -106,17 +106,19 @@ class PassSeconds:
     def _seams(
         self, s: int, c: int, block: Sequence[int], samples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds in which cut sequences are put together at the ends of a chunk, with sp.
+        """Return the seconds in which parts are put together at the ends of a chunk.
 
-        Where the stage beside it has another tp: outputs in the forward, gradients of inputs in the backward.
-        Putting together is the second half of a ring that sums.
+        Parts are cut sequences, with sp, or what the ranks of a stage hand on without summing. They are put
+        together where the stage beside it has another tp: outputs in the forward, gradients of inputs in the
+        backward. Putting together is the second half of a ring that sums.
         """
         stages, virtual = self._group.stages, c * len(self._group.stages) + s
         lo, hi = stages[s].layers[c]
 
         def seam_s(beside: int, layer: int) -> np.ndarray:
             exists = 0 <= beside < len(stages) * self._group.num_chunks
-            if not (self._group.sp and exists and stages[beside % len(stages)].tp != len(block)):
+            parts = self._group.sp or self._costs.layers_on("", len(block))[layer].splits_boundary
+            if not (parts and exists and stages[beside % len(stages)].tp != len(block)):
                 return np.zeros(len(samples))
             size = self._costs.layers[layer].boundary_bytes(samples)
             return 0.5 * self._costs.ring_s(self._cluster, block, size) * (samples > 0)

@@ -51,14 +51,15 @@ def add_sharded(
     passes: PassSeconds,
 ) -> ShardedTasks:
     """Append forward and backward of every micro-batch, layer by layer, with their transfers."""
-    ranks = group.stages[0].ranks
+    stage = group.stages[0]
+    ranks = stage.ranks[:: stage.tp]  # that hold the same part of the layers
     visits = [
         (kind, layer, seconds)
         for m in range(len(passes.sizes))
         for kind in (Kind.FORWARD, Kind.BACKWARD)
         for layer, seconds in _layer_seconds(costs, cluster, group, passes, m, kind)
     ]
-    moved = [costs.gathered_share * layer.parameter_bytes for layer in costs.layers_on("")]
+    moved = [costs.gathered_share * layer.parameter_bytes for layer in costs.layers_on("", stage.tp)]
     moved_s = [costs.gather_s(cluster, ranks, size) if size else 0.0 for size in moved]
     gathers: list[list[int]] = []
 
@@ -91,6 +92,6 @@ def _layer_seconds(
     layers, forward = list(range(*stage.layers[0])), kind is Kind.FORWARD
     device, samples = cluster.device_of(stage.ranks[0]).name, max(counts_of(stage, passes.sizes[m]))
     name, seconds = ("forward_s", passes.forward) if forward else ("backward_s", passes.backward)
-    weights = np.array([costs.work_s(device, (i, i + 1), name, samples) for i in layers])
+    weights = np.array([costs.work_s(device, (i, i + 1), name, samples, stage.tp) for i in layers])
     each = list(zip(layers, (weights * (seconds[0, 0, m] / weights.sum())).tolist(), strict=True))
     return each if forward else each[::-1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.elementwise import stream_s
@@ -16,19 +17,24 @@ from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import optimizer_state_bytes
 from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
-from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts
+from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts, Shared, Sums
 from foreshard.predict.tasks.host import operation_launch_s
-from foreshard.predict.traits import sm_cycles_per_s
+from foreshard.predict.traits import sm_cycles_per_s, update_bytes
 from foreshard.spec.device import Device
-from foreshard.spec.traced_module import Operation, TracedLayer, TracedModule
+from foreshard.spec.plan import Plan
+from foreshard.spec.traced_module import Growth, Operation, Tied, TracedLayer, TracedModule, TracedPart
+from foreshard.units import number_of
 
 MASTER_BYTES = 4
 """Parameters, gradients and moments are kept in 32 bit."""
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
+_GROUPS_APART = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
 """Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
+
+_SHOWN = 3  # weights that stay whole, by name
 
 Price = Callable[..., np.ndarray]
 """Seconds of operations for a number of samples on one device."""
@@ -78,7 +84,17 @@ def traced_costs(
     devices = tuple(devices)
     sizes = sorted({float(size) for size in micro_batches})
     few, many = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0])
-    tables = {device.name: _table(module, device, (few, many), optimizer, fidelity) for device in devices}
+
+    def tables_of(layers: Sequence[TracedLayer]) -> dict[str, tuple[LayerCost, ...]]:
+        return {
+            device.name: _table(module, layers, device, (few, many), optimizer, fidelity)
+            for device in devices
+        }
+
+    tables = tables_of(module.layers)
+    split = {degree: part for degree, part in module.parts.items() if part.split}
+    of_degree = {degree: tables_of(part.layers) for degree, part in split.items()}
+    parts = {name: {degree: known[name] for degree, known in of_degree.items()} for name in tables}
     constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
     return MeasuredCosts(
         layers=next(iter(tables.values())),
@@ -91,18 +107,68 @@ def traced_costs(
         model=module.name,
         precision=module.precision,
         largest=int(many),
-        tied=tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in module.tied),
+        tied=_tied_bytes(module.tied),
+        parts=parts | {"": parts[devices[0].name]},
+        tied_parts={degree: _tied_bytes(part.tied) for degree, part in split.items()},
         bucket_bytes=BUCKET_BYTES,
         launch_s={device.name: _launches(module, device, constants) for device in devices},
         host_sharpness=constants.host_sharpness,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
         notes=module.assumptions,
+        part_notes={degree: _part_notes(part) for degree, part in split.items()},
     )
 
 
+def _tied_bytes(tied: Tied) -> Shared:
+    return tuple((layers, float(elements * MASTER_BYTES)) for layers, elements in tied)
+
+
+def check_degrees(module: TracedModule, plan: Plan) -> None:
+    """Raise SpecError for tensor parallelism that the module was not traced for, or that splits nothing."""
+    for tp in sorted({stage.tp for group in plan.groups for stage in group.stages} - {1}):
+        part = module.parts.get(tp)
+        if part is None:
+            raise SpecError(
+                f"{module.name} was traced without tp {tp}",
+                key="--tp",
+                value=tp,
+                rule="A trace splits a module by the degrees that it was asked for",
+                fix=f"Trace it with degrees=[{tp}]",
+            )
+        if not part.split:
+            shown = "; ".join(f"{name} ({why})" for name, why in list(part.whole.items())[:_SHOWN])
+            raise SpecError(
+                f"tp {tp} splits nothing of {module.name}",
+                file=module.source,
+                key="--tp",
+                value=tp,
+                rule="Split are pairs of products of which the second takes what the first makes, heads of "
+                f"attention, tables and channels, by a degree that divides them{shown and f': {shown}'}",
+                fix="Use --tp 1, or a degree that divides features, heads and channels",
+            )
+
+
+def _part_notes(part: TracedPart) -> tuple[str, ...]:
+    """Return what ranks share out of the module, and what each holds whole."""
+    notes = [
+        f"tensor parallelism: {number_of(len(part.split), 'parameter')} split by columns, rows, heads or "
+        "channels as found in the trace, each sum over ranks made where it is needed, none overlapped"
+    ]
+    if part.whole:
+        shown = [f"{name} ({why})" for name, why in list(part.whole.items())[:_SHOWN]]
+        more = f" and {len(part.whole) - _SHOWN} more" if len(part.whole) > _SHOWN else ""
+        notes.append(f"whole on every rank: {', '.join(shown)}{more}")
+    return tuple(notes)
+
+
 def _table(
-    module: TracedModule, device: Device, sizes: tuple[float, float], optimizer: str, fidelity: str
+    module: TracedModule,
+    layers: Sequence[TracedLayer],
+    device: Device,
+    sizes: tuple[float, float],
+    optimizer: str,
+    fidelity: str,
 ) -> tuple[LayerCost, ...]:
     if not device.supports(module.precision):
         known = ", ".join(device.peak_flops_per_s)
@@ -115,7 +181,7 @@ def _table(
         )
     kernels = kernel_model(device, module.precision, fidelity=fidelity)
     price = partial(_priced, device=device, precision=module.precision, fidelity=fidelity)
-    return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in module.layers)
+    return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in layers)
 
 
 def _launches(
@@ -155,6 +221,7 @@ def _priced(
             vector,
             matrix_units=units,
             issued_per_s=issued_per_s,
+            groups_apart=device.arch in _GROUPS_APART,
         )
     return found
 
@@ -182,11 +249,12 @@ def _layer(
     )
     own = layer.parameters * MASTER_BYTES
     state = layer.parameters * optimizer_state_bytes(optimizer)
+    updated = update_bytes(load_framework("ddp"), optimizer)  # torch's own, over lists of tensors
     return TracedLayerCost(
         forward_s=(forward_s[0] + cast_s, forward_s[1]),
         backward_s=backward_s,
         backward_input_s=backward_s,
-        optimizer_s=float(stream_s(3 * own + 2 * state, kernels)),
+        optimizer_s=float(stream_s(layer.parameters * updated, kernels)),
         parameter_bytes=own,
         state_bytes=state,
         saved_bytes_per_sample=layer.saved_bytes.each,
@@ -195,7 +263,16 @@ def _layer(
         boundary_bytes_per_pair=layer.boundary_bytes.square,
         # beside them what forward keeps of any batch: copies of weights in 16 bit, masks
         frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES + max(0.0, layer.saved_bytes.fixed),
+        sums_forward=_sums(layer.sums_forward, sizes[1]),
+        sums_backward=_sums(layer.sums_backward, sizes[1]),
+        summed_bytes=layer.unsummed * MASTER_BYTES,
+        splits_boundary=layer.splits_boundary,
     )
+
+
+def _sums(sums: Sequence[Growth], samples: float) -> Sums:
+    """Return each sum over ranks as bytes a sample, exact at the larger micro-batch."""
+    return tuple((size.at(samples) / samples, 1.0) for size in sums)
 
 
 def _line(operations: tuple[Operation, ...], price: Price, sizes: tuple[float, float]) -> Line:

@@ -40,7 +40,7 @@ def host_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> tup
     return base, base * (c.host_backward + recompute.full)
 
 
-LAYER_OPERATIONS = (22, 28)
+LAYER_OPERATIONS = (16, 28)
 """Operations that a transformer layer of eager PyTorch runs forward and backward, views not counted: those of
 ``torch.nn.TransformerEncoderLayer`` as it is traced. `host_eager` is of such a layer; one of a Llama by
 transformers has 38 and 71."""

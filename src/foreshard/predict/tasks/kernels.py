@@ -45,10 +45,12 @@ _PARTLY, _AUTOCAST_PARTLY, _LESS_PARTLY = (4.0, 14.0), (12.0, 26.0), (4.0, 12.0)
 # gradient.
 _OPERAND, _OPERAND_SUM = 6.0, 12.0
 _PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL = (6.0, 6.0), (10.0, 18.0)
-# SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By its formula it is nine in 16 bit; autocast
-# takes the power, and what follows, in 32 bit.
+# SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By its formulas (`GELU_FORMULAS`) it is nine in
+# 16 bit; autocast takes the power of the first, and what follows, in 32 bit: a product with it moves 4 more.
 _PLAIN_GATE, _GELU = (10.0, 18.0), (4.0, 6.0)
-_SPELLED, _AUTOCAST_SPELLED = (36.0, 60.0), (76.0, 118.0)
+_SPELLED = np.array([_GELU, (36.0, 60.0), (42.0, 72.0), (42.0, 88.0)])
+_AUTOCAST_SPELLED = np.array([_GELU, (76.0, 118.0), (42.0, 72.0), (42.0, 88.0)])
+_WIDE_GATE = np.array([0.0, 4.0, 0.0, 0.0])
 # Heads are joined behind attention by a copy.
 _JOIN_HEADS = 4.0
 # The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
@@ -303,6 +305,8 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
             machine.kernels,
             dropout=_drops(layer, machine),
             bytes_per_element=rank.element_bytes,
+            plain_code=traits.plain_code * (np.asarray(rank.element_bytes) < 4.0),
+            autocasts=traits.autocasts,
         )
         forward = np.where(traits.flash > 0, forward, plain * c.unfused)
         backward = np.where(traits.flash > 0, backward, plain_back * c.unfused)
@@ -366,7 +370,8 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     moved = [factor * count for count in (forward, back, wide_norms * norm_forward, expert)]
     turns = (np.asarray(layer.rotary) > 0) * (np.asarray(layer.num_heads) > 0)
-    own_kernels = np.maximum(np.maximum(layer.scale_norm, layer.spelled_gelu), turns)  # others run torch's
+    spelled = np.asarray(layer.spelled_gelu) > 0
+    own_kernels = np.maximum(np.maximum(layer.scale_norm, spelled), turns)  # others run torch's
     plain = traits.plain_code * np.maximum(np.asarray(own_kernels, dtype=float), traits.autocasts)
     if np.count_nonzero(plain):
         counted = _plain_bytes(layer, machine, permuted=factor * permute)
@@ -382,7 +387,9 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
 
     `permuted` are those of tokens on their way to experts and back. Layer norms are kernels of torch.
     """
-    auto, scaled = np.asarray(machine.traits.autocasts), np.asarray(layer.scale_norm, dtype=float)
+    # Frozen weights are in 16 bit, as they are read, and so is their residual.
+    auto = machine.traits.autocasts * (1.0 - np.asarray(layer.frozen, dtype=float))
+    scaled = np.asarray(layer.scale_norm, dtype=float)
     full = np.asarray(machine.rank.element_bytes) >= 4.0  # nothing is widened; bytes count twice below
     tokens, tp = tokens_of(machine), machine.rank.tp
     wide, gated = own_tokens(machine) * layer.hidden, np.asarray(layer.gated, dtype=float)
@@ -390,13 +397,20 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     routed = layer.top_k * tokens / tp * layer.expert_ffn
     dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
     inner = tokens * dense / tp + routed
+    formula = np.asarray(layer.spelled_gelu, dtype=int)
     attends, scans = np.asarray(layer.num_heads) > 0, np.asarray(layer.scan_state) > 0
     feeds = dense + layer.top_k * layer.expert_ffn > 0
     # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
-    share = np.asarray(layer.rotary, dtype=float)
-    more = attends * 2.0 * np.maximum(scaled, np.asarray(layer.causal) == 0) + feeds * gated
+    share, apart = np.asarray(layer.rotary, dtype=float), 1.0 - np.asarray(layer.fused_projections)
+    more = apart * (attends * 2.0 + feeds * gated)
     operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
-    same = tokens * layer.value_width / tp * _JOIN_HEADS + 2.0 * _drops(layer, machine) * wide * _DROPOUT
+    # Cross attention is a mixer of its own: its query reads the residual, keys and values the output of the
+    # encoder, whose gradient every layer adds to.
+    cross = np.asarray(layer.cross_attention, dtype=float)
+    operands = operands[0] + cross * 3.0 * _OPERAND, operands[1] + cross * 2.0 * _OPERAND_SUM
+    mixers = layer.mixers + cross
+    heads = tokens * layer.value_width / tp * _JOIN_HEADS * (1.0 + cross)
+    same = heads + 2.0 * _drops(layer, machine) * wide * _DROPOUT
 
     def under(plain: tuple[float, float], autocast: tuple[float, float], way: int) -> Any:
         return plain[way] + auto * (autocast[way] - plain[way])
@@ -405,10 +419,10 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
         rms, kernel = under(_PLAIN_NORM, _AUTOCAST_NORM, way), under(_KERNEL_NORM, _AUTOCAST_KERNEL_NORM, way)
         rms = np.where(full, _AUTOCAST_NORM[way] / 2.0, rms)
         norm = kernel + scaled * (rms - kernel)
-        gelu = _GELU[way] + layer.spelled_gelu * (under(_SPELLED, _AUTOCAST_SPELLED, way) - _GELU[way])
-        gate = gated * _PLAIN_GATE[way] + (1.0 - gated) * gelu
+        gelu = _SPELLED[formula, way] + auto * (_AUTOCAST_SPELLED - _SPELLED)[formula, way]
+        gate = gelu + gated * (_PLAIN_GATE[way] - _GELU[way] + auto * _WIDE_GATE[formula])
         read = auto * wide * (operands[0] + way * operands[1])
-        joins = layer.mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
+        joins = mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
         partly = under(_PARTLY, _AUTOCAST_PARTLY, way) - auto * share * _LESS_PARTLY[way]
         rope = turned * (share * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way) + (share > 0) * (share < 1) * partly)
         norms = (layer.num_norms * wide + layer.qk_norm * turned) * norm

@@ -167,6 +167,17 @@ def network_name(text: str) -> str | None:
     return low if low in NETWORKS else (spelled | known).get(key)
 
 
+def is_traced(model: str) -> bool:
+    """Return whether what a user names may be traced: a network, or a factory in a file.
+
+    Examples
+    --------
+    >>> is_traced("net.py:net"), is_traced("ResNet-50"), is_traced("llama3-8b")
+    (True, True, False)
+    """
+    return network_name(model) is not None or model.rpartition(":")[0].endswith(".py")
+
+
 def near_networks(text: str) -> list[str]:
     """Return networks of the family that a name begins with.
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from foreshard.profile.tracing.constants import Constants
 from foreshard.profile.tracing.operations import Call, calls_of, tensors_of
@@ -23,14 +25,43 @@ class End:
     ----------
     at : int
         Forward operations before it.
-    storage : int
-        Of its output.
+    out : tensor
+        Its output.
     """
 
     name: str
     at: int
-    storage: int
-    num_bytes: float
+    out: Any
+
+    @property
+    def storage(self) -> int:
+        """Of its output."""
+        return storage_of(self.out)
+
+    @property
+    def num_bytes(self) -> float:
+        """Of its output."""
+        return float(self.out.numel() * self.out.element_size())
+
+
+@dataclass(slots=True, kw_only=True)
+class Applied:
+    """An operation as it ran.
+
+    Attributes
+    ----------
+    func : operator, or None
+        None for attention as one kernel.
+    args, kwargs, out : what it read, and what it made
+    calls : list of Call
+        Its kernels.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    calls: list[Call]
 
 
 @dataclass(slots=True)
@@ -43,15 +74,18 @@ class Recorder:
         Storages of parameters and buffers.
     channels_last : bool
         Layout of the images.
-    forward, backward : list of list of Call
-        Kernels of each operation.
+    keeps_backward : bool
+        Whether operations of the backward are kept with their tensors.
+    forward, backward : list of Applied
+        Operations. Tensors of the forward live on, so that no other takes the place of one whose storage is
+        compared. Of the backward there are aliases: torch copies a gradient that somebody else holds.
     reads, writes : list of set of int
         Storages of each forward operation.
     ends : list of End
     turns : list of (int, int)
         (backward operations before, place of the end) where the gradient of a module's output is complete.
-    saved : list of (int, int, float)
-        (forward operations before, storage, bytes) of what forward keeps for backward.
+    saved : list of (int, tensor)
+        (forward operations before, tensor) of what forward keeps for backward.
     users : dict of int to list of int
         Forward operations that read each parameter or buffer, by storage.
     shapes : list of tuple
@@ -62,78 +96,95 @@ class Recorder:
         Operations seen before.
     ran : set of str
         Modules that were called.
+    gradients : dict of int to tensor
+        Of parameters, by storage.
+    output_gradients : list of (tensor, tensor)
+        Of what modules returned, and that.
     sparse : bool
         Whether a gradient is sparse.
     """
 
     constants: frozenset[int]
     channels_last: bool = False
-    forward: list[list[Call]] = field(default_factory=list)
-    backward: list[list[Call]] = field(default_factory=list)
+    keeps_backward: bool = False
+    forward: list[Applied] = field(default_factory=list)
+    backward: list[Applied] = field(default_factory=list)
     reads: list[set[int]] = field(default_factory=list)
     writes: list[set[int]] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
-    saved: list[tuple[int, int, float]] = field(default_factory=list)
+    saved: list[tuple[int, Any]] = field(default_factory=list)
     users: dict[int, list[int]] = field(default_factory=dict)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     known: Constants = field(default_factory=Constants)
     repeats: Repeats = field(default_factory=Repeats)
     ran: set[str] = field(default_factory=set)
+    gradients: dict[int, Any] = field(default_factory=dict)
+    output_gradients: list[tuple[Any, Any]] = field(default_factory=list)
     sparse: bool = False
     in_backward: bool = False
-    # tensors whose storages are compared must not be freed and their place taken by others
-    _alive: list[Any] = field(default_factory=list)
+    _aliases: Any = field(default_factory=WeakTensorKeyDictionary)
 
     def note(self, call: Call, read: Any, made: Any) -> None:
         """Add an operation that torch does not know as one."""
-        self._add([call], read, made)
+        self._add(Applied(func=None, args=read, kwargs={}, out=made, calls=[call]))
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Add an operation as torch calls it, and return what it makes."""
-        read = (*args, *kwargs.values())
         key = self.repeats.key(func, args, kwargs)
         again = self.repeats.again(key)
         if again is None:
             out = func(*args, **kwargs)
+            read = (*args, *kwargs.values())
             calls = list(calls_of(func, read, out, channels_last=self.channels_last))
             self.repeats.add(key, read, out, calls)
         else:
             out, calls = again
-        self._add(calls, read, out)
+        self._add(Applied(func=func, args=args, kwargs=kwargs, out=out, calls=calls))
         if not self.in_backward:
             self.known.add(func, args, kwargs, out)
         return out
 
-    def _add(self, calls: list[Call], read: Any, made: Any) -> None:
+    def _add(self, done: Applied) -> None:
         if self.in_backward:
-            self.backward.append(calls)
-            self.sparse |= any(tensor.layout is torch.sparse_coo for tensor in tensors_of(made))
+            self.sparse |= any(tensor.layout is torch.sparse_coo for tensor in tensors_of(done.out))
+            self.backward.append(self._aliased(done))
             return
-        self.forward.append(calls)
-        self.reads.append(self._storages(read))
-        self.writes.append(self._storages(made))
-        self.shapes += [tuple(tensor.shape) for tensor in tensors_of(made)]
+        self.forward.append(done)
+        self.reads.append(self._storages((*done.args, *done.kwargs.values())))
+        self.writes.append(self._storages(done.out))
+        self.shapes += [tuple(tensor.shape) for tensor in tensors_of(done.out)]
         for storage in self.reads[-1] & self.constants:
             self.users.setdefault(storage, []).append(len(self.reads) - 1)
 
+    def _aliased(self, done: Applied) -> Applied:
+        """Return an operation with aliases of its tensors, or without them where they are not kept."""
+        if not self.keeps_backward:
+            return Applied(func=done.func, args=(), kwargs={}, out=None, calls=done.calls)
+        args, kwargs, out = tree_map(self._alias, (done.args, done.kwargs, done.out))
+        return Applied(func=done.func, args=args, kwargs=kwargs, out=out, calls=done.calls)
+
+    def _alias(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value not in self._aliases:
+            self._aliases[value] = value.detach()
+        return self._aliases[value]
+
     def _storages(self, values: Any) -> set[int]:
-        tensors = tensors_of(values)
-        self._alive.extend(tensors)
-        return {storage_of(tensor) for tensor in tensors}
+        return {storage_of(tensor) for tensor in tensors_of(values)}
 
     def calls(self) -> Iterator[Call]:
         """Yield the kernels of forward and backward."""
-        for calls in (*self.forward, *self.backward):
-            yield from calls
+        for done in (*self.forward, *self.backward):
+            yield from done.calls
 
     def keep(self, tensor: Any) -> Any:
         """Note what forward keeps for backward, except parameters and buffers."""
         storage = storage_of(tensor)
         # what a block that is recomputed keeps during the backward is not kept from the forward
         if storage not in self.constants and not self.in_backward:
-            self._alive.append(tensor)
-            self.saved.append((len(self.forward), storage, float(tensor.untyped_storage().nbytes())))
+            self.saved.append((len(self.forward), tensor))
         return tensor
 
     def end(self, name: str, out: Any) -> None:
@@ -142,9 +193,14 @@ class Recorder:
         if self.in_backward or not isinstance(out, torch.Tensor) or not out.requires_grad:
             return
         place = len(self.ends)
-        size = float(out.numel() * out.element_size())
-        self.ends.append(End(name=name, at=len(self.forward), storage=storage_of(out), num_bytes=size))
-        out.register_hook(lambda _: self.turns.append((len(self.backward), place)))
+        self.ends.append(End(name=name, at=len(self.forward), out=out))
+
+        def turn(gradient: Any) -> None:
+            self.turns.append((len(self.backward), place))
+            if self.keeps_backward:
+                self.output_gradients.append((self._alias(gradient), out))
+
+        out.register_hook(turn)
 
 
 def storage_of(tensor: Any) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, takewhile
@@ -18,9 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from foreshard.errors import SpecError
 from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
+from foreshard.profile.tracing.dropout import FusedDropout
 from foreshard.profile.tracing.operations import Call, is_channels_last
+from foreshard.profile.tracing.rank_part import RankPart, all_of, part_of
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
-from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule
+from foreshard.profile.tracing.recurrent import FusedRecurrence
+from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule, TracedPart
 
 DTYPES = {
     "fp32": torch.float32,
@@ -74,6 +77,7 @@ def trace_module(
     loss: Loss | None = None,
     precision: str = "bf16",
     autocast: bool = False,
+    degrees: Sequence[int] = (),
     name: str = "",
     where: str = "module",
 ) -> TracedModule:
@@ -92,6 +96,9 @@ def trace_module(
     autocast : bool
         In 16 bit the module stays in 32 bit and each operation is cast as automatic mixed precision does;
         otherwise the whole module is in 16 bit.
+    degrees : sequence of int
+        Numbers of ranks, above 1, that may compute each layer together; those by which nothing can be split
+        have no part in what is returned.
     name, where : str
         Of the module, and where it comes from, for messages.
 
@@ -107,7 +114,7 @@ def trace_module(
     narrow = DTYPES[precision]
     mixed = autocast and narrow is not torch.float32
     casts: set[torch.dtype] = set()
-    traced = partial(_runs, module, inputs, loss=loss, where=where, casts=casts)
+    traced = partial(_runs, module, inputs, loss=loss, where=where, casts=casts, keeps_backward=bool(degrees))
     try:
         meta, runs = traced(kept=torch.float32, whole=narrow) if mixed else traced(kept=narrow)
     except SpecError:
@@ -117,14 +124,33 @@ def trace_module(
         _check_casts(casts, precision, where)
         mixed = True
         meta, runs = traced(kept=torch.float32)
+    whole = [all_of(run.recorder) for run in runs]
+    parts = {degree: _part(meta, runs, degree) for degree in degrees}
     return TracedModule(
         name=name or type(module).__name__,
-        layers=_layers(meta, runs),
+        layers=_layers(meta, runs, whole),
         precision=precision,
         source=where,
-        tied=_tied(meta, runs[0]),
+        tied=_tied(meta, runs[0], whole[0]),
         casts_weights=not mixed,
         assumptions=tuple(_assumptions(runs[0], loss)),
+        parts=parts,
+    )
+
+
+def _part(module: Any, runs: Sequence[_Run], degree: int) -> TracedPart:
+    """Return a rank's part of the chain where so many ranks compute each layer together."""
+    weights = {storage_of(tensor): (name, tensor) for name, tensor in module.named_parameters()}
+    kept = [tensor for _, tensor in weights.values()] + list(module.buffers())
+    parts = [part_of(run.recorder, kept, degree) for run in runs]
+    one = parts[0].splitting
+    assert one is not None
+    assert all(part.splitting is not None and part.splitting.splits == one.splits for part in parts)
+    return TracedPart(
+        layers=_layers(module, runs, parts),
+        tied=_tied(module, runs[0], parts[0]),
+        split=tuple(name for storage, (name, _) in weights.items() if storage in one.splits),
+        whole={weights[storage][0]: why for storage, why in one.whole.items() if storage not in one.splits},
     )
 
 
@@ -135,6 +161,7 @@ def _runs(
     loss: Loss | None,
     where: str,
     casts: set[torch.dtype],
+    keeps_backward: bool,
     kept: torch.dtype,
     whole: torch.dtype | None = None,
 ) -> tuple[Any, list[_Run]]:
@@ -143,7 +170,7 @@ def _runs(
         meta = _without_values(module, kept)
     except Exception as error:
         raise _untraced(error, where) from error
-    run = partial(_run, meta, loss=loss, where=where, casts=casts, whole=whole)
+    run = partial(_run, meta, loss=loss, where=where, casts=casts, whole=whole, keeps_backward=keeps_backward)
     runs = [run(_inputs(inputs, samples, kept)) for samples in SAMPLES]
     if _compares_samples(*runs):
         runs.append(run(_inputs(inputs, SAMPLES[-1] + 1, kept)))
@@ -156,7 +183,9 @@ def _check_alike(few: _Run, more: _Run, where: str) -> None:
     """Raise SpecError where another number of samples runs other operations."""
     passes = [(run.recorder.forward, run.recorder.backward) for run in (few, more)]
     for kind, one, other in zip(("forward", "backward"), *passes, strict=True):
-        made = [[(at, call.name) for at, calls in enumerate(run) for call in calls] for run in (one, other)]
+        made = [
+            [(at, call.name) for at, done in enumerate(run) for call in done.calls] for run in (one, other)
+        ]
         if len(one) != len(other) or made[0] != made[1]:
             raise _unlike(few, kind, made, where)
     if few.places != more.places:
@@ -244,16 +273,27 @@ def _run(
     where: str,
     casts: set[torch.dtype],
     whole: torch.dtype | None,
+    keeps_backward: bool,
 ) -> _Run:
     constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    recorder = Recorder(constants, is_channels_last(module.parameters()))
-    modes = FusedAttention(recorder.note), Autocast(casts)
+    recorder = Recorder(constants, is_channels_last(module.parameters()), keeps_backward)
+    fused = FusedAttention(recorder.note), FusedRecurrence(recorder.note), FusedDropout()
+    modes = (*fused, Autocast(casts))
     try:
-        with torch.device("meta"), recording(module, recorder), regions_of_cuda(modes), modes[0], modes[1]:
+        with (
+            torch.device("meta"),
+            recording(module, recorder),
+            regions_of_cuda(modes),
+            ExitStack() as stack,
+        ):
+            for mode in modes:
+                stack.enter_context(mode)
             with torch.autocast("cuda", whole) if whole else nullcontext():
                 score = (loss or _total)(_called(module, inputs))
             recorder.in_backward = True
             score.backward()
+        trained = (parameter for parameter in module.parameters() if parameter.grad is not None)
+        recorder.gradients = {storage_of(parameter): parameter.grad for parameter in trained}
     except SpecError:
         raise
     except Exception as error:
@@ -353,41 +393,55 @@ def _layer_at(bounds: Sequence[int], at: int) -> int:
     return layer
 
 
-def _backwards(run: _Run) -> list[list[Call]]:
-    """Return the backward operations of each layer, which begin when the gradient of its output is there."""
+def _layers_of_backward(run: _Run) -> list[int]:
+    """Return the layer of each backward operation; it begins when the gradient of its output is there."""
     layer_of = {place: layer for layer, place in enumerate(run.places)}
-    found: list[list[Call]] = [[] for _ in range(len(run.places) + 1)]
     turns = sorted((at, layer_of[place]) for at, place in run.recorder.turns if place in layer_of)
-    current = len(run.places)
-    for i, calls in enumerate(run.recorder.backward):
+    current, found = len(run.places), []
+    for i in range(len(run.recorder.backward)):
         while turns and turns[0][0] <= i:
             current = min(current, turns.pop(0)[1])
-        found[current].extend(calls)
+        found.append(current)
     return found
 
 
-def _saved(run: _Run) -> list[float]:
+def _by_layer(layers: Sequence[int], count: int, values: Iterable[tuple[int, Any]]) -> list[list[Any]]:
+    """Return values, each given with its operation, by the layer of that operation."""
+    found: list[list[Any]] = [[] for _ in range(count)]
+    for at, value in values:
+        found[layers[at]].append(value)
+    return found
+
+
+def _saved(run: _Run, part: RankPart) -> list[float]:
     """Return the bytes that each layer keeps for its backward, a storage counted where it is first kept."""
     bounds, seen = _bounds(run), set()
     found = [0.0] * (len(run.cuts) + 1)
-    for at, storage, size in run.recorder.saved:
-        if storage not in seen:
-            seen.add(storage)
-            found[_layer_at(bounds, at)] += size
+    for at, tensor in run.recorder.saved:
+        if storage_of(tensor) not in seen:
+            seen.add(storage_of(tensor))
+            found[_layer_at(bounds, at)] += tensor.untyped_storage().nbytes() * part.share(tensor)
     return found
 
 
-def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
-    one = runs[0]
+def _layers(module: Any, runs: Sequence[_Run], parts: Sequence[RankPart]) -> tuple[TracedLayer, ...]:
+    """Return the chain as a rank computes it, of which each run's part says what that is."""
+    one, count = runs[0], len(runs[0].cuts) + 1
     bounds = _bounds(one)
-    forwards = [
-        [[call for calls in run.recorder.forward[lo:hi] for call in calls] for run in runs]
-        for lo, hi in pairwise(bounds)
-    ]
-    backwards = list(zip(*(_backwards(run) for run in runs), strict=True))
-    saved = list(zip(*(_saved(run) for run in runs), strict=True))
+    of_forward = [layer for layer, (lo, hi) in enumerate(pairwise(bounds)) for _ in range(lo, hi)]
+    of_backward = _layers_of_backward(one)
+
+    def by_layer(layers: Sequence[int], values: Iterable[Iterable[tuple[int, Any]]]) -> list[Any]:
+        """Return the values of every run, by layer."""
+        return list(zip(*(_by_layer(layers, count, each) for each in values), strict=True))
+
+    forwards = by_layer(of_forward, (_numbered(part.forward) for part in parts))
+    backwards = by_layer(of_backward, (_numbered(part.backward) for part in parts))
+    sums_forward = by_layer(of_forward, (part.sums_forward for part in parts))
+    sums_backward = by_layer(of_backward, (part.sums_backward for part in parts))
+    saved = list(zip(*map(_saved, runs, parts), strict=True))
     sizes = [[end.num_bytes for end in run.cuts] + [0.0] for run in runs]
-    trained, frozen, buffers = _elements(module, one)
+    trained, frozen, buffers, unsummed = _elements(module, one, parts[0])
     modules = _modules(module, one)
     return tuple(
         TracedLayer(
@@ -400,9 +454,18 @@ def _layers(module: Any, runs: Sequence[_Run]) -> tuple[TracedLayer, ...]:
             saved_bytes=_growth(*saved[i]),
             boundary_bytes=_growth(*(size[i] for size in sizes)),
             modules=tuple(modules[i]),
+            sums_forward=tuple(_growth(*each) for each in zip(*sums_forward[i], strict=True)),
+            sums_backward=tuple(_growth(*each) for each in zip(*sums_backward[i], strict=True)),
+            unsummed=unsummed[i],
+            splits_boundary=i < len(one.cuts) and parts[0].is_split(one.cuts[i].out),
         )
-        for i in range(len(forwards))
+        for i in range(count)
     )
+
+
+def _numbered(kernels: Sequence[Sequence[Call]]) -> Iterator[tuple[int, Call]]:
+    """Yield the operation of each kernel, and the kernel."""
+    return ((at, call) for at, calls in enumerate(kernels) for call in calls)
 
 
 def _owners(module: Any, run: _Run) -> list[tuple[Any, list[int]]]:
@@ -429,19 +492,20 @@ def _modules(module: Any, run: _Run) -> list[list[str]]:
     return found
 
 
-def _elements(module: Any, run: _Run) -> tuple[list[int], list[int], list[int]]:
-    """Return the elements of each layer: trained, frozen, of buffers."""
-    trained, frozen, buffers = ([0] * (len(run.cuts) + 1) for _ in range(3))
+def _elements(module: Any, run: _Run, part: RankPart) -> tuple[list[int], ...]:
+    """Return the elements of each layer: trained, frozen, of buffers, of summands of gradients."""
+    trained, frozen, buffers, unsummed = ([0] * (len(run.cuts) + 1) for _ in range(4))
     for tensor, layers in _owners(module, run):
         kind = trained if tensor.requires_grad else frozen
         for layer in layers:
-            (kind if isinstance(tensor, torch.nn.Parameter) else buffers)[layer] += tensor.numel()
-    return trained, frozen, buffers
+            (kind if isinstance(tensor, torch.nn.Parameter) else buffers)[layer] += part.elements(tensor)
+        unsummed[layers[0]] += part.is_unsummed(tensor) * tensor.numel()
+    return trained, frozen, buffers, unsummed
 
 
-def _tied(module: Any, run: _Run) -> tuple[tuple[tuple[int, ...], int], ...]:
+def _tied(module: Any, run: _Run, part: RankPart) -> tuple[tuple[tuple[int, ...], int], ...]:
     return tuple(
-        (tuple(layers), tensor.numel())
+        (tuple(layers), part.elements(tensor))
         for tensor, layers in _owners(module, run)
         if len(layers) > 1 and tensor.requires_grad
     )

@@ -1,0 +1,285 @@
+"""The training steps that `bench_device.py` predicts and trains.
+
+A step is by transformers under autocast (predicted as `ddp`) or under fully_shard (`hf`), by torchtitan's
+model, recomputation, compile and fully_shard (`torchtitan`), by torchvision under autocast, or a module of
+`device_modules.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A training step: a model by name or configuration, its batch, and how it is trained."""
+
+    name: str
+    kind: str  # dense, experts, network
+    library: str  # transformers, sharded (the same under fully_shard), torchtitan, torchvision, module
+    model: str | dict
+    batch: int
+    seq: int = 0
+    dtype: str = "bf16"
+    recompute: str = "none"
+    compile: bool = False
+    recipe: str = ""
+    lora: int = 0  # rank of adapters on weights in bf16
+    flags: tuple[str, ...] = ()
+    size: dict[str, Any] = field(default_factory=dict)  # torchtitan: changes to its flavor
+
+    def command(self, device: str, folder: Path) -> list[str]:
+        """Return the words of `foreshard predict`."""
+        model = self.model
+        if isinstance(model, dict):
+            path = folder / f"{self.name}.json"
+            path.write_text(json.dumps(model))
+            model = str(path)
+        elif self.library == "torchvision":
+            path = folder / f"{self.name.replace('-', '_')}.py"
+            path.write_text(NETWORK.format(name=model))
+            model = f"{path}:trained"
+        elif self.library == "module":
+            model = f"{Path(__file__).parent / 'device_modules.py'}:{model}"
+        frameworks = {"transformers": "ddp", "sharded": "hf", "torchtitan": "torchtitan@0.2"}
+        words = ["predict", model, f"1x1x{device}", "--dtype", self.dtype]
+        words += ["--framework", frameworks[self.library]] if self.library in frameworks else []
+        words += ["--micro-batch", str(self.batch), "--global-batch", str(self.batch), *self.flags]
+        words += ["--seq", str(self.seq)] if self.seq else []
+        if self.library == "torchtitan" or self.recompute != "none":
+            words += ["--recompute", self.recompute]
+        words += ["--lora", str(self.lora)] if self.lora else []
+        words += ["--compile"] if self.compile else []
+        if self.recipe:
+            words += ["--fp8-recipe", self.recipe]
+        return words
+
+
+MODELS = json.loads((Path(__file__).parent / "device_models.json").read_text())
+
+
+NETWORK = """# A network as `_torchvision` trains it: channels last, under autocast.
+import torch
+
+from foreshard.profile.networks.catalog import network
+
+
+class Cast(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images):
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.inner(images)
+
+
+def loss(scores):
+    labels = torch.zeros(len(scores), dtype=torch.long)
+    return torch.nn.functional.cross_entropy(scores.float(), labels)
+
+
+def trained():
+    inner, images = network("{name}")
+    inner = inner.to(memory_format=torch.channels_last)
+    return Cast(inner), images, loss
+"""
+
+
+def _language(
+    library: str, name: str, model: dict, batch: int, seq: int, kind: str = "dense", **more: Any
+) -> Step:
+    return Step(name=name, kind=kind, library=library, model=model, batch=batch, seq=seq, **more)
+
+
+_hf, _sharded, _titan = (partial(_language, name) for name in ("transformers", "sharded", "torchtitan"))
+
+
+def _network(name: str, batch: int, **more: Any) -> Step:
+    flags = ("--optimizer", "sgd")
+    own = {"name": f"{name}-{batch}"} | more
+    return Step(kind="network", library="torchvision", model=name, batch=batch, flags=flags, **own)
+
+
+def _module(name: str, batch: int) -> Step:
+    return Step(name=f"{name}-{batch}", kind="module", library="module", model=name, batch=batch)
+
+
+TITAN_8B = {"flavor": "llama3:8B", "n_layers": 8}
+STEPS_TRAINED = (
+    _hf("gpt2", MODELS["GPT2"], 16, 1024),
+    _hf("gpt2-tf32", MODELS["GPT2"], 8, 1024, dtype="tf32"),
+    _hf("gpt2-xl", MODELS["GPT2_XL"], 4, 1024),
+    _hf("bert-large", MODELS["BERT"], 32, 512),
+    _hf("llama-1b", MODELS["LLAMA_1B"], 4, 2048),
+    _hf("llama-1b-long", MODELS["LLAMA_1B"], 1, 8192),
+    _hf("llama-1b-small", MODELS["LLAMA_1B"], 1, 512),
+    _hf("llama-3b", MODELS["LLAMA_3B"], 1, 2048),
+    _hf("qwen3-0.6b", MODELS["QWEN3_06B"], 4, 2048),
+    _hf("qwen3-moe", MODELS["QWEN3_30B_3"], 4, 2048, "experts"),
+    _hf("mixtral", MODELS["MIXTRAL_2"], 2, 4096, "experts"),
+    _sharded("hf-llama-1b", MODELS["LLAMA_1B"], 4, 2048),
+    _sharded("hf-qwen3-0.6b", MODELS["QWEN3_06B"], 4, 2048),
+    _sharded("hf-qwen3-moe", MODELS["QWEN3_30B_3"], 4, 2048, "experts"),
+    _sharded("hf-mixtral", MODELS["MIXTRAL_2"], 2, 4096, "experts"),
+    _titan("titan-llama", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B),
+    _titan("titan-llama-sac", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recompute="selective:op"),
+    _titan("titan-llama-full", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recompute="full"),
+    _titan("titan-llama-compiled", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, compile=True),
+    _titan(
+        "titan-llama-tensorwise",
+        MODELS["LLAMA_8B_8"],
+        2,
+        4096,
+        size=TITAN_8B,
+        dtype="fp8",
+        recipe="tensorwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-llama-rowwise",
+        MODELS["LLAMA_8B_8"],
+        2,
+        4096,
+        size=TITAN_8B,
+        dtype="fp8",
+        recipe="rowwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-llama-fp8-eager",
+        MODELS["LLAMA_8B_8"],
+        2,
+        4096,
+        size=TITAN_8B,
+        dtype="fp8",
+        recipe="tensorwise",
+    ),
+    _titan(
+        "titan-qwen3-moe",
+        MODELS["QWEN3_30B_3"],
+        2,
+        4096,
+        "experts",
+        size={"flavor": "qwen3:30B-A3B", "n_layers": 3},
+    ),
+    _titan(
+        "titan-deepseek",
+        MODELS["DEEPSEEK_16B_4"],
+        2,
+        4096,
+        "experts",
+        size={"flavor": "deepseek_v3:16B", "n_layers": 4, "attn_type": "sdpa"},
+    ),
+    _network("resnet50", 256),
+    _network("resnet50", 32),
+    _network("vgg16", 128),
+    _network("densenet121", 128),
+    _network("mobilenet_v2", 256),
+    _network("convnext_tiny", 128),
+    _network("swin_t", 128),
+    _network("efficientnet_b0", 128),
+    # Trained after what those above had shown was modelled.
+    _hf("gpt2-medium", MODELS["GPT2_MEDIUM"], 8, 1024),
+    _hf("bert-base", MODELS["BERT_BASE"], 128, 128),
+    _hf("qwen2.5-0.5b", MODELS["QWEN2_05B"], 4, 2048),
+    _hf("phi-1.5", MODELS["PHI"], 4, 2048),
+    _hf("pythia-410m", MODELS["PYTHIA"], 8, 2048),
+    _hf("smollm-360m", MODELS["SMOL"], 8, 2048),
+    _titan("titan-llama-4", MODELS["LLAMA_8B_4"], 4, 4096, size={"flavor": "llama3:8B", "n_layers": 4}),
+    _titan(
+        "titan-llama-4-tensorwise",
+        MODELS["LLAMA_8B_4"],
+        4,
+        4096,
+        size={"flavor": "llama3:8B", "n_layers": 4},
+        dtype="fp8",
+        recipe="tensorwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-llama-4-rowwise",
+        MODELS["LLAMA_8B_4"],
+        4,
+        4096,
+        size={"flavor": "llama3:8B", "n_layers": 4},
+        dtype="fp8",
+        recipe="rowwise",
+        compile=True,
+    ),
+    _titan(
+        "titan-deepseek-3",
+        MODELS["DEEPSEEK_16B_3"],
+        4,
+        4096,
+        "experts",
+        size={"flavor": "deepseek_v3:16B", "n_layers": 3, "attn_type": "sdpa"},
+    ),
+    _network("resnet50", 128),
+    _network("regnet_y_16gf", 64),
+    # Trained on an H100 only: of models, layers and ways to train that no step above has.
+    _hf("opt-1.3b", MODELS["OPT_1B3"], 4, 2048),
+    _hf("gemma-2b", MODELS["GEMMA_2B"], 1, 2048),
+    _hf("mistral-6", MODELS["MISTRAL_7B_6"], 2, 4096),
+    _hf("olmo2-1b", MODELS["OLMO2_1B"], 2, 4096),
+    _hf("qwen2.5-1.5b", MODELS["QWEN2_1B5"], 4, 1024),
+    _hf("roberta-large", MODELS["ROBERTA_LARGE"], 16, 256),
+    _hf("bloom-1b1", MODELS["BLOOM_1B1"], 2, 1024),
+    _hf("falcon-4", MODELS["FALCON_7B_4"], 4, 2048),
+    _hf("starcoder2-8", MODELS["STARCODER2_3B_8"], 2, 4096),
+    _hf("phi3-8", MODELS["PHI3_MINI_8"], 4, 2048),
+    _hf("olmoe-4", MODELS["OLMOE_4"], 2, 2048, "experts"),
+    _hf("llama-1b-full", MODELS["LLAMA_1B"], 8, 2048, recompute="full"),
+    _hf("llama-1b-compiled", MODELS["LLAMA_1B"], 4, 2048, compile=True),
+    _hf("gpt2-medium-compiled", MODELS["GPT2_MEDIUM"], 8, 1024, compile=True),
+    _hf("llama-3b-lora", MODELS["LLAMA_3B"], 4, 2048, lora=16),
+    _hf("llama-8b-16-lora", MODELS["LLAMA_8B_16"], 2, 4096, lora=16),
+    _sharded("hf-mistral-6", MODELS["MISTRAL_7B_6"], 2, 4096),
+    _sharded("hf-qwen2.5-1.5b", MODELS["QWEN2_1B5"], 4, 2048),
+    _sharded("hf-olmoe-4", MODELS["OLMOE_4"], 4, 4096, "experts"),
+    _titan(
+        "titan-llama-70b-1",
+        MODELS["LLAMA_70B_1"],
+        2,
+        4096,
+        size={"flavor": "llama3:70B", "n_layers": 1},
+    ),
+    _titan(
+        "titan-llama-4-long",
+        MODELS["LLAMA_8B_4"],
+        1,
+        16384,
+        size={"flavor": "llama3:8B", "n_layers": 4},
+        recompute="selective:op",
+    ),
+    _titan(
+        "titan-qwen3-14",
+        MODELS["QWEN3_1B7_14"],
+        4,
+        4096,
+        size={"flavor": "qwen3:1.7B", "n_layers": 14, "enable_weight_tying": False},
+        recompute="selective:op",
+        compile=True,
+    ),
+    _network("resnet101", 64),
+    _network("resnext50_32x4d", 128),
+    _network("shufflenet_v2_x1_0", 256),
+    _network("convnext_small", 64),
+    _module("encoder", 32),
+    _module("mixer", 128),
+    _module("recommender", 8192),
+    _module("unet", 16),
+    _module("lstm", 64),
+    # Trained after what those above had shown was modelled, as a test of it.
+    _hf("gptj-4", MODELS["GPTJ_6B_4"], 4, 1024),
+    _hf("gemma2-8", MODELS["GEMMA2_2B_8"], 1, 2048),
+    _hf("stablelm-1.6b", MODELS["STABLELM_1B6"], 2, 2048),
+    _hf("granite-16", MODELS["GRANITE_2B_16"], 4, 2048),
+    _hf("qwen2.5-1.5b-lora", MODELS["QWEN2_1B5"], 4, 2048, lora=8),
+    _hf("llama-3b-lora-full", MODELS["LLAMA_3B"], 8, 2048, lora=16, recompute="full"),
+    _sharded("hf-granite-16", MODELS["GRANITE_2B_16"], 4, 2048),
+)

@@ -1,0 +1,115 @@
+"""What may be asked of a traced module, and the plan that a request for its prediction means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from foreshard.advise.request import flag_of
+from foreshard.errors import SpecError
+from foreshard.spec.codec import whole
+from foreshard.spec.degrees import plan_from_degrees
+from foreshard.spec.variation import Noise
+from foreshard.units import number_of
+
+if TYPE_CHECKING:
+    from foreshard.spec.cluster import Cluster
+    from foreshard.spec.plan import Plan
+    from foreshard.spec.traced_module import TracedModule
+
+_DEGREES = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
+PREDICTS = {
+    *("model", "cluster", "plan", "zero", "precision", "engine", "costs", "fidelity", *_DEGREES),
+    *(one.name for one in fields(Noise)),
+}
+"""Names of what a prediction takes."""
+PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
+"""Names of what a search takes."""
+_ARGUMENTS = {"model", "cluster", "plan"}
+
+
+def check_predicts(values: Mapping[str, Any]) -> None:
+    """Raise SpecError for what a prediction of a traced module does not take."""
+    _reject_unknown(values, PREDICTS)
+    if values.get("costs") not in (None, "auto", "formula"):
+        raise SpecError(
+            f"costs {values['costs']} of a traced module",
+            key="--costs",
+            value=values["costs"],
+            rule="Operations of a traced module are priced by formulas",
+            fix="Leave out --costs, or profile the job and give the file that calibrate writes",
+        )
+
+
+def check_plans(values: Mapping[str, Any]) -> None:
+    """Raise SpecError for what a search of plans of a traced module does not take."""
+    _reject_unknown(values, PLANS)
+    only = {"engine": ("graph", ("graph",)), "objective": ("time", ("time", ("time",), ()))}
+    for name, (taken, same) in only.items():
+        value = values.get(name)
+        if value is not None and value not in same:
+            shown = value if isinstance(value, str) else ",".join(value)
+            rule = f"Plans of traced modules are compared by {name} {taken}"
+            what = f"{name} {shown} for a traced module"
+            raise SpecError(what, key=flag_of(name), value=shown, rule=rule, fix="Leave it out")
+
+
+def degrees_of(plan: Plan | None, tp: Any) -> set[int]:
+    """Return the tensor parallelism that a prediction is asked for: of a plan, or stated."""
+    if plan is not None:
+        return {stage.tp for group in plan.groups for stage in group.stages}
+    return {whole(tp or 1, key="--tp", name="tp")}
+
+
+def degrees_on(cluster: Cluster, max_tp: int | None) -> list[int]:
+    """Return the tensor parallelism that a search tries: powers of two up to the devices of a node."""
+    most = max(nodes.per_node for nodes in cluster.nodes)
+    most = most if max_tp is None else min(most, max_tp)
+    return [2**power for power in range(1, most.bit_length())]
+
+
+def plan_of(module: TracedModule, cluster: Cluster, values: Mapping[str, Any]) -> Plan:
+    """Return the plan that stated degrees and options mean."""
+    stated = {name: values[name] for name in _DEGREES if values.get(name) is not None}
+    made = plan_from_degrees(
+        _cut_layers(module, stated.get("pp", 1)),
+        cluster.num_devices,
+        zero=values.get("zero") or 0,
+        seq_len=1,
+        sp=False,
+        precision=module.precision,
+        framework="ddp",
+        **stated,
+    )
+    return _within(made, len(module.layers))
+
+
+def _cut_layers(module: TracedModule, pp: int) -> int:
+    """Return the layers between the first and the last, which the cuts of a pipeline count."""
+    most = max(len(module.layers) - 2, 1)
+    if pp > most:
+        rule = f"{module.name} can be cut into {number_of(len(module.layers), 'layer')}"
+        raise SpecError(f"pp {pp}", key="--pp", value=pp, rule=rule, fix=f"Use at most {most}")
+    return most
+
+
+def _within(plan: Plan, num_layers: int) -> Plan:
+    """Return the plan of a chain that may be shorter than three layers."""
+    if num_layers > 2:
+        return plan
+    group = plan.groups[0]
+    stages = tuple(replace(stage, layers=((0, num_layers),)) for stage in group.stages)
+    return replace(plan, groups=(replace(group, stages=stages),))
+
+
+def _reject_unknown(values: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in values.items():
+        if name not in known and value not in (None, False, (), "none"):
+            raise _refused(flag_of(name), str(value), known)
+
+
+def _refused(flag: str, value: str, known: set[str]) -> SpecError:
+    rule = f"A traced module takes {', '.join(sorted(map(flag_of, known - _ARGUMENTS)))}"
+    what = f"{flag} is not taken for a traced module"
+    return SpecError(what, key=flag, value=value, rule=rule, fix="Leave it out")

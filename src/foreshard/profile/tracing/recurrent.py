@@ -1,0 +1,152 @@
+"""Recurrent layers as cuDNN runs them: inputs of all steps in one product, then two kernels a step.
+
+On the meta device torch spells every step out: a dozen kernels where a library has two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from foreshard.profile.tracing.attention import Note
+from foreshard.profile.tracing.operations import Call, bytes_of
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """How layers are stacked, and the kernels of one.
+
+    steps_at : dimension of the steps
+    each : weights and biases of a layer in one direction
+    """
+
+    gates: int
+    width: int
+    layers: int
+    directions: int
+    states: int
+    steps_at: int
+    each: int
+
+    def cells(self, weights: tuple[Any, ...]) -> list[list[tuple[Any, ...]]]:
+        """Return the weights of every layer and direction."""
+        each = [weights[at : at + self.each] for at in range(0, len(weights), self.each)]
+        return [each[at * self.directions : (at + 1) * self.directions] for at in range(self.layers)]
+
+    def forward_calls(self, read: Any, weights: tuple[Any, ...], out: Any) -> list[Call]:
+        """Return one product of all inputs, and of every step one and the gates."""
+        rows, steps, wide = self._sizes(read)
+        touched = bytes_of((read, weights[0])) + self.gates * bytes_of(out)
+        step = [self._step(rows / steps, out, weights[1]), self._cell(out, steps)]
+        return [_product((rows, wide, read.shape[-1]), touched, out), *step * steps]
+
+    def backward_calls(self, read: Any, weights: tuple[Any, ...], out: Any, *, first: bool) -> list[Call]:
+        """Return the gates and a product of every step, then the gradients of weights and inputs.
+
+        `first` says whether the states that were given get a gradient.
+        """
+        rows, steps, wide = self._sizes(read)
+        gates = self.gates * bytes_of(out)
+        step = [self._cell(out, steps), self._step(rows / steps, out, weights[1])]
+        return [
+            *(step * steps)[: None if first else -1],
+            _product((wide, self.width, rows), gates + bytes_of((out, weights[1])), out),
+            _product((wide, read.shape[-1], rows), gates + bytes_of((read, weights[0])), out),
+            _product((rows, read.shape[-1], wide), gates + bytes_of((read, weights[0])), out),
+        ]
+
+    def _sizes(self, read: Any) -> tuple[float, int, float]:
+        steps = read.shape[self.steps_at] if read.dim() > 2 else read.shape[0]
+        return float(prod(read.shape[:-1])), steps, float(self.gates * self.width)
+
+    def _step(self, samples: float, out: Any, weight: Any) -> Call:
+        wide = float(self.gates * self.width)
+        element = out.element_size()
+        moved = bytes_of(weight) + element * samples * (self.width + wide)
+        return _product((samples, wide, float(self.width)), moved, out)
+
+    def _cell(self, out: Any, steps: int) -> Call:
+        """Read the sums of inputs and states, write gates, cell and output."""
+        return Call("recurrent_cell", "stream", (), (3.0 * self.gates + 3.0) * bytes_of(out) / steps, 0.0)
+
+
+def _product(sizes: tuple[float, float, float], moved: float, like: Any) -> Call:
+    wide = like.dtype is torch.float32
+    return Call("recurrent", "product", (*map(float, sizes), 1.0), moved, 2.0 * prod(sizes), wide=wide)
+
+
+class _Layers(torch.autograd.Function):
+    """Recurrent layers without arithmetic: keep their inputs and outputs, gates and cells of every step."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Note, shape: _Shape, inputs: Any, *states_and_weights: Any) -> Any:
+        states, weights = states_and_weights[: shape.states], states_and_weights[shape.states :]
+        kept: list[Any] = []
+        made = inputs
+        for own in shape.cells(weights):
+            read, parts = made, []
+            for matrices in own:
+                out = read.new_empty((*read.shape[:-1], shape.width))
+                gates = read.new_empty((*read.shape[:-1], (shape.gates + 1) * shape.width))
+                for call in shape.forward_calls(read, matrices, out):
+                    note(call, (read, *states, *matrices), (out, gates))
+                parts.append(out)
+                kept += [read, gates, out]
+            made = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        ctx.note, ctx.shape, ctx.num_kept = note, shape, len(kept)
+        ctx.save_for_backward(*kept, *states, *weights)
+        return (made, *(torch.empty_like(state) for state in states))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        shape, saved = ctx.shape, ctx.saved_tensors
+        kept, rest = saved[: ctx.num_kept], saved[ctx.num_kept :]
+        weights = rest[shape.states :]
+        cells = [matrices for layer in shape.cells(weights) for matrices in layer]
+        first = any(ctx.needs_input_grad[3 : 3 + shape.states])
+        for at, matrices in reversed(list(enumerate(cells))):
+            read, gates, out = kept[3 * at : 3 * at + 3]
+            for call in shape.backward_calls(read, matrices, out, first=first):
+                ctx.note(call, (gradients[0], read, gates, out, *matrices), (torch.empty_like(read),))
+        return (None, None, torch.empty_like(kept[0]), *(torch.empty_like(tensor) for tensor in rest))
+
+
+class FusedRecurrence(TorchFunctionMode):
+    """Runs recurrent layers by the kernels of a library, as accelerators do.
+
+    Packed sequences, whose lengths are values, and layers with projections are left to torch. Dropout between
+    layers is not counted. Layers that cuDNN keeps in one kernel (a single one of up to 1,024 channels) are
+    priced step by step, too.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace recurrent layers, pass everything else on."""
+        name = getattr(func, "__name__", "")
+        if name not in _GATES or len(args) != 9 or kwargs:
+            return func(*args, **(kwargs or {}))
+        inputs, states, weights, biases, layers, _, _, both, first = args
+        states = tuple(states) if name == "lstm" else (states,)
+        directions = 2 if both else 1
+        each = 4 if biases else 2
+        if len(weights) != layers * directions * each:
+            return func(*args)
+        shape = _Shape(
+            gates=_GATES[name],
+            width=states[0].shape[-1],
+            layers=layers,
+            directions=directions,
+            states=len(states),
+            steps_at=int(first),
+            each=each,
+        )
+        return _Layers.apply(self._note, shape, inputs, *states, *weights)
