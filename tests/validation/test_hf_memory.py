@@ -39,18 +39,6 @@ MODELS = {
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0},
 }
 EAGER = ("bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "mpt")
-    "bloom",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "gpt_oss",
-    "gptj",
-    "llama",
-    "mpt",
-)
 _OF_SIDE = {"attention_heads": 4, "ffn_dim": 352}
 SPELLED = {"phi"}  # autocast of the processor does not widen powers, that of CUDA does
 
