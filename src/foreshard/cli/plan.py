@@ -121,6 +121,11 @@ def _vendors() -> tuple[str, ...]:
     help="With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype).",
 )
 @click.option(
+    "--compile/--no-compile",
+    default=None,
+    help="Whether torch.compile makes the kernels (default: the framework's).",
+)
+@click.option(
     "--dtype",
     "precision",
     type=Words(*PRECISIONS, single=True),

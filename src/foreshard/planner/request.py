@@ -10,7 +10,7 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import Tables
-from foreshard.catalog.offers import with_recipe
+from foreshard.catalog.offers import with_compile, with_recipe
 from foreshard.catalog.stacks import check_attention, of_model, running
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
@@ -75,6 +75,7 @@ class PlanRequest:
     optimizer: str = "adamw"
     attention: str | None = None
     fp8_recipe: str | None = None
+    compile: bool | None = None
     engine: str = "graph"
     network: str = "closed-form"
     costs: str | Tables = "auto"
@@ -104,7 +105,12 @@ class PlanRequest:
         own = None if self.best_buckets else self.framework.bucket_bytes or None
         sums = self.framework.collectives
         return replace(
-            plan, collectives=sums, buckets=own, attention=self.attention, fp8_recipe=self.fp8_recipe
+            plan,
+            collectives=sums,
+            buckets=own,
+            attention=self.attention,
+            fp8_recipe=self.fp8_recipe,
+            compile=self.compile,
         )
 
     @property
@@ -191,6 +197,7 @@ def checked_request(
     executor: str = "local",
     attention: str | None = None,
     fp8_recipe: str | None = None,
+    compile: bool | None = None,
     collectives: str = AUTO,
     buckets: int | str | None = None,
     memory_margin: float = MARGIN,
@@ -239,6 +246,8 @@ def checked_request(
     if fp8_recipe is not None:
         fp8_recipe = one_of(fp8_recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
         declared = with_recipe(declared, fp8_recipe, precision=precision, devices=cluster.devices)
+    if compile is not None:
+        declared = with_compile(declared, compile)
     return PlanRequest(
         model=model,
         cluster=in_fewest_groups(cluster),
@@ -252,6 +261,7 @@ def checked_request(
         else whole(max_devices, key="--max-devices", name="max-devices"),
         attention=attention,
         fp8_recipe=fp8_recipe,
+        compile=compile,
         framework=replace(
             running(declared, cluster.devices),
             collectives=one_of(collectives, ALGORITHMS, key="--collectives", name="collectives"),

@@ -34,7 +34,8 @@ def test_files_are_written_where_asked(monkeypatch, plan_file, tmp_path, capsys)
         == 0
     )
     assert "--tensor-model-parallel-size 2" in (out / "megatron_args.sh").read_text()
-    assert "Yours to add" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Yours to add" in said and "epsilon" not in said  # the configuration states it
 
 
 def test_json_holds_the_files(monkeypatch, plan_file, capsys):

@@ -38,6 +38,9 @@ def test_a_configuration_here_is_not_named_after_the_folder_of_work(shell, confi
         (("predict", "llama3-8b", "0xh100"), "Did you mean '1xh100'?"),
         (("predict", "llama3-8b", "8xh100", "--tp", "eight"), "Write it like 8"),
         (("predict", "llama3-8b", "8xh100", "--tp", "-1"), "Write it like 8"),
+        (("predict", "llama3-8b", "8xh100", "--torch-compile"), "Write --compile"),
+        (("predict", "llama3-8b", "8xh100", "--compile", "true"), "A switch has no value"),
+        (("predict", "llama3-8b", "--cluster", "8xh100"), "CLUSTER after MODEL"),
         (("export", "config.json", "--to", "megatron"), "foreshard plan MODEL CLUSTER --global-batch N"),
     ],
 )

@@ -238,6 +238,16 @@ def test_compiling_fuses_what_torch_runs_one_by_one_and_says_so():
     assert without.step_time_s > by_default.step_time_s
 
 
+@pytest.mark.parametrize("cluster", ["1x2xh100-sxm", "1x1xh100-sxm+1x1xa100-sxm-80gb"])
+def test_a_search_plans_what_is_compiled(cluster):
+    asked = {"global_batch": 8, "framework": "hf", "compile": True, "budget_s": 1}
+    best = plan("gpt2", cluster, **asked).plans[0]
+    assert best.plan.compile is True
+    assert predict("gpt2", cluster, best.plan).step_time_s == pytest.approx(
+        best.prediction.step_time_s, rel=1e-9
+    )
+
+
 @pytest.mark.parametrize("framework", ["megatron-core", "maxtext"])
 def test_frameworks_with_kernels_of_their_own_do_not_compile(framework):
     with pytest.raises(SpecError, match=r"torch\.compile under") as caught:

@@ -241,9 +241,9 @@ def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> list[str]:
             "No MODEL was given: the flags of its sizes are yours to add, --num-layers and the rest."
         )
     else:
+        unknown = "the epsilon of its norms and " if model.norm_eps is None else ""
         notes.append(
-            "Yours to add: data, tokenizer, learning rate, and what the catalog does not hold of the model "
-            "(rotary base and scaling, norm epsilon, initialisation)."
+            f"Yours to add: data, tokenizer, learning rate, and of the model {unknown}the initialisation."
         )
     if plan.precision == "tf32":
         notes.append("tf32 has no flag: set NVIDIA_TF32_OVERRIDE=1.")
