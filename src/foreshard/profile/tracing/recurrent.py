@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from foreshard.profile.tracing.attention import Note
 from foreshard.profile.tracing.operations import Call, bytes_of
 
+RECURRENCE = "recurrent layer"
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -95,7 +96,7 @@ class _Layers(torch.autograd.Function):
                 out = read.new_empty((*read.shape[:-1], shape.width))
                 gates = read.new_empty((*read.shape[:-1], (shape.gates + 1) * shape.width))
                 for call in shape.forward_calls(read, matrices, out):
-                    note(call, (read, *states, *matrices), (out, gates))
+                    note(RECURRENCE, call, (read, *states, *matrices), (out, gates))
                 parts.append(out)
                 kept += [read, gates, out]
             made = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -113,7 +114,8 @@ class _Layers(torch.autograd.Function):
         for at, matrices in reversed(list(enumerate(cells))):
             read, gates, out = kept[3 * at : 3 * at + 3]
             for call in shape.backward_calls(read, matrices, out, first=first):
-                ctx.note(call, (gradients[0], read, gates, out, *matrices), (torch.empty_like(read),))
+                touched = (gradients[0], read, gates, out, *matrices)
+                ctx.note(RECURRENCE, call, touched, (torch.empty_like(read),))
         return (None, None, torch.empty_like(kept[0]), *(torch.empty_like(tensor) for tensor in rest))
 
 

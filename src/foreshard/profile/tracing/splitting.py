@@ -321,8 +321,8 @@ class Splitting:
 
 def name_of(func: Any) -> str:
     """Return the operator's name, as torch calls it; that in place is the same."""
-    if func is None:
-        return "fused attention"
+    if isinstance(func, str):
+        return func
     return str(func.overloadpacket).removeprefix("aten.").rstrip("_")
 
 
