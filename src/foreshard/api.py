@@ -309,8 +309,7 @@ def _predicted_trace(
     stated = {name: value for name, value in _named(dict(choices)).items() if value is not None}
     on = load_cluster(cluster) if isinstance(cluster, str) else cluster
     given = load_plan(plan) if isinstance(plan, str) else plan
-    degrees = traced_request.degrees_of(given, stated.get("tp"))
-    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    module = trace(model, **traced_request.traced_as(given, stated))
     if module is None:
         return None
     traced_request.check_predicts(stated)

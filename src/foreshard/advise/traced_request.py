@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from foreshard.advise.request import flag_of
+from foreshard.advise.request import DEGREES, OPTIONS, check_beside, flag_of
 from foreshard.errors import SpecError
 from foreshard.spec.codec import whole
 from foreshard.spec.degrees import plan_from_degrees
@@ -55,11 +55,20 @@ def check_plans(values: Mapping[str, Any]) -> None:
             raise SpecError(what, key=flag_of(name), value=shown, rule=rule, fix="Leave it out")
 
 
-def degrees_of(plan: Plan | None, tp: Any) -> set[int]:
-    """Return the tensor parallelism that a prediction is asked for: of a plan, or stated."""
+def traced_as(plan: Plan | None, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a module is traced for a prediction, as a plan or else what is stated says.
+
+    Raises
+    ------
+    SpecError
+        For degrees and options beside a plan.
+    """
+    check_beside(plan, {name: stated[name] for name in (*DEGREES, *OPTIONS) if name in stated})
     if plan is not None:
-        return {stage.tp for group in plan.groups for stage in group.stages}
-    return {whole(tp or 1, key="--tp", name="tp")}
+        tp = {stage.tp for group in plan.groups for stage in group.stages}
+        return {"precision": plan.precision, "degrees": tp}
+    tp = {whole(stated.get("tp") or 1, key="--tp", name="tp")}
+    return {"precision": stated.get("precision") or "bf16", "degrees": tp}
 
 
 def degrees_on(cluster: Cluster, max_tp: int | None) -> list[int]:

@@ -137,3 +137,24 @@ def test_python_takes_what_is_traced_by_its_name(shell, net):
         with pytest.raises(SpecError) as refused:
             foreshard.plan(factory, where, **asked, **batch)
         assert refused.value.key == key
+
+
+def test_a_plan_says_how_a_module_is_traced_and_excludes_degrees(shell, net, tmp_path):
+    """The precision of a plan is the module's; V100 has no other than fp16."""
+    factory, where, out = f"{net}:one_layer", "1x2xv100-sxm-32gb", tmp_path / "plan.json"
+    made = shell("predict", factory, where, "--micro-batch", "8", "--dtype", "fp16", "--json")
+    out.write_text(json.dumps(made.json["plan"]))
+    again = shell("predict", factory, where, "--plan", out, "--json")
+    assert again.code == 0 and again.json["step_time_s"] == made.json["step_time_s"]
+    assert foreshard.predict(factory, where, str(out)).step_time_s == made.json["step_time_s"]
+    for flags, choices in (
+        (("--tp", "2", "--micro-batch", "64"), {"tp": 2, "micro_batch": 64}),
+        (("--dtype", "bf16"), {"dtype": "bf16"}),
+    ):
+        with pytest.raises(SpecError, match=r"a plan and .* together") as caught:
+            foreshard.predict(factory, where, str(out), **choices)
+        with pytest.raises(SpecError) as of_catalog:
+            foreshard.predict("gpt2", where, str(out), **choices)
+        assert str(caught.value) == str(of_catalog.value)
+        refused = shell("predict", factory, where, "--plan", out, *flags, "--json")
+        assert refused.code == 2 and refused.json["error"]["what"] == caught.value.what

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from foreshard.cli.options.varying import noise_of
@@ -14,36 +13,31 @@ if TYPE_CHECKING:
     from foreshard.spec.traced_module import TracedModule
 
 
-def traced(model: str, precision: Any, degrees: Callable[[], Iterable[int]]) -> TracedModule | None:
-    """Return the module that MODEL names, None for one that is not traced.
-
-    `degrees` gives the tensor parallelism that is asked for.
-    """
+def to_predict(values: dict[str, Any]) -> TracedModule | None:
+    """Return the module that MODEL names, traced as `predict` is asked; None for one that is not traced."""
     from foreshard import api
+    from foreshard.advise import traced_request
+    from foreshard.profile.networks.catalog import is_traced
+
+    if not is_traced(values["model"]):
+        return None
+    plan = api.load_plan(values["plan"]) if values.get("plan") else None
+    return api.trace(values["model"], **traced_request.traced_as(plan, values))
+
+
+def to_plan(model: str, cluster: str, asked: dict[str, Any]) -> TracedModule | None:
+    """Return the module that MODEL names, traced as `plan` is asked; None for one that is not traced."""
+    from foreshard import api
+    from foreshard.advise import traced_request
     from foreshard.profile.networks.catalog import is_traced
 
     if not is_traced(model):
         return None
+    degrees = traced_request.degrees_on(api.load_cluster(cluster), asked.get("max_tp"))
+    precision = asked.get("precision")
     if isinstance(precision, tuple):
         precision = precision[0]
-    return api.trace(model, precision=precision or "bf16", degrees=degrees())
-
-
-def degrees_of(values: dict[str, Any]) -> set[int]:
-    """Return the tensor parallelism of the plan that `predict` is asked for."""
-    from foreshard import api
-    from foreshard.advise import traced_request
-
-    plan = api.load_plan(values["plan"]) if values.get("plan") else None
-    return traced_request.degrees_of(plan, values.get("tp"))
-
-
-def degrees_on(cluster: str, max_tp: int | None) -> list[int]:
-    """Return the tensor parallelism that `plan` tries."""
-    from foreshard import api
-    from foreshard.advise import traced_request
-
-    return traced_request.degrees_on(api.load_cluster(cluster), max_tp)
+    return api.trace(model, precision=precision or "bf16", degrees=degrees)
 
 
 def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> Prediction:
