@@ -518,8 +518,7 @@ def _planned_trace(model: str, cluster: Cluster | str, asked: Mapping[str, Any])
 
     stated = {name: value for name, value in _named(dict(asked)).items() if value is not None}
     on = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    degrees = traced_request.degrees_on(on, stated.get("max_tp"))
-    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    module = trace(model, **traced_request.searched_as(on, stated))
     if module is None:
         return None
     traced_request.check_plans(stated)

@@ -68,7 +68,18 @@ def traced_as(plan: Plan | None, stated: Mapping[str, Any]) -> dict[str, Any]:
         tp = {stage.tp for group in plan.groups for stage in group.stages}
         return {"precision": plan.precision, "degrees": tp}
     tp = {whole(stated.get("tp") or 1, key="--tp", name="tp")}
-    return {"precision": stated.get("precision") or "bf16", "degrees": tp}
+    return {"precision": _precision(stated), "degrees": tp}
+
+
+def searched_as(cluster: Cluster, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a module is traced for a search of plans on a cluster."""
+    return {"precision": _precision(stated), "degrees": degrees_on(cluster, stated.get("max_tp"))}
+
+
+def _precision(stated: Mapping[str, Any]) -> str:
+    """Return the precision that is stated; several as one text, which a trace refuses."""
+    given = stated.get("precision") or "bf16"
+    return ",".join(given) if isinstance(given, tuple | list) else given
 
 
 def degrees_on(cluster: Cluster, max_tp: int | None) -> list[int]:

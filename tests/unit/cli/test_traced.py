@@ -158,3 +158,14 @@ def test_a_plan_says_how_a_module_is_traced_and_excludes_degrees(shell, net, tmp
         assert str(caught.value) == str(of_catalog.value)
         refused = shell("predict", factory, where, "--plan", out, *flags, "--json")
         assert refused.code == 2 and refused.json["error"]["what"] == caught.value.what
+
+
+def test_several_precisions_are_refused_rather_than_all_but_one_left_out(shell, net):
+    factory, where = f"{net}:one_layer", "1x2xrtx-3090"
+    answer = shell("plan", factory, where, "--global-batch", "8", "--dtype", "bf16,fp32", "--json")
+    assert answer.code == 2
+    for given in ("bf16,fp32", ["bf16", "fp32"], ("bf16", "fp32")):
+        with pytest.raises(SpecError, match="no trace in bf16,fp32") as caught:
+            foreshard.plan(factory, where, global_batch=8, dtype=given)
+        error = answer.json["error"]
+        assert all(getattr(caught.value, name) == error[name] for name in ("what", "rule", "fix"))

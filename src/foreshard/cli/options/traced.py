@@ -33,11 +33,7 @@ def to_plan(model: str, cluster: str, asked: dict[str, Any]) -> TracedModule | N
 
     if not is_traced(model):
         return None
-    degrees = traced_request.degrees_on(api.load_cluster(cluster), asked.get("max_tp"))
-    precision = asked.get("precision")
-    if isinstance(precision, tuple):
-        precision = precision[0]
-    return api.trace(model, precision=precision or "bf16", degrees=degrees)
+    return api.trace(model, **traced_request.searched_as(api.load_cluster(cluster), asked))
 
 
 def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> Prediction:
