@@ -95,7 +95,10 @@ BY_FLAG = {"dtype": "precision", "seq": "seq_len"}
 """Options that the command line names otherwise; Python takes both names, and those of other tools."""
 
 
-_COUNTED = (*DEGREES, "zero", "shard_size", "micro_batch", "global_batch", "max_devices", "top")
+_COUNTED = (
+    *(*DEGREES, *(f"max_{name}" for name in DEGREES)),
+    *("zero", "shard_size", "micro_batch", "global_batch", "max_devices", "top"),
+)
 _AMOUNTS = ("tokens", "max_usd", "max_hours", "usd_per_device_hour", "budget_s", "observed_step_s")
 
 

@@ -67,7 +67,7 @@ def traced_as(plan: Plan | None, stated: Mapping[str, Any]) -> dict[str, Any]:
     if plan is not None:
         tp = {stage.tp for group in plan.groups for stage in group.stages}
         return {"precision": plan.precision, "degrees": tp}
-    tp = {whole(stated.get("tp") or 1, key="--tp", name="tp")}
+    tp = {1 if stated.get("tp") is None else whole(stated["tp"], key="--tp", name="tp")}
     return {"precision": _precision(stated), "degrees": tp}
 
 
@@ -82,10 +82,10 @@ def _precision(stated: Mapping[str, Any]) -> str:
     return ",".join(given) if isinstance(given, tuple | list) else given
 
 
-def degrees_on(cluster: Cluster, max_tp: int | None) -> list[int]:
+def degrees_on(cluster: Cluster, max_tp: Any) -> list[int]:
     """Return the tensor parallelism that a search tries: powers of two up to the devices of a node."""
     most = max(nodes.per_node for nodes in cluster.nodes)
-    most = most if max_tp is None else min(most, max_tp)
+    most = most if max_tp is None else min(most, whole(max_tp, key="--max-tp", name="tp"))
     return [2**power for power in range(1, most.bit_length())]
 
 

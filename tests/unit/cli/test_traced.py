@@ -169,3 +169,17 @@ def test_several_precisions_are_refused_rather_than_all_but_one_left_out(shell, 
             foreshard.plan(factory, where, global_batch=8, dtype=given)
         error = answer.json["error"]
         assert all(getattr(caught.value, name) == error[name] for name in ("what", "rule", "fix"))
+
+
+@pytest.mark.parametrize("stated", ["two", 0, True, 2.0])
+def test_degrees_of_a_traced_module_are_whole_numbers(net, stated):
+    factory, where = f"{net}:one_layer", "1x2xrtx-3090"
+    with pytest.raises(SpecError, match="Must be a whole number from 1") as caught:
+        foreshard.plan(factory, where, global_batch=8, max_tp=stated)
+    assert caught.value.key == "--max-tp"
+    with pytest.raises(SpecError, match="Must be a whole number from 1"):
+        foreshard.predict(factory, where, tp=stated)
+
+
+def test_degrees_may_be_a_text_as_for_other_models(net):
+    assert foreshard.plan(f"{net}:one_layer", "1x2xrtx-3090", global_batch=8, max_tp="2", budget_s=2).plans
