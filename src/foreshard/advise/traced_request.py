@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from foreshard.advise.request import DEGREES, OPTIONS, check_beside, flag_of
+from foreshard.advise.request import ASKED, DEGREES, OPTIONS, check_beside, flag_of
 from foreshard.errors import SpecError
 from foreshard.spec.codec import whole
 from foreshard.spec.degrees import plan_from_degrees
@@ -27,6 +27,8 @@ PREDICTS = {
 PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
 """Names of what a search takes."""
 _ARGUMENTS = {"model", "cluster", "plan"}
+_ELSEWHERE = {*OPTIONS, *ASKED}
+"""Options of other models, which may be stated to be off."""
 
 
 def check_predicts(values: Mapping[str, Any]) -> None:
@@ -124,8 +126,10 @@ def _within(plan: Plan, num_layers: int) -> Plan:
 
 
 def _reject_unknown(values: Mapping[str, Any], known: set[str]) -> None:
+    """Raise SpecError for a name that is not known, unless it is an option of other models that is off."""
     for name, value in values.items():
-        if name not in known and value not in (None, False, (), "none"):
+        off = value is False or (isinstance(value, str) and value == "none")
+        if name not in known and value is not None and not (off and name in _ELSEWHERE):
             raise _refused(flag_of(name), str(value), known)
 
 

@@ -1,6 +1,7 @@
 """Commands on modules that are traced: classic networks and a user's own."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -183,3 +184,15 @@ def test_degrees_of_a_traced_module_are_whole_numbers(net, stated):
 
 def test_degrees_may_be_a_text_as_for_other_models(net):
     assert foreshard.plan(f"{net}:one_layer", "1x2xrtx-3090", global_batch=8, max_tp="2", budget_s=2).plans
+
+
+@pytest.mark.parametrize("value", [False, 0, (), "none"])
+def test_a_name_that_is_no_option_is_refused_whatever_it_says(net, value):
+    factory, where = f"{net}:one_layer", "1x2xrtx-3090"
+    for ask in (foreshard.predict, partial(foreshard.plan, global_batch=8)):
+        with pytest.raises(SpecError, match="--foo is not taken for a traced module"):
+            ask(factory, where, foo=value)
+    with pytest.raises(SpecError, match="--vpp is not taken"):
+        foreshard.predict(factory, where, vpp=0)
+    off = foreshard.predict(factory, where, sp=False, offload="none")
+    assert off.step_time_s == foreshard.predict(factory, where).step_time_s

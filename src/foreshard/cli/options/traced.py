@@ -41,7 +41,7 @@ def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]
     from foreshard import api
     from foreshard.advise import traced_request
 
-    traced_request.check_predicts({**values, **others})
+    traced_request.check_predicts({**values, **_stated(others)})
     cluster = api.load_cluster(values["cluster"])
     if values.get("plan"):
         plan = api.load_plan(values["plan"])
@@ -62,6 +62,11 @@ def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: 
     from foreshard import api
     from foreshard.advise import traced_request
 
-    traced_request.check_plans({**asked, **others})
+    traced_request.check_plans({**asked, **_stated(others)})
     kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if name in asked}
     return api.plan_traced(module, cluster, global_batch=asked["global_batch"], **kept)
+
+
+def _stated(others: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that were given of those that hold nothing where they were not."""
+    return {name: value for name, value in others.items() if value}
