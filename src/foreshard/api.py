@@ -44,7 +44,7 @@ def load_model(text: str) -> Model:
     SpecError
         For an unknown name or architecture, with what is known, and for a network that is traced.
     """
-    from foreshard.catalog.models import load_model
+    from foreshard.catalog.models import TRACED_FIX, WHERE_TRACED, load_model
     from foreshard.profile.networks.catalog import near_networks, network_name
 
     try:
@@ -55,9 +55,8 @@ def load_model(text: str) -> Model:
             error.fix = f"Did you mean {' or '.join(map(repr, near))}?"
         if not network_name(str(text)):
             raise
-        rule = "Networks for images are traced by foreshard predict and plan, and by foreshard.api.trace"
         what = f"{text} is a network that is traced"
-        raise SpecError(what, key="model", value=str(text), rule=rule) from None
+        raise SpecError(what, key="model", value=str(text), rule=WHERE_TRACED, fix=TRACED_FIX) from None
 
 
 def load_cluster(text: str) -> Cluster:

@@ -196,3 +196,19 @@ def test_a_name_that_is_no_option_is_refused_whatever_it_says(net, value):
         foreshard.predict(factory, where, vpp=0)
     off = foreshard.predict(factory, where, sp=False, offload="none")
     assert off.step_time_s == foreshard.predict(factory, where).step_time_s
+
+
+def test_verbs_that_take_no_traced_module_name_those_that_do(shell, net):
+    where = "1x2xrtx-3090"
+    for model in (f"{net}:one_layer", f"{net}:with_loss", "resnet18"):
+        for ask in (
+            foreshard.make_plan,
+            foreshard.predict_timeline,
+            foreshard.compare,
+            partial(foreshard.whatif, changes="tp=2"),
+        ):
+            with pytest.raises(SpecError, match=r"traced.*predict, plan CLUSTER and export") as caught:
+                ask(model, where)
+            assert "tuple" not in str(caught.value)
+        answer = shell("compare", model, where, "--json")
+        assert answer.code == 2 and answer.json["error"]["what"] == caught.value.what
