@@ -771,3 +771,24 @@ def test_experts_products_are_counted():
 
     traced = trace_module(Experts(), torch.empty(1, 16, 16), precision="bf16")
     assert traced.flops(3) == 2 * 2 * 3 * 16 * 16 * 8  # forward and the gradient of the weights
+
+
+def test_packed_sequences_are_left_to_torch():
+    """Four layers of two directions have as many weights as their arguments, misread, ask for."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(4, 4, 4, batch_first=True, bidirectional=True)
+
+        def forward(self, x):
+            lengths = torch.full((x.shape[0],), x.shape[1], device="cpu")
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return self.layer(packed)[0].data
+
+    traced = trace_module(Packed(), torch.empty(1, 8, 4), precision="fp32")
+    forward = [operation for layer in traced.layers for operation in layer.forward]
+    assert not any(operation.name.startswith("recurrent") for operation in forward)
+    rows, gates = 3 * 8, 3 * 4
+    expected = sum(2 * 2 * rows * gates * (wide + 4) for wide in (4, 8, 8, 8))
+    assert sum(operation.flops.at(3) for operation in forward) == expected

@@ -134,7 +134,8 @@ class FusedRecurrence(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace recurrent layers, pass everything else on."""
         name = getattr(func, "__name__", "")
-        if name not in _GATES or len(args) != 9 or kwargs:
+        # packed sequences have nine arguments, too: their weights where others have whether there are biases
+        if name not in _GATES or len(args) != 9 or not isinstance(args[3], bool) or kwargs:
             return func(*args, **(kwargs or {}))
         inputs, states, weights, biases, layers, _, _, both, first = args
         states = tuple(states) if name == "lstm" else (states,)
