@@ -792,3 +792,27 @@ def test_packed_sequences_are_left_to_torch():
     rows, gates = 3 * 8, 3 * 4
     expected = sum(2 * 2 * rows * gates * (wide + 4) for wide in (4, 8, 8, 8))
     assert sum(operation.flops.at(3) for operation in forward) == expected
+
+
+@pytest.mark.parametrize("frozen", ["", "weight_hh", "weight bias"])
+def test_frozen_recurrent_weights_get_no_gradient_unless_others_do(frozen):
+    """`_cudnn_rnn_backward` of torch asks cuDNN for gradients of all weights or of none."""
+    steps, wide, hidden, gates = 6, 8, 16, 3
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.layer = nn.Linear(wide, wide), nn.GRU(wide, hidden, batch_first=True)
+            for name, parameter in self.layer.named_parameters():
+                parameter.requires_grad_(not name.startswith(tuple(frozen.split())))
+
+        def forward(self, x):
+            return self.layer(self.inner(x))[0]
+
+    traced = trace_module(Chain(), torch.empty(1, steps, wide), precision="fp32")
+    products = [o for layer in traced.layers for o in layer.backward if o.name == "recurrent"]
+    each = 2 * 3 * gates * hidden
+    of_inputs = each * ((steps - 1) * hidden + steps * wide)
+    of_weights = each * steps * (hidden + wide)
+    expected = of_inputs + (0 if frozen == "weight bias" else of_weights)
+    assert sum(operation.flops.at(3) for operation in products) == expected

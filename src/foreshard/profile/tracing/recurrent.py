@@ -47,18 +47,24 @@ class _Shape:
         step = [self._step(rows / steps, out, weights[1]), self._cell(out, steps)]
         return [_product((rows, wide, read.shape[-1]), touched, out), *step * steps]
 
-    def backward_calls(self, read: Any, weights: tuple[Any, ...], out: Any, *, first: bool) -> list[Call]:
+    def backward_calls(
+        self, read: Any, weights: tuple[Any, ...], out: Any, *, first: bool, trained: bool
+    ) -> list[Call]:
         """Return the gates and a product of every step, then the gradients of weights and inputs.
 
-        `first` says whether the states that were given get a gradient.
+        `first` says whether the states that were given get a gradient, `trained` whether weights do: torch
+        makes cuDNN write those of all weights or of none, and those of the inputs always.
         """
         rows, steps, wide = self._sizes(read)
         gates = self.gates * bytes_of(out)
         step = [self._cell(out, steps), self._step(rows / steps, out, weights[1])]
-        return [
-            *(step * steps)[: None if first else -1],
+        of_weights = [
             _product((wide, self.width, rows), gates + bytes_of((out, weights[1])), out),
             _product((wide, read.shape[-1], rows), gates + bytes_of((read, weights[0])), out),
+        ]
+        return [
+            *(step * steps)[: None if first else -1],
+            *(of_weights if trained else []),
             _product((rows, read.shape[-1], wide), gates + bytes_of((read, weights[0])), out),
         ]
 
@@ -110,10 +116,11 @@ class _Layers(torch.autograd.Function):
         kept, rest = saved[: ctx.num_kept], saved[ctx.num_kept :]
         weights = rest[shape.states :]
         cells = [matrices for layer in shape.cells(weights) for matrices in layer]
-        first = any(ctx.needs_input_grad[3 : 3 + shape.states])
+        needs = ctx.needs_input_grad[3:]
+        asked = {"first": any(needs[: shape.states]), "trained": any(needs[shape.states :])}
         for at, matrices in reversed(list(enumerate(cells))):
             read, gates, out = kept[3 * at : 3 * at + 3]
-            for call in shape.backward_calls(read, matrices, out, first=first):
+            for call in shape.backward_calls(read, matrices, out, **asked):
                 touched = (gradients[0], read, gates, out, *matrices)
                 ctx.note(RECURRENCE, call, touched, (torch.empty_like(read),))
         return (None, None, torch.empty_like(kept[0]), *(torch.empty_like(tensor) for tensor in rest))
