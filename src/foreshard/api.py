@@ -44,7 +44,7 @@ def load_model(text: str) -> Model:
     SpecError
         For an unknown name or architecture, with what is known, and for a network that is traced.
     """
-    from foreshard.catalog.models import load_model
+    from foreshard.catalog.models import TRACED_FIX, WHERE_TRACED, load_model
     from foreshard.profile.networks.catalog import near_networks, network_name
 
     try:
@@ -55,9 +55,8 @@ def load_model(text: str) -> Model:
             error.fix = f"Did you mean {' or '.join(map(repr, near))}?"
         if not network_name(str(text)):
             raise
-        rule = "Networks for images are traced by foreshard predict and plan, and by foreshard.api.trace"
         what = f"{text} is a network that is traced"
-        raise SpecError(what, key="model", value=str(text), rule=rule) from None
+        raise SpecError(what, key="model", value=str(text), rule=WHERE_TRACED, fix=TRACED_FIX) from None
 
 
 def load_cluster(text: str) -> Cluster:
@@ -95,7 +94,10 @@ BY_FLAG = {"dtype": "precision", "seq": "seq_len"}
 """Options that the command line names otherwise; Python takes both names, and those of other tools."""
 
 
-_COUNTED = (*DEGREES, "zero", "shard_size", "micro_batch", "global_batch", "max_devices", "top")
+_COUNTED = (
+    *(*DEGREES, *(f"max_{name}" for name in DEGREES)),
+    *("zero", "shard_size", "micro_batch", "global_batch", "max_devices", "top"),
+)
 _AMOUNTS = ("tokens", "max_usd", "max_hours", "usd_per_device_hour", "budget_s", "observed_step_s")
 
 
@@ -309,8 +311,7 @@ def _predicted_trace(
     stated = {name: value for name, value in _named(dict(choices)).items() if value is not None}
     on = load_cluster(cluster) if isinstance(cluster, str) else cluster
     given = load_plan(plan) if isinstance(plan, str) else plan
-    degrees = traced_request.degrees_of(given, stated.get("tp"))
-    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    module = trace(model, **traced_request.traced_as(given, stated))
     if module is None:
         return None
     traced_request.check_predicts(stated)
@@ -519,8 +520,7 @@ def _planned_trace(model: str, cluster: Cluster | str, asked: Mapping[str, Any])
 
     stated = {name: value for name, value in _named(dict(asked)).items() if value is not None}
     on = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    degrees = traced_request.degrees_on(on, stated.get("max_tp"))
-    module = trace(model, precision=stated.get("precision", "bf16"), degrees=degrees)
+    module = trace(model, **traced_request.searched_as(on, stated))
     if module is None:
         return None
     traced_request.check_plans(stated)

@@ -103,6 +103,16 @@ def flag_of(name: str) -> str:
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
+def check_beside(plan: Plan | None, choices: Mapping[str, Any]) -> None:
+    """Raise SpecError for degrees and options beside a plan, which states them itself."""
+    stated = sorted(name for name, value in choices.items() if value is not None)
+    if plan is not None and stated:
+        what = f"a plan and {', '.join(map(flag_of, stated))} together"
+        rule = "A plan file states degrees and options itself"
+        fix = "Leave out the plan or the degrees and options"
+        raise SpecError(what, key=flag_of(stated[0]), value=choices[stated[0]], rule=rule, fix=fix)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A run to predict: model, cluster, and how it is trained.
@@ -139,12 +149,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Raise for a plan together with options that the plan already states."""
-        stated = sorted(name for name, value in self.choices.items() if value is not None)
-        if self.plan is not None and stated:
-            what = f"a plan and {', '.join(map(flag_of, stated))} together"
-            rule = "A plan file states degrees and options itself"
-            fix = "Leave out the plan or the degrees and options"
-            raise SpecError(what, key=flag_of(stated[0]), value=self.choices[stated[0]], rule=rule, fix=fix)
+        check_beside(self.plan, self.choices)
         unknown = sorted(set(self.choices) - {*DEGREES, *OPTIONS})
         if unknown:
             rule = f"Options are {', '.join((*DEGREES, *OPTIONS))}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from foreshard.advise.request import flag_of
+from foreshard.advise.request import ASKED, DEGREES, OPTIONS, check_beside, flag_of
 from foreshard.errors import SpecError
 from foreshard.spec.codec import whole
 from foreshard.spec.degrees import plan_from_degrees
@@ -27,6 +27,8 @@ PREDICTS = {
 PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
 """Names of what a search takes."""
 _ARGUMENTS = {"model", "cluster", "plan"}
+_ELSEWHERE = {*OPTIONS, *ASKED}
+"""Options of other models, which may be stated to be off."""
 
 
 def check_predicts(values: Mapping[str, Any]) -> None:
@@ -55,17 +57,37 @@ def check_plans(values: Mapping[str, Any]) -> None:
             raise SpecError(what, key=flag_of(name), value=shown, rule=rule, fix="Leave it out")
 
 
-def degrees_of(plan: Plan | None, tp: Any) -> set[int]:
-    """Return the tensor parallelism that a prediction is asked for: of a plan, or stated."""
+def traced_as(plan: Plan | None, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a module is traced for a prediction, as a plan or else what is stated says.
+
+    Raises
+    ------
+    SpecError
+        For degrees and options beside a plan.
+    """
+    check_beside(plan, {name: stated[name] for name in (*DEGREES, *OPTIONS) if name in stated})
     if plan is not None:
-        return {stage.tp for group in plan.groups for stage in group.stages}
-    return {whole(tp or 1, key="--tp", name="tp")}
+        tp = {stage.tp for group in plan.groups for stage in group.stages}
+        return {"precision": plan.precision, "degrees": tp}
+    tp = {1 if stated.get("tp") is None else whole(stated["tp"], key="--tp", name="tp")}
+    return {"precision": _precision(stated), "degrees": tp}
 
 
-def degrees_on(cluster: Cluster, max_tp: int | None) -> list[int]:
+def searched_as(cluster: Cluster, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a module is traced for a search of plans on a cluster."""
+    return {"precision": _precision(stated), "degrees": degrees_on(cluster, stated.get("max_tp"))}
+
+
+def _precision(stated: Mapping[str, Any]) -> str:
+    """Return the precision that is stated; several as one text, which a trace refuses."""
+    given = stated.get("precision") or "bf16"
+    return ",".join(given) if isinstance(given, tuple | list) else given
+
+
+def degrees_on(cluster: Cluster, max_tp: Any) -> list[int]:
     """Return the tensor parallelism that a search tries: powers of two up to the devices of a node."""
     most = max(nodes.per_node for nodes in cluster.nodes)
-    most = most if max_tp is None else min(most, max_tp)
+    most = most if max_tp is None else min(most, whole(max_tp, key="--max-tp", name="tp"))
     return [2**power for power in range(1, most.bit_length())]
 
 
@@ -104,8 +126,10 @@ def _within(plan: Plan, num_layers: int) -> Plan:
 
 
 def _reject_unknown(values: Mapping[str, Any], known: set[str]) -> None:
+    """Raise SpecError for a name that is not known, unless it is an option of other models that is off."""
     for name, value in values.items():
-        if name not in known and value not in (None, False, (), "none"):
+        off = value is False or (isinstance(value, str) and value == "none")
+        if name not in known and value is not None and not (off and name in _ELSEWHERE):
             raise _refused(flag_of(name), str(value), known)
 
 

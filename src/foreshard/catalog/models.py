@@ -34,6 +34,9 @@ _QUANTISED = re.compile(r"[-_](?:bnb|awq|gptq|gguf|fp8|int[48]|[48]bit|nf4)\b", 
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/NAME
 _RULE = "A model is a catalog name, a config.json or module.py:factory"
 _FACTORY = "The factory is a function without arguments in that file"
+WHERE_TRACED = "Traced modules are taken by predict, plan CLUSTER and export, and by trace in Python"
+"""The rule that a verb breaks that takes none."""
+TRACED_FIX = "Use one of these, or name a model of the catalog"
 
 
 def _key(name: str) -> str:
@@ -274,9 +277,13 @@ def load_module(text: str | Path) -> tuple[Any, Any, Any] | None:
     if not colon or not module.endswith(".py") or not Path(module).is_file():
         return None
     made = _call(Path(module), factory)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not hasattr(made[0], "named_parameters"):
+    if not _is_with_inputs(made):
         return None
     return (*made, None) if len(made) == 2 else made
+
+
+def _is_with_inputs(made: Any) -> bool:
+    return isinstance(made, tuple) and len(made) in (2, 3) and hasattr(made[0], "named_parameters")
 
 
 def _wrong(what: str, text: str, fix: str, more: str = "") -> SpecError:
@@ -351,5 +358,8 @@ def _from_module(made: Any, where: str) -> Model:
         return model_from_config(config.to_dict(), name=type(made).__name__, file=where)
     if hasattr(made, "named_parameters"):
         return model_from_module(made, where)
+    if _is_with_inputs(made):
+        what = "a module with example inputs is traced"
+        raise SpecError(what, file=where, key="model", rule=WHERE_TRACED, fix=TRACED_FIX)
     rule = "A factory returns a Model, a config dict, a torch.nn.Module, or (module, example inputs)"
     raise SpecError(f"returned a {type(made).__name__}", file=where, key="model", rule=rule)

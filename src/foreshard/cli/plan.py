@@ -224,11 +224,7 @@ def command(
         from foreshard.cli.options import measured
 
         search = partial(measured.plan, model, cluster, others=of_one_cluster)
-    elif (
-        module := traced.traced(
-            model, asked.get("precision"), lambda: traced.degrees_on(cluster, asked.get("max_tp"))
-        )
-    ) is not None:
+    elif (module := traced.to_plan(model, cluster, asked)) is not None:
         target_cluster = api.load_cluster(cluster)
         search = partial(_planned_traced, module, target_cluster, others=of_one_cluster)
     else:

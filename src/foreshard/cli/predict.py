@@ -60,7 +60,7 @@ def command(
         _refuse_other_jobs(other_jobs, bursts, "measured costs")
         _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others))
         return
-    module = traced.traced(values["model"], values.get("precision"), lambda: traced.degrees_of(values))
+    module = traced.to_predict(values)
     if module is not None:
         _refuse_other_jobs(other_jobs, bursts, "a traced module")
         _answer(ctx, values, to_target, lambda stated: traced.predict(module, stated, others))

@@ -1,6 +1,7 @@
 """Commands on modules that are traced: classic networks and a user's own."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -137,3 +138,77 @@ def test_python_takes_what_is_traced_by_its_name(shell, net):
         with pytest.raises(SpecError) as refused:
             foreshard.plan(factory, where, **asked, **batch)
         assert refused.value.key == key
+
+
+def test_a_plan_says_how_a_module_is_traced_and_excludes_degrees(shell, net, tmp_path):
+    """The precision of a plan is the module's; V100 has no other than fp16."""
+    factory, where, out = f"{net}:one_layer", "1x2xv100-sxm-32gb", tmp_path / "plan.json"
+    made = shell("predict", factory, where, "--micro-batch", "8", "--dtype", "fp16", "--json")
+    out.write_text(json.dumps(made.json["plan"]))
+    again = shell("predict", factory, where, "--plan", out, "--json")
+    assert again.code == 0 and again.json["step_time_s"] == made.json["step_time_s"]
+    assert foreshard.predict(factory, where, str(out)).step_time_s == made.json["step_time_s"]
+    for flags, choices in (
+        (("--tp", "2", "--micro-batch", "64"), {"tp": 2, "micro_batch": 64}),
+        (("--dtype", "bf16"), {"dtype": "bf16"}),
+    ):
+        with pytest.raises(SpecError, match=r"a plan and .* together") as caught:
+            foreshard.predict(factory, where, str(out), **choices)
+        with pytest.raises(SpecError) as of_catalog:
+            foreshard.predict("gpt2", where, str(out), **choices)
+        assert str(caught.value) == str(of_catalog.value)
+        refused = shell("predict", factory, where, "--plan", out, *flags, "--json")
+        assert refused.code == 2 and refused.json["error"]["what"] == caught.value.what
+
+
+def test_several_precisions_are_refused_rather_than_all_but_one_left_out(shell, net):
+    factory, where = f"{net}:one_layer", "1x2xrtx-3090"
+    answer = shell("plan", factory, where, "--global-batch", "8", "--dtype", "bf16,fp32", "--json")
+    assert answer.code == 2
+    for given in ("bf16,fp32", ["bf16", "fp32"], ("bf16", "fp32")):
+        with pytest.raises(SpecError, match="no trace in bf16,fp32") as caught:
+            foreshard.plan(factory, where, global_batch=8, dtype=given)
+        error = answer.json["error"]
+        assert all(getattr(caught.value, name) == error[name] for name in ("what", "rule", "fix"))
+
+
+@pytest.mark.parametrize("stated", ["two", 0, True, 2.0])
+def test_degrees_of_a_traced_module_are_whole_numbers(net, stated):
+    factory, where = f"{net}:one_layer", "1x2xrtx-3090"
+    with pytest.raises(SpecError, match="Must be a whole number from 1") as caught:
+        foreshard.plan(factory, where, global_batch=8, max_tp=stated)
+    assert caught.value.key == "--max-tp"
+    with pytest.raises(SpecError, match="Must be a whole number from 1"):
+        foreshard.predict(factory, where, tp=stated)
+
+
+def test_degrees_may_be_a_text_as_for_other_models(net):
+    assert foreshard.plan(f"{net}:one_layer", "1x2xrtx-3090", global_batch=8, max_tp="2", budget_s=2).plans
+
+
+@pytest.mark.parametrize("value", [False, 0, (), "none"])
+def test_a_name_that_is_no_option_is_refused_whatever_it_says(net, value):
+    factory, where = f"{net}:one_layer", "1x2xrtx-3090"
+    for ask in (foreshard.predict, partial(foreshard.plan, global_batch=8)):
+        with pytest.raises(SpecError, match="--foo is not taken for a traced module"):
+            ask(factory, where, foo=value)
+    with pytest.raises(SpecError, match="--vpp is not taken"):
+        foreshard.predict(factory, where, vpp=0)
+    off = foreshard.predict(factory, where, sp=False, offload="none")
+    assert off.step_time_s == foreshard.predict(factory, where).step_time_s
+
+
+def test_verbs_that_take_no_traced_module_name_those_that_do(shell, net):
+    where = "1x2xrtx-3090"
+    for model in (f"{net}:one_layer", f"{net}:with_loss", "resnet18"):
+        for ask in (
+            foreshard.make_plan,
+            foreshard.predict_timeline,
+            foreshard.compare,
+            partial(foreshard.whatif, changes="tp=2"),
+        ):
+            with pytest.raises(SpecError, match=r"traced.*predict, plan CLUSTER and export") as caught:
+                ask(model, where)
+            assert "tuple" not in str(caught.value)
+        answer = shell("compare", model, where, "--json")
+        assert answer.code == 2 and answer.json["error"]["what"] == caught.value.what

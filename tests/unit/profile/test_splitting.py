@@ -273,3 +273,48 @@ def test_what_cannot_be_split_is_said():
     part = trace_module(layer, torch.empty(1, 8, 64), degrees=(4,)).parts[4]
     assert {name.partition(".")[0] for name in part.split} == {"linear1", "linear2"}
     assert "self_attn.in_proj_weight" in part.whole
+
+
+class PerHead(nn.Module):
+    """A recurrent layer over each head of what a product makes."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.inner, self.outer, self.heads = nn.Linear(32, 32), nn.Linear(32, 32), heads
+        self.layer = nn.GRU(32 // heads, 32 // heads, batch_first=True)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        y = self.inner(x).view(b, t, self.heads, -1).transpose(1, 2).reshape(b * self.heads, t, -1)
+        y = self.layer(y)[0].view(b, self.heads, t, -1)
+        return self.outer(y.transpose(1, 2).reshape(b, t, d))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_recurrent_layer_needs_what_it_reads_whole(heads):
+    part = trace_module(PerHead(heads), torch.empty(1, 3, 32), degrees=(2,)).parts[2]
+    assert not {name for name in part.split if not name.startswith("outer")}
+    assert part.whole["inner.weight"] == "recurrent layer: it needs the tensor whole"
+
+
+def test_slices_of_one_product_are_split_as_its_chunks():
+    """Each slice asks for the weight to be cut within the same parts."""
+
+    class Gated(nn.Module):
+        def __init__(self, sliced):
+            super().__init__()
+            self.up, self.down, self.sliced = nn.Linear(16, 64), nn.Linear(32, 16), sliced
+
+        def forward(self, x):
+            y = self.up(x)
+            value, gate = (y[..., :32], y[..., 32:]) if self.sliced else y.chunk(2, -1)
+            return self.down(value * torch.sigmoid(gate))
+
+    sliced, chunks = (
+        trace_module(Gated(way), torch.empty(1, 3, 16), degrees=(2,)).parts[2] for way in (True, False)
+    )
+    assert sliced.split == chunks.split == ("up.weight", "up.bias", "down.weight")
+    assert not sliced.whole
+    assert flops_of(sliced.layers) == flops_of(chunks.layers)
+    for name in ("sums_forward", "sums_backward"):
+        assert sums_of(sliced.layers, name) == sums_of(chunks.layers, name)

@@ -771,3 +771,48 @@ def test_experts_products_are_counted():
 
     traced = trace_module(Experts(), torch.empty(1, 16, 16), precision="bf16")
     assert traced.flops(3) == 2 * 2 * 3 * 16 * 16 * 8  # forward and the gradient of the weights
+
+
+def test_packed_sequences_are_left_to_torch():
+    """Four layers of two directions have as many weights as their arguments, misread, ask for."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(4, 4, 4, batch_first=True, bidirectional=True)
+
+        def forward(self, x):
+            lengths = torch.full((x.shape[0],), x.shape[1], device="cpu")
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return self.layer(packed)[0].data
+
+    traced = trace_module(Packed(), torch.empty(1, 8, 4), precision="fp32")
+    forward = [operation for layer in traced.layers for operation in layer.forward]
+    assert not any(operation.name.startswith("recurrent") for operation in forward)
+    rows, gates = 3 * 8, 3 * 4
+    expected = sum(2 * 2 * rows * gates * (wide + 4) for wide in (4, 8, 8, 8))
+    assert sum(operation.flops.at(3) for operation in forward) == expected
+
+
+@pytest.mark.parametrize("frozen", ["", "weight_hh", "weight bias"])
+def test_frozen_recurrent_weights_get_no_gradient_unless_others_do(frozen):
+    """`_cudnn_rnn_backward` of torch asks cuDNN for gradients of all weights or of none."""
+    steps, wide, hidden, gates = 6, 8, 16, 3
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.layer = nn.Linear(wide, wide), nn.GRU(wide, hidden, batch_first=True)
+            for name, parameter in self.layer.named_parameters():
+                parameter.requires_grad_(not name.startswith(tuple(frozen.split())))
+
+        def forward(self, x):
+            return self.layer(self.inner(x))[0]
+
+    traced = trace_module(Chain(), torch.empty(1, steps, wide), precision="fp32")
+    products = [o for layer in traced.layers for o in layer.backward if o.name == "recurrent"]
+    each = 2 * 3 * gates * hidden
+    of_inputs = each * ((steps - 1) * hidden + steps * wide)
+    of_weights = each * steps * (hidden + wide)
+    expected = of_inputs + (0 if frozen == "weight bias" else of_weights)
+    assert sum(operation.flops.at(3) for operation in products) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from foreshard.cli.options.varying import noise_of
@@ -14,36 +13,27 @@ if TYPE_CHECKING:
     from foreshard.spec.traced_module import TracedModule
 
 
-def traced(model: str, precision: Any, degrees: Callable[[], Iterable[int]]) -> TracedModule | None:
-    """Return the module that MODEL names, None for one that is not traced.
-
-    `degrees` gives the tensor parallelism that is asked for.
-    """
+def to_predict(values: dict[str, Any]) -> TracedModule | None:
+    """Return the module that MODEL names, traced as `predict` is asked; None for one that is not traced."""
     from foreshard import api
+    from foreshard.advise import traced_request
+    from foreshard.profile.networks.catalog import is_traced
+
+    if not is_traced(values["model"]):
+        return None
+    plan = api.load_plan(values["plan"]) if values.get("plan") else None
+    return api.trace(values["model"], **traced_request.traced_as(plan, values))
+
+
+def to_plan(model: str, cluster: str, asked: dict[str, Any]) -> TracedModule | None:
+    """Return the module that MODEL names, traced as `plan` is asked; None for one that is not traced."""
+    from foreshard import api
+    from foreshard.advise import traced_request
     from foreshard.profile.networks.catalog import is_traced
 
     if not is_traced(model):
         return None
-    if isinstance(precision, tuple):
-        precision = precision[0]
-    return api.trace(model, precision=precision or "bf16", degrees=degrees())
-
-
-def degrees_of(values: dict[str, Any]) -> set[int]:
-    """Return the tensor parallelism of the plan that `predict` is asked for."""
-    from foreshard import api
-    from foreshard.advise import traced_request
-
-    plan = api.load_plan(values["plan"]) if values.get("plan") else None
-    return traced_request.degrees_of(plan, values.get("tp"))
-
-
-def degrees_on(cluster: str, max_tp: int | None) -> list[int]:
-    """Return the tensor parallelism that `plan` tries."""
-    from foreshard import api
-    from foreshard.advise import traced_request
-
-    return traced_request.degrees_on(api.load_cluster(cluster), max_tp)
+    return api.trace(model, **traced_request.searched_as(api.load_cluster(cluster), asked))
 
 
 def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]) -> Prediction:
@@ -51,7 +41,7 @@ def predict(module: TracedModule, values: dict[str, Any], others: dict[str, Any]
     from foreshard import api
     from foreshard.advise import traced_request
 
-    traced_request.check_predicts({**values, **others})
+    traced_request.check_predicts({**values, **_stated(others)})
     cluster = api.load_cluster(values["cluster"])
     if values.get("plan"):
         plan = api.load_plan(values["plan"])
@@ -72,6 +62,11 @@ def plan(module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: 
     from foreshard import api
     from foreshard.advise import traced_request
 
-    traced_request.check_plans({**asked, **others})
+    traced_request.check_plans({**asked, **_stated(others)})
     kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if name in asked}
     return api.plan_traced(module, cluster, global_batch=asked["global_batch"], **kept)
+
+
+def _stated(others: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that were given of those that hold nothing where they were not."""
+    return {name: value for name, value in others.items() if value}

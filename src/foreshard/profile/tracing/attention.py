@@ -11,8 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from foreshard.profile.tracing.operations import Call, bytes_of
 
-Note = Callable[[Call, tuple[Any, ...], Any], None]
-"""Takes an operation, what it reads and what it makes."""
+ATTENTION = "fused attention"
+Note = Callable[[str, Call, tuple[Any, ...], Any], None]
+"""Takes the name of an operation, its kernel, what it reads and what it makes."""
 _PRODUCTS = {"attention": 2, "attention_backward": 5}
 
 
@@ -23,7 +24,8 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, note: Note) -> Any:
         out = _made_for(query, value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        note(_call("attention", query, key, causal, (query, key, value, out)), (query, key, value), out)
+        read = (query, key, value)
+        note(ATTENTION, _call("attention", query, key, causal, (read, out)), read, out)
         ctx.save_for_backward(query, key, value, out, rows)
         ctx.causal, ctx.note = causal, note
         return out
@@ -33,7 +35,7 @@ class _Fused(torch.autograd.Function):
         query, key, value, out, _ = ctx.saved_tensors
         made = tuple(_made_for(tensor, tensor.shape[-1]) for tensor in (query, key, value))
         read = (query, key, value, out, gradient)
-        ctx.note(_call("attention_backward", query, key, ctx.causal, (read, made)), read, made)
+        ctx.note(ATTENTION, _call("attention_backward", query, key, ctx.causal, (read, made)), read, made)
         return (*made, None, None)
 
 

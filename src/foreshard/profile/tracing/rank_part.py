@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from foreshard.profile.tracing.attention import ATTENTION
 from foreshard.profile.tracing.constants import place_of
 from foreshard.profile.tracing.operations import Call, calls_of
 from foreshard.profile.tracing.recorder import Applied, Recorder, storage_of
@@ -103,7 +104,7 @@ def _local(step: Applied, held: dict[int, SplitDim], degree: int, channels_last:
     """Return the kernels of an operation on a rank's parts of its tensors."""
     if not held or not step.calls:
         return step.calls
-    if step.func is None:
+    if step.func == ATTENTION:
         return [_heads(call, degree) for call in step.calls]
 
     def local(value: Any) -> Any:

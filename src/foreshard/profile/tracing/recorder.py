@@ -50,8 +50,8 @@ class Applied:
 
     Attributes
     ----------
-    func : operator, or None
-        None for attention as one kernel.
+    func : operator, or str
+        A name for what torch knows as several operations: attention, recurrent layers.
     args, kwargs, out : what it read, and what it made
     calls : list of Call
         Its kernels.
@@ -125,9 +125,9 @@ class Recorder:
     in_backward: bool = False
     _aliases: Any = field(default_factory=WeakTensorKeyDictionary)
 
-    def note(self, call: Call, read: Any, made: Any) -> None:
+    def note(self, name: str, call: Call, read: Any, made: Any) -> None:
         """Add an operation that torch does not know as one."""
-        self._add(Applied(func=None, args=read, kwargs={}, out=made, calls=[call]))
+        self._add(Applied(func=name, args=read, kwargs={}, out=made, calls=[call]))
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Add an operation as torch calls it, and return what it makes."""

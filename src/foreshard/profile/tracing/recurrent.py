@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from foreshard.profile.tracing.attention import Note
 from foreshard.profile.tracing.operations import Call, bytes_of
 
+RECURRENCE = "recurrent layer"
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -46,18 +47,24 @@ class _Shape:
         step = [self._step(rows / steps, out, weights[1]), self._cell(out, steps)]
         return [_product((rows, wide, read.shape[-1]), touched, out), *step * steps]
 
-    def backward_calls(self, read: Any, weights: tuple[Any, ...], out: Any, *, first: bool) -> list[Call]:
+    def backward_calls(
+        self, read: Any, weights: tuple[Any, ...], out: Any, *, first: bool, trained: bool
+    ) -> list[Call]:
         """Return the gates and a product of every step, then the gradients of weights and inputs.
 
-        `first` says whether the states that were given get a gradient.
+        `first` says whether the states that were given get a gradient, `trained` whether weights do: torch
+        makes cuDNN write those of all weights or of none, and those of the inputs always.
         """
         rows, steps, wide = self._sizes(read)
         gates = self.gates * bytes_of(out)
         step = [self._cell(out, steps), self._step(rows / steps, out, weights[1])]
-        return [
-            *(step * steps)[: None if first else -1],
+        of_weights = [
             _product((wide, self.width, rows), gates + bytes_of((out, weights[1])), out),
             _product((wide, read.shape[-1], rows), gates + bytes_of((read, weights[0])), out),
+        ]
+        return [
+            *(step * steps)[: None if first else -1],
+            *(of_weights if trained else []),
             _product((rows, read.shape[-1], wide), gates + bytes_of((read, weights[0])), out),
         ]
 
@@ -95,7 +102,7 @@ class _Layers(torch.autograd.Function):
                 out = read.new_empty((*read.shape[:-1], shape.width))
                 gates = read.new_empty((*read.shape[:-1], (shape.gates + 1) * shape.width))
                 for call in shape.forward_calls(read, matrices, out):
-                    note(call, (read, *states, *matrices), (out, gates))
+                    note(RECURRENCE, call, (read, *states, *matrices), (out, gates))
                 parts.append(out)
                 kept += [read, gates, out]
             made = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -109,11 +116,13 @@ class _Layers(torch.autograd.Function):
         kept, rest = saved[: ctx.num_kept], saved[ctx.num_kept :]
         weights = rest[shape.states :]
         cells = [matrices for layer in shape.cells(weights) for matrices in layer]
-        first = any(ctx.needs_input_grad[3 : 3 + shape.states])
+        needs = ctx.needs_input_grad[3:]
+        asked = {"first": any(needs[: shape.states]), "trained": any(needs[shape.states :])}
         for at, matrices in reversed(list(enumerate(cells))):
             read, gates, out = kept[3 * at : 3 * at + 3]
-            for call in shape.backward_calls(read, matrices, out, first=first):
-                ctx.note(call, (gradients[0], read, gates, out, *matrices), (torch.empty_like(read),))
+            for call in shape.backward_calls(read, matrices, out, **asked):
+                touched = (gradients[0], read, gates, out, *matrices)
+                ctx.note(RECURRENCE, call, touched, (torch.empty_like(read),))
         return (None, None, torch.empty_like(kept[0]), *(torch.empty_like(tensor) for tensor in rest))
 
 
@@ -132,7 +141,8 @@ class FusedRecurrence(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace recurrent layers, pass everything else on."""
         name = getattr(func, "__name__", "")
-        if name not in _GATES or len(args) != 9 or kwargs:
+        # packed sequences have nine arguments, too: their weights where others have whether there are biases
+        if name not in _GATES or len(args) != 9 or not isinstance(args[3], bool) or kwargs:
             return func(*args, **(kwargs or {}))
         inputs, states, weights, biases, layers, _, _, both, first = args
         states = tuple(states) if name == "lstm" else (states,)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from foreshard.profile.tracing.attention import ATTENTION
 from foreshard.profile.tracing.constants import place_of
 from foreshard.profile.tracing.operations import tensors_of
 from foreshard.profile.tracing.recorder import Applied, storage_of
+from foreshard.profile.tracing.recurrent import RECURRENCE
 from foreshard.profile.tracing.split_dims import SplitDim, UnsplitError, picked, viewed
 from foreshard.profile.tracing.splitting import Held, Rule, Splitting, name_of
 
@@ -397,6 +399,10 @@ def _attention(run: Splitting, step: Applied) -> Held | Sequence[Held]:
     return [split] * len(made)
 
 
+def _whole(run: Splitting, step: Applied) -> Held:
+    raise UnsplitError("it needs the tensor whole", _starts(run, step))
+
+
 def _blank(run: Splitting, step: Applied) -> Held:
     """Make a tensor of a stated shape, split as the one it is made after where that shape is its own."""
     split, shape = _only(run, step), step.args[0].shape
@@ -485,5 +491,6 @@ RULES: dict[str, Rule] = {
     "as_strided": _strided,
     **dict.fromkeys(("tril", "triu"), _triangle),
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"), _blank),
-    "fused attention": _attention,
+    ATTENTION: _attention,
+    RECURRENCE: _whole,
 }

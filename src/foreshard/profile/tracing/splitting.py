@@ -106,6 +106,7 @@ class Splitting:
     lookups: dict[Any, SplitDim] = field(default_factory=dict)
     copied: dict[int, tuple[SplitDim, tuple[int, ...]]] = field(default_factory=dict)
     _parts: dict[int, int] = field(default_factory=dict)
+    _followed: dict[int, int] = field(default_factory=dict)
     _states: dict[Any, Held] = field(default_factory=dict)
     _views: dict[Any, Weight] = field(default_factory=dict)
     _now: dict[int, SplitDim] = field(default_factory=dict)
@@ -127,6 +128,7 @@ class Splitting:
     def _pass(self, rules: Mapping[str, Rule], otherwise: Rule) -> bool:
         """Go through the operations once; return whether every split was carried through."""
         self._states, self.sums, self.held, self.lookups, self.copied = {}, [], [], {}, {}
+        self._followed = dict(self._parts)
         self._views = {
             place_of(weight): Weight(given=weight, dims=tuple(range(weight.dim()))) for weight in self.weights
         }
@@ -313,7 +315,13 @@ class Splitting:
         return False
 
     def _refine(self, error: FinerError) -> bool:
-        if any(storage in self._parts for storage in error.starts):
+        """Let weights be split within each of so many parts from the next pass on.
+
+        Every reader of a tensor asks for it in the pass that finds it. Weights that are split so already and
+        still cut across ranks stay whole.
+        """
+        differs = any(self._parts.get(storage, error.parts) != error.parts for storage in error.starts)
+        if differs or error.starts <= self._followed.keys():
             return self._leave_whole(error.starts, "it is cut in two ways")
         self._parts |= dict.fromkeys(error.starts, error.parts)
         return False
@@ -321,8 +329,8 @@ class Splitting:
 
 def name_of(func: Any) -> str:
     """Return the operator's name, as torch calls it; that in place is the same."""
-    if func is None:
-        return "fused attention"
+    if isinstance(func, str):
+        return func
     return str(func.overloadpacket).removeprefix("aten.").rstrip("_")
 
 

@@ -109,8 +109,8 @@ def trace_module(
         operations for another number of samples.
     """
     if precision not in DTYPES:
-        rule = f"A module is traced in {', '.join(DTYPES)}"
-        raise SpecError(f"no trace in {precision}", key="--dtype", value=precision, rule=rule, fix="Use bf16")
+        rule = f"A module is traced in one of {', '.join(DTYPES)}"
+        raise SpecError(f"no trace in {precision}", key="--dtype", value=precision, rule=rule, fix="Use one")
     narrow = DTYPES[precision]
     mixed = autocast and narrow is not torch.float32
     casts: set[torch.dtype] = set()
