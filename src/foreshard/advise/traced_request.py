@@ -26,7 +26,7 @@ PREDICTS = {
 """Names of what a prediction takes."""
 PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
 """Names of what a search takes."""
-_ARGUMENTS = {"model", "cluster", "plan"}
+_ARGUMENTS = {"model", "cluster"}
 _ELSEWHERE = {*OPTIONS, *ASKED}
 """Options of other models, which may be stated to be off."""
 
