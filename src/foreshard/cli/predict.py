@@ -55,15 +55,15 @@ def command(
     foreshard predict job.py lab.toml --costs costs.json --plan plan.json
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --to-target kaplan-lm:2.4
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    others = {"trace": trace, "report": report, "explain": explain}
+    others = {"trace": trace, "report": report}
     if measured.is_file(values.get("costs")):
         _refuse_other_jobs(other_jobs, bursts, "measured costs")
-        _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others))
+        _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others), explain)
         return
     module = traced.to_predict(values)
     if module is not None:
         _refuse_other_jobs(other_jobs, bursts, "a traced module")
-        _answer(ctx, values, to_target, lambda stated: traced.predict(module, stated, others))
+        _answer(ctx, values, to_target, lambda stated: traced.predict(module, stated, others), explain)
         return
     request, runs = to_request(values), None
     if other_jobs is not None:
@@ -120,15 +120,17 @@ def _answer(
     values: dict[str, Any],
     to_target: str | None,
     predict: Callable[[dict[str, Any]], Prediction],
+    explain: bool,
 ) -> None:
-    """Answer for a traced module or measured costs, of which there is no advice."""
+    """Answer for a traced module or measured costs, of which there is no advice, and no formula."""
     from foreshard.report.summary import prediction_screen
     from foreshard.report.target_table import with_target
 
     runs = None if to_target is None else target.predicted(to_target, values, predict)
     prediction = predict(values) if runs is None else runs.answer
     data = {"schema_version": 1} | prediction.to_dict() | _target_object(runs)
-    give(data, lambda: with_target(prediction_screen(prediction, None, None, ()), runs))
+    explained: dict[str, str] | None = {} if explain else None
+    give(data, lambda: with_target(prediction_screen(prediction, None, explained, ()), runs))
     if not prediction.memory.fits:
         ctx.exit(NOTHING_FITS)
 

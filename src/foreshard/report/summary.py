@@ -288,4 +288,4 @@ def _network(prediction: Prediction) -> str:
 def _explained(prediction: Prediction, explained: Mapping[str, str]) -> list[Table]:
     formulas = table("How each number comes about", ("number", "formula and source"), list(explained.items()))
     assumed = [(str(i), text) for i, text in enumerate(prediction.assumptions, start=1)]
-    return [formulas, table("Assumptions", (">#", "assumed"), assumed)]
+    return [*([formulas] if explained else []), table("Assumptions", (">#", "assumed"), assumed)]

@@ -125,6 +125,14 @@ def test_a_factory_that_returns_something_else_is_told_what_to_return(shell, net
     assert words in f"{error['rule']} {error.get('fix')}"
 
 
+def test_explain_lists_what_was_assumed_of_a_traced_module(shell, net):
+    """The screen points to it."""
+    words = ("predict", f"{net}:net", "1x2xrtx-3090", "--micro-batch", "4", "--dtype", "fp16")
+    assert "assumptions (--explain)" in shell(*words).out
+    explained = shell(*words, "--explain").out
+    assert "Assumptions" in explained and "How each number" not in explained
+
+
 def test_python_takes_what_is_traced_by_its_name(shell, net):
     """As the commands do: a module of a file, here; networks go the same way."""
     where, factory = "1x2xrtx-3090", f"{net}:net"
