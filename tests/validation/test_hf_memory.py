@@ -8,6 +8,7 @@ import pytest
 from tests.unit.cost.test_memory import middle
 
 from foreshard.catalog.hf.load import model_from_config
+from foreshard.catalog.shipped import inherited, shipped
 from foreshard.cost.memory import stage_memory
 from foreshard.spec.framework import Framework
 
@@ -33,16 +34,25 @@ MODELS = {
     "gpt_neox": {"num_key_value_heads": None},
     "phi": {"num_key_value_heads": 4},
     "phi3": {},
+    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+    "olmo2": {},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0},
 }
+EAGER = ("bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "mpt")
+_OF_SIDE = {"attention_heads": 4, "ffn_dim": 352}
 SPELLED = {"phi"}  # autocast of the processor does not widen powers, that of CUDA does
 
 
 def kept_bytes(kind: str, layers: int, *, autocast: bool) -> int:
-    """Return the bytes of all tensors that autograd keeps of a forward, without parameters."""
+    """Return what autograd keeps of a decoder of that kind."""
     sizes = {key: value for key, value in (SIZES | MODELS[kind]).items() if value is not None}
     config = transformers.AutoConfig.for_model(kind, num_hidden_layers=layers, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    return kept_of(transformers.AutoModelForCausalLM.from_config(config), autocast=autocast)
+
+
+def kept_of(model, *, autocast: bool) -> int:
+    """Return the bytes of all tensors that autograd keeps of a forward, without parameters."""
+    model = model.train()
     if not autocast:
         model = model.bfloat16()
     tokens = torch.zeros(SAMPLES, SEQ, dtype=torch.long)
@@ -75,3 +85,32 @@ def test_a_block_keeps_what_autograd_keeps_of_it(kind, autocast):
     stage = middle(block, seq_len=SEQ, micro_batch=SAMPLES, has_embedding=1, has_head=1)
     counted = float(stage_memory(stage, Framework(name=name, memory=name)).activations)
     assert counted == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_decoder_that_attends_to_an_encoder_keeps_both_attentions(autocast):
+    sizes = {"d_model": 128, "vocab_size": 64, "max_position_embeddings": 64, "decoder_start_token_id": 1}
+    sizes |= {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in _OF_SIDE.items()}
+    sizes |= {"dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+    def made(layers):
+        config = transformers.BartConfig(**sizes, encoder_layers=1, decoder_layers=layers, use_cache=False)
+        config.forced_eos_token_id = None
+        return transformers.BartForConditionalGeneration(config)
+
+    expected = kept_of(made(2), autocast=autocast) - kept_of(made(1), autocast=autocast)
+    given = {"model_type": "bart", **sizes, "encoder_layers": 1, "decoder_layers": 2}
+    block = model_from_config(given, name="bart").blocks[-1]
+    name = "ddp" if autocast else "hf"
+    stage = middle(block, seq_len=SEQ, micro_batch=SAMPLES, has_embedding=1, has_head=1)
+    counted = float(stage_memory(stage, Framework(name=name, memory=name)).activations)
+    assert counted == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.parametrize("kind", EAGER)
+def test_which_models_have_no_fused_attention(kind):
+    """GPT-J has one since transformers 5.24, which most do not run yet."""
+    made = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[transformers.CONFIG_MAPPING[kind]]
+    table = shipped("architectures.toml")["decoders"]
+    own = inherited(kind, table).get("eager_attention", False)
+    assert own == (not made._supports_sdpa or kind == "gptj")

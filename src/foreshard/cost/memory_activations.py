@@ -126,8 +126,8 @@ def _attention_saved(
         # Values keep the product that they are cut from; heads that were joined anew are copied behind.
         joined = block.rotary < 1 or block.fused_projections
         keep = keep + n.element * (block.fused_projections * turned + joined * out)
-    if block.frozen and profile.autocast_bytes and "o" in block.lora_targets:
-        keep = keep + n.element * out  # cast for the adapter, as in `_norms_saved`
+    if "o" in block.lora_targets:  # cast for the adapter, as in `_norms_saved`
+        keep = keep + _adapts(block, n, profile) * n.element * out
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     drop = _drops(block, profile)
@@ -135,7 +135,8 @@ def _attention_saved(
     wide = profile.eager_norm * (np.asarray(n.element) < 4)
     score = n.element + drop + 4 * wide + n.element * drop * (1 - wide)
     core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
-    saved = n.split * (keep + core)
+    core = core * (1 + block.cross_attention)
+    saved = n.split * (keep * (1 + block.cross_attention) + core)
     if block.kv_lora:
         latent = 2 * (block.q_lora + block.kv_lora) + block.rope_head_dim
         saved = saved + n.element * n.norm * latent
@@ -168,8 +169,13 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
 
 
 def _autocasts(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
-    """Return whether weights and residual are in 32 bit and products cast; frozen weights are in 16."""
-    return (profile.autocast_bytes > 0) * (not block.frozen) * (np.asarray(n.element) < 4)
+    """Return whether weights and residual are in 32 bit and products cast; with adapters they are in 16."""
+    return (profile.autocast_bytes > 0) * (not block.lora_targets) * (np.asarray(n.element) < 4)
+
+
+def _adapts(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
+    """Return whether every adapter keeps the input that autocast casts for it from 32 bit."""
+    return (profile.autocast_bytes > 0) * bool(block.lora_targets) * (np.asarray(n.element) < 4)
 
 
 def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, residual: bool) -> Any:
@@ -187,28 +193,32 @@ def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, residual: b
     if not profile.eager_norm:
         return n.element
     read = np.where(_autocasts(block, n, profile) * residual, 4.0, n.element)
-    return 4.0 + read * (not block.frozen) if block.norm_params == 1 else read
+    if block.norm_params != 1:
+        return read
+    scaled = np.maximum(read, 4.0) if block.wide_norms else read
+    return 4.0 + scaled * (not block.frozen)
 
 
 def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> Any:
     """Return inputs and outputs of the norms, and dropout masks."""
     single = not block.num_heads or not (block.ffn or block.num_experts)  # one mixer, one norm
-    norms = 1 if block.parallel or single else 2
+    norms = 1 if block.parallel or single else 2 + block.cross_attention
     qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
     shared = single or (block.parallel and block.num_norms == 1)
-    outputs = np.maximum(qkv, up) if shared else qkv + up
+    outputs = np.maximum(qkv, up) if shared else qkv * (1 + block.cross_attention) + up
     if profile.eager_norm:  # under autocast every product keeps the input that it cast
         apart, adapted = not block.fused_projections, set(block.lora_targets)
         attends, feeds = block.num_heads > 0, block.ffn > 0 or block.num_experts > 0
-        casts = attends * (1 + 2 * apart) * qkv + feeds * (1 + block.gated * apart) * up
+        casts = attends * (1 + 2 * apart) * (1 + block.cross_attention) * qkv
+        casts = casts + feeds * (1 + block.gated * apart) * up
         outputs = np.where(_autocasts(block, n, profile), casts, outputs)
-        if block.frozen and profile.autocast_bytes:  # so does every adapter, whose weights are in 32 bit
-            outputs = n.element * len({"q", "k", "v", "gate", "up"} & adapted)
+        own = n.element * len({"q", "k", "v", "gate", "up"} & adapted)
+        outputs = np.where(_adapts(block, n, profile), own, outputs)
     outputs = outputs * (1 - load.recompute.layernorm)
     inputs = norms * _norm_input(block, n, profile, residual=True)
-    if profile.eager_norm:  # norms of what attention and MLP return, or in front of cross attention
-        more = _norm_input(block, n, profile, residual=block.cross_attention)
-        inputs = inputs + max(block.num_norms - 2, 0) * more
+    if profile.eager_norm:  # norms of what attention and MLP return
+        more = _norm_input(block, n, profile, residual=False)
+        inputs = inputs + max(block.num_norms - max(norms, 2), 0) * more
     return n.norm * block.hidden * (inputs + outputs + 2 * _drops(block, profile))
 
 

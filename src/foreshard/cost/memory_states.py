@@ -174,15 +174,18 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     dense_bytes = have.dense * block_weight + have.outer * weight - have.frozen * spared
     everything = have.dense + have.outer + have.expert
     trained = have.dense_trained + have.expert_trained
-    # Frozen weights have no master copy: they stay as they are read.
-    dense_bytes = dense_bytes - (weight - np.minimum(weight, element)) * (everything - trained)
+    as_read = profile.eager_norm and any(block.lora_targets for block, _ in load.kinds)
+    # Under peft the frozen weights have no master copy: they stay in 16 bit, as they are read.
+    less = as_read * (weight - np.minimum(weight, element))
+    dense_bytes = dense_bytes - less * (have.dense + have.outer - have.dense_trained)
+    expert_bytes = have.expert * block_weight - less * (have.expert - have.expert_trained)
     # Weights that stay gathered and gradients that stay whole make ZeRO 2 and 3 the same.
     sharded = (zero >= 2) * (shard > 1)
     holds = framework.pipeline_holds_units * sharded * (np.asarray(load.num_stages) > 1)
     kept = sharded * (zero == 2) * (profile.units or framework.fsdp == "fsdp1")
     gathers = np.maximum(holds, kept)
     dense3, expert3 = np.where(gathers, dense2, dense3), np.where(gathers, expert2, expert3)
-    parameters = dense_bytes * dense3 + have.expert * block_weight * expert3 + gathers * element * everything
+    parameters = dense_bytes * dense3 + expert_bytes * expert3 + gathers * element * everything
 
     gradient = framework.grad_bytes + profile.extra_gradient_bytes * (np.asarray(load.dp) > 1)
     own = have.dense_trained * dense2 + have.expert_trained * expert2
@@ -195,7 +198,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         lasting = lasting + (load.table_state_bytes - load.state_bytes) * have.tables_trained * dense1
     optimizer = lasting * (1 - load.offload_optimizer)
 
-    cached = profile.autocast_bytes * trained * (np.asarray(element) < 4)
+    copied = trained if as_read else everything
+    cached = profile.autocast_bytes * copied * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     unit = profile.unit_bytes * have.largest_unit
     live = _live_bytes(have, element, profile)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.offers import with_compile, with_recipe
+from foreshard.errors import SpecError
 from foreshard.planner.headroom import asking
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
@@ -98,10 +100,22 @@ def other_optimizers(request: PlanRequest) -> Changes:
 
 
 def other_frameworks(request: PlanRequest) -> Changes:
-    """Yield frameworks that shard otherwise."""
+    """Yield frameworks that shard otherwise and take the compile and the recipe that are asked for."""
     for label in _FRAMEWORKS:
-        if label != request.framework.label:
-            yield f"--framework {label}", asking(request, framework=load_framework(label))
+        if label == request.framework.label:
+            continue
+        framework = load_framework(label)
+        try:
+            if request.fp8_recipe is not None:
+                devices = request.cluster.devices
+                framework = with_recipe(
+                    framework, request.fp8_recipe, precision=request.precision, devices=devices
+                )
+            if request.compile is not None:
+                framework = with_compile(framework, request.compile)
+        except SpecError:
+            continue
+        yield f"--framework {label}", asking(request, framework=framework)
 
 
 def smaller_margins(request: PlanRequest) -> Changes:

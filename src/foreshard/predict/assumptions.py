@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from foreshard.catalog.memory_profiles import memory_profile
 from foreshard.catalog.offers import not_offered
 from foreshard.catalog.stacks import attention_assumptions, stack_warnings
 from foreshard.cost.energy import WAITING_POWER
@@ -52,6 +55,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         f"framework {framework.label}: attention {framework.attention}, "
         f"{8 * framework.grad_bytes}-bit main gradients, "
         f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
+        *_eager(case),
         *stack_warnings(framework, devices),
         *not_offered(plan, framework),
         *attention_assumptions(case.declared, devices),
@@ -104,3 +108,17 @@ def _short(group: Group) -> str:
     which = f"the last of {count} micro-batches" if count > 1 else "the only micro-batch"
     part = f"{samples} of {group.micro_batch} samples"
     return f"{which} of a group is short: {part}; not every framework takes that"
+
+
+def _eager(case: PlannedRun) -> Iterator[str]:
+    """Yield what transformers does for a model that it has no fused attention for."""
+    code = memory_profile(case.framework.memory).eager_norm
+    if not (code and any(block.eager_attention for block, _ in case.model.block_kinds())):
+        return
+    if case.framework.attention == "unfused":
+        yield f"transformers runs no fused attention for {case.model.name}: scores are kept"
+    else:
+        yield (
+            f"transformers has no {case.framework.attention} attention for {case.model.name}; "
+            "what it runs keeps the scores (--attention unfused)"
+        )

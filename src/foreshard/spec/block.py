@@ -28,6 +28,7 @@ class Block:
     ffn: int  # width of the dense MLP; 0 in a block that has experts only
     gated: bool  # three matrices per MLP and per expert instead of two
     spelled_gelu: str = ""  # of `GELU_FORMULAS`: what transformers runs operation by operation
+    wide_norms: bool = False  # transformers scales what a norm returns in 32 bit
     fused_projections: bool = False  # transformers: one product of queries, keys, values; one of gate and up
     eager_attention: bool = False  # transformers runs no fused kernel: scores are kept
     num_experts: int = 0

@@ -477,3 +477,21 @@ def test_megatron_fsdp_gathers_blocks_ahead_and_keeps_gradients_waiting():
     )
     small = stage_states(middle(GPT, 4, **sizes), framework, profile)
     assert small.live == pytest.approx(2 * 4 * GPT.num_params)
+
+
+@pytest.mark.parametrize("name", ["ddp", "hf"])
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("tp", "ep"), [(8, 1), (1, 8), (2, 4)])
+def test_weights_that_adapters_freeze_take_two_bytes_wherever_they_are(name, zero, tp, ep):
+    """peft on weights read in 16 bit: dense ones and experts are sharded each by their own ranks."""
+    block = replace(EXPERTS, frozen=True, lora_rank=16, lora_targets=("q", "v"))
+    dp, framework = 8, Framework(name=name, memory=name)
+    stage = middle(block, tp=tp, ep=ep, dp=dp, expert_dp=dp / ep, shard_size=dp, zero=zero)
+    experts = block.num_experts * block.expert_params
+    whole = block.norm_total_params + block.router_params
+    dense = block.num_params - block.lora_params - experts - whole
+    shards, expert_shards = (dp, dp / ep) if zero else (1, 1)
+    frozen = (dense / tp + whole) / shards + experts / ep / expert_shards
+    adapters = block.lora_params / tp / shards
+    found = stage_memory(stage, framework).parameters
+    assert found == pytest.approx(2 * frozen + 4 * adapters, rel=1e-3)

@@ -91,6 +91,27 @@ def test_an_interleaved_pipeline_costs_about_what_the_engine_says(chunks, use):
     assert compared >= 10
 
 
+def test_usual_prices_know_how_long_a_chunk_goes_round_over_slow_links():
+    """Messages that leave room beside the work still make the way back to the first stage longer than it."""
+    request = checked_request(
+        load_model("llama3-70b"), load_cluster("4x8xh100-sxm@45Gb/s"), global_batch=128, seq_len=8192
+    )
+    problem = scaled(price_stages(request, (0,), by_domain=True, chunks=4, stages=4, apart=True), 4)
+    tensor = [name.tp == 8 and name.inner_dp == 1 and name.recompute == "none" for name in problem.names]
+    for option in np.flatnonzero(np.array(tensor) & (problem.micro_batch <= 2)):
+        stops = [21, 41, 61, 82]
+        template = tuple(
+            StageSpan(option=int(option), start=start, stop=stop)
+            for start, stop in zip([0, *stops[:-1]], stops, strict=True)
+        )
+        one = plan_of(request, problem, Arrangement(templates=(template,), shares=(128,)))
+        assert one is not None
+        made = interleaved(one, 4)
+        assert made is not None
+        ours_s = step_seconds(problem, Arrangement(templates=(template,), shares=(4 * 128,)))
+        assert ours_s == pytest.approx(engine_seconds(request, [made])[0], rel=0.07)
+
+
 def test_no_less_memory_is_asked_of_interleaved_pipelines():
     request = asked()
     plain = price_stages(request, (0, 1))

@@ -9,6 +9,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.grid.node_counts import part_of, sizes_of
+from foreshard.planner.nearest_change import other_frameworks
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
 from foreshard.predict.step import predict
@@ -142,6 +143,31 @@ def test_memory_that_holds_no_plan_is_named_with_the_nearest_change():
     devices = int(str(error.fix).split(" devices instead of 2")[0].split()[-1])
     larger = _plan("llama3-70b", f"{devices // 2}x2xh100-sxm", global_batch=64, seq_len=8192)
     assert larger.plans
+
+
+@pytest.mark.parametrize(
+    ("framework", "stated", "labels"),
+    [
+        ("hf", {}, ["megatron-core", "torchtitan", "deepspeed"]),
+        ("hf", {"compile": True}, ["torchtitan", "deepspeed"]),
+        ("nemo", {"precision": "fp8", "fp8_recipe": "tensorwise"}, ["megatron-core"]),
+        ("megatron-core", {"precision": "fp8", "fp8_recipe": "delayed"}, []),
+    ],
+)
+def test_no_framework_is_advised_that_refuses_what_is_asked_for(framework, stated, labels):
+    model, cluster = load_model("llama3-70b"), load_cluster("1x8xh100-sxm")
+    asked = {"global_batch": 16, "seq_len": 8192, **stated}
+    request = checked_request(model, cluster, framework=framework, **asked)
+    changed = dict(other_frameworks(request))
+    assert list(changed) == [f"--framework {label}" for label in labels]
+    for label in labels:
+        other = checked_request(model, cluster, framework=label, **asked).framework
+        tried = changed[f"--framework {label}"].framework
+        assert (tried.elementwise, tried.host, tried.fp8_recipe) == (
+            other.elementwise,
+            other.host,
+            other.fp8_recipe,
+        )
 
 
 def test_a_batch_that_devices_do_not_divide_has_a_plan_all_the_same():

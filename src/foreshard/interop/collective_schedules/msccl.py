@@ -162,6 +162,8 @@ class _Blocks:
                 self._wait(block, some, position)
             if not _is_circular(plain, position):
                 break
+        else:
+            raise AssertionError("steps in the order of their rounds wait for each other in a circle")
         if self.is_exchange:
             self._keep_own(plain)
         return {block: _with_nops(steps) for block, steps in sorted(plain.items())}

@@ -30,6 +30,8 @@ _FIRST_SLICE_S = 0.5
 """Seconds of the first steps of a subspace: most of them raise its bound in less."""
 ABOVE_WORK = 0.03
 """Part by which a bound exceeds that from work alone once pipelines were priced: the least tail is less."""
+_KNOWN = 0.25
+"""Least weight of a subspace of which pipelines were priced: that says more than how likely it seemed."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
 
@@ -47,7 +49,7 @@ class Subspace:
     floor_s : callable
         Returns a step time that no plan of the subspace is expected to beat, before it was searched.
     weight : float
-        Of its promise beside that of others.
+        Of its promise beside that of others, as long as nothing else is known of it.
     is_wanted : callable
         Whether its search matters at present.
     alone : bool
@@ -113,7 +115,9 @@ class Subspace:
         best_s = self.best_s if self.alone else best_s
         if not np.isfinite(best_s):
             return np.inf
-        return self.weight * max(0.0, best_s - self.expected_s * (1.0 + AIM))
+        is_known = self.expected_s > self.floor_s() * (1.0 + ABOVE_WORK)
+        weight = max(self.weight, _KNOWN) if is_known else self.weight
+        return weight * max(0.0, best_s - self.expected_s * (1.0 + AIM))
 
     def advance(self, found: MixedFound, budget: TimeBudget) -> None:
         """Price the problem, or do a step of its search and time what it found."""

@@ -98,12 +98,13 @@ def price_stages(
     stage = stage_times(batch)
     is_tied = bool(np.count_nonzero(batch.pipeline.tied))  # only a shared table knows where the ends lie
     shape = (len(types.has_head), len(kinds))
-    seconds = stage.parts["compute"] + stage.parts["recompute"] if compute_only else stage.total
+    computed = stage.parts["compute"] + stage.parts["recompute"]
+    seconds = computed if compute_only else _pass(batch, stage, apart)
     time_s = np.broadcast_to(seconds, shape)
     leave_s = leave_tail_s = None
     if by_domain and not (crosses or compute_only):
         far = _crossing(batch, kinds, domains, apart=apart)
-        leave_s = (np.broadcast_to(stage_times(far).total, shape) - time_s).T.copy()
+        leave_s = (np.broadcast_to(_pass(far, stage_times(far), apart), shape) - time_s).T.copy()
         longer_s = _leave_tail(far, batch, stage, blocks) if is_tied else np.zeros(shape)
         # At best the ends of a pipeline that leaves a domain lie in one all the same.
         longer_s = longer_s if apart else np.minimum(longer_s, 0.0)
@@ -141,6 +142,18 @@ def price_stages(
         forward_s=np.broadcast_to(stage.forward, shape).T.copy(),
         backward_s=np.broadcast_to(stage.backward, shape).T.copy(),
     )
+
+
+def _pass(batch: Batch, stage: StageTimes, apart: bool) -> np.ndarray:
+    """Return the seconds of a micro-batch on every stage, in the steady state.
+
+    A chunk that goes back to the first stage takes a pass a stage. How much longer that is than the passes of
+    all stages is shared by them: `apart` each one counts as if the others were like it, at best none does.
+    """
+    chunks = np.asarray(batch.pipeline.num_chunks)
+    around_s = np.maximum(stage.forward, stage.backward) + chunks * stage.messages.each / 2.0
+    waited_s = (1.0 - 1.0 / chunks) * np.maximum(around_s - stage.total, 0.0)
+    return np.asarray(stage.total + waited_s if apart else stage.total)
 
 
 def _most_stages(request: PlanRequest, stages: int | None) -> int:

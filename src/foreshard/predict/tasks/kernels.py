@@ -387,8 +387,8 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
 
     `permuted` are those of tokens on their way to experts and back. Layer norms are kernels of torch.
     """
-    # Frozen weights are in 16 bit, as they are read, and so is their residual.
-    auto = machine.traits.autocasts * (1.0 - np.asarray(layer.frozen, dtype=float))
+    # Under peft the frozen weights are in 16 bit, as they are read, and so is their residual.
+    auto = machine.traits.autocasts * (np.asarray(layer.lora_rank) == 0)
     scaled = np.asarray(layer.scale_norm, dtype=float)
     full = np.asarray(machine.rank.element_bytes) >= 4.0  # nothing is widened; bytes count twice below
     tokens, tp = tokens_of(machine), machine.rank.tp
