@@ -911,9 +911,10 @@ def predict_traced(
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.memory import counts_of
-    from foreshard.predict.measured.traced import check_degrees, traced_costs
+    from foreshard.predict.measured.traced import check_degrees, check_rules, traced_costs
 
     check_degrees(module, plan)
+    check_rules(plan)
     sizes = {
         count
         for group in plan.groups

@@ -220,3 +220,18 @@ def test_verbs_that_take_no_traced_module_name_those_that_do(shell, net):
             assert "tuple" not in str(caught.value)
         answer = shell("compare", model, where, "--json")
         assert answer.code == 2 and answer.json["error"]["what"] == caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (("--recompute", "selective"), "--recompute"),
+        (("--schedule", "zb-h1", "--pp", "2"), "--schedule"),
+        (("--schedule", "zb-h2", "--pp", "2"), "--schedule"),
+    ],
+)
+def test_what_needs_less_than_a_layer_is_refused_rather_than_taken_for_another_rule(shell, net, more, key):
+    """Selective was priced as full, zb-h1 as 1f1b, and zb-h2 was an internal fault."""
+    answer = shell("predict", f"{net}:encoder", "1x2xrtx-3090", *more, "--json")
+    assert answer.code == 2
+    assert answer.json["error"]["key"] == key and "traced module" in answer.json["error"]["what"]

@@ -34,6 +34,8 @@ _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at o
 BUCKET_BYTES = 25 * 2**20
 """Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
 
+_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved")
+"""Schedules that run the backward of a layer in one."""
 _SHOWN = 3  # weights that stay whole, by name
 
 Price = Callable[..., np.ndarray]
@@ -147,6 +149,22 @@ def check_degrees(module: TracedModule, plan: Plan) -> None:
                 f"attention, tables and channels, by a degree that divides them{shown and f': {shown}'}",
                 fix="Use --tp 1, or a degree that divides features, heads and channels",
             )
+
+
+def check_rules(plan: Plan) -> None:
+    """Raise SpecError for a choice that needs less than a whole layer, forward or backward."""
+    rules = {stage.recompute for group in plan.groups for stage in group.stages}
+    selective = sorted(rule for rule in rules if rule.startswith("selective"))
+    if selective:
+        rule = "Of a traced module whole layers of its chain run again"
+        fix = "Use full, full:block:N, every-N or none"
+        key, value = "--recompute", selective[0]
+        raise SpecError(f"recompute {value} of a traced module", key=key, value=value, rule=rule, fix=fix)
+    parted = [group.schedule for group in plan.groups if group.schedule not in _WHOLE_BACKWARD]
+    if parted:
+        rule = "It moves gradients of weights apart from those of inputs; a trace times a backward as one"
+        key, value, fix = "--schedule", parted[0], f"Use one of {', '.join(_WHOLE_BACKWARD)}"
+        raise SpecError(f"schedule {value} of a traced module", key=key, value=value, rule=rule, fix=fix)
 
 
 def _part_notes(part: TracedPart) -> tuple[str, ...]:
