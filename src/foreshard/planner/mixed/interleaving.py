@@ -73,7 +73,8 @@ def loosest(problems: Mapping[int, Problem]) -> Problem:
     """Return a scaled problem of which no pipeline takes longer than in any, by chunks of layers.
 
     It fills as fast as with most chunks and takes as long as with those that suit a stage best: its bound
-    holds for pipelines of any of these numbers of chunks, at the price of one search.
+    holds for pipelines of any of these numbers of chunks, at the price of one search: stages work in the
+    same order however long that takes, so the least times make no step longer (docs/derivations/step.md).
     """
     some = list(problems.values())
 

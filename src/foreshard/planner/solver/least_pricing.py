@@ -20,7 +20,7 @@ from foreshard.planner.solver.pricing import (
     path_among,
     stages_of,
 )
-from foreshard.planner.solver.problem import PipelineFamily, Problem, hidden_in_rounds
+from foreshard.planner.solver.problem import PipelineFamily, Problem, hidden_in_rounds, wrapped_in_rounds
 
 _WIDE = 1.001
 """Ratio of limits of the slowest stage up to which a box is not cut at their mean as well."""
@@ -32,6 +32,7 @@ class LeastTimes(NamedTuple):
     """A pipeline by its stages: see `LeastStages`; its extremes, and what its devices cost.
 
     spared : samples of a short last micro-batch, at most
+    wrapped_s : of the first stage
     """
 
     times_s: tuple[float, ...]
@@ -42,6 +43,7 @@ class LeastTimes(NamedTuple):
     tail_s: float
     first_backward_s: float
     spared: float
+    wrapped_s: float
     cost: float
 
     def lost(self, rate: float, bottleneck_s: tuple[float, float], tail_s: float, chunks: int) -> float:
@@ -60,7 +62,7 @@ class LeastTimes(NamedTuple):
         seconds = before_s + max(0.0, half_s, behind_s)
         first = self.first_of(min(tail_s, self.tail_s))
         by_tail_s = (seconds if first <= at else before_s + behind_s) - sum(self.early_s[:first])
-        seconds += self.tails_s[0] - tail_s
+        seconds += self.tails_s[0] - tail_s - self.wrapped_s
         if not in_rounds:
             seconds = max(seconds, by_tail_s)
         longest = self.early_s[at] / self.times_s[at] if in_rounds else 1.0
@@ -80,6 +82,7 @@ class LeastStages(PricedStages):
     backward_s : least that it takes without
     hidden_s : most that the stage does beside the longer of both
     spared : samples of a last micro-batch that is short by a grain
+    wrapped_s : what a pipeline may not wait for of its first stage while it fills
     quickest_s : the slowest stage of no pipeline is quicker
     """
 
@@ -87,6 +90,7 @@ class LeastStages(PricedStages):
     backward_s: np.ndarray
     hidden_s: np.ndarray
     spared: np.ndarray
+    wrapped_s: np.ndarray
     quickest_s: float
 
 
@@ -113,6 +117,7 @@ class LeastPricing(Pricing):
             backward_s=first_backward_of(problem)[at],
             hidden_s=hidden_of(problem, stages.times_s, at),
             spared=spared_of(problem, stages.options),
+            wrapped_s=wrapped_in_rounds(problem, stages.times_s, at),
             quickest_s=_quickest(problem, stages.types, stages.times_s),
         )
 
@@ -204,6 +209,7 @@ class LeastPricing(Pricing):
                 tail_s=max(float(tails[stage]) for stage in stages),
                 first_backward_s=0.0 if backward is None else float(backward[stages[0]]),
                 spared=float(spared_of(self.problem, options[0])),
+                wrapped_s=float(wrapped_in_rounds(self.problem, np.array(times), at)[0]),
                 cost=sum(float(self.option_cost[option]) for option in options),
             )
         return found
@@ -363,7 +369,7 @@ def box_seconds(
     part = spared_part(problem, stages, bottleneck_s)
     spared_s = stages.spared * part * lower / stages.family.micro_batch if spares else 0.0
     later_s = stages.tail_s - tail_s
-    first_s = (0.0 if by_longest_tail else later_s) - spared_s + np.zeros_like(times_s)
+    first_s = (0.0 if by_longest_tail else later_s) - spared_s - stages.wrapped_s
     return np.array([times_s, behind_s, first_s, lower + later_s])
 
 

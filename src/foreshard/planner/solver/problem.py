@@ -440,6 +440,9 @@ class _Pipelines(NamedTuple):
             fill_s = before_s + self._behind_s(problem, before)[0]
             if filling == "least" and problem.chunks > 1:
                 fill_s = before_s + self._behind_in_rounds_s(problem, before)
+                first = self.options[:, 0], self.types[:, 0]
+                several = float(self.times_s.shape[1] > 1)
+                fill_s = fill_s - several * wrapped_in_rounds(problem, self.times_s[:, 0], first)
             is_cut = grain < problem.chunks * micro_batch
             backward_s = self._backwards_s(problem, filling)
             drained_s = is_cut * (np.where(before, backward_s, 0.0).sum(1) - backward_s[at] + after_s)
@@ -558,6 +561,19 @@ def hidden_in_rounds(
     """
     added_s = np.maximum(0.0, times_s - forward_s - backward_s)
     return 2.0 * (times_s - backward_s) + (problem.chunks - 1) * problem.max_stages * added_s
+
+
+def wrapped_in_rounds(problem: Problem, times_s: np.ndarray, at: Any) -> np.ndarray:
+    """Return what of the time of first stages a pipeline may not wait for while it fills: their messages.
+
+    The mean chunk counts one from or to the last stage, which the first chunk does not have
+    (docs/derivations/step.md).
+    """
+    if problem.chunks == 1:
+        return np.zeros_like(times_s)
+    if problem.forward_s is None or problem.backward_s is None:
+        return times_s
+    return np.maximum(0.0, times_s - problem.forward_s[at] - problem.backward_s[at])
 
 
 def spread_factor(problem: Problem, num_devices: float) -> float:
