@@ -90,7 +90,7 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
                 if problem.forward_s is not None:
                     both = problem.forward_s + problem.backward_s
                     work = np.minimum(both[options[:, 0], places[:, 0]], times[:, 0])
-                fill = before + work - times[:, 0]
+                fill = np.maximum(before + work - times[:, 0], 0.0)
         most, fewest = (1.0, 0.0) if filling == "least" else (2 / 3, 2 / 3)
         backward, first = most * times, fewest * times[:, 0]
         if problem.forward_s is not None:
