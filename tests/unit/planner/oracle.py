@@ -85,6 +85,12 @@ def _pipelines(problem: Problem, filling: str) -> Iterator[tuple[np.ndarray, ...
             fill = np.maximum(fill, before + behind - (slowest - longer) * (stages - 1 - at))
         if filling == "least" and problem.chunks > 1:
             fill = before
+            if stages > 1:  # of the first stage at least its work: its messages may be those of later chunks
+                work = 0.0 * times[:, 0]
+                if problem.forward_s is not None:
+                    both = problem.forward_s + problem.backward_s
+                    work = np.minimum(both[options[:, 0], places[:, 0]], times[:, 0])
+                fill = np.maximum(before + work - times[:, 0], 0.0)
         most, fewest = (1.0, 0.0) if filling == "least" else (2 / 3, 2 / 3)
         backward, first = most * times, fewest * times[:, 0]
         if problem.forward_s is not None:

@@ -442,7 +442,8 @@ class _Pipelines(NamedTuple):
                 fill_s = before_s + self._behind_in_rounds_s(problem, before)
                 first = self.options[:, 0], self.types[:, 0]
                 several = float(self.times_s.shape[1] > 1)
-                fill_s = fill_s - several * wrapped_in_rounds(problem, self.times_s[:, 0], first)
+                wrapped_s = several * wrapped_in_rounds(problem, self.times_s[:, 0], first)
+                fill_s = np.maximum(fill_s - wrapped_s, 0.0)
             is_cut = grain < problem.chunks * micro_batch
             backward_s = self._backwards_s(problem, filling)
             drained_s = is_cut * (np.where(before, backward_s, 0.0).sum(1) - backward_s[at] + after_s)
