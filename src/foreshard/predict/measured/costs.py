@@ -239,7 +239,8 @@ class MeasuredCosts:
         """Return the seconds that a device needs to update layers, or its part of them."""
         table, layers = self.layers_on(device, tp), list(layers)
         seconds = sum(table[layer].optimizer_s for layer in layers)
-        for layer, size in self.held_twice(layers, tp):
+        # Timed layers are updated as they were timed, each with all that it holds.
+        for layer, size in self.held_twice(layers, tp) if self.by_formula else ():
             seconds -= table[layer].optimizer_s * size / table[layer].parameter_bytes
         return self.slow_of(device) * float(seconds)
 
