@@ -11,6 +11,7 @@ from foreshard.catalog.models import load_model
 from foreshard.catalog.offers import offers_of
 from foreshard.catalog.training import training_constants
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
+from foreshard.planner.grid import bounds
 from foreshard.planner.grid.best_so_far import Found
 from foreshard.planner.grid.bounds import cell_bounds, device_seconds_floor, pass_bounds
 from foreshard.planner.grid.search import search_rows
@@ -312,6 +313,30 @@ def test_the_bound_of_a_cell_is_its_own(space):
     cells = cells_of(request)
     cells = cells.take(slice(None, None, len(cells) // 200 + 1))
     together, floor_s = cell_bounds(request, cells)
-    alone = [cell_bounds(request, cells.take(slice(i, i + 1))) for i in range(len(cells))]
+    alone = [_afresh(request, cells.take(slice(i, i + 1))) for i in range(len(cells))]
     assert together == pytest.approx([bound[0] for bound, _ in alone], rel=1e-12)
     assert floor_s == pytest.approx(min(floor for _, floor in alone), rel=1e-12)
+
+
+def _afresh(request, cells):
+    """Return the bounds of cells of which nothing is known from other cells."""
+    bounds._known_work.cache_clear()
+    return cell_bounds(request, cells)
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "rtx-4090", "gb200"])
+@pytest.mark.parametrize("model", ["llama3-8b", "deepseek-v3"])
+def test_work_known_from_other_numbers_of_nodes_is_that_of_these(model, device):
+    sizes = (
+        ["1x4", "1x8", "2x8", "3x8", "8x8", "12x8"] if device != "gb200" else ["1x4", "2x4", "9x4", "18x4"]
+    )
+    for first, then in product(sizes, sizes):
+        one, other = (
+            _request(model, f"{size}x{device}", "megatron-core", 96, 2048) for size in (first, then)
+        )
+        cells = cells_of(other).take(slice(None, None, 37))
+        _afresh(one, cells_of(one).take(slice(None, None, 5)))
+        known, floor_s = cell_bounds(other, cells)
+        fresh, fresh_floor_s = _afresh(other, cells)
+        assert known == pytest.approx(fresh, rel=1e-12)
+        assert floor_s == pytest.approx(fresh_floor_s, rel=1e-12)

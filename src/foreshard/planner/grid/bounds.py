@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from foreshard.cost.energy import BUSY_PARTS, WAITING_POWER
-from foreshard.planner.grid.space import GridRequest, chunks_of, distinct
+from foreshard.planner.grid.space import MOST_ETP, GridRequest, chunks_of, distinct
 from foreshard.predict.analytical.engine import StepTimes
 from foreshard.predict.analytical.stage import stage_times
+from foreshard.predict.placement import domain_block
 from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.space import divisors
 
@@ -47,27 +48,85 @@ def cell_bounds(request: GridRequest, cells: PlanTable) -> tuple[np.ndarray, flo
     """Return a score no row of each cell falls below, and seconds that no step falls below.
 
     The work of all stages is spread evenly over them; of that computation alone is what every engine counts.
+    """
+    first, of = distinct([getattr(cells, name) for name in _OF_WORK])
+    if not len(first):
+        return np.empty(0), np.inf
+    some = cells.take(first)
+    work_s, compute_s = _work(request, some) * some.num_micro_batches / some.pp
+    bounds = _score_bound(request, work_s * _factor(request), np.zeros(len(some)))
+    return bounds[of], float(compute_s.min())
+
+
+_OF_WORK = ("tp", "cp", "ep", "etp", "micro_batch")
+"""Columns that decide the work of a micro-batch in all stages: how many of them there are does not."""
+
+
+@dataclass(slots=True)
+class _KnownWork:
+    """Work and computation of a micro-batch in all stages, shape (2, known), by ascending code."""
+
+    code: np.ndarray
+    seconds: np.ndarray
+
+
+@lru_cache(maxsize=8)
+def _known_work(**asked: Any) -> _KnownWork:
+    """Return what is known of one model on one kind of nodes: all numbers of nodes ask for the same."""
+    return _KnownWork(np.empty(0, dtype=np.int64), np.empty((2, 0)))
+
+
+def _work(request: GridRequest, cells: PlanTable) -> np.ndarray:
+    """Return seconds of a micro-batch in all stages of each cell, of all work and of computation: (2, cells).
 
     Recomputation and virtual stages add to it or cut it otherwise; of sequence parallelism the better counts.
     """
-    # Of one tensor, context and expert degrees and one micro-batch, more stages take as much less time each
-    # as there are fewer replicas to share the micro-batches: such cells have one bound.
-    first, of = distinct((cells.tp, cells.cp, cells.ep, cells.etp, cells.micro_batch))
-    bounds, floor = [], np.inf
-    for some in chunks_of(cells.take(first)):
-        both = []
-        for sp in (0, 1):
-            table = replace(some, sp=np.full(len(some), sp) * (some.tp > 1))
-            batch = request.batch(table)
-            stage = stage_times(batch)
-            count = batch.multiplicity
-            work = sum(stage.parts[name] for name in _RECURRING[:5])
-            even = (work * count).sum(0) * some.num_micro_batches / some.pp
-            both.append(_score_bound(request, even * _factor(request), np.zeros(len(some))))
-            alone = (stage.parts["compute"] * count).sum(0) * some.num_micro_batches / some.pp
-            floor = min(floor, float(alone.min()))
-        bounds.append(np.minimum(*both))
-    return (np.concatenate(bounds)[of] if bounds else np.empty(0)), floor
+    asked = {name: getattr(request, name) for name in _OF_COMPUTATION if name != "cluster"}
+    nodes, network = request.cluster.nodes[0], request.cluster.network
+    # Of the number of nodes matters whether there are several, and how many devices share a domain.
+    domains = domain_block(nodes), min(nodes.nvlink_domain, nodes.num_devices)
+    known = _known_work(
+        nodes=replace(nodes, count=min(nodes.count, 2)), network=network, domains=domains, **asked
+    )
+    code = np.zeros(len(cells), dtype=np.int64)
+    for name, values in zip(_OF_WORK, _choices_of_work(request), strict=True):
+        code = code * len(values) + np.searchsorted(values, getattr(cells, name))
+    place = np.searchsorted(known.code, code)
+    is_new = known.code[np.minimum(place, len(known.code) - 1)] != code if len(known.code) else code >= 0
+    if is_new.any():
+        parts = [_least_work(request, some) for some in chunks_of(cells.take(np.flatnonzero(is_new)))]
+        codes = np.concatenate([known.code, code[is_new]])
+        order = np.argsort(codes, kind="stable")
+        known.code = codes[order]
+        known.seconds = np.concatenate([known.seconds, *parts], axis=1)[:, order]
+        place = np.searchsorted(known.code, code)
+    return known.seconds[:, place]
+
+
+def _choices_of_work(request: GridRequest) -> tuple[np.ndarray, ...]:
+    """Return what each of the columns may be, on any number of devices."""
+    blocks = [block for block, _ in request.model.block_kinds()]
+    experts = max(block.num_experts for block in blocks)
+    heads = int(np.gcd.reduce([block.num_heads for block in blocks]))
+    one = np.array([1])
+    return (
+        divisors(heads),
+        divisors(request.seq_len),
+        divisors(experts) if experts else one,
+        np.arange(1, MOST_ETP + 1) if experts else one,
+        divisors(request.global_batch),
+    )
+
+
+def _least_work(request: GridRequest, cells: PlanTable) -> np.ndarray:
+    """Return the same for a few cells, priced."""
+    both = []
+    for sp in (0, 1):
+        batch = request.batch(replace(cells, sp=np.full(len(cells), sp) * (cells.tp > 1)))
+        stage = stage_times(batch)
+        work = sum(stage.parts[name] for name in _RECURRING[:5])
+        both.append([(one * batch.multiplicity).sum(0) for one in (work, stage.parts["compute"])])
+    return np.minimum(*np.array(both))
 
 
 def device_seconds_floor(request: GridRequest) -> float:
@@ -88,17 +147,13 @@ _OF_COMPUTATION = (*_SETUP, "global_batch", "seq_len", "precision", "costs")
 @lru_cache(maxsize=8)
 def _device_seconds_floor(**asked: Any) -> float:
     request = GridRequest(**asked)
-    blocks = [block for block, _ in request.model.block_kinds()]
-    experts = max(block.num_experts for block in blocks)
-    tp = divisors(int(np.gcd.reduce([block.num_heads for block in blocks])))
-    cp, ep = divisors(request.seq_len), divisors(experts) if experts else np.array([1])
-    etp = np.array([1, 2, 4, 8, 16, 32, 64]) if experts else np.array([1])
-    sizes = divisors(request.global_batch)
+    tp, cp, ep, etp, sizes = _choices_of_work(request)
+    etp = etp[(etp & (etp - 1)) == 0]
     columns = [axis.ravel() for axis in np.meshgrid(tp, cp, ep, etp, sizes, indexing="ij")]
     devices = request.cluster.num_devices
     fits = (columns[0] * columns[1] <= devices) & (columns[2] * columns[3] <= devices)
     columns = [column[fits] for column in columns]
-    table = PlanTable.from_columns(dict(zip(("tp", "cp", "ep", "etp", "micro_batch"), columns, strict=True)))
+    table = PlanTable.from_columns(dict(zip(_OF_WORK, columns, strict=True)))
     least = np.inf
     # Sequence parallelism cuts computation over more ranks: without it there is no less.
     for some in chunks_of(replace(table, dp=table.ep * table.etp, sp=1 * (table.tp > 1))):

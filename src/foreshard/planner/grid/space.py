@@ -30,6 +30,8 @@ from foreshard.spec.plan import TABLED
 
 _COUNTED = 1 << 14
 """Codes that are counted in less time than a few hundred numbers are sorted."""
+MOST_ETP = 64
+"""Tensor-parallel ranks of an expert at most."""
 CHUNK = 4096
 """Rows priced at once: large enough that numpy's overhead is small, small enough for the cache."""
 
@@ -176,7 +178,7 @@ def cells_of(request: GridRequest) -> PlanTable:
     pp = may("pp", parts[parts <= model.num_layers]) if offers.schedules else one
     cp = may("cp", parts[request.seq_len % parts == 0])
     ep = may("ep", divisors(experts)) if experts else one
-    etp = may("etp", parts[parts <= 64]) if experts else one
+    etp = may("etp", parts[parts <= MOST_ETP]) if experts else one
     grid = [axis.ravel() for axis in np.meshgrid(tp, pp, cp, ep, etp, indexing="ij")]
     width = grid[0] * grid[1] * grid[2]
     dp = devices // np.maximum(width, 1)

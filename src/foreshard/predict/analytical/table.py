@@ -7,7 +7,7 @@ is what `build_batch` and `plan_memory` find for the same plans one by one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -111,7 +111,7 @@ class TableStages:
     def __init__(self, setup: RunSetup, cluster: Cluster, table: PlanTable, rows: StageRows):
         self._setup, self._cluster, self._table, self.rows = setup, cluster, table, rows
         self._node = equal_nodes(cluster)
-        self._rank = _rank(setup, table, domain_block(self._node))
+        self._rank = _rank(setup, table)
         self._rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
 
     def batch(self, constants: TrainingConstants) -> Batch:
@@ -127,7 +127,8 @@ class TableStages:
         domain = domain_block(node)
         leaves = (table.pp > 1) & (width * table.pp > domain)
         traits = setup.traits(node.device, table.zero[None])
-        rank, traits = setup.as_moved(self._rank, traits, table.pp[None])
+        placed = replace(self._rank, **_strides(table, domain))
+        rank, traits = setup.as_moved(placed, traits, table.pp[None])
         return Batch(
             kinds=tuple(layer_shape(block) for block in rows.blocks),
             counts=rows.counts,
@@ -179,7 +180,8 @@ class TableStages:
         return TableMemory(peak_bytes=fullest, fits=fullest <= capacity, capacity_bytes=capacity)
 
 
-def _rank(setup: RunSetup, table: PlanTable, domain: int) -> RankShape:
+def _rank(setup: RunSetup, table: PlanTable) -> RankShape:
+    """Return how ranks execute layers, wherever they are."""
     tp, cp, dp = _real(table.tp), _real(table.cp), _real(table.dp)
     replicas = table.dp * table.cp
     shard = np.where(table.shard > 0, np.minimum(table.shard, replicas), replicas)
@@ -196,7 +198,6 @@ def _rank(setup: RunSetup, table: PlanTable, domain: int) -> RankShape:
         micro_batch=_real(table.micro_batch),
         offload_optimizer=(table.offload[None] & 1) * 1.0 if offloads else 0.0,
         offload_activations=(table.offload[None] >= 2) * 1.0 if offloads else 0.0,
-        **_strides(table, domain),
     )
 
 
