@@ -160,6 +160,19 @@ class _Head(nn.Module):
         return x if part == "norm" else self.product(x)
 
 
+class _Unit(nn.Module):
+    """Blocks that are gathered together."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, table)
+        return x
+
+
 class _Stage(nn.Module):
     def __init__(self, sizes: Sizes, layers: int, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -205,14 +218,31 @@ def _wrapped(layer: nn.Module, recompute: str) -> nn.Module:
     return layer
 
 
-def _sharded(stage: _Stage, mesh: DeviceMesh, recompute: str, *, pipeline: bool) -> _Stage:
-    """Return the stage in torchtitan's units; the last of them stays gathered after its forward."""
+def _sharded(
+    stage: _Stage,
+    mesh: DeviceMesh,
+    recompute: str,
+    *,
+    pipeline: bool,
+    wrap: int | str = 1,
+    prefetch: int | None = None,
+) -> _Stage:
+    """Return the stage in torchtitan's units; the last of them stays gathered after its forward.
+
+    `wrap` blocks are a unit, 'model' makes one of all; so many units as `prefetch` are gathered ahead.
+    """
     for i, layer in enumerate(stage.layers):
         stage.layers[i] = _wrapped(layer, recompute)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     options = {"mesh": mesh, "mp_policy": policy}
+    if wrap == "model":
+        fully_shard(stage, **options).set_gradient_divide_factor(1.0)
+        return stage
+    if wrap > 1:
+        layers = list(stage.layers)
+        stage.layers = nn.ModuleList(_Unit(layers[i : i + wrap]) for i in range(0, len(layers), wrap))
     if stage.embedding is not None:
         fully_shard(stage.embedding, **options, reshard_after_forward=not pipeline)
     if stage.head is not None:
@@ -220,6 +250,11 @@ def _sharded(stage: _Stage, mesh: DeviceMesh, recompute: str, *, pipeline: bool)
     for layer in stage.layers:
         fully_shard(layer, **options, reshard_after_forward=not pipeline)
     fully_shard(stage, **options)
+    if prefetch is not None:
+        units = [stage.embedding, *stage.layers, stage.head]
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + prefetch])
+            unit.set_modules_to_backward_prefetch(units[max(i - prefetch, 0) : i][::-1])
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -271,12 +306,17 @@ def _step_in_chunks(stage: _Stage, tokens: Tensor, labels: Tensor, num_chunks: i
     hidden.backward(gradient)
 
 
-def flat_peak(sizes: Sizes, recompute: str, *, num_chunks: int = 1, num_steps: int = 1) -> int:
-    """Return the peak bytes of a rank without pipeline, with so many micro-batches a step."""
+def flat_peak(
+    sizes: Sizes, recompute: str, *, num_chunks: int = 1, num_steps: int = 1, **units: int | str | None
+) -> int:
+    """Return the peak bytes of a rank without pipeline, with so many micro-batches a step.
+
+    `units` are `wrap` and `prefetch` of `_sharded`.
+    """
     mesh = init_device_mesh("cpu", (4, NUM_SHARDS), mesh_dim_names=("pp", "dp"))["dp"]
     with FakeTensorMode():
         whole = _Stage(sizes, sizes.layers, first=True, last=True)
-        stage = _sharded(whole, mesh, recompute, pipeline=False)
+        stage = _sharded(whole, mesh, recompute, pipeline=False, **units)
         tokens, labels = torch.zeros(2, sizes.samples, sizes.seq_len, dtype=torch.int64).unbind()
         stage.table = torch.empty(sizes.rotations, dtype=torch.complex64)
         optimizer = torch.optim.AdamW(stage.parameters(), fused=True)

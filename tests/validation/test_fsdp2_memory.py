@@ -45,7 +45,9 @@ def fake_ranks():
     torch.distributed.destroy_process_group()
 
 
-def predicted(sizes: Sizes, recompute: str, release: str, *, stages: int = 1, stage: int = 0, count: int = 1):
+def predicted(
+    sizes: Sizes, recompute: str, release: str, *, stages: int = 1, stage: int = 0, count: int = 1, **units
+):
     """Allocated bytes of a stage as predicted for torchtitan."""
     width = sizes.hidden // sizes.heads
     block = Block(
@@ -78,6 +80,7 @@ def predicted(sizes: Sizes, recompute: str, release: str, *, stages: int = 1, st
         zero=3,
         recompute=recompute,
     )
+    plan = replace(plan, **units)
     framework = replace(load_framework(f"torchtitan@{release}"), vocab_multiple=1)
     cluster = load_cluster(f"{stages}x{NUM_SHARDS}xh100-sxm")
     _, parts = plan_memory(PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework))
@@ -104,6 +107,20 @@ def test_gradients_of_several_micro_batches_are_summed_in_shards(sizes):
 def test_loss_in_chunks(sizes):
     measured = flat_peak(sizes, SELECTIVE, num_chunks=8)
     assert predicted(sizes, SELECTIVE, "0.3") == pytest.approx(measured, rel=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "units"),
+    [
+        (FEW_TOKENS, {"prefetch": 2}),
+        (FEW_TOKENS, {"prefetch": 1, "wrap": 3}),  # units of 3 blocks and of 1
+        (FEW_TOKENS, {"prefetch": 2, "wrap": 4}),
+        (FEW_TOKENS, {"wrap": "model"}),
+    ],
+)
+def test_other_units_and_more_of_them_ahead(sizes, units):
+    measured = flat_peak(sizes, FULL, **units)
+    assert predicted(sizes, FULL, "2024", **units) == pytest.approx(measured, rel=LIMIT)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

@@ -24,12 +24,15 @@ from foreshard.spec.plan import (
     ATTENTIONS,
     COMM_OPTIONS,
     FP8_RECIPES,
+    MAX_UNITS,
     OFFLOADS,
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    WHOLE_MODEL,
     check_recompute,
     checked_buckets,
+    checked_prefetch,
 )
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import count, number_of, parse
@@ -51,7 +54,7 @@ _HARDWARE = ("device", "nic", "nodes", *_RATES)
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
 _SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not in ("bubble", "straggler"))
-_OTHERS = ("buckets", "zero", "recompute", "framework", "lora", "shares")
+_OTHERS = ("buckets", "prefetch", "wrap", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
 _ON = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
@@ -108,6 +111,11 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         return request.with_choice(key, _ON[_one_of(key, value, tuple(_ON))])
     if key == "buckets":
         return request.with_choice(key, checked_buckets(parse(value, "bytes")))
+    if key == "prefetch":
+        return request.with_choice(key, checked_prefetch(_whole(key, value, 0, MAX_UNITS)))
+    if key == "wrap":
+        whole = value.lower() == WHOLE_MODEL
+        return request.with_choice(key, WHOLE_MODEL if whole else _whole(key, value, 1, MAX_UNITS))
     if key == "lora":
         changed = replace(request, lora=None if value == "none" else value)
         assert changed.trained

@@ -26,6 +26,8 @@ from foreshard.spec.plan import (
     FP8_RECIPES,
     Plan,
     checked_buckets,
+    checked_prefetch,
+    checked_wrap,
     no_best_buckets,
 )
 from foreshard.spec.prediction import MEMORY_PARTS, Prediction
@@ -58,10 +60,12 @@ OPTIONS = (
     *COMM_OPTIONS,
     "collectives",
     "buckets",
+    "prefetch",
+    "wrap",
 )
 _WRITTEN = (
     *("precision", "optimizer", "framework", "attention", "fp8_recipe", "compile", "seq_len"),
-    *("collectives", "buckets"),
+    *("collectives", "buckets", "prefetch", "wrap"),
 )
 """Options that a plan has one field for."""
 ASKED = (
@@ -216,6 +220,9 @@ class Request:
         comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
         algorithm, buckets = choices.pop("collectives", "auto"), choices.pop("buckets", None)
         one_of(algorithm, ALGORITHMS, key="--collectives", name="collectives", exact=True)
+        prefetch, wrap = choices.pop("prefetch", None), choices.pop("wrap", None)
+        prefetch = None if prefetch is None else checked_prefetch(prefetch)
+        wrap = None if wrap is None else checked_wrap(wrap)
         attention = choices.pop("attention", None)
         if attention is not None:
             attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
@@ -241,7 +248,7 @@ class Request:
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
         made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, attention=attention)
-        made = replace(made, fp8_recipe=recipe, compile=compiled)
+        made = replace(made, fp8_recipe=recipe, compile=compiled, prefetch=prefetch, wrap=wrap)
         return self._with_buckets(made, buckets)
 
     def _with_buckets(self, plan: Plan, buckets: Any) -> Plan:
@@ -304,7 +311,7 @@ class Request:
         plan = self.to_plan()
         if self.plan_file is not None:
             from foreshard.catalog.frameworks import load_framework
-            from foreshard.catalog.offers import with_compile, with_recipe
+            from foreshard.catalog.offers import with_compile, with_recipe, with_units
             from foreshard.catalog.stacks import check_attention
             from foreshard.spec.checks import check_plan
 
@@ -322,6 +329,8 @@ class Request:
                 with_recipe(framework, recipe, precision=plan.precision, devices=devices, **where)
             if plan.compile is not None:
                 with_compile(framework, plan.compile, key="compile", file=self.plan_file)
+            if plan.prefetch is not None or plan.wrap is not None:
+                with_units(framework, plan, file=self.plan_file)
         return plan
 
     def _with_assumptions(self, made: Prediction) -> Prediction:

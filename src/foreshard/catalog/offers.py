@@ -10,7 +10,7 @@ from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import WHOLE_MODEL, Plan
 
 _RUNS = {
     "rowwise": ("hopper", "blackwell", "rubin", "cdna3", "cdna4"),
@@ -156,6 +156,43 @@ def with_compile(
         )
     name = _OF_TORCH[compiles]
     return replace(framework, elementwise=name, host=name)
+
+
+def with_units(framework: Framework, plan: Plan, *, file: str | None = None) -> Framework:
+    """Return a framework whose FSDP gathers the units that a plan states, as many ahead as it states.
+
+    Raises
+    ------
+    SpecError
+        Where the framework gathers no units of its user's choice, FSDP1 is asked for more than one ahead, or
+        the plan has stages that are no units of FSDP.
+
+    Source
+    ------
+    torch 2.11 distributed/fsdp: _fully_shard/_fully_shard.py (a unit is a module or a list of them;
+    set_modules_to_forward_prefetch, set_modules_to_backward_prefetch take any number),
+    fully_sharded_data_parallel.py (forward_prefetch_limit and backward_prefetch_limit are 1).
+    """
+    key, value = ("wrap", plan.wrap) if plan.prefetch is None else ("prefetch", plan.prefetch)
+    stages = [stage for group in plan.groups for stage in group.stages]
+    fix = "Leave it out, or use --framework torchtitan or hf"
+    if framework.fsdp not in ("fsdp1", "fsdp2") or framework.memory == "xla":
+        rule = f"Units are chosen of PyTorch's FSDP; {framework.label} does not run it with units of choice"
+    elif framework.fsdp == "fsdp1" and (plan.prefetch or 0) > 1:
+        rule, fix = "FSDP1 gathers at most one unit ahead", "Use 1, or --framework torchtitan or hf for FSDP2"
+    elif any(stage.zero < 2 for stage in stages):
+        rule, fix = "Weights are gathered unit by unit at zero 2 and 3", "Use --zero 3, or leave it out"
+    elif any(len(group.stages) > 1 for group in plan.groups):
+        rule = "Units are chosen for stages that hold the whole model: a pipeline gathers them once a step"
+        fix = "Leave it out, or plan without a pipeline"
+    else:
+        wrap = framework.wrap if plan.wrap is None else 0 if plan.wrap == WHOLE_MODEL else int(plan.wrap)
+        if plan.prefetch is None:
+            return replace(framework, wrap=wrap)
+        # Stated modules are asked for before a layer runs.
+        explicit = framework.explicit_prefetch or plan.prefetch > 0
+        return replace(framework, wrap=wrap, prefetch=plan.prefetch, explicit_prefetch=explicit)
+    raise SpecError(f"{key} {value}", key=key, file=file, value=value, rule=rule, fix=fix)
 
 
 def not_offered(plan: Plan, framework: Framework) -> tuple[str, ...]:

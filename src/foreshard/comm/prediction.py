@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from numpy.typing import ArrayLike
@@ -21,6 +21,7 @@ from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.comm.intervals import collective_evidence, collective_intervals
 from foreshard.comm.nccl.choice import MESSAGES, NcclChoice, nccl_choice
 from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
+from foreshard.comm.nccl.constants import Constants
 from foreshard.comm.nccl.estimates import COLLECTIVES
 from foreshard.comm.nccl.rccl import has_rccl_model, rccl_choice
 from foreshard.cost.tables import COLLECTIVES as TABLED
@@ -92,12 +93,14 @@ def predict_collective(
     *,
     era: str = "2.2x",
     release: str = "",
+    constants: Constants | None = None,
     tables: Tables | None = None,
 ) -> CollectivePrediction:
     """Return the prediction of a collective over the first `num_ranks` devices (default: all).
 
     A send goes from the first of them to the last. `era` is that of `fabric_of`, `release` that of
-    `communicator_of`. Measured `tables` give the time of what they cover: ranks of one scale-up domain.
+    `communicator_of`; NCCL chooses with `constants` in place of some of its own. Measured `tables` give the
+    time of what they cover: ranks of one scale-up domain.
 
     Raises
     ------
@@ -108,6 +111,8 @@ def predict_collective(
     _check(collective, num_bytes, ranks, cluster)
     fabric = fabric_between(cluster, range(ranks), nccl=era, tables=tables)
     communicator = communicator_of(cluster, ranks, release=release) if has_nccl(cluster, ranks) else None
+    if communicator is not None and constants:
+        communicator = replace(communicator, constants=constants)
     choice, library = None, ""
     if communicator is not None:
         choice, library = nccl_choice(collective, num_bytes, communicator), "NCCL"

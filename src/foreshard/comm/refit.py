@@ -64,7 +64,7 @@ def refit(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Refit:
         )
     fabrics = [fabric_between(cluster, range(run.num_ranks)) for run in runs]
     factors = _factors(runs, fabrics)
-    found = _minimum(lambda x: _residuals(x, factors, runs, fabrics), len(factors))
+    found = least_squares(lambda x: _residuals(x, factors, runs, fabrics), len(factors))
     before = _median_error(runs, fabrics)
     moved = [_moved(fabric, found, factors) for fabric in fabrics]
     names = [name for group in factors.values() for name in group]
@@ -115,8 +115,13 @@ def _residuals(
             for run, fabric in zip(runs, fabrics, strict=True)
         ]
     )
-    small = _ROBUST * np.sqrt(2.0 * (np.sqrt(1.0 + (errors / _ROBUST) ** 2) - 1.0))  # soft L1
-    return np.concatenate((small * np.sign(errors) * 4.0 / np.sqrt(len(errors)), _PULL * x))
+    return np.concatenate((robust(errors) * 4.0 / np.sqrt(len(errors)), _PULL * x))
+
+
+def robust(errors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return residuals whose squares sum to the soft L1 of log errors."""
+    small = _ROBUST * np.sqrt(2.0 * (np.sqrt(1.0 + (errors / _ROBUST) ** 2) - 1.0))
+    return np.asarray(small * np.sign(errors))
 
 
 def _times(run: MeasuredRun, fabric: Fabric) -> NDArray[np.float64]:
@@ -130,7 +135,7 @@ def _median_error(runs: Sequence[MeasuredRun], fabrics: Sequence[Fabric]) -> flo
     return float(np.median(np.concatenate(errors)))
 
 
-def _minimum(residuals: Any, size: int) -> NDArray[np.float64]:
+def least_squares(residuals: Any, size: int) -> NDArray[np.float64]:
     """Return where the sum of squares is least, by Levenberg's and Marquardt's method from 0."""
     x, damping = np.zeros(size), 1e-2
     left = residuals(x)

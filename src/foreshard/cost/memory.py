@@ -61,6 +61,7 @@ class StageLoad:
     channels : NCCL channels of a collective between the devices
     grad_overlap : gradients are reduced beside the backward
     bucket_bytes : stated size of a gradient bucket, 0 for the framework's
+    prefetch, wrap : units of FSDP gathered ahead, and blocks of a unit, 0 for the whole model
     state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
     activation_bytes_per_element : 2 in 16 bit and below, 4 in fp32
     fp8, fp4 : matrix products run in 8 or 4 bit
@@ -97,6 +98,8 @@ class StageLoad:
     offload_activations: Any = 0
     grad_overlap: Any = 0
     bucket_bytes: Any = 0
+    prefetch: float = 1.0
+    wrap: float = 1.0
     state_bytes: Any = 8
     table_state_bytes: Any = None
     """Of embedding and head where they have others, see `table_state_bytes`."""

@@ -49,6 +49,10 @@ class States:
 class Units:
     """Elements of the units of a rank before sharding, and how long they stay whole.
 
+    embedding, block, head : of the units of one embedding, of blocks, of one head; the last two are 0 where
+        one unit holds the whole model
+    layers, blocks, count : blocks of the rank, of a unit of them, and units of blocks
+    ahead : units gathered ahead of the one at work
     sharded : 1 where weights are
     gathered : 1 where weights stay whole from their first forward on
     held : 1 where gradients stay whole until the last micro-batch
@@ -59,6 +63,10 @@ class Units:
     block: Any
     head: Any
     everything: Any
+    layers: Any
+    blocks: Any
+    count: Any
+    ahead: Any
     sharded: Any
     gathered: Any
     held: Any
@@ -81,10 +89,9 @@ class _Elements:
     embedding: Any
     head: Any
 
-    @property
-    def largest_unit(self) -> Any:
-        """The largest of embedding, blocks and head."""
-        return np.maximum(self.largest_block, np.maximum(self.embedding, self.head))
+    def largest_unit_of(self, blocks: Any) -> Any:
+        """Return the largest of embedding, units of so many blocks, and head."""
+        return np.maximum(blocks * self.largest_block, np.maximum(self.embedding, self.head))
 
 
 def _replicated(block: Block) -> float:
@@ -201,10 +208,13 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     copied = trained if as_read else everything
     cached = profile.autocast_bytes * copied * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
-    unit = profile.unit_bytes * have.largest_unit
+    num_layers = sum(np.asarray(count) for _, count in load.kinds)
+    blocks = np.minimum(load.wrap, np.maximum(num_layers, 1)) if load.wrap else num_layers
+    largest = have.largest_unit_of(blocks) if load.wrap else everything
+    unit = profile.unit_bytes * largest
     live = _live_bytes(have, element, profile)
     gathered = (zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units)
-    unit_gradient = kept * (not profile.units) * max(profile.unit_bytes - 2.0, 0.0) * have.largest_unit
+    unit_gradient = kept * (not profile.units) * max(profile.unit_bytes - 2.0, 0.0) * largest
     stated = np.asarray(load.bucket_bytes) * (profile.bucket_bytes > 0)
     bucket = np.where(stated > 0, stated, profile.bucket_bytes) * (np.asarray(load.dp) > 1)
     kept_bucket, filled = bucket, 0.0
@@ -231,9 +241,13 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
         units=Units(
             # Tied matrices are one unit, which is used first and last.
             embedding=have.embedding * (1 - load.tied * load.has_head),
-            block=have.largest_block,
+            block=blocks * have.largest_block,
             head=have.head,
             everything=everything,
+            layers=num_layers,
+            blocks=blocks,
+            count=np.ceil(num_layers / np.maximum(blocks, 1)),
+            ahead=load.prefetch,
             sharded=profile.units * sharded,
             gathered=gathers,
             held=holds,

@@ -1,11 +1,12 @@
-"""Peaks of FSDP2, which gathers weights and reduces gradients unit by unit: embedding, each block, head.
+"""Peaks of FSDP2, which gathers weights and reduces gradients unit by unit: embedding, blocks, head.
 
-A unit is gathered while the one before computes; in backward its gradient waits in the input of a
+Units are gathered while those before compute; in backward the gradient of a unit waits in the input of a
 reduce-scatter while the next unit goes back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from foreshard.catalog.memory_profiles import MemoryProfile
     from foreshard.cost.memory import StageLoad
     from foreshard.cost.memory_activations import Activations
-    from foreshard.cost.memory_states import States
+    from foreshard.cost.memory_states import States, Units
     from foreshard.spec.framework import Framework
+
+_FEW = 4  # units of blocks that are looked at one by one
 
 Moment = tuple[Any, Any, Any]
 """Gradients, activations, temporaries alive at one time; every part is a float or an array over rows."""
@@ -43,6 +46,7 @@ class _Run:
     embedding: _Unit
     block: _Unit
     head: _Unit
+    whole: _Unit
     chunked: float
 
     @property
@@ -76,14 +80,14 @@ def unit_moments(
     against torch's FSDPMemTracker in tests/validation/test_fsdp2_memory.py.
     """
     units, element = states.units, load.activation_bytes_per_element
-    embedding, block, head = (
+    embedding, block, head, whole = (
         _Unit(
             elements=size,
             weights=element * (1 - units.gathered) * size,
             gradient=element * units.trained * size,
             reduced=framework.grad_reduce_bytes * units.trained * size,
         )
-        for size in (units.embedding, units.block, units.head)
+        for size in (units.embedding, units.block, units.head, units.everything)
     )
     run = _Run(
         load=load,
@@ -93,11 +97,13 @@ def unit_moments(
         embedding=embedding,
         block=block,
         head=head,
+        whole=whole,
         chunked=float(profile.loss_chunks > 1),
     )
     held = units.held > 0
+    one_by_one = _one_unit(run) if load.wrap == 0 else _reduced_at_once(run)
     return (
-        *_where((units.sharded > 0) & ~held, _reduced_at_once(run)),
+        *_where((units.sharded > 0) & ~held, one_by_one),
         *_where(held, _held(run)),
     )
 
@@ -122,34 +128,92 @@ def _reduced_at_once(run: _Run) -> tuple[Moment, ...]:
         share = np.minimum(elements, units.everything) / np.maximum(units.everything, 1)
         return states.gradients * np.where(again, 1.0, share)
 
-    one, saved, end = acts.one_layer, acts.saved, 3 * acts.boundary
-    rest = np.maximum(saved - one, 0)
-    blocks = units.everything - units.embedding
-    working = block.reduced + 2 * block.weights
-    first = block.reduced + block.weights + embedding.weights  # the embedding is gathered next
+    saved = acts.saved
+    waiting = np.minimum(units.ahead, units.count) * block.weights  # gathered while the head goes back
+    gone = units.everything - units.embedding
     return (
         (done(0), saved + run.loss, head.weights + acts.logits),
-        (
-            done(0),
-            saved + acts.boundary,
-            head.weights + head.gradient + block.weights + acts.logit_gradient,
-        ),
-        (done(head.elements), saved + acts.boundary, head.gradient + head.reduced + block.weights),
+        (done(0), saved + acts.boundary, head.weights + head.gradient + waiting + acts.logit_gradient),
+        (done(head.elements), saved + acts.boundary, head.gradient + head.reduced + waiting),
         (done(run.chunked * head.elements), saved + run.loss, run.chunks),
-        (done(head.elements), saved, head.reduced + 2 * block.weights + acts.temporary),
-        (done(head.elements + block.elements), rest, working + acts.temporary),
-        (
-            done(head.elements + block.elements),
-            np.maximum(rest - one, 0) + end,
-            working + block.gradient,
-        ),
-        (done(blocks - 2 * block.elements), np.minimum(2 * one, saved), working + acts.temporary),
-        (done(blocks - 2 * block.elements), np.minimum(one, saved) + end, working + block.gradient),
-        (done(blocks - block.elements), np.minimum(one, saved), first + acts.temporary),
-        (done(blocks - block.elements), end, first + block.gradient),
-        (done(blocks), acts.boundary, block.reduced + embedding.weights + embedding.gradient),
+        *(moment for left in _places(units) for moment in _going_back(run, done, left)),
+        (done(gone), acts.boundary, block.reduced + embedding.weights + embedding.gradient),
         (states.gradients, 0.0, embedding.gradient + embedding.reduced),
         (states.gradients, 0.0, states.step),
+    )
+
+
+def _places(units: Units) -> tuple[Any, ...]:
+    """Return how many units of blocks are left where a backward may be fullest: each where they are few.
+
+    From unit to unit activations and gradients change evenly, but for the first, behind the head, and the
+    last ones, which have fewer units left to gather.
+    """
+    count = units.count
+    if np.size(count) and np.max(count) <= _FEW:
+        return tuple(range(int(np.max(count)), 0, -1))
+    last = range(int(np.max(units.ahead)) + 1, 0, -1)
+    return (count, np.maximum(count - 1, 1), *last)
+
+
+def _going_back(run: _Run, done: Callable[[Any], Any], left: Any) -> tuple[Moment, ...]:
+    """Return the moments of the backward of a unit of blocks, with which so many are left."""
+    acts, units, block, embedding = run.acts, run.states.units, run.block, run.embedding
+    left = np.minimum(left, units.count)
+    blocks = np.minimum(left * units.blocks, units.layers)  # those of the unit and before it
+    own = blocks - (left - 1) * units.blocks  # the last unit may have fewer
+    behind = units.layers - blocks
+    each = np.maximum(units.blocks, 1)
+
+    def saved(blocks: Any) -> Any:
+        """Return the activations of the first blocks."""
+        behind = units.layers - blocks
+        near = np.maximum(acts.saved - behind * acts.one_layer, 0)
+        return np.where(behind <= blocks, near, np.minimum(blocks * acts.one_layer, acts.saved))
+
+    before = np.where(
+        left == units.count, units.layers - (left - 1) * units.blocks, each
+    )  # of the one behind
+    before = np.where(left == units.count - 1, units.layers - left * units.blocks, before) / each
+    reduced = np.where(left == units.count, run.head.reduced, before * block.reduced)
+    ahead = np.minimum(left - 1, units.ahead) * block.weights + (units.ahead >= left) * embedding.weights
+    alive = reduced + own / each * block.weights + ahead
+    gradient = block.gradient / each
+    gradients = done(run.head.elements + behind / each * block.elements)
+    return (
+        (gradients, saved(blocks), alive + acts.temporary),
+        (gradients, saved(blocks - own + 1), alive + acts.temporary + (own - 1) * gradient),
+        (gradients, saved(blocks - own) + 3 * acts.boundary, alive + own * gradient),
+        (gradients, saved(blocks - own) + acts.boundary, ahead + own * (gradient + block.reduced / each)),
+    )
+
+
+def _one_unit(run: _Run) -> tuple[Moment, ...]:
+    """Return the moments where one unit holds the whole model: all weights, and at last all gradients.
+
+    As the root it keeps its weights from forward to backward, and is reduced when the embedding has gone
+    back, without its weights.
+    """
+    acts, states, whole = run.acts, run.states, run.whole
+    embedding, head = run.embedding.gradient, run.head.gradient
+    count = np.maximum(run.states.units.layers, 1)
+    layer = (whole.gradient - embedding - head) / count  # gradients of a block
+    again = states.gradients * (np.asarray(run.load.num_micro_batches) > 1)
+    one, end = np.minimum(acts.one_layer, acts.saved), 3 * acts.boundary
+    gathered = run.load.activation_bytes_per_element * whole.elements
+    chunk = run.chunked * np.maximum(acts.logits, 2 * acts.logit_gradient + head)
+    return (
+        # What was gathered stays until the next unit is, or the forward is over.
+        (again, acts.saved, whole.weights + gathered + acts.logit_gradient),
+        (again, acts.saved + run.loss, whole.weights + np.maximum(acts.logits, chunk)),
+        (again, acts.saved + acts.boundary, whole.weights + head + acts.logit_gradient),
+        (again, acts.saved, whole.weights + head + acts.temporary),
+        (again, one, whole.weights + head + (count - 1) * layer + acts.temporary),
+        (again, end, whole.weights + head + count * layer),
+        (again, acts.boundary, whole.weights + whole.gradient),
+        (again, 0.0, whole.weights - gathered + whole.gradient + whole.reduced),
+        (states.gradients, 0.0, whole.weights - gathered + whole.reduced),
+        (states.gradients, 0.0, whole.weights - gathered + states.step),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import inf
 from statistics import mode
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.devices import resolve_device
+from foreshard.comm.nccl.constants import ALGORITHMS, PROTOCOLS
 from foreshard.cost.tables import COLLECTIVES, DeviceTables, KernelTables, size_table
 from foreshard.errors import SpecError
 
@@ -25,6 +27,9 @@ _NAMES = {
     "alltoall": "all-to-all",
     "sendrecv": "send",
 }
+_VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
+_LIBRARY = re.compile(r"nccl-library=(\d{5})\b")
+_PICK = re.compile(r"\b(\d{1,15}) Bytes -> Algo ([A-Za-z_]+|[0-6]) proto ([A-Za-z0-9]+)")
 _MICRO, _GIGA = 1e-6, 1e9
 _REFIT = "foreshard comm import FILE CLUSTER --fit OUT.toml"
 
@@ -51,6 +56,9 @@ class NcclTestRun:
     device: str | None
     rows: tuple[NcclTestRow, ...]
     num_skipped: int  # lines that begin as a row and have other columns
+    release: str = ""  # of NCCL, where a log of its own or the header says
+    # algorithm and protocol that NCCL logged (NCCL_DEBUG_SUBSYS=TUNING), by the bytes that it states
+    picks: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
 
 def tables_of(run: NcclTestRun, device: str, path: str, collective: str | None = None) -> KernelTables:
@@ -136,7 +144,47 @@ def read_nccl_tests(text: str, file: str | None = None) -> NcclTestRun:
         device=mode(found[3] for found in ranks.values()) if ranks else None,
         rows=tuple(rows),
         num_skipped=skipped,
+        release=_release(text),
+        picks=dict(pick for line in lines if (pick := _pick(line)) is not None),
     )
+
+
+def _release(text: str) -> str:
+    """Return the release of NCCL that a log states, empty where it states none.
+
+    Examples
+    --------
+    >>> _release("NCCL version 2.27.7+cuda12.9"), _release("# nccl-library=22803"), _release("")
+    ('2.27.7', '2.28.3', '')
+    """
+    if found := _VERSION.search(text):
+        return found[1]
+    if found := _LIBRARY.search(text):
+        number = int(found[1])
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return ""
+
+
+def _pick(line: str) -> tuple[int, tuple[str, str]] | None:
+    """Return bytes, algorithm and protocol of a line of NCCL's log of its choices.
+
+    Examples
+    --------
+    >>> _pick("NCCL INFO AllReduce: 65536 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}")
+    (65536, ('ring', 'LL'))
+    >>> _pick("NCCL INFO 1048576 Bytes -> Algo 5 proto 2 time 61.2")
+    (1048576, ('nvls-tree', 'Simple'))
+    """
+    found = _PICK.search(line)
+    if found is None:
+        return None
+    algorithm, protocol = found[2].upper().replace("_", ""), found[3].upper()
+    names = {name.upper(): own for own, name in ALGORITHMS.items()}
+    own = list(ALGORITHMS)[int(algorithm)] if algorithm.isdecimal() else names.get(algorithm)
+    if protocol.isdecimal():
+        protocol = PROTOCOLS[int(protocol)].upper()
+    kept = next((name for name in PROTOCOLS if name.upper() == protocol), None)
+    return None if own is None or kept is None else (int(found[1]), (own, kept))
 
 
 def _row(columns: list[str], words: list[str]) -> NcclTestRow | None:

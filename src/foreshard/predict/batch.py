@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import Tables
-from foreshard.catalog.offers import with_compile, with_recipe
+from foreshard.catalog.offers import with_compile, with_recipe, with_units
 from foreshard.catalog.stacks import of_model, running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
@@ -84,6 +84,8 @@ class PlannedRun:
             declared = with_recipe(declared, recipe, precision=self.plan.precision, devices=devices)
         if self.plan.compile is not None:
             declared = with_compile(declared, self.plan.compile)
+        if self.plan.prefetch is not None or self.plan.wrap is not None:
+            declared = with_units(declared, self.plan)
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "framework", running(declared, self.cluster.devices))
         groups = tuple(group.held for group in self.plan.groups)

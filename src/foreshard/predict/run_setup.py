@@ -143,21 +143,26 @@ class RunSetup:
         torch 2.13 distributed/pipelining/stage.py backward_maybe_with_nosync, schedules.py REDUCE_GRAD (every
         unit reduced after the last backward); torchtitan b5bcd76 distributed/fsdp.py; torch
         distributed/fsdp/_fully_shard/_fully_shard.py (weights are freed after the backward even without
-        reshard_after_forward), fully_sharded_data_parallel.py SHARD_GRAD_OP.
+        reshard_after_forward; the root's default is not to reshard), fully_sharded_data_parallel.py
+        SHARD_GRAD_OP, _runtime_utils.py _post_forward (the root keeps its weights).
         """
         zero, framework = np.asarray(rank.zero), self.framework
         if framework.fsdp not in ("fsdp1", "fsdp2") or not np.count_nonzero(zero >= 2):
             return rank, traits
         held = framework.pipeline_holds_units * (zero >= 2) * (np.asarray(num_stages) > 1)
         level = np.where(held > 0, 1.0, np.where(zero == 2, 3.0, zero))
+        # A whole model is gathered before anything can be computed, and as the root it is not freed between
+        # forward and backward; with no unit ahead every collective runs in turn with computation.
+        whole = framework.wrap == 0
+        ahead = float(framework.prefetch > 0 and not whole)
 
         def where_held(value: Any, otherwise: Any) -> Any:
             return np.where(held > 0, value, otherwise)[()]
 
         return replace(rank, zero=level[()]), replace(
             traits,
-            regathers=(1.0 - (zero == 2))[()],
-            grad_overlap=where_held(0.0, traits.grad_overlap),
+            regathers=((1.0 - (zero == 2)) * (1.0 - whole))[()],
+            grad_overlap=where_held(0.0, traits.grad_overlap * ahead),
             param_gather_overlap=where_held(1.0, traits.param_gather_overlap),
             bucket_elements=where_held(1.0, traits.bucket_elements),  # a unit each
             holds_units=where_held(1.0, 0.0),
@@ -234,6 +239,8 @@ class RunSetup:
             offload_activations=rank.offload_activations,
             grad_overlap=1.0 * self.comm.get("grad_overlap", self.framework.hides("grad_overlap", rank.zero)),
             bucket_bytes=float(self.framework.bucket_bytes),
+            prefetch=float(self.framework.prefetch),
+            wrap=float(self.framework.wrap),
             state_bytes=optimizer_state_bytes(self.optimizer, self.framework.moment_bytes),
             table_state_bytes=table_state_bytes(self.optimizer, self.framework.moment_bytes),
             outer_params=float(model.learned_positions * model.hidden),

@@ -149,6 +149,7 @@ def predict_timeline(
     _number("--tokens", tokens)
     _number("--usd-per-device-hour", usd_per_device_hour, zero=True)
     _number("--observed-step-s", observed_step_s)
+    _check_units(plan, engine)
     if checked:
         check_plan(plan, model, cluster)
     if plan.attention is not None:
@@ -363,6 +364,19 @@ def checked_costs(costs: str | Tables, fidelity: str = "zero-shot") -> str | Tab
             fix="Leave out one of --costs and --fidelity",
         )
     return costs
+
+
+def _check_units(plan: Plan, engine: str) -> None:
+    """Refuse units of FSDP that the closed form of a step does not know: of one block, one ahead."""
+    for name, value, known in (("wrap", plan.wrap, (None, 1)), ("prefetch", plan.prefetch, (None, 0, 1))):
+        if engine == "analytical" and value not in known:
+            raise SpecError(
+                f"{name} {value} under the analytical engine",
+                key=name,
+                value=value,
+                rule="Its closed form gathers block by block, at most one ahead",
+                fix="Use --engine graph or event",
+            )
 
 
 def _check_other_jobs(jobs: tuple[TrainingJob, ...], plan: Plan, network: str) -> None:

@@ -97,6 +97,8 @@ class Traits:
     narrow_gather: Any
     regathers: Any  # 1 where sharded weights are gathered again before backward
     prefetches: Any  # 1 where a layer asks for the weights of the next before it runs
+    prefetch: Any  # units of FSDP that are gathered ahead of the one at work
+    wrap: Any  # blocks of a unit, 0 where one unit holds the whole model
     kept_elements: Any  # of the last units, which stay gathered from forward to backward
     flat_copies: Any  # 1 where kernels of their own cast weights, and copy them in and out of flat buffers
     holds_units: Any  # 1 where a pipeline gathers and reduces them once a step
@@ -223,6 +225,8 @@ def traits_of(
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         regathers=1.0,
         prefetches=float(framework.explicit_prefetch),
+        prefetch=float(framework.prefetch),
+        wrap=float(framework.wrap),
         kept_elements=_KEPT_ELEMENTS if framework.fsdp == "zero3" else 0.0,
         flat_copies=float(framework.fsdp == "fsdp2"),
         holds_units=0.0,

@@ -41,6 +41,8 @@ class Framework:
     cross_entropy : unfused | native | te | eager | torch | chunked   torch: its own, of logits cast to fp32
     collectives : algorithm of all-reduces, auto (the library's choice) | ring | tree
     bucket_bytes : of gradients that leave together, 0 for the framework's own buckets
+    prefetch : units of FSDP gathered ahead of the one at work, 0 in turn with computation
+    wrap : blocks of a unit of FSDP, 0 for one unit that holds the whole model
     update : multi-tensor | fused | foreach   how weights are updated: by multi-tensor kernels of the
         framework, or by torch.optim, in one kernel that reads and writes everything once, or operation by
         operation over lists of tensors
@@ -94,6 +96,8 @@ class Framework:
     cross_entropy: str = "te"
     collectives: str = "auto"
     bucket_bytes: int = 0
+    prefetch: int = 1
+    wrap: int = 1
     update: str = "multi-tensor"
     clips: bool = False
     fp8_params: bool = False

@@ -57,6 +57,10 @@ RECOMPUTE_MODULES = (
 )
 # Of a bucket of gradients: above the memory of any device.
 MAX_BUCKET_BYTES = 2**42
+# Units of FSDP gathered ahead, and blocks of one unit: above the blocks of any published model.
+MAX_UNITS = 1024
+WHOLE_MODEL = "model"
+"""Of `wrap`: one unit holds the whole model."""
 # Samples of a step, degrees and ranks: a 32-bit count, above every published run by a wide margin.
 MAX_BATCH = 2**31
 # Tokens of a sample: 64 Mi, above every published context.
@@ -145,6 +149,9 @@ class Plan:
     # algorithm of all-reduces, and bytes of a bucket of gradients (None: the framework's buckets)
     collectives: str = "auto"
     buckets: int | None = None
+    # of FSDP: units gathered ahead, and blocks that are one unit or 'model' (None: the framework's own)
+    prefetch: int | None = None
+    wrap: int | str | None = None
     schema_version: int = 1
 
     @property
@@ -178,6 +185,10 @@ class Plan:
             out["collectives"] = self.collectives
         if self.buckets is not None:
             out["buckets"] = self.buckets
+        if self.prefetch is not None:
+            out["prefetch"] = self.prefetch
+        if self.wrap is not None:
+            out["wrap"] = self.wrap
         return out
 
 
@@ -231,6 +242,25 @@ def checked_buckets(num_bytes: Any) -> int:
         rule = f"Must be whole bytes from 1 to {MAX_BUCKET_BYTES}, or auto"
         raise invalid(num_bytes, rule, key="--buckets", name="buckets", fix="Write it like 25MiB")
     return int(num_bytes)
+
+
+def checked_wrap(value: Any) -> int | str:
+    """Return how many blocks FSDP gathers at a time, or 'model', or raise SpecError."""
+    if value == WHOLE_MODEL:
+        return WHOLE_MODEL
+    return _checked_units(value, 1, "wrap", f"Must be a whole number of blocks from 1, or {WHOLE_MODEL}")
+
+
+def checked_prefetch(value: Any) -> int:
+    """Return how many units of FSDP are gathered ahead, or raise SpecError."""
+    return _checked_units(value, 0, "prefetch", "Must be a whole number of units from 0")
+
+
+def _checked_units(value: Any, least: int, name: str, rule: str) -> int:
+    known = isinstance(value, int) and not isinstance(value, bool)
+    if not known or not least <= value <= MAX_UNITS:
+        raise invalid(value, f"{rule} (at most {MAX_UNITS:,})", key=f"--{name}", name=name)
+    return int(value)
 
 
 def check_recompute(value: Any, *, key: str = "recompute", file: str | None = None) -> str:

@@ -16,6 +16,7 @@ from foreshard.spec.plan import (
     MAX_BATCH,
     MAX_BUCKET_BYTES,
     MAX_SEQ_LEN,
+    MAX_UNITS,
     Algorithm,
     Attention,
     CommOption,
@@ -111,6 +112,8 @@ class PlanFile:
     comm: Mapping[CommOption, bool] = field(default_factory=dict)
     collectives: Algorithm = "auto"
     buckets: Annotated[int, Range(1, MAX_BUCKET_BYTES)] | None = None
+    prefetch: Annotated[int, Range(0, MAX_UNITS)] | None = None
+    wrap: Annotated[int, Range(1, MAX_UNITS)] | Literal["model"] | None = None
 
 
 def parse_plan(data: Any, *, file: str | None = None) -> Plan:

@@ -156,6 +156,45 @@ def test_a_run_too_large_for_whole_replicas_says_so(shell):
     assert "does not fit" in found["notes"][-1]
 
 
+UNITS = ("comm", "buckets", "llama3-8b", "4x8xh100-sxm@400Gb/s", "--zero", "3", "--seq", "4096")
+
+
+def test_units_of_fsdp_are_compared_as_steps(shell):
+    asked = ("--prefetch", "1,2", "--wrap", "1,4,model")
+    found = shell(*UNITS, *asked, "--json").json
+    assert len(found["choices"]) == 5
+    best = found["best"]
+    for choice in found["choices"]:
+        assert not choice["fits"] or best["step_time_s"] <= choice["step_time_s"] * (1 + 1e-4)
+    words = ("--zero", "3", "--framework", "torchtitan", "--seq", "4096")
+    units = ("--prefetch", str(best["prefetch"]), "--wrap", str(best["wrap"]))
+    step = shell("predict", "llama3-8b", "4x8xh100-sxm@400Gb/s", *words, *units, "--json").json
+    assert step["step_time_s"] == best["step_time_s"]
+    assert step["memory"]["peak_bytes"] == best["peak_bytes"]
+    said = shell(*UNITS, *asked).out
+    assert "set_modules_to_forward_prefetch" in said and "best" in said
+
+
+def test_units_that_do_not_fit_exit_3(shell):
+    answer = shell("comm", "buckets", "llama3-8b", "1x2xrtx-3090", "--zero", "3", "--wrap", "1", "--json")
+    assert answer.code == 3 and answer.json["best"] is None and "No choice fits" in answer.json["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--prefetch", "2"),
+        ("--zero", "1"),
+        ("--zero", "3", "--gradients", "bf16"),
+        ("--zero", "3", "--framework", "ddp"),
+        ("--zero", "3", "--wrap", "0"),
+        ("--zero", "3", "--prefetch", "1,,2"),
+    ],
+)
+def test_units_and_buckets_are_not_mixed(shell, words):
+    assert shell("comm", "buckets", "gpt2", "1x8xh100-sxm", *words).code == 2
+
+
 def test_one_replica_has_no_buckets(shell):
     answer = shell("comm", "buckets", "gpt2", "1x1xh100-sxm", "--json")
     assert answer.code == 2 and answer.json["error"]["key"] == "--dp"

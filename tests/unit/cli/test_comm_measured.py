@@ -137,3 +137,59 @@ def test_only_collectives_are_scored_by_system(shell, tmp_path):
     path = tmp_path / "steps.csv"
     path.write_text("a,b\n1,2\n", encoding="utf-8")
     assert shell("validate", str(path), "--by-system", "--json").code == 2
+
+
+HEADER = (
+    "# nccl-tests version 2.17.6 nccl-library=22707\n# size count type redop root time algbw busbw #wrong\n"
+)
+
+
+def log_of(
+    latency_us, gigabytes_per_s, log="AllReduce: {} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..3}}"
+):
+    """A sweep with what NCCL logs before each row."""
+    rows = []
+    for size in (2**power for power in range(8, 28)):
+        time = latency_us + size / gigabytes_per_s / 1e3
+        rows.append("host:1:1 [0] NCCL INFO " + log.format(size))
+        rows.append(f"{size} {size // 4} float sum -1 {time:.4f} {size / time / 1e3:.4f} 0 0")
+    return HEADER + "\n".join(rows) + "\n"
+
+
+def test_constants_of_nccl_are_refitted_and_taken_by_file(shell, tmp_path):
+    log, own = tmp_path / "all_reduce.log", tmp_path / "own.toml"
+    # Ring/LL over 8 ranks of one node: 6.6 + 14 x 0.6 us, twice that here; 141 GB/s on the bus, 80 here.
+    log.write_text(log_of(2 * (6.6 + 14 * 0.6), 80.0 * 8 / 14))
+    words = ("comm", "import", log, "1x8xh100-sxm", "--collective", "all-reduce", "--fit-nccl", own)
+    fit = shell(*words, "--json").json["fit_nccl"]
+    expected = {
+        "base_latency_us.ring.LL": 13.2,
+        "hop_latency_us.nvlink.ring.LL": 1.2,
+        "ll_max.hopper.1": 80.0,
+    }
+    assert fit["constants"] == pytest.approx(expected, rel=1e-3) and fit["measured_with"] == "2.27.7"
+    assert fit["shared"] == [["base_latency_us.ring.LL", "hop_latency_us.nvlink.ring.LL"]]
+    asked = ("comm", "predict", "all-reduce", "64KiB", "1x8xh100-sxm", "--json", "--library")
+    mine, shipped = shell(*asked, own).json, shell(*asked, "nccl@2.27").json
+    at = {one["name"]: one["estimate_s"] for one in mine["candidates"]}
+    before = {one["name"]: one["estimate_s"] for one in shipped["candidates"]}
+    assert at["Ring/LL"] == pytest.approx(30e-6 + 2**16 / (80e9 * 8 / 14), rel=1e-3)
+    assert {name for name in at if at[name] != before[name]} == {"Ring/LL", "Tree/LL"}  # which shares ll_max
+    assert mine["nccl"].endswith("refitted") and "3 constants refitted" in " ".join(mine["notes"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("1x8xh100-sxm", "--collective", "all-to-all"),
+        ("1x8xh100-sxm", "--collective", "all-reduce", "--algorithm", "Ring"),
+        ("1x8xh100-sxm", "--collective", "all-reduce", "--algorithm", "PAT/Simple"),
+        ("1x8xmi300x", "--collective", "all-reduce"),
+    ],
+)
+def test_a_fit_of_nccl_says_what_it_needs(shell, tmp_path, more):
+    log = tmp_path / "all_reduce.log"
+    log.write_text(log_of(15.0, 80.0))
+    own = tmp_path / "own.toml"
+    assert shell("comm", "import", log, *more, "--fit-nccl", own).code == 2 and not own.exists()

@@ -55,6 +55,8 @@ CASES = {
     "samples missing": (changed(*FIRST, "share", to=2), "shares sum to 3"),
     "rank shares": (changed(*FIRST, "stages", 0, "rank_shares", to=[2]), "does not split micro_batch 1"),
     "precision": (changed("precision", to="fp8"), "'fp8' is not supported"),
+    "wrap": (changed("wrap", to=4), "4 is not supported"),
+    "prefetch": (changed("prefetch", to=2), "2 is not supported"),
     "weights gathered early": (
         changed("comm", to={"param_gather_overlap": True}) | {"groups": [sharded(zero=1)]},
         "comm.param_gather_overlap: param_gather_overlap true is not run",

@@ -113,7 +113,7 @@ phases = [{compute = "10 ms", collective = "all-reduce", size = "100 MB"}]
 
 def write_files(folder, command):
     """Write what a command takes that another one, or its user, has written."""
-    if "sweep.log" in command or "measured.toml" in command:
+    if any(name in command for name in ("sweep.log", "measured.toml", "nccl.toml")):
         rows = (
             f"{size} {size // 4} float sum -1 {time} 0 0 0 {time} 0 0 0\n" for size, time in TIMES_US.items()
         )
@@ -124,7 +124,7 @@ def write_files(folder, command):
         (folder / "jobs.toml").write_text(JOBS)
 
 
-MADE_BY = {"schedule.": " synthesize ", "measured.toml": " import "}
+MADE_BY = {"schedule.": " synthesize ", "measured.toml": " --fit ", "nccl.toml": " --fit-nccl "}
 """The command that writes a file of which others of the chapter take the name."""
 
 

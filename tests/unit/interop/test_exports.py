@@ -271,6 +271,17 @@ def test_torchtitan_gathers_in_8_bit_without_the_name_of_a_recipe():
     assert read["quantize"]["linear"]["float8"] == {"enable_fsdp_float8_all_gather": True}
 
 
+def test_units_of_fsdp_are_said_with_the_calls_that_set_them():
+    notes = export(
+        replace(plan(zero=3), prefetch=2, wrap=4), "torchtitan@0.3", model=MODEL, cluster=CLUSTER
+    ).notes
+    assert any("set_modules_to_forward_prefetch" in note for note in notes)
+    assert any("fully_shard on lists" in note for note in notes)
+    whole = export(replace(plan(zero=3), wrap="model"), "fsdp", model=MODEL, cluster=CLUSTER)
+    assert json.loads(whole.text)["fsdp_config"]["fsdp_auto_wrap_policy"] == "NO_WRAP"
+    assert any("whole model" in note for note in whole.notes)
+
+
 def test_compile_reaches_torchtitan_and_others_are_told_how_to_set_it():
     """Alone it is not asynchronous tensor parallelism, which needs it."""
     compiled = replace(plan(zero=3), compile=True)

@@ -1,4 +1,4 @@
-"""`foreshard comm buckets MODEL CLUSTER`: which gradient buckets to set, and what they save."""
+"""`foreshard comm buckets MODEL CLUSTER`: which gradient buckets or units of FSDP to set; what they save."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from foreshard import quantity
 from foreshard.cli.comm.inputs import MEASURED_HELP, measured_collectives
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.options.values import Count, Word
+from foreshard.cli.options.values import Count, FrameworkLabel, Level, Several, Word, Wrap
 from foreshard.comm.fusion.rules import DDP_CAP_MIB, MIB
-from foreshard.errors import SpecError
+from foreshard.errors import InfeasibleError, SpecError
 from foreshard.report.screen import Box, Screen, Table, table
-from foreshard.spec.plan import MAX_SEQ_LEN, PRECISIONS
+from foreshard.spec.plan import MAX_SEQ_LEN, MAX_UNITS, PRECISIONS
 
 if TYPE_CHECKING:
     from foreshard.advise.request import Request
@@ -43,33 +43,74 @@ _LITTLE = 0.005  # of a step: less than what runs of one configuration differ by
 )
 @click.option("--recompute", metavar="RULE", help="As predict takes it.")
 @click.option(
+    "--zero",
+    type=Level(),
+    default=0,
+    help="0 (default): buckets of DDP; 2 or 3: units of FSDP, gathered for each pass or for both.",
+)
+@click.option(
+    "--framework", type=FrameworkLabel(), help="With --zero 2 or 3: whose FSDP (default torchtitan)."
+)
+@click.option(
+    "--prefetch", type=Several(Count(0, MAX_UNITS)), help="Units ahead to compare, as 1,2 (default 0 to 4)."
+)
+@click.option(
+    "--wrap",
+    type=Several(Wrap()),
+    help="Blocks of a unit to compare, as 1,4,model (default 1, 2, 4, .., model).",
+)
+@click.option(
     "--dtype",
     "precision",
     type=Word(*PRECISIONS),
     help="Of the matrix products (default bf16, fp16 where devices have none).",
 )
 @click.option(
-    "--gradients", type=Word(*_WIDTH), default="fp32", help="Type of the gradients that are reduced."
+    "--gradients", type=Word(*_WIDTH), help="Type of the gradients that DDP reduces (default fp32)."
 )
 @click.option("--costs", metavar="FILE", help=MEASURED_HELP)
-def command(model: str, cluster: str, gradients: str, costs: str | None, **choices: Any) -> None:
-    """Find which buckets of gradients to set for training MODEL on CLUSTER with PyTorch DDP.
+def command(
+    model: str,
+    cluster: str,
+    zero: int,
+    gradients: str | None,
+    costs: str | None,
+    framework: str | None,
+    prefetch: tuple[int, ...] | None,
+    wrap: tuple[int | str, ...] | None,
+    **choices: Any,
+) -> None:
+    """Find which buckets of DDP, or units of FSDP, to set for training MODEL on CLUSTER.
 
     The backward of the last micro-batch makes gradients; a bucket is reduced when it is full. Large buckets
     start late, small ones pay more start-ups. Shown are the best bucket_cap_mb, what it saves against the
     default of 25 MiB, and the exact optimum, which torch 2.13 takes as bucket_cap_mb_list.
 
+    With --zero 2 or 3 weights are gathered unit by unit. More units ahead and larger ones hide more or start
+    less often, and take memory: each choice is predicted as a step, and the best that fits is named.
+
     \b
     foreshard comm buckets gpt2 4x8xa100-sxm-80gb --micro-batch 8
     foreshard comm buckets bert-large 2x8xa100-sxm-40gb@100Gb/s --gradients bf16 --json
     foreshard comm buckets gpt2 8xh100-sxm --costs all_reduce.log
+    foreshard comm buckets llama3-8b 4x8xh100-sxm@400Gb/s --zero 3 --seq 4096
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
+    from foreshard.cli.comm import fsdp_units
     from foreshard.comm.fusion.advice import bucket_advice
     from foreshard.comm.fusion.priority import best_partition
     from foreshard.predict.gradients import backward_pass
 
     where = api.load_cluster(cluster)
+    units = {"--framework": framework, "--prefetch": prefetch, "--wrap": wrap}
+    _check_beside(zero, units, {"--gradients": gradients, "--costs": costs})
+    if zero >= 2:
+        choices |= {"zero": zero, "framework": framework or "torchtitan"}
+        fits = fsdp_units.answer(api.request(api.load_model(model), where, **choices), prefetch, wrap)
+        if not fits:
+            click.get_current_context().exit(InfeasibleError.exit_code)
+        return
+    gradients = gradients or "fp32"
     measured = None if costs is None else measured_collectives(costs, where, "all-reduce")
     if measured is not None:
         choices["costs"] = measured.tables
@@ -92,6 +133,23 @@ def command(model: str, cluster: str, gradients: str, costs: str | None, **choic
     notes = [*_notes_of_measured(measured, advice, made), *_notes(request, advice, made)]
     data = _object(request, advice, made, notes) | {"priority": priority}
     give(data, lambda: _screen(request, advice, made, priority, notes))
+
+
+def _check_beside(zero: int, units: dict[str, Any], buckets: dict[str, Any]) -> None:
+    """Refuse options of units with DDP, those of buckets with FSDP, and level 1, which is neither."""
+    if zero == 1:
+        raise SpecError(
+            "zero 1 has neither buckets of DDP nor units of FSDP",
+            key="--zero",
+            value=zero,
+            rule="Level 0 is DDP, 2 and 3 are FSDP",
+            fix="Give 0, 2 or 3; foreshard predict --buckets auto takes level 1",
+        )
+    others, fix = (buckets, "Leave it out") if zero else (units, "Add --zero 3, or leave it out")
+    for key, value in others.items():
+        if value is not None:
+            rule = "Weights are gathered in units at level 2 and 3, gradients reduced in buckets at 0"
+            raise SpecError(f"{key} with --zero {zero}", key=key, value=value, rule=rule, fix=fix)
 
 
 def _cap(plan: FusionPlan) -> int:

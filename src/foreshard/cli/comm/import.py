@@ -34,34 +34,54 @@ if TYPE_CHECKING:
     help="Refit the constants of collectives, and write CLUSTER with them as a cluster file.",
 )
 @click.option(
+    "--fit-nccl",
+    metavar="OUT.toml",
+    help="Refit the constants of NCCL's own model, and write them for comm predict --library OUT.toml.",
+)
+@click.option(
+    "--algorithm",
+    metavar="ALGORITHM/PROTOCOL",
+    help="With --fit-nccl: what ran (NCCL_ALGO, NCCL_PROTO), where it was fixed.",
+)
+@click.option(
     "--also", multiple=True, metavar="FILE", help="Fit this output too (again for each); it says what ran."
 )
 def command(
-    file: str, cluster: str | None, collective: str | None, fit: str | None, also: tuple[str, ...]
+    file: str,
+    cluster: str | None,
+    collective: str | None,
+    fit: str | None,
+    fit_nccl: str | None,
+    algorithm: str | None,
+    also: tuple[str, ...],
 ) -> None:
     """Read FILE, the output of a program of nccl-tests; with CLUSTER, predict every row of it.
 
     With --fit, the constants are refitted to the rows, and every verb that takes a cluster takes the file
-    that is written: predict and plan then count with what was measured.
+    that is written: predict and plan then count with what was measured. With --fit-nccl, NCCL's own
+    latencies and bandwidth limits are refitted, as far as the rows tell them. Which algorithm ran at which
+    size is what NCCL logged in FILE (NCCL_DEBUG_SUBSYS=TUNING), --algorithm, or the pick of NCCL's model.
 
     \b
     foreshard comm import all_reduce.log
     foreshard comm import all_reduce.log 2x8xh100-sxm --collective all-reduce --json
     foreshard comm import all_reduce.log 2x8xh100-sxm --also all_to_all.log --fit measured.toml
+    foreshard comm import all_reduce.log 1x8xh100-sxm --fit-nccl nccl.toml
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.interop.nccl_tests import read_nccl_tests
 
     run = read_nccl_tests(read_text(file, max_bytes=MAX_LOG_BYTES), file)
     name = collective or run.collective
-    fitted = None
+    fitted = of_nccl = None
+    others = [(read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path), path) for path in also]
     if fit is not None:
-        fitted = _fit(
-            run,
-            name,
-            cluster,
-            [(read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path), path) for path in also],
-        )
+        fitted = _fit(run, name, cluster, others)
         write_text(fit, fitted.text)
+    if fit_nccl is not None:
+        from foreshard.cli.comm.nccl_fit import fit_constants
+
+        of_nccl = fit_constants(run, name, cluster, others, algorithm)
+        write_text(fit_nccl, of_nccl.text)
     predicted = _predictions(run, name, cluster) if cluster is not None else [None] * len(run.rows)
     errors = [
         abs(time / row.time_s - 1.0)
@@ -79,6 +99,7 @@ def command(
         "skipped": run.num_skipped,
         "median_error": median(errors) if errors else None,
         "fit": None if fitted is None else fitted.summary | {"file": fit},
+        "fit_nccl": None if of_nccl is None else of_nccl.summary | {"file": fit_nccl},
     }
     give(data, lambda: _screen(data))
 
@@ -191,5 +212,9 @@ def _screen(data: dict[str, Any]) -> Screen:
         moved = ", ".join(f"{name} x {value:.3g}" for name, value in data["fit"]["factors"].items())
         notes.append(f"Refitted: median error {before} before, {after} after ({moved})")
         notes.append(f"{data['fit']['file']} is a cluster file for predict, plan and comm predict")
+    if data["fit_nccl"] is not None:
+        from foreshard.cli.comm.nccl_fit import notes_of
+
+        notes += notes_of(data["fit_nccl"])
     columns = (">size", ">time", ">algbw GB/s", ">busbw GB/s", ">predicted")
     return Screen(header=(ran,), tables=(table("", columns, rows),), notes=tuple(notes))

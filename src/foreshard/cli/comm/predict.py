@@ -13,16 +13,19 @@ from foreshard.cli.options.answer import give
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Count, Word
 from foreshard.comm.nccl.constants import GIGA, releases, tuning
+from foreshard.comm.nccl.constants_file import read_constants
 from foreshard.comm.nccl.rccl import rccl_tuning
 from foreshard.comm.prediction import NAMES, TABLE, predict_collective
 from foreshard.errors import SpecError
 from foreshard.report.screen import Box, Screen, Table, table
+from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.cli.comm.inputs import MeasuredCollectives
     from foreshard.comm.nccl.channels import Channels
     from foreshard.comm.nccl.choice import NcclChoice
     from foreshard.comm.nccl.communicator import Communicator
+    from foreshard.comm.nccl.constants_file import RefittedConstants
     from foreshard.comm.nccl.estimates import Estimate
     from foreshard.comm.prediction import CollectivePrediction
 
@@ -45,8 +48,8 @@ _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
 @click.option(
     "--library",
     default="nccl",
-    metavar="nccl[@VERSION]",
-    help="Library and release; 2.10 and before are slower.",
+    metavar="nccl[@VERSION]|FILE",
+    help="Library and release (2.10 and before are slower), or refitted constants of comm import --fit-nccl.",
 )
 @click.option(
     "--costs",
@@ -69,16 +72,28 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
 
-    release = _release(library)
+    own = read_constants(library) if library.lower().endswith(".toml") else None
+    release = _release(
+        f"nccl@{own.measured_with}" if own and own.measured_with else "nccl" if own else library
+    )
     era = "2.2x" if release is None or release > _EARLY else "2.1x" if release > _OLD else "old"
     rules = ".".join(map(str, release)) if release else ""
     where = api.load_cluster(cluster)
     rules = rules if rules in releases() else ""
     measured = None if costs is None else measured_collectives(costs, where, collective)
     tables = measured.tables if measured else None
-    found = predict_collective(collective, size, where, ranks, era=era, release=rules, tables=tables)
-    notes = _notes(found, release, measured)
-    give(_object(found, notes), lambda: _screen(found, notes))
+    found = predict_collective(
+        collective,
+        size,
+        where,
+        ranks,
+        era=era,
+        release=rules,
+        constants=own.constants if own else None,
+        tables=tables,
+    )
+    notes = _notes(found, release, measured, own)
+    give(_object(found, notes, own), lambda: _screen(found, notes))
 
 
 def _release(library: str) -> tuple[int, int] | None:
@@ -96,7 +111,7 @@ def _release(library: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def _object(found: CollectivePrediction, notes: list[str]) -> dict[str, Any]:
+def _object(found: CollectivePrediction, notes: list[str], own: RefittedConstants | None) -> dict[str, Any]:
     """Return the contract's object, with its inputs and NCCL's estimates."""
     choice = found.choice
     second = choice.runner_up if choice else None
@@ -116,7 +131,7 @@ def _object(found: CollectivePrediction, notes: list[str]) -> dict[str, Any]:
         "runner_up": second.name if second else None,
         "margin": choice.margin if choice else None,
         "candidates": [_candidate(estimate) for estimate in choice.estimates] if choice else [],
-        "nccl": tuning()["release"],
+        "nccl": f"{tuning()['release']}, refitted" if own else tuning()["release"],
         "library": found.library or None,
         "notes": notes,
     }
@@ -133,7 +148,10 @@ def _candidate(estimate: Estimate) -> dict[str, Any]:
 
 
 def _notes(
-    found: CollectivePrediction, release: tuple[int, int] | None, measured: MeasuredCollectives | None
+    found: CollectivePrediction,
+    release: tuple[int, int] | None,
+    measured: MeasuredCollectives | None,
+    own: RefittedConstants | None,
 ) -> list[str]:
     """Return what the answer rests on, in sentences."""
     notes = _notes_of_time(found, measured)
@@ -154,7 +172,15 @@ def _notes(
         "and are no measured times."
     )
     asked = ".".join(map(str, release)) if release else ""
-    if found.communicator is not None and found.communicator.release:
+    if own is not None:
+        of = f" with NCCL {own.measured_with}" if own.measured_with else ""
+        notes[-1] = (
+            f"Algorithm and protocol are those of the shortest estimate with the constants of {own.path}: "
+            f"{number_of(len(own.constants), 'constant')} refitted to times of {own.measured_on}{of}, all "
+            f"others those of NCCL {own.based_on}, also for algorithms that were not measured. NCCL itself "
+            "picks so only if a tuner gives it these constants."
+        )
+    elif found.communicator is not None and found.communicator.release:
         notes[-1] = notes[-1].replace(f"NCCL {shipped}", f"NCCL {asked}")
     elif release is not None and release != tuple(map(int, shipped.split(".")[:2])):
         notes.append(

@@ -9,7 +9,7 @@ import click
 
 from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
-from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Level, Word
+from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Level, Word, Wrap
 from foreshard.cli.options.varying import VARYING, varying_options
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
@@ -19,6 +19,7 @@ from foreshard.spec.plan import (
     COMM_OPTIONS,
     FP8_RECIPES,
     MAX_SEQ_LEN,
+    MAX_UNITS,
     OFFLOADS,
     OPTIMIZERS,
     PRECISIONS,
@@ -152,6 +153,16 @@ def wire_options() -> list[click.Option]:
             ["--buckets"],
             type=BucketSize(),
             help="Size of a bucket of gradients, as 25MiB, or auto: the best (default: the framework's).",
+        ),
+        click.Option(
+            ["--prefetch"],
+            type=Count(0, MAX_UNITS),
+            help="Units of PyTorch's FSDP gathered ahead (default 1; 0: in turn with computation).",
+        ),
+        click.Option(
+            ["--wrap"],
+            type=Wrap(),
+            help="Blocks that PyTorch's FSDP gathers as one unit, or model: all (default 1).",
         ),
     ]
 

@@ -14,7 +14,7 @@ import click
 
 from foreshard.cli.options.answer import say
 from foreshard.errors import SpecError
-from foreshard.spec.plan import AUTO
+from foreshard.spec.plan import AUTO, MAX_UNITS, WHOLE_MODEL
 from foreshard.units import count, parse
 from foreshard.words import hint, spelled
 
@@ -171,6 +171,33 @@ class BucketSize(ByteCount):
         if text.lower() == AUTO:
             return AUTO
         return int(super().convert(value, param, ctx))
+
+
+class Wrap(Count):
+    """Blocks that FSDP gathers as one unit, or `model`."""
+
+    name = "BLOCKS|model"
+
+    def __init__(self) -> None:
+        super().__init__(1, MAX_UNITS)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number or the word, or fail."""
+        if str(value).strip().lower() == WHOLE_MODEL:
+            return WHOLE_MODEL
+        return super().convert(value, param, ctx)
+
+
+class Several(click.ParamType):  # type: ignore[type-arg]
+    """Values of one kind with commas between them; each counts once."""
+
+    def __init__(self, one: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.one, self.name = one, f"{one.name},.."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the values in order, or fail naming the one that is wrong."""
+        parts = str(value).split(",")
+        return tuple(dict.fromkeys(self.one.convert(part.strip(), param, ctx) for part in parts))
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]

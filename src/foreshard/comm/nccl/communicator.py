@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from foreshard.comm.nccl.channels import (
 )
 from foreshard.comm.nccl.constants import (
     GIGA,
+    Constants,
     capability_of,
     channel_speeds,
     limit,
@@ -61,6 +62,7 @@ class Communicator:
     release: str = ""  # whose rules hold: one of `releases`, empty for that of the tables
     simple_tree: bool = False  # a tree enters and leaves a node at one device, as with a card for each device
     far_cards: bool = False  # network cards are not below a PCIe switch with the devices, which LL128 needs
+    constants: Constants = field(default_factory=dict)  # of this machine, in place of NCCL's tables
 
     @property
     def row(self) -> str:

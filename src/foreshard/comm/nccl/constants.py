@@ -1,7 +1,12 @@
-"""Constants of NCCL's cost model in SI units, read from ``catalog/data/nccl_tuning.toml``."""
+"""Constants of NCCL's cost model in SI units, read from ``catalog/data/nccl_tuning.toml``.
+
+Those of ``OWN`` may be others of a machine (`Communicator.constants`): in the units of the table, by names
+such as ``hop_latency_us.nvlink.ring.LL`` and ``ll_max.hopper.1`` (1, 2, or more nodes).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,6 +24,17 @@ ALGORITHMS = {
 """Algorithms in the order in which NCCL compares them, with the names that NCCL_ALGO takes."""
 PROTOCOLS = ("LL", "LL128", "Simple")
 """Protocols in the order in which NCCL compares them."""
+OWN = (
+    "base_latency_us",
+    "hop_latency_us",
+    "ll_max",
+    "ring_ll128_max",
+    "tree_ll128_max",
+    "tree_max",
+    "nvls_tree_max",
+)
+"""Tables that a machine may have constants of its own for: those that NCCL lets a tuner replace."""
+Constants = Mapping[str, float]
 _MICRO = 1e-6
 _OWN_SPEEDS_FROM = 100  # compute capability from which on releases search channels of different speeds
 _DATA_CENTRE_AMPERE = ("a100", "a800", "a30")
@@ -53,14 +69,46 @@ def release_rule(release: str, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def base_latency_s(algorithm: str, protocol: str) -> float:
+def shipped_constants(release: str = "") -> dict[str, float]:
+    """Return every constant of ``OWN`` by its name, as the tables or a release of its own rules have it."""
+    table, of_release = tuning(), tuning()["releases"].get(release, {})
+    found = {
+        f"base_latency_us.{algorithm}.{protocol}": value
+        for algorithm, row in table["base_latency_us"].items()
+        for protocol, value in zip(PROTOCOLS, row, strict=True)
+    }
+    found |= {
+        f"hop_latency_us.{medium}.{algorithm}.{protocol}": value
+        for medium, rows in table["hop_latency_us"].items()
+        for algorithm, row in rows.items()
+        for protocol, value in zip(PROTOCOLS, row, strict=True)
+    }
+    found |= {
+        f"{name}.{row}.{nodes}": value
+        for name in OWN[2:]
+        for row, values in (table[name] | of_release.get(name, {})).items()
+        for nodes, value in enumerate(values, start=1)
+    }
+    for protocol in PROTOCOLS:
+        name = f"hop_latency_us.network.nvls-tree.{protocol}"
+        found[name] = of_release.get("nvls_tree_hop_us", found[name])
+    return found
+
+
+def base_latency_s(algorithm: str, protocol: str, own: Constants) -> float:
     """Return the time before the first hop."""
-    return float(tuning()["base_latency_us"][algorithm][PROTOCOLS.index(protocol)]) * _MICRO
+    value = own.get(f"base_latency_us.{algorithm}.{protocol}")
+    if value is None:
+        value = tuning()["base_latency_us"][algorithm][PROTOCOLS.index(protocol)]
+    return float(value) * _MICRO
 
 
-def hop_latency_s(medium: str, algorithm: str, protocol: str) -> float:
+def hop_latency_s(medium: str, algorithm: str, protocol: str, own: Constants) -> float:
     """Return the time of a hop over ``nvlink``, ``pcie`` or ``network``."""
-    return float(tuning()["hop_latency_us"][medium][algorithm][PROTOCOLS.index(protocol)]) * _MICRO
+    value = own.get(f"hop_latency_us.{medium}.{algorithm}.{protocol}")
+    if value is None:
+        value = tuning()["hop_latency_us"][medium][algorithm][PROTOCOLS.index(protocol)]
+    return float(value) * _MICRO
 
 
 def network_overhead_s(cpu: str) -> float:
@@ -68,10 +116,13 @@ def network_overhead_s(cpu: str) -> float:
     return float(tuning()["network_overhead_us"][cpu]) * _MICRO
 
 
-def bandwidth_limit(table: str, row: str, num_nodes: int, release: str = "") -> float:
+def bandwidth_limit(table: str, row: str, num_nodes: int, release: str, own: Constants) -> float:
     """Return the bytes/s of a table of limits (``ll_max``, ``tree_max``, ...) for 1, 2, or more nodes."""
-    own = tuning()["releases"].get(release, {}).get(table, {})
-    limits = own.get(row, tuning()[table][row])
+    value = own.get(f"{table}.{row}.{min(num_nodes, 3)}")
+    if value is not None:
+        return float(value) * GIGA
+    of_release = tuning()["releases"].get(release, {}).get(table, {})
+    limits = of_release.get(row, tuning()[table][row])
     return float(limits[min(num_nodes, 3) - 1]) * GIGA
 
 

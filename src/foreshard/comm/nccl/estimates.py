@@ -152,24 +152,29 @@ def _bus_bytes_per_s(collective: str, algorithm: str, protocol: str, comm: Commu
     return _collnet_bus(bus, collective, algorithm, comm)
 
 
+def _most(table: str, comm: Communicator, row: str = "") -> float:
+    """Return the bytes/s of a limit for the devices of the communicator, or of another row."""
+    return bandwidth_limit(table, row or comm.row, comm.num_nodes, comm.release, comm.constants)
+
+
 def _ll_limit(comm: Communicator) -> float:
     """Return what LL reaches: by device on one node, by CPU on several."""
     by_cpu = "ampere" if comm.cpu == "amd" else "volta"  # rows of the table in NCCL
-    return bandwidth_limit("ll_max", comm.row if comm.num_nodes == 1 else by_cpu, comm.num_nodes)
+    return _most("ll_max", comm, comm.row if comm.num_nodes == 1 else by_cpu)
 
 
 def _ring_bus(bus: float, protocol: str, comm: Communicator) -> float:
     if protocol == "LL":
         return min(_ll_limit(comm), bus * factor("ring_ll"))
     if protocol == "LL128":
-        most = comm.ring.count * bandwidth_limit("ring_ll128_max", comm.row, comm.num_nodes, comm.release)
+        most = comm.ring.count * _most("ring_ll128_max", comm)
         return min(bus * factor("ring_ll128"), most)
     return bus
 
 
 def _tree_bus(bus: float, protocol: str, comm: Communicator) -> float:
     def most(table: str) -> float:
-        return comm.tree.count * bandwidth_limit(table, comm.row, comm.num_nodes, comm.release)
+        return comm.tree.count * _most(table, comm)
 
     bus = min(bus * factor("tree"), most("tree_max"))
     if protocol == "LL":
@@ -198,7 +203,7 @@ def _switch_channel(collective: str, algorithm: str, channels: Channels, comm: C
     inter, most = channels.inter_bytes_per_s, inf
     if algorithm == "nvls-tree":
         inter *= 2.0 if comm.num_nodes <= 2 else 1.0
-        most = bandwidth_limit("nvls_tree_max", comm.row, comm.num_nodes, comm.release)
+        most = _most("nvls_tree_max", comm)
     return min(intra, inter, most)
 
 
@@ -249,10 +254,10 @@ def _plateau(collective: str, num_bytes: float, algorithm: str, protocol: str, c
 
 
 def _latency_s(collective: str, algorithm: str, protocol: str, comm: Communicator) -> float:
-    intra = hop_latency_s("nvlink" if comm.nvlink else "pcie", algorithm, protocol)
+    intra = hop_latency_s("nvlink" if comm.nvlink else "pcie", algorithm, protocol, comm.constants)
     # With one rank per node nothing hides the network, for which NCCL takes the tree's latency.
     inter = _network_hop_s("tree" if comm.ranks_per_node == 1 else algorithm, protocol, comm)
-    base = base_latency_s(algorithm, protocol)
+    base = base_latency_s(algorithm, protocol, comm.constants)
     levels = comm.num_nodes.bit_length() - 1
     peers = comm.num_ranks // comm.num_nodes - 1  # other ranks of the node
     if algorithm == "ring":
@@ -274,7 +279,11 @@ def _latency_s(collective: str, algorithm: str, protocol: str, comm: Communicato
 def _network_hop_s(algorithm: str, protocol: str, comm: Communicator) -> float:
     """Return the time of a hop over the network; Simple flushes, which costs the plugin's latency again."""
     hop_us = release_rule(comm.release, "nvls_tree_hop_us") if algorithm == "nvls-tree" else None
-    hop_s = hop_latency_s("network", algorithm, protocol) if hop_us is None else hop_us * _MICRO
+    is_own = f"hop_latency_us.network.{algorithm}.{protocol}" in comm.constants
+    if hop_us is None or is_own:
+        hop_s = hop_latency_s("network", algorithm, protocol, comm.constants)
+    else:
+        hop_s = hop_us * _MICRO
     return hop_s + comm.plugin_latency_s * (2.0 if protocol == "Simple" else 1.0)
 
 

@@ -14,7 +14,7 @@ from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.traced import export_traced
 from foreshard.interop.exporters.uniform import Uniform, required_uniform
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import WHOLE_MODEL, Plan
 
 _PRECISIONS = {"fp32": "no", "tf32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
@@ -59,7 +59,7 @@ def _config(plan: Plan, degrees: Uniform, cluster: Cluster | None) -> dict[str, 
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": degrees.zero == 3,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_auto_wrap_policy": "NO_WRAP" if plan.wrap == WHOLE_MODEL else "TRANSFORMER_BASED_WRAP",
             "fsdp_activation_checkpointing": degrees.recompute == "full",
             "fsdp_offload_params": False,
             "fsdp_cpu_ram_efficient_loading": True,

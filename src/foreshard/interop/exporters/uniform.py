@@ -14,7 +14,7 @@ from operator import attrgetter
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import offers_of
 from foreshard.interop.exporters.exported import ExportRequest, reject_if
-from foreshard.spec.plan import Group, Plan
+from foreshard.spec.plan import WHOLE_MODEL, Group, Plan
 
 Span = tuple[int, int]
 NCCL_ALGORITHMS = {"ring": ("Ring",), "tree": ("Tree", "NVLS", "NVLSTree")}
@@ -211,7 +211,31 @@ def wire_notes(plan: Plan) -> tuple[str, ...]:
             f"Gradients leave in buckets of {plan.buckets:,} bytes, {elements:,} elements: set bucket_cap_mb "
             "of DistributedDataParallel, --ddp-bucket-size of Megatron or reduce_bucket_size of DeepSpeed."
         )
+    if plan.prefetch not in (None, 1) and plan.wrap != WHOLE_MODEL:
+        notes.append(_prefetch_note(plan.prefetch))
+    if plan.wrap not in (None, 1):
+        notes.append(_wrap_note(plan))
     return tuple(notes)
+
+
+def _prefetch_note(depth: int) -> str:
+    if depth == 0:
+        return (
+            "Weights are gathered in turn with computation: FSDP1's backward_prefetch=None does so in the "
+            "backward; FSDP2 has no switch for it."
+        )
+    return (
+        f"Weights are gathered {depth} units ahead: call set_modules_to_forward_prefetch and "
+        f"set_modules_to_backward_prefetch of each unit of FSDP2 with the next {depth}."
+    )
+
+
+def _wrap_note(plan: Plan) -> str:
+    if plan.wrap == WHOLE_MODEL:
+        return "The whole model is one unit of FSDP: call fully_shard on it alone."
+    return (
+        f"A unit of FSDP has {plan.wrap} blocks: call fully_shard on lists of {plan.wrap}, in your own code."
+    )
 
 
 def other_framework_note(plan: Plan, names: tuple[str, ...], target: str) -> tuple[str, ...]:

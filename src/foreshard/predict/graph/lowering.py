@@ -390,13 +390,18 @@ class _GroupLowering:
         return float(sum(buckets.gather_s.sum() for buckets in self.buckets[s]))
 
     def _add_sharded(self, s: int) -> list[int]:
-        """Gather each unit before use and scatter its gradients after, one unit ahead."""
+        """Gather each unit before use, some units ahead, and scatter its gradients after it.
+
+        Gradients of a unit wait in the input of their reduction until the next unit has gone back.
+        """
         shape, builder = self.lowered.shape, self.builder
         ops = np.flatnonzero((shape.stage == s) & (shape.kind <= Kind.BACKWARD_WEIGHT))
         first_piece = int(self.lowered.first[ops[0]])  # the pieces of a stage follow each other
-        ahead = 2 if float(self.traits[s].grad_overlap) > 0 else 1
+        beside = float(self.traits[s].grad_overlap) > 0
+        waits = 1 + beside
+        ahead = 1 + int(self.traits[s].prefetch) if beside else 1
         # In turn with the ops, a gather waits for the whole of the one before it anyway.
-        longer = (ahead > 1) * self.prices.op_s[..., 0] / np.maximum(self.prices.device_s, 1e-12)
+        longer = beside * self.prices.op_s[..., 0] / np.maximum(self.prices.device_s, 1e-12)
         moves = {
             (op, c): _moves(op, units, float(longer[Op.FORWARD, s, c]))
             for op in Op
@@ -408,9 +413,15 @@ class _GroupLowering:
         )
         owner = ops.repeat(self.lowered.last[ops] - self.lowered.first[ops] + 1)
         gathers, scatters = np.flatnonzero(gather_s), np.flatnonzero(scatter_s)
+        leaves = gathers - ahead
+        if ahead > 2:
+            every = _behind_last_use(
+                self._unit_of(owner, s), shape.kind[owner] == Kind.FORWARD, np.arange(len(owner)) - ahead
+            )
+            leaves = np.maximum.accumulate(every[gathers])
         # When piece i ends, its gradients leave before the weights of piece i + ahead come.
-        after, waiting = np.append(gathers - ahead, scatters), np.append(gathers, scatters + ahead)
-        order = np.argsort(np.append(2 * (gathers - ahead) + 1, 2 * scatters))
+        after, waiting = np.append(leaves, scatters), np.append(gathers, scatters + waits)
+        order = np.argsort(np.append(2 * leaves + 1, 2 * scatters), kind="stable")
         piece = np.append(gathers, scatters)[order]
         is_gather = (np.arange(len(order)) < len(gathers))[order]
         tasks = builder.add_many(
@@ -426,10 +437,18 @@ class _GroupLowering:
         builder.depend(tasks[after >= 0], first_piece + after[after >= 0])
         used = waiting < len(gather_s)
         builder.depend(first_piece + waiting[used], tasks[used])
-        if ahead == 1:
+        if not beside:
             self._in_turn(first_piece, len(gather_s), tasks, piece, is_gather)
         self.lowered.data[s] += tasks.tolist()
         return tasks[~is_gather][-1:].tolist()
+
+    def _unit_of(self, owner: np.ndarray, s: int) -> np.ndarray:
+        """Return the place of each piece's unit in its chunk."""
+        shape = self.lowered.shape
+        ends = np.flatnonzero(np.append(np.diff(owner), 1)) + 1
+        place = np.arange(len(owner)) - np.repeat(np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+        count = np.array([len(units.params) for units in self.prices.units[s]])[shape.chunk[owner]]
+        return np.where(shape.kind[owner] == Kind.FORWARD, place, count - 1 - place)
 
     def _in_turn(
         self, first_piece: int, num_pieces: int, tasks: np.ndarray, piece: np.ndarray, is_gather: np.ndarray
@@ -445,6 +464,25 @@ class _GroupLowering:
             edges = np.flatnonzero(here)[moved[place[here]] >= 0]
             own = moved[place[edges]]
             self.builder.depend(*((task[edges], own) if waits else (own, before[edges])))
+
+
+def _behind_last_use(place: np.ndarray, forward: np.ndarray, leaves: np.ndarray) -> np.ndarray:
+    """Return the pieces at whose ends gathers of all pieces leave: no unit's while it is still gathered.
+
+    `place` are the units of the pieces, `forward` the pieces of forwards. The gradients of a backward leave
+    before the weights of the next forward come, as the host asks for them; only the first unit's come beside
+    the last piece of the pass before, as with one unit ahead.
+    """
+    pieces = np.arange(len(place))
+    before = np.full(len(place), -(2**30))
+    last: dict[int, int] = {}
+    for piece, unit in enumerate(place.tolist()):
+        before[piece] = last.get(unit, before[piece])
+        last[unit] = piece
+    turn = np.flatnonzero(forward & ~np.append(False, forward[:-1]))  # first pieces of forwards
+    passed = turn[np.maximum(np.searchsorted(turn, pieces, side="right") - 1, 0)] - 1
+    before = np.where(forward, np.maximum(before, passed), before)
+    return np.maximum(leaves, np.minimum(before, pieces - 2))
 
 
 def _moves(op: int, units: LayerUnits, longer: float) -> np.ndarray:

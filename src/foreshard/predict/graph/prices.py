@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -358,37 +359,53 @@ class _GroupPricer:
         def column(blocks: np.ndarray, embedding: float, head: float) -> np.ndarray:
             return np.append(blocks, [embedding, head])[units]  # EMBEDDING is -2, HEAD is -1
 
+        starts = unit_starts(is_end, int(machine.traits.wrap))
+
+        def joined(modules: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(modules, starts)
+
         ends_trained = 1.0 - p["head_frozen"]
-        dense = column(at["dense_params"], table, head_table)
-        expert = column(at["expert_params"], 0.0, 0.0)
-        trained = column(at["dense_params"] * self.trained, table * ends_trained, head_table * ends_trained)
-        expert_trained = column(at["expert_params"] * self.expert_trained, 0.0, 0.0)
+        dense = joined(column(at["dense_params"], table, head_table))
+        expert = joined(column(at["expert_params"], 0.0, 0.0))
+        trained = joined(
+            column(at["dense_params"] * self.trained, table * ends_trained, head_table * ends_trained)
+        )
+        expert_trained = joined(column(at["expert_params"] * self.expert_trained, 0.0, 0.0))
         whole, part = (
-            _shard_sums(*params, machine, units.shape)
+            _shard_sums(*params, machine, starts.shape)
             for params in ((dense, expert), (trained, expert_trained))
         )
         behind = (dense + expert)[::-1].cumsum()[::-1] - dense - expert
-        again = float(machine.traits.regathers) * (behind >= float(machine.traits.kept_elements)) * ~is_end
+        again = (
+            float(machine.traits.regathers)
+            * (behind >= float(machine.traits.kept_elements))
+            * ~is_end[starts]
+        )
+        forward_s = {
+            "compute": column(at["forward"], *(end[f"{name}_forward"] for name in _ENDS)),
+            "tensor_comm": column(at["tensor_forward"], *half),
+            "context_comm": column(at["context_forward"], 0.0, 0.0),
+            "expert_comm": column(at["expert_forward"], 0.0, 0.0),
+        }
+        backward_s = {
+            "compute": column(
+                at["backward_input"] + at["backward_weight"], *(end[f"{name}_backward"] for name in _ENDS)
+            ),
+            "recompute": column(at["recompute"], 0.0, 0.0),
+            "tensor_comm": column(at["tensor_backward"] + at["tensor_recompute"], *half),
+            "context_comm": column(at["context_backward"], 0.0, 0.0),
+            "expert_comm": column(at["expert_backward"] + at["expert_recompute"], 0.0, 0.0),
+        }
+        counting = column(at["counting"], 0.0, 0.0)
         return LayerUnits(
-            forward_s={
-                "compute": column(at["forward"], *(end[f"{name}_forward"] for name in _ENDS)),
-                "tensor_comm": column(at["tensor_forward"], *half),
-                "context_comm": column(at["context_forward"], 0.0, 0.0),
-                "expert_comm": column(at["expert_forward"], 0.0, 0.0),
-            },
-            backward_s={
-                "compute": column(
-                    at["backward_input"] + at["backward_weight"], *(end[f"{name}_backward"] for name in _ENDS)
-                ),
-                "recompute": column(at["recompute"], 0.0, 0.0),
-                "tensor_comm": column(at["tensor_backward"] + at["tensor_recompute"], *half),
-                "context_comm": column(at["context_backward"], 0.0, 0.0),
-                "expert_comm": column(at["expert_backward"] + at["expert_recompute"], 0.0, 0.0),
-            },
+            forward_s={name: joined(seconds) for name, seconds in forward_s.items()},
+            backward_s={name: joined(seconds) for name, seconds in backward_s.items()},
             params=trained,
             expert_params=expert_trained,
             gather_s=whole["gather"],
-            counting_s=np.append(0.0, column(at["counting"], 0.0, 0.0)[:-1]),
+            counting_s=np.append(
+                0.0, _counted_s(counting, np.sum(list(forward_s.values()), axis=0), starts)[:-1]
+            ),
             regather_s=again * whole["gather"],
             scatter_s=part["scatter"],
             copy_weights_s=whole["copy_weights"],
@@ -428,6 +445,33 @@ class _GroupPricer:
         ends = self.group.stages[0], self.group.stages[-1]
         crosses = crosses_node(*ends, self.domains)
         return max(float(tied_sync_s(p["hidden"], p["vocab"], crosses, self.machines[i])) for i in (0, -1))
+
+
+def unit_starts(is_end: np.ndarray, wrap: int) -> np.ndarray:
+    """Return the first module of each unit: an end, or so many blocks that follow each other; 0 for all.
+
+    Examples
+    --------
+    >>> unit_starts(np.array([True, False, False, False, True]), 2).tolist()
+    [0, 1, 3, 4]
+    """
+    if wrap == 0:
+        return np.zeros(1, dtype=np.int64)
+    blocks = np.cumsum(~is_end) - 1
+    return np.flatnonzero(is_end | (blocks % wrap == 0))
+
+
+def _counted_s(counting: np.ndarray, forward: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return seconds of each unit's forward until the host has counted the tokens of its last experts."""
+    if len(starts) == len(counting):
+        return counting
+    found = np.zeros(len(starts))
+    for unit, (start, stop) in enumerate(pairwise([*starts.tolist(), len(counting)])):
+        stops = np.flatnonzero(counting[start:stop])
+        if len(stops):
+            last = start + int(stops[-1])
+            found[unit] = forward[start:last].sum() + counting[last]
+    return found
 
 
 def piece_times(

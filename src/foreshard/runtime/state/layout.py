@@ -141,6 +141,9 @@ def _check_supported(plan: Plan) -> None:
         raise _unsupported("fp8_recipe", plan.fp8_recipe, "the runtime has no 8-bit products")
     if plan.compile:
         raise _unsupported("compile", plan.compile, "the runtime compiles no layers of the job")
+    for key, value in (("prefetch", plan.prefetch), ("wrap", plan.wrap)):
+        if value not in (None, 1):
+            raise _unsupported(key, value, "the runtime gathers layer by layer, one ahead")
     _check_overlap(plan)
     for g, group in enumerate(plan.groups):
         where = f"groups[{g}]"
