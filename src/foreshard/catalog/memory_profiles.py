@@ -36,7 +36,8 @@ class MemoryProfile:
         block at work, and of gradients that wait for their reduction; at least one block and two
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     units : weights are gathered, and gradients reduced, one block, embedding or head at a time (FSDP2)
-    combines_wide : outputs of experts are scaled by their scores in fp32, which also reads the router's input
+    combined_bytes : an element of experts' outputs as it is kept to be scaled by its score; of 4 the router
+        reads its input in fp32, too
     loss_chunks : parts of a micro-batch for which the loss makes logits one after the other, with `units`
     loss_hidden_bytes : bytes per element of the hidden state that final norm and loss hold
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
@@ -75,7 +76,7 @@ class MemoryProfile:
     queued_elements: float = 0.0
     unit_bytes: float = 0.0
     units: bool = False
-    combines_wide: bool = False
+    combined_bytes: float = 0.0
     loss_chunks: int = 1
     loss_hidden_bytes: float = 0.0
     eager_mlp: bool = False
