@@ -56,11 +56,26 @@ _OF_SIDE = {"attention_heads": 4, "ffn_dim": 352}
 SPELLED = {"phi"}  # autocast of the processor does not widen powers, that of CUDA does
 
 
-def kept_bytes(kind: str, layers: int, *, autocast: bool) -> int:
-    """Return what autograd keeps of a decoder of that kind."""
+def kept_bytes(kind: str, layers: int, *, autocast: bool, compiled: bool = False) -> int:
+    """Return what autograd keeps of a decoder of that kind, compiled by inductor or not."""
     sizes = {key: value for key, value in (SIZES | MODELS[kind]).items() if value is not None}
     config = transformers.AutoConfig.for_model(kind, num_hidden_layers=layers, **sizes)
-    return kept_of(transformers.AutoModelForCausalLM.from_config(config), autocast=autocast)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if compiled:
+        torch.compiler.reset()
+        model = torch.compile(model, backend="aot_eager_decomp_partition")
+    return kept_of(model, autocast=autocast)
+
+
+def counted_bytes(kind: str, *, autocast: bool, compiled: bool = False) -> float:
+    """Return what is counted of a block of that decoder."""
+    given = {key: value for key, value in (SIZES | MODELS[kind]).items() if value is not None}
+    block = model_from_config({"model_type": kind, "num_hidden_layers": 2, **given}, name=kind).blocks[0]
+    name = "ddp" if autocast else "hf"
+    stage = middle(block, seq_len=SEQ, micro_batch=SAMPLES, has_embedding=1, has_head=1)
+    elementwise = "compiled" if compiled else "eager"
+    framework = Framework(name=name, memory=name, elementwise=elementwise)
+    return float(stage_memory(stage, framework).activations)
 
 
 def kept_of(model, *, autocast: bool) -> int:
@@ -94,11 +109,7 @@ def test_a_block_keeps_what_autograd_keeps_of_it(kind, autocast):
     if kind in EXPERTS and (autocast or version(torch.__version__) < version("2.9")):
         pytest.skip("experts as CUDA runs them: one grouped product in 16 bit")
     expected = kept_bytes(kind, 2, autocast=autocast) - kept_bytes(kind, 1, autocast=autocast)
-    given = {key: value for key, value in (SIZES | MODELS[kind]).items() if value is not None}
-    block = model_from_config({"model_type": kind, "num_hidden_layers": 2, **given}, name=kind).blocks[0]
-    name = "ddp" if autocast else "hf"
-    stage = middle(block, seq_len=SEQ, micro_batch=SAMPLES, has_embedding=1, has_head=1)
-    counted = float(stage_memory(stage, Framework(name=name, memory=name)).activations)
+    counted = counted_bytes(kind, autocast=autocast)
     # Indices of routed tokens, and scores of a few experts, are not small beside a block of this width.
     assert counted == pytest.approx(expected, rel=0.015 if kind in EXPERTS else 0.007)
 

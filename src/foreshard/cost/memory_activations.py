@@ -126,7 +126,9 @@ def _attention_saved(
         # Values keep the product that they are cut from; heads that were joined anew are copied behind.
         joined = block.rotary < 1 or block.fused_projections
         keep = keep + n.element * (block.fused_projections * turned + joined * out)
-    if "o" in block.lora_targets:  # cast for the adapter, as in `_norms_saved`
+    if profile.eager_norm and profile.compiled:  # traced with a mask: keys and values go to every head
+        keep = keep + n.element * np.where(unfused, 0.0, _every_head(block) - block.kv_width)
+    if "o" in block.lora_targets and not profile.compiled:  # cast for the adapter, as in `_norms_saved`
         keep = keep + _adapts(block, n, profile) * n.element * out
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
@@ -147,6 +149,11 @@ def _attention_saved(
     return saved, n.split * core
 
 
+def _every_head(block: Block) -> int:
+    """Return the channels of keys and values that every query head has its own copy of."""
+    return block.num_heads * (block.head_dim + block.value_head_dim)
+
+
 def _input_bytes(block: Block, n: _Tokens, *targets: str) -> Any:
     """Return the bytes per element of a saved matrix-product input.
 
@@ -162,10 +169,11 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
     element = n.gemm_input if profile.fp8_mlp_input else n.element
     inner = element * (1 + block.gated) + n.element * (profile.eager_mlp and block.gated)
-    if profile.eager_norm and block.spelled_gelu == "gelu_new":
+    spelled = block.spelled_gelu * (profile.eager_norm and not profile.compiled)
+    if spelled == "gelu_new":
         # Saved by its formula: half of the input, the tanh, one more than it; of autocast a wide input.
         inner = inner + np.where(_autocasts(block, n, profile), 12.0, 3.0 * n.element)
-    elif profile.eager_norm and block.spelled_gelu == "gelu_fast":
+    elif spelled == "gelu_fast":
         # both operands of each product, the tanh; Bloom's keeps its input alone
         inner = inner + 6.0 * n.element
     read = _input_bytes(block, n, "down")
@@ -199,9 +207,11 @@ def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, residual: b
     """
     if not profile.eager_norm:
         return n.element
+    read = np.where(_autocasts(block, n, profile) * residual, 4.0, n.element)
+    if profile.compiled:
+        return read
     if block.norm_code == "spelled":  # twice the distance from the mean, and that over the deviation
         return 8.0 + 4.0 * (not block.frozen)
-    read = np.where(_autocasts(block, n, profile) * residual, 4.0, n.element)
     if not block.norm_params:
         return np.maximum(read, 4.0)
     if block.norm_params != 1 or block.norm_code == "kernel":
@@ -217,7 +227,7 @@ def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfi
     qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
     shared = single or (block.parallel and block.num_norms == 1)
     outputs = np.maximum(qkv, up) if shared else qkv * (1 + block.cross_attention) + up
-    if profile.eager_norm:  # under autocast every product keeps the input that it cast
+    if profile.eager_norm and not profile.compiled:  # under autocast every product keeps its cast input
         apart, adapted = not block.fused_projections, set(block.lora_targets)
         attends, feeds = block.num_heads > 0, block.ffn > 0 or block.num_experts > 0
         casts = attends * (1 + 2 * apart) * (1 + block.cross_attention) * qkv

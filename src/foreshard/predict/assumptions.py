@@ -30,7 +30,7 @@ _CASTS_COMPILED = (
     "step twice as long"
 )
 _COMPILED = (
-    "compiled (torch.compile): elementwise operations fused, fewer launches; memory as of eager code, graph "
+    "compiled (torch.compile): elementwise operations fused and run again in backward, fewer launches; graph "
     "breaks and the time of compiling are not modelled"
 )
 _ONE_SHARD = (
