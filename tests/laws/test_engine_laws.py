@@ -8,18 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foreshard import api
+from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.models import load_model
 from foreshard.catalog.training import TrainingConstants
 from foreshard.errors import SpecError
 from foreshard.predict import predict
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.engine import graph_times
+from foreshard.predict.tasks.collectives import shard_times
 from foreshard.spec.plan import Group, Plan
 from foreshard.spec.plan_file import parse_plan
 from foreshard.spec.prediction import TIME_PARTS
@@ -306,3 +310,35 @@ def test_the_bf16_optimizer_of_deepspeed_sums_gradients_on_every_rank(engine):
             parts = {name: float(values[0]) for name, values in step_times(batch).parts.items()}
         moved.append(parts["data_comm"] + parts["optimizer"])
     assert 1.25 * moved[0] < moved[1] < 1.55 * moved[0]
+
+
+@pytest.mark.parametrize("lora", [None, "16"])
+@pytest.mark.parametrize("framework", ["hf", "torchtitan", "deepspeed", "ddp", "megatron-core"])
+def test_one_device_sends_nothing(framework, lora):
+    """fully_shard on one rank casts and copies its weights, before both passes; nothing is communicated."""
+    asked = {"framework": framework, "lora": lora, "seq": 1024, "global_batch": 4}
+    found = {
+        engine: api.predict("llama3.2-1b", "1xrtx-4090", engine=engine, **asked)
+        for engine in (*ENGINES, "event")
+    }
+    for prediction in found.values():
+        sent = {n: s for n, s in prediction.time_breakdown_s.items() if n.endswith("_comm")}
+        assert sent == dict.fromkeys(sent, 0.0)
+    assert found["event"].step_time_s == pytest.approx(found["graph"].step_time_s, rel=1e-9)
+    assert found["analytical"].step_time_s == pytest.approx(found["graph"].step_time_s, rel=0.02)
+
+
+def test_frozen_weights_are_not_cast():
+    """Weights in 32 bit take 10 bytes to cast and copy before a pass, frozen ones in 16 bit 4."""
+    case = PlannedRun(
+        model=load_model("llama3.2-1b"),
+        cluster=load_cluster("1xh100-sxm"),
+        plan=api.make_plan("llama3.2-1b", "1xh100-sxm", framework="hf"),
+        framework=load_framework("hf"),
+    )
+    machine = build_batch([case], TrainingConstants()).machine
+    whole, frozen = (
+        float(np.asarray(shard_times(1e12, 0.0, machine, trained=(held, 0.0)).copy_weights).flat[0])
+        for held in (1e12, 0.0)
+    )
+    assert whole / frozen == pytest.approx(2.5, rel=1e-3)  # but for the launch

@@ -220,7 +220,7 @@ class Sharded:
                     contention,
                 )
             for i in reversed(range(len(units.params))):
-                copies = units.copy_gradients_s[i] + (units.regather_s[i] > 0) * units.copy_weights_s[i]
+                copies = units.copy_gradients_s[i] + units.copy_again_s[i]
                 self.add(
                     seconds[BACKWARD] * units.backward[i],
                     device[BACKWARD] * units.backward[i],

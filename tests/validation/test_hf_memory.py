@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
+from packaging.version import parse as version
 from tests.unit.cost.test_memory import middle
 
 from foreshard.catalog.hf.load import model_from_config
@@ -37,17 +38,44 @@ MODELS = {
     "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
     "olmo2": {},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0},
+    "cohere": {"head_dim": None, "use_qk_norm": True},  # a layer norm operation by operation
+    "olmo": {"head_dim": None},  # norms without weights, of a copy in 32 bit
+    "opt": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 512}
+    | {"dropout": 0.0, "max_position_embeddings": 64, "word_embed_proj_dim": 128},  # ReLU keeps its output
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    | {"head_dim": None, "shared_expert_intermediate_size": 128},
+    "deepseek_v3": {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    | {"num_experts_per_tok": 2, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1}
+    | {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+    | {"v_head_dim": 32, "head_dim": None, "num_key_value_heads": 4},
 }
+EXPERTS = {"deepseek_v3", "mixtral", "qwen2_moe"}  # in 32 bit under autocast, which has no grouped_mm
 EAGER = ("bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "mpt")
 _OF_SIDE = {"attention_heads": 4, "ffn_dim": 352}
 SPELLED = {"phi"}  # autocast of the processor does not widen powers, that of CUDA does
 
 
-def kept_bytes(kind: str, layers: int, *, autocast: bool) -> int:
-    """Return what autograd keeps of a decoder of that kind."""
+def kept_bytes(kind: str, layers: int, *, autocast: bool, compiled: bool = False) -> int:
+    """Return what autograd keeps of a decoder of that kind, compiled by inductor or not."""
     sizes = {key: value for key, value in (SIZES | MODELS[kind]).items() if value is not None}
     config = transformers.AutoConfig.for_model(kind, num_hidden_layers=layers, **sizes)
-    return kept_of(transformers.AutoModelForCausalLM.from_config(config), autocast=autocast)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if compiled:
+        torch.compiler.reset()
+        model = torch.compile(model, backend="aot_eager_decomp_partition")
+    return kept_of(model, autocast=autocast)
+
+
+def counted_bytes(kind: str, *, autocast: bool, compiled: bool = False) -> float:
+    """Return what is counted of a block of that decoder."""
+    given = {key: value for key, value in (SIZES | MODELS[kind]).items() if value is not None}
+    block = model_from_config({"model_type": kind, "num_hidden_layers": 2, **given}, name=kind).blocks[0]
+    name = "ddp" if autocast else "hf"
+    stage = middle(block, seq_len=SEQ, micro_batch=SAMPLES, has_embedding=1, has_head=1)
+    elementwise = "compiled" if compiled else "eager"
+    framework = Framework(name=name, memory=name, elementwise=elementwise)
+    return float(stage_memory(stage, framework).activations)
 
 
 def kept_of(model, *, autocast: bool) -> int:
@@ -78,13 +106,12 @@ def kept_of(model, *, autocast: bool) -> int:
 def test_a_block_keeps_what_autograd_keeps_of_it(kind, autocast):
     if autocast and kind in SPELLED:
         pytest.skip("powers are wide under CUDA's autocast only")
+    if kind in EXPERTS and (autocast or version(torch.__version__) < version("2.9")):
+        pytest.skip("experts as CUDA runs them: one grouped product in 16 bit")
     expected = kept_bytes(kind, 2, autocast=autocast) - kept_bytes(kind, 1, autocast=autocast)
-    given = {key: value for key, value in (SIZES | MODELS[kind]).items() if value is not None}
-    block = model_from_config({"model_type": kind, "num_hidden_layers": 2, **given}, name=kind).blocks[0]
-    name = "ddp" if autocast else "hf"
-    stage = middle(block, seq_len=SEQ, micro_batch=SAMPLES, has_embedding=1, has_head=1)
-    counted = float(stage_memory(stage, Framework(name=name, memory=name)).activations)
-    assert counted == pytest.approx(expected, rel=0.005)
+    counted = counted_bytes(kind, autocast=autocast)
+    # Indices of routed tokens, and scores of a few experts, are not small beside a block of this width.
+    assert counted == pytest.approx(expected, rel=0.015 if kind in EXPERTS else 0.007)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

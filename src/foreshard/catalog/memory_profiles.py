@@ -6,12 +6,15 @@ The dtypes of gradients, master weights and moments are capabilities of the fram
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import unknown
+
+if TYPE_CHECKING:
+    from foreshard.spec.framework import Framework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,8 @@ class MemoryProfile:
         block at work, and of gradients that wait for their reduction; at least one block and two
     unit_bytes : transient bytes per element of the largest gathered unit, zero 3
     units : weights are gathered, and gradients reduced, one block, embedding or head at a time (FSDP2)
-    combines_wide : outputs of experts are scaled by their scores in fp32, which also reads the router's input
+    combined_bytes : an element of experts' outputs as it is kept to be scaled by its score; of 4 the router
+        reads its input in fp32, too
     loss_chunks : parts of a micro-batch for which the loss makes logits one after the other, with `units`
     loss_hidden_bytes : bytes per element of the hidden state that final norm and loss hold
     eager_mlp : the gated activation runs as separate kernels and saves one more tensor
@@ -48,6 +52,8 @@ class MemoryProfile:
     transposed_attention : attention is batch first, its projection is not: from two samples on, the attention
         output is kept twice
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
+    compiled : torch.compile runs elementwise operations again in backward: what products and attention read
+        is kept, and the logits in 16 bit
     keeps_outputs : a stage keeps its outputs until their backward (DeepSpeed and torch pipelines)
     logit_bytes : peak bytes per logit where the loss differs from what the framework entry says; 0 = as there
     held_logit_bytes : bytes per logit that the caller of the loss still holds in backward
@@ -75,7 +81,7 @@ class MemoryProfile:
     queued_elements: float = 0.0
     unit_bytes: float = 0.0
     units: bool = False
-    combines_wide: bool = False
+    combined_bytes: float = 0.0
     loss_chunks: int = 1
     loss_hidden_bytes: float = 0.0
     eager_mlp: bool = False
@@ -85,6 +91,7 @@ class MemoryProfile:
     default_dropout: bool = False
     transposed_attention: bool = False
     eager_norm: bool = False
+    compiled: bool = False
     keeps_outputs: bool = False
     logit_bytes: float = 0.0
     held_logit_bytes: float = 0.0
@@ -102,3 +109,24 @@ def memory_profile(name: str) -> MemoryProfile:
     if name not in table:
         raise unknown("memory profile", name, table, key="memory", rule="Profiles are")
     return MemoryProfile(name=name, **inherited(name, table))
+
+
+# In 16 bit the logits, their gradient, and zeros: the gradient of the logits that the model returns beside
+# its loss, which aot_autograd makes though nobody has one.
+_COMPILED_LOGIT_BYTES = 6.0
+
+
+def profile_of(framework: Framework) -> MemoryProfile:
+    """Return the memory profile of a framework, as torch.compile changes it where it makes the kernels.
+
+    Source
+    ------
+    torch 2.13 _functorch/partitioners.py min_cut_rematerialization_partition: a chain of elementwise
+    operations and reductions is computed again from what products keep; bytes per token of transformers'
+    models compiled (`tests/validation/test_hf_memory.py`).
+    """
+    profile = memory_profile(framework.memory)
+    if framework.elementwise != "compiled" or not profile.eager_mlp:
+        return profile
+    logits = _COMPILED_LOGIT_BYTES if profile.eager_norm else profile.logit_bytes
+    return replace(profile, compiled=True, eager_mlp=False, logit_bytes=logits)

@@ -130,8 +130,8 @@ def with_compile(
 ) -> Framework:
     """Return a framework whose kernels torch.compile makes, or PyTorch runs one by one.
 
-    Compiled, elementwise operations are fused and the host launches what is left of them; memory is that of
-    the eager code.
+    Compiled, elementwise operations are fused and the host launches what is left of them; backward runs them
+    again from what products keep.
 
     Raises
     ------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
+from foreshard.catalog.memory_profiles import MemoryProfile, profile_of
 from foreshard.cost.memory_activations import NO_RECOMPUTE, Activations, Recompute, stage_activations
 from foreshard.cost.memory_states import States, stage_states
 from foreshard.cost.memory_units import Moment, unit_moments
@@ -183,7 +183,7 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
     ------
     docs/derivations/memory.md; validated in tests/validation/test_memory.py.
     """
-    profile = profile or memory_profile(framework.memory)
+    profile = profile or profile_of(framework)
     states, acts = stage_states(load, framework, profile), stage_activations(load, framework, profile)
     moments, totals, fullest = _moments(load, framework, profile, states, acts)
     gradients, saved, temporary = (
@@ -213,7 +213,7 @@ def stage_peak_bytes(load: StageLoad, framework: Framework) -> Any:
 
 def peaks_in_flight(load: StageLoad, framework: Framework, in_flight: Iterable[Any]) -> Iterator[Any]:
     """Yield the peak of :func:`stage_memory` with each number of micro-batches in flight."""
-    profile = memory_profile(framework.memory)
+    profile = profile_of(framework)
     states, outside = stage_states(load, framework, profile), _outside_bytes(load, framework, profile)
     lasting = states.parameters + states.optimizer + states.buffers
     for flying in in_flight:

@@ -126,7 +126,9 @@ def _attention_saved(
         # Values keep the product that they are cut from; heads that were joined anew are copied behind.
         joined = block.rotary < 1 or block.fused_projections
         keep = keep + n.element * (block.fused_projections * turned + joined * out)
-    if "o" in block.lora_targets:  # cast for the adapter, as in `_norms_saved`
+    if profile.eager_norm and profile.compiled:  # traced with a mask: keys and values go to every head
+        keep = keep + n.element * np.where(unfused, 0.0, _every_head(block) - block.kv_width)
+    if "o" in block.lora_targets and not profile.compiled:  # cast for the adapter, as in `_norms_saved`
         keep = keep + _adapts(block, n, profile) * n.element * out
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
@@ -138,9 +140,18 @@ def _attention_saved(
     core = core * (1 + block.cross_attention)
     saved = n.split * (keep * (1 + block.cross_attention) + core)
     if block.kv_lora:
-        latent = 2 * (block.q_lora + block.kv_lora) + block.rope_head_dim
-        saved = saved + n.element * n.norm * latent
+        latent, turns = block.q_lora + block.kv_lora, n.element * block.rope_head_dim
+        if profile.eager_norm:  # a turned key is joined to others; values are a view of what brought both up
+            turns = 0.0
+            saved = saved + n.split * n.element * block.num_heads * (block.head_dim - block.rope_head_dim)
+        norm = _norm_input(block, n, profile, residual=False)
+        saved = saved + n.norm * ((norm + n.element) * latent + turns)
     return saved, n.split * core
+
+
+def _every_head(block: Block) -> int:
+    """Return the channels of keys and values that every query head has its own copy of."""
+    return block.num_heads * (block.head_dim + block.value_head_dim)
 
 
 def _input_bytes(block: Block, n: _Tokens, *targets: str) -> Any:
@@ -158,13 +169,17 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
     element = n.gemm_input if profile.fp8_mlp_input else n.element
     inner = element * (1 + block.gated) + n.element * (profile.eager_mlp and block.gated)
-    if profile.eager_norm and block.spelled_gelu == "gelu_new":
+    spelled = block.spelled_gelu * (profile.eager_norm and not profile.compiled)
+    if spelled == "gelu_new":
         # Saved by its formula: half of the input, the tanh, one more than it; of autocast a wide input.
         inner = inner + np.where(_autocasts(block, n, profile), 12.0, 3.0 * n.element)
-    elif profile.eager_norm and block.spelled_gelu == "gelu_fast":
+    elif spelled == "gelu_fast":
         # both operands of each product, the tanh; Bloom's keeps its input alone
         inner = inner + 6.0 * n.element
-    act = _input_bytes(block, n, "down") * width * tokens
+    read = _input_bytes(block, n, "down")
+    if block.relu:
+        inner = n.element * (np.asarray(read) != n.element)
+    act = read * width * tokens
     return inner * width * tokens + act, act
 
 
@@ -182,18 +197,24 @@ def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, residual: b
     """Return the bytes per element that a norm saves of what it reads: the residual, or queries and keys.
 
     Model code of transformers widens a 16-bit input and saves that, and what it scaled in the width of the
-    input, which only the gradient of a scale needs; layer norms are kernels. Under autocast the residual is
-    in 32 bit.
+    input, which only the gradient of a scale needs; layer norms are kernels, of a copy in 32 bit without
+    weights (OLMo), but for those that it spells (Cohere). Under autocast the residual is in 32 bit.
 
     Source
     ------
-    transformers 5.17 modeling_llama.py LlamaRMSNorm; bytes per token traced of its models
-    (`tests/validation/test_hf_memory.py`).
+    transformers 5.17 modeling_llama.py LlamaRMSNorm, modeling_cohere.py CohereLayerNorm, modeling_olmo.py
+    OlmoLayerNorm; bytes per token traced of its models (`tests/validation/test_hf_memory.py`).
     """
     if not profile.eager_norm:
         return n.element
     read = np.where(_autocasts(block, n, profile) * residual, 4.0, n.element)
-    if block.norm_params != 1:
+    if profile.compiled:
+        return read
+    if block.norm_code == "spelled":  # twice the distance from the mean, and that over the deviation
+        return 8.0 + 4.0 * (not block.frozen)
+    if not block.norm_params:
+        return np.maximum(read, 4.0)
+    if block.norm_params != 1 or block.norm_code == "kernel":
         return read
     scaled = np.maximum(read, 4.0) if block.wide_norms else read
     return 4.0 + scaled * (not block.frozen)
@@ -206,7 +227,7 @@ def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfi
     qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
     shared = single or (block.parallel and block.num_norms == 1)
     outputs = np.maximum(qkv, up) if shared else qkv * (1 + block.cross_attention) + up
-    if profile.eager_norm:  # under autocast every product keeps the input that it cast
+    if profile.eager_norm and not profile.compiled:  # under autocast every product keeps its cast input
         apart, adapted = not block.fused_projections, set(block.lora_targets)
         attends, feeds = block.num_heads > 0, block.ffn > 0 or block.num_experts > 0
         casts = attends * (1 + 2 * apart) * (1 + block.cross_attention) * qkv
@@ -240,24 +261,29 @@ def _passed_on(block: Block, n: _Tokens, load: StageLoad) -> Any:
     return n.element * block.hidden * (n.norm + cut * n.split * load.tp)
 
 
-def _combined(block: Block, n: _Tokens, load: StageLoad, saved: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-    """Return what experts save and the temporaries of their backward where scores scale outputs in fp32.
+def _combined(
+    block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile, saved: tuple[Any, Any, Any]
+) -> tuple[Any, Any]:
+    """Return what experts save and the temporaries of their backward where scores scale their outputs.
 
-    `saved` are routed tokens, their outputs in fp32, and one activation of the experts.
+    `saved` are routed tokens, elements of their outputs, and one activation of the experts.
 
     Source
     ------
     torchtitan b5bcd76 models/common/moe.py, token_dispatcher.py: the router reads its input in fp32, and the
     norm's output itself is read by index only; in backward the gradient of the scaled output, its product
-    with the output and the gradient of the output are in fp32.
+    with the output and the gradient of the output are in fp32. transformers 5.17 integrations/moe.py: the
+    outputs are kept in 16 bit; routers but DeepSeek's read 16 bit.
     """
-    routed, wide, inner = saved
-    router = (4.0 - n.element * (not block.shared_ffn)) * block.hidden * n.norm
+    routed, outputs, inner = saved
+    wide = 4.0 * outputs
+    reads_wide = profile.combined_bytes >= 4.0 or block.kv_lora > 0
+    router = reads_wide * (4.0 - n.element * (not block.shared_ffn)) * block.hidden * n.norm
     scaled = 3.0 * wide
     weights = n.element * (not block.frozen) * block.num_experts * block.expert_params / 3
-    through = (1 + block.gated) * inner - wide + weights / (np.asarray(load.ep) * load.etp)
-    indices = 32.0 * routed
-    return router + wide + indices, np.maximum(scaled, through) + _passed_on(block, n, load)
+    kept, indices = profile.combined_bytes * outputs, 32.0 * routed
+    through = (1 + block.gated) * inner - kept + weights / (np.asarray(load.ep) * load.etp)
+    return router + kept + indices, np.maximum(scaled, through) + _passed_on(block, n, load)
 
 
 def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> tuple[Any, Any]:
@@ -269,10 +295,12 @@ def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) 
     inputs = routed * (_input_bytes(block, n, "gate", "up") * hidden + 4)
     kept = inputs + 8 * block.num_experts * n.norm + inner - rule.moe_act * act
     shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile)
+    # A gate scales the output of the shared experts, which is kept for it.
+    shared = shared + block.shared_gate * n.element * block.hidden * n.norm
     gradients = n.element * ((2 + block.gated) * width + hidden) * routed
-    if profile.combines_wide:
-        wide, one = 4.0 * hidden * routed, n.element * width * routed
-        more, gradients = _combined(block, n, load, (routed, wide, one))
+    if profile.combined_bytes:
+        parts = routed, hidden * routed, n.element * width * routed
+        more, gradients = _combined(block, n, load, profile, parts)
         kept = kept + more
     saved = (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
     return saved, gradients + rule.moe * (kept + shared)

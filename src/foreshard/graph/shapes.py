@@ -97,7 +97,7 @@ def layer_shape(block: Block) -> LayerShape:
         "dropout": block.dropout > 0,
         "num_norms": block.num_norms,
         "qk_norm": block.qk_norm,
-        "scale_norm": block.norm_params == 1,
+        "scale_norm": block.norm_params == 1 and block.norm_code != "kernel",
         "ffn": block.ffn,
         "gated": block.gated,
         "spelled_gelu": GELU_FORMULAS.index(block.spelled_gelu),

@@ -30,8 +30,12 @@ _CASTS_COMPILED = (
     "step twice as long"
 )
 _COMPILED = (
-    "compiled (torch.compile): elementwise operations fused, fewer launches; memory as of eager code, graph "
+    "compiled (torch.compile): elementwise operations fused and run again in backward, fewer launches; graph "
     "breaks and the time of compiling are not modelled"
+)
+_ONE_SHARD = (
+    "one device: fully_shard on one rank casts and copies weights before both passes; a Trainer without FSDP "
+    "keeps whole weights in fp32 and autocasts (--framework ddp)"
 )
 _NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
 _GOODPUT = (
@@ -56,6 +60,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         f"{8 * framework.grad_bytes}-bit main gradients, "
         f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
         *_eager(case),
+        *([_ONE_SHARD] if framework.name == "hf" and zero > 1 and len(plan.ranks) == 1 else ()),
         *stack_warnings(framework, devices),
         *not_offered(plan, framework),
         *attention_assumptions(case.declared, devices),

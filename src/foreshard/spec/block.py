@@ -11,6 +11,9 @@ from dataclasses import dataclass
 GELU_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom")
 """GELU by a tanh formula, as transformers names it; the first is a kernel of torch."""
 
+NORM_CODES = ("", "kernel", "spelled")
+"""How transformers runs a norm: a layer norm that only scales is a kernel, or one operation after another."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -28,6 +31,8 @@ class Block:
     ffn: int  # width of the dense MLP; 0 in a block that has experts only
     gated: bool  # three matrices per MLP and per expert instead of two
     spelled_gelu: str = ""  # of `GELU_FORMULAS`: what transformers runs operation by operation
+    relu: bool = False  # its output, which the next product reads, is all that its backward needs
+    norm_code: str = ""  # of `NORM_CODES`, where `norm_params` do not tell it
     wide_norms: bool = False  # transformers scales what a norm returns in 32 bit
     fused_projections: bool = False  # transformers: one product of queries, keys, values; one of gate and up
     eager_attention: bool = False  # transformers runs no fused kernel: scores are kept

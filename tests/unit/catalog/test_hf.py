@@ -225,7 +225,8 @@ def test_formulas_of_gelu_by_family():
 
 def test_layers_without_rotary_positions_turn_nothing():
     """Every fourth of SmolLM3, those without a window of Command R7B, as transformers builds them."""
-    for name, turned in (("smollm3-3b", [1.0, 1.0, 1.0, 0.0]), ("command-r7b", [1.0, 1.0, 1.0, 0.0])):
+    for name in ("smollm3-3b", "command-r7b", "llama4-scout"):
+        turned = [1.0, 1.0, 1.0, 0.0]
         model = load_model(name)
         assert [block.rotary for block in model.blocks] == turned * (model.num_layers // 4)
     minimax = load_model("minimax-m2")

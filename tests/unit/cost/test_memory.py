@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile
+from foreshard.catalog.memory_profiles import MemoryProfile, memory_profile, profile_of
 from foreshard.catalog.shipped import shipped
 from foreshard.cost.memory import (
     StageLoad,
@@ -17,7 +17,7 @@ from foreshard.cost.memory import (
     optimizer_state_bytes,
     stage_memory,
 )
-from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of
+from foreshard.cost.memory_activations import NO_RECOMPUTE, Recompute, recompute_of, stage_activations
 from foreshard.cost.memory_states import stage_states
 from foreshard.errors import SpecError
 from foreshard.spec.framework import Framework
@@ -72,6 +72,19 @@ def test_megatron_llama_is_the_closed_form():
     assert parts.allocated == pytest.approx(states + saved + dummies + temporary, rel=1e-12)
     assert parts.activations == pytest.approx(saved)
     assert parts.comm_buffers == pytest.approx(dummies)
+
+
+@pytest.mark.parametrize(("name", "residual"), [("hf", 2), ("ddp", 4)])
+def test_compiled_code_keeps_what_products_and_attention_read(name, residual):
+    """What norms read and give, queries and outputs, keys and values of every head, 6 per MLP channel."""
+    h, f, heads, tokens = 8192, 28672, 64, 1024
+    block = LLAMA_70B
+    compiled = Framework(name=name, memory=name, elementwise="compiled")
+    kept = (2 * residual + 4 + 4 + 4) * h + 6 * f + 4 * heads  # the last of the softmax
+    whole = middle(block, has_head=1, has_embedding=1, vocab=128)
+    assert float(stage_memory(whole, compiled).activations) == pytest.approx(tokens * kept, rel=1e-12)
+    logits = stage_activations(whole, compiled, profile_of(compiled)).logits / (tokens * 128)
+    assert logits == 6.0  # in 16 bit they, their gradient, and the zeros of those that the model returns
 
 
 def test_gpt_without_flash_saves_34_and_5():

@@ -509,6 +509,26 @@ def test_under_autocast_the_residual_is_in_32_bit_and_every_product_casts_its_in
         assert found.item() == pytest.approx(tokens_of(batch) * counted / rate, rel=1e-9)
 
 
+@pytest.mark.parametrize(("name", "changes"), [("llama3-8b", {"rotary": 0.0}), ("t5-large", {})])
+def test_fused_kernels_turn_rotary_layers_only_and_join_every_attention(name, changes):
+    """Rotary positions move 4 bytes a channel of queries and keys, each of the attentions a residual of 6."""
+    model = api.load_model(name)
+    block = model.blocks[-1]
+    less = replace(block, **changes or {"cross_attention": False, "num_norms": 2})
+    stages = (replace(model, blocks=tuple(one for _ in model.blocks)) for one in (block, less))
+    more, plain = (batch_of(one)[1] for one in stages)
+    layer, machine = more.kinds[0], more.machine
+    traffic = machine.constants.fused_traffic
+    traffic = traffic + machine.traits.eager * (machine.constants.eager_traffic - traffic)
+    rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
+    turned, hidden = (layer.query_width + layer.key_width).item(), layer.hidden.item()
+    counts = (4 * turned,) * 2 if changes else ((4 + 6) * hidden, (6 + 6) * hidden)  # with a norm
+    for way, count in enumerate(counts):
+        found = elementwise_times(layer, machine)[way] - elementwise_times(plain.kinds[0], machine)[way]
+        counted = tokens_of(more) * np.max(traffic) * count / rate
+        assert found.item() == pytest.approx(counted, rel=1e-9)
+
+
 def test_a_layer_of_a_hybrid_casts_what_its_own_products_read():
     """Norm, residual, and one cast: a scan reads by one product, so does an MLP that is not gated."""
     batch = batch_of("nemotron-h-8b", framework="ddp", zero=0)[1]

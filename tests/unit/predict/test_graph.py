@@ -147,7 +147,7 @@ def test_sharded_without_overlap_is_the_sum_of_its_tasks():
     (prices,) = prices_of(case)
     units = prices.units[0][0]
     moved = (units.gather_s + units.regather_s + units.scatter_s + units.copy_gradients_s).sum()
-    copies = (units.copy_weights_s * (1.0 + (units.regather_s > 0))).sum()
+    copies = (units.copy_weights_s + units.copy_again_s).sum()
     assert parts_of(case)["data_comm"] == pytest.approx(2 * (moved + copies), rel=1e-9)
 
 

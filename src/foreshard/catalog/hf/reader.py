@@ -98,6 +98,10 @@ class Reader:
         value = self._find((key,), default)[1]
         return value if value in ("gelu_new", "gelu_fast") else ""
 
+    def is_relu(self, key: str, default: str) -> bool:
+        """Return whether the activation is ReLU."""
+        return bool(self._find((key,), default)[1] == "relu")
+
     def list(self, key: str) -> list[Any] | None:
         """Return a list, or None when absent."""
         value: list[Any] | None = self.config.get(key)

@@ -14,6 +14,7 @@ from foreshard.predict.tasks.collectives import (
     ShardTimes,
     Sharing,
     every_reduce_s,
+    has_replicas,
     message_s,
     region_times,
     shard_times,
@@ -117,7 +118,10 @@ def stage_times(batch: Batch) -> StageTimes:
     work = joined + waited[0] + waited[1]
     last_share = np.where(short < 1.0 - 1e-9, (last + waited[2]) / np.maximum(work, 1e-12), 1.0)
     parts["host"] += joined - device
-    parts["data_comm"] += beside.sum(0) + waited[0] + waited[1]
+    sent = has_replicas(machine.rank) | ((p.tied > 0) & (np.asarray(p.num_stages) > 1))
+    sharding = beside.sum(0) + waited[0] + waited[1]
+    parts["data_comm"] += sharding * sent
+    parts["compute"] += sharding * ~sent
     if np.count_nonzero(p.zero_bubble):
         later = p.zero_bubble * np.maximum(longer * later + beside[2] + waited[1] - waited[3], 0.0)
     else:
@@ -180,8 +184,9 @@ def _units(
         return []
 
     def shard(params: Any, experts: Any, trained: Any, trained_experts: Any) -> ShardTimes:
-        whole = shard_times(params, experts, machine, dense=dense)
-        part = shard_times(params * trained, experts * trained_experts, machine, dense=dense)
+        moved = params * trained, experts * trained_experts
+        whole = shard_times(params, experts, machine, dense=dense, trained=moved)
+        part = shard_times(*moved, machine, dense=dense)
         return ShardTimes(
             gather=sharded * whole.gather,
             scatter=sharded * part.scatter,

@@ -109,13 +109,14 @@ def _parts(step: Step, task: int, seconds: float) -> dict[str, float]:
     kind = Kind(int(program.kind[task]))
     if kind in _SENDS:
         return {"pipeline_comm": seconds}
+    lowered = _group_of(step, int(program.group[task]))
+    sharding = lowered.prices.sharding_part(int(program.stage[task]))
     if kind in _DATA:
-        return {"data_comm": seconds}
+        return {sharding: seconds}
     if kind == Kind.OPTIMIZER:
         return {"optimizer": seconds}
     if kind > Kind.BACKWARD_WEIGHT:
         return {"bubble": seconds}
-    lowered = _group_of(step, int(program.group[task]))
     prices = lowered.prices
     last = int(program.micro_batch[task] == prices.num_micro_batches - 1)
     place = (Op(int(kind)), int(program.stage[task]), int(program.chunk[task]), last)
@@ -124,7 +125,7 @@ def _parts(step: Step, task: int, seconds: float) -> dict[str, float]:
     total = sum(whole.values())
     made = {name: (seconds - beside) * value / total for name, value in whole.items() if value > 0.0}
     if beside > 0.0:
-        made["data_comm"] = made.get("data_comm", 0.0) + beside
+        made[sharding] = made.get(sharding, 0.0) + beside
     return made
 
 

@@ -31,7 +31,7 @@ CLASSES = {
 OVERLAPS = ("grad_overlap", "param_gather_overlap", "p2p_overlap")
 """Switches that only say what runs beside what, so that the tasks stay as they are priced."""
 _COMPUTED = ("compute", "recompute", "optimizer")
-_UNIT_SECONDS = ("gather_s", "regather_s", "scatter_s", "copy_weights_s", "copy_gradients_s")
+_UNIT_SECONDS = ("gather_s", "regather_s", "scatter_s", "copy_weights_s", "copy_again_s", "copy_gradients_s")
 
 
 def sped_up(prices: list[GroupPrices], speeds: Mapping[str, float]) -> list[GroupPrices]:
@@ -63,7 +63,11 @@ def checked_speeds(speeds: Mapping[str, float], *, key: str = "speeds") -> dict[
 
 def _faster(price: GroupPrices, speeds: Mapping[str, float]) -> GroupPrices:
     data = speeds.get("data_comm", 1.0)
-    faster = {id(unit): _faster_unit(unit, speeds) for row in price.units for unit in row}
+    faster = {
+        id(unit): _faster_unit(unit, speeds, speeds.get(price.sharding_part(s), 1.0))
+        for s, row in enumerate(price.units)
+        for unit in row
+    }
     units = [[faster[id(unit)] for unit in row] for row in price.units]
     ops = price.ops.sped_up(speeds)
     ops = replace(ops, outside=outside_s(units, price.machines, ops.device))
@@ -80,9 +84,8 @@ def _faster(price: GroupPrices, speeds: Mapping[str, float]) -> GroupPrices:
     )
 
 
-def _faster_unit(unit: LayerUnits, speeds: Mapping[str, float]) -> LayerUnits:
-    data = speeds.get("data_comm", 1.0)
-    changed: dict[str, Any] = {name: getattr(unit, name) / data for name in _UNIT_SECONDS}
+def _faster_unit(unit: LayerUnits, speeds: Mapping[str, float], sharding: float) -> LayerUnits:
+    changed: dict[str, Any] = {name: getattr(unit, name) / sharding for name in _UNIT_SECONDS}
     for name in ("forward_s", "backward_s"):
         changed[name] = {part: value / speeds.get(part, 1.0) for part, value in getattr(unit, name).items()}
     before, after = (sum(one.values()) for one in (unit.forward_s, changed["forward_s"]))

@@ -167,7 +167,8 @@ def step_parts(
     for name, seconds in prices.parts.items():
         parts[name] += float((seconds[:, stage] * repeats).sum())
     on_rank = _on_rank(step, lowered, stage)
-    parts["data_comm"] += float(step.data_s[on_rank].sum())
+    sharding = prices.sharding_part(stage)
+    parts[sharding] += float(step.data_s[on_rank].sum())
     parts["optimizer"] += float(prices.optimizer_s[stage])
     if shared is not None:
         for name, added_s in shared.added_s(on_rank).items():
@@ -178,7 +179,7 @@ def step_parts(
     hidden = _covered(gaps, times, messages)
     either = _covered(gaps, times, np.concatenate([messages, data]))
     parts["pipeline_comm"] += hidden
-    parts["data_comm"] += either - hidden
+    parts[sharding] += either - hidden
     idle_s = float((gaps[:, 1] - gaps[:, 0]).sum()) - either
     parts["bubble"] = idle_s if idle_s > _ROUNDING * times.makespan_s else 0.0
     if lowered.launches:

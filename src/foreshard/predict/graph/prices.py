@@ -22,6 +22,7 @@ from foreshard.predict.tasks.collectives import (
     ShardTimes,
     across_groups_s,
     every_reduce_s,
+    has_replicas,
     held_copies_s,
     message_s,
     shard_times,
@@ -57,6 +58,7 @@ class LayerUnits:
     regather_s: np.ndarray  # before backward; 0 where weights stay gathered
     scatter_s: np.ndarray
     copy_weights_s: np.ndarray
+    copy_again_s: np.ndarray  # of weights before backward; 0 where they stay gathered
     copy_gradients_s: np.ndarray
 
     forward: np.ndarray = field(init=False)
@@ -132,6 +134,14 @@ class GroupPrices:
         """Return the group with launches on a thread of the host, beside the ops."""
         ops = replace(self.ops, host=0.0 * self.ops.host)
         return replace(self, ops=ops, parts=ops.parts(), launch_s=self.ops.host)
+
+    def sharding_part(self, stage: int) -> str:
+        """Return the part of a step that sharded weights of a stage belong to.
+
+        On one rank they are cast and copied: nothing is sent.
+        """
+        sends = self.tied_s > 0.0 or bool(has_replicas(self.machines[stage].rank))
+        return "data_comm" if sends else "compute"
 
     @property
     def device_s(self) -> np.ndarray:
@@ -371,10 +381,9 @@ class _GroupPricer:
             column(at["dense_params"] * self.trained, table * ends_trained, head_table * ends_trained)
         )
         expert_trained = joined(column(at["expert_params"] * self.expert_trained, 0.0, 0.0))
-        whole, part = (
-            _shard_sums(*params, machine, starts.shape)
-            for params in ((dense, expert), (trained, expert_trained))
-        )
+        moved = trained, expert_trained
+        whole = _shard_sums(dense, expert, moved, machine)
+        part = _shard_sums(*moved, moved, machine)
         behind = (dense + expert)[::-1].cumsum()[::-1] - dense - expert
         again = (
             float(machine.traits.regathers)
@@ -409,6 +418,7 @@ class _GroupPricer:
             regather_s=again * whole["gather"],
             scatter_s=part["scatter"],
             copy_weights_s=whole["copy_weights"],
+            copy_again_s=again * whole["copy_weights"],
             copy_gradients_s=part["copy_gradients"],
         )
 
@@ -487,7 +497,7 @@ def piece_times(
         shares, moved, copies = units.backward[::-1], np.zeros(len(units.params)), np.zeros(len(units.params))
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         moved = moved + units.regather_s[::-1]
-        copies = copies + np.where(units.regather_s > 0, units.copy_weights_s, 0.0)[::-1]
+        copies = copies + units.copy_again_s[::-1]
     if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
         moved = moved + units.scatter_s[::-1]
         copies = copies + units.copy_gradients_s[::-1]
@@ -520,13 +530,13 @@ def outside_s(
 
 
 def _shard_sums(
-    dense: np.ndarray, expert: np.ndarray, machine: Machine, shape: tuple[int, ...]
+    dense: np.ndarray, expert: np.ndarray, trained: tuple[np.ndarray, np.ndarray], machine: Machine
 ) -> dict[str, np.ndarray]:
     """Return the sharded tasks of all weights; experts are cut over the ranks that hold the same."""
     if machine.rank.zero < 3:
-        return dict.fromkeys(ShardTimes.__slots__, np.zeros(shape))
-    times = shard_times(dense, expert, machine)
-    return {name: np.broadcast_to(getattr(times, name), shape) for name in times.__slots__}
+        return dict.fromkeys(ShardTimes.__slots__, np.zeros(dense.shape))
+    times = shard_times(dense, expert, machine, trained=trained)
+    return {name: np.broadcast_to(getattr(times, name), dense.shape) for name in times.__slots__}
 
 
 def _shares(seconds: np.ndarray) -> np.ndarray:

@@ -84,7 +84,9 @@ def _pipeline_events(
             yield Event(stream=stream, name=label or name, part=part, start_s=at, end_s=until, **place)
             at = until
         if data_s > 0.0:
-            yield Event(stream="compute", name="shared", part="data_comm", start_s=at, end_s=end_s, **place)
+            part = lowered.prices.sharding_part(stage)
+            name = "shared" if part == "data_comm" else "copied"
+            yield Event(stream="compute", name=name, part=part, start_s=at, end_s=end_s, **place)
 
 
 def _shares(lowered: LoweredGroup) -> _Table:
@@ -107,7 +109,7 @@ def _once_events(step: Step, lowered: LoweredGroup, times: TaskTimes, ranks: lis
     """Yield collectives of gradients and weights, the optimizer, and launches on a thread of their own."""
     program, group = step.program, lowered.prices.index
     streams = [("optimizer", "compute", [task]) for task in lowered.optimizer]
-    streams += [("data_comm", "", tasks) for tasks in lowered.data]
+    streams += [(lowered.prices.sharding_part(s), "", tasks) for s, tasks in enumerate(lowered.data)]
     streams += [("host", "host", tasks.tolist()) for _, tasks in lowered.launches]
     for part, stream, tasks in streams:
         for task in tasks:

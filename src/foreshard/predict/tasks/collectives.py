@@ -262,28 +262,37 @@ def sharing_of(machine: Machine, *, experts: bool = False) -> Sharing:
     return Sharing(shard=shard, cut=all_gather(shard, stride, machine.fabric), replicas=replicas)
 
 
-def shard_times(params: Any, experts: Any, machine: Machine, *, dense: Sharing | None = None) -> ShardTimes:
+def shard_times(
+    params: Any,
+    experts: Any,
+    machine: Machine,
+    *,
+    dense: Sharing | None = None,
+    trained: tuple[Any, Any] | None = None,
+) -> ShardTimes:
     """Return the tasks of keeping the weights of this rank sharded (ZeRO 3, FSDP).
 
     Experts are cut over the ranks that hold the same ones. Replicas of a shard inside the group of the plan
     are reduced with it; other groups once a step (:func:`across_groups_s`). `dense` is :func:`sharing_of`
-    where the caller has it.
+    where the caller has it, `trained` the parameters of both kinds that are trained, where not all are.
     """
-    times = _shard_times(params, dense or sharing_of(machine), machine)
+    of_dense, of_experts = trained or (params, experts)
+    times = _shard_times(params, of_dense, dense or sharing_of(machine), machine)
     if not np.count_nonzero(experts):
         return times
-    more = _shard_times(experts, sharing_of(machine, experts=True), machine)
+    more = _shard_times(experts, of_experts, sharing_of(machine, experts=True), machine)
     names = ShardTimes.__slots__
     return ShardTimes(**{name: getattr(times, name) + getattr(more, name) for name in names})
 
 
-def _shard_times(params: Any, sharing: Sharing, machine: Machine) -> ShardTimes:
+def _shard_times(params: Any, trained: Any, sharing: Sharing, machine: Machine) -> ShardTimes:
     """Return the sharded tasks of one kind of weights.
 
     FSDP2 casts a shard into one flat buffer and copies that into the gathered one, beside the computation;
     what has arrived is copied out into the weights, and gradients into a flat buffer that is scattered. On
     one rank weights are cast and copied in line, and gradients copied once more beside the computation.
-    Others hold the weights of one rank whole and in place.
+    Frozen weights are in the width of the products already. Others hold the weights of one rank whole and in
+    place.
 
     Source
     ------
@@ -295,18 +304,24 @@ def _shard_times(params: Any, sharing: Sharing, machine: Machine) -> ShardTimes:
     is_cut = np.asarray(sharing.shard) > 1
     flat = np.asarray(traits.flat_copies) > 0
     gather, scatter = sharing.gather_s(params, machine), sharing.scatter_s(params, machine)
-    weights = 2.0 * traits.param_bytes * is_cut
+    moved = 2.0 * traits.param_bytes * params
+    weights = moved * is_cut
     if np.count_nonzero(flat):
-        cast = np.where(traits.param_bytes < 4.0, 4.0 + traits.param_bytes, 0.0) + 2.0 * traits.param_bytes
+        cast = moved + np.where(traits.param_bytes < 4.0, 4.0 + traits.param_bytes, 0.0) * trained
         weights = np.where(is_cut | ~flat, weights, cast)
-        gather = gather + stream_s(cast * params / sharing.shard, kernels) * (is_cut & flat)
+        gather = gather + stream_s(cast / sharing.shard, kernels) * (is_cut & flat)
         scatter = scatter + stream_s(2.0 * traits.grad_reduce_bytes * params, kernels) * (~is_cut & flat)
     return ShardTimes(
         gather=gather,
         scatter=scatter,
-        copy_weights=stream_s(weights * params, kernels),
+        copy_weights=stream_s(weights, kernels),
         copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, kernels) * (is_cut | flat),
     )
+
+
+def has_replicas(rank: RankShape) -> Any:
+    """Return whether another rank holds the same weights: what copies of sharded ones are there for."""
+    return (np.asarray(rank.dp) * rank.cp > 1) | (expert_replicas(rank) > 1)
 
 
 def held_copies_s(params: Any, experts: Any, machine: Machine) -> Any:

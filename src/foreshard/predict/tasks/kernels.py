@@ -339,11 +339,11 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     tokens, own = tokens_of(machine), own_tokens(machine)
     gate = 1.0 + np.asarray(layer.gated, dtype=float)
     wide = own * layer.hidden
-    joins = layer.mixers
+    joins = layer.mixers + np.asarray(layer.cross_attention, dtype=float)
     turned = tokens * (layer.query_width + layer.key_width) / rank.tp
     norm = layer.num_norms * wide + layer.qk_norm * turned
     drop = 2.0 * _drops(layer, machine) * wide * _DROPOUT
-    rope = turned * _ROPE
+    rope = turned * _ROPE * (np.asarray(layer.rotary) > 0)
     routed = layer.top_k * tokens / rank.tp
     # The kernel of a scan applies its gate.
     dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
