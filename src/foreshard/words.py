@@ -31,6 +31,7 @@ _SPELLINGS |= {
     **dict.fromkeys(("afab", "all-forward-all-backward", "schedulegpipe"), "gpipe"),
     **dict.fromkeys(("off", "no", "false"), "none"),
     "alpha-beta": "closed-form",
+    "standard": "alltoall",
     **dict.fromkeys(("allreduce", "ar"), "all-reduce"),
     **dict.fromkeys(("allgather", "ag"), "all-gather"),
     **dict.fromkeys(("reducescatter", "rs"), "reduce-scatter"),
@@ -133,8 +134,12 @@ _BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
         ((("cudnn", "fa2", "unfused"), "Transformer Engine takes one of them; leave it out for cudnn"),),
     ),
     **dict.fromkeys(
-        ("fa4", "flash4", "flex", "flex-attention", "ring", "splash", "sage", "linear"),
+        ("fa4", "flash4", "flex-attention", "ring", "splash", "sage", "linear"),
         ((("fa2", "cudnn"), "that kernel is not modelled"),),
+    ),
+    "flex": (
+        (("fa2", "cudnn"), "that kernel is not modelled"),
+        (("deepep", "hybridep"), "Megatron's flex dispatcher runs either"),
     ),
     "params": ((("all", "cpu"), "weights alone are not offloaded"),),
     "parameters": ((("all", "cpu"), "weights alone are not offloaded"),),
@@ -199,6 +204,17 @@ _OPTIONS = {
     "attn-implementation": "attention",
     "attention-backend": "attention",
     "float8-recipe": "fp8-recipe",
+    **dict.fromkeys(
+        (
+            "moe-token-dispatcher-type",
+            "moe-token-dispatcher",
+            "token-dispatcher",
+            "moe-dispatcher",
+            "moe-flex-dispatcher-backend",
+            "expert-parallel-comm-backend",
+        ),
+        "dispatcher",
+    ),
     "recipe-name": "fp8-recipe",
     **{
         f"{name}-{word}": name
@@ -230,7 +246,8 @@ def spelled(value: Any, known: Sequence[Any]) -> Any:
     if not isinstance(value, str) or value in known:
         return value
     word = plain(value).removeprefix("torch.")
-    return next((ours for ours in (word, _SPELLINGS.get(word)) if ours in known), value)
+    words = (word, _SPELLINGS.get(word, word))
+    return next((ours for one in words for ours in (one, one.replace("-", "")) if ours in known), value)
 
 
 def hint(text: str, known: Sequence[Any]) -> str | None:

@@ -72,6 +72,7 @@ def _time_changes(request: Request, plan: Plan) -> Iterator[str]:
     offers = offered(plan)
     yield from _overlap_changes(plan, offers)
     yield from _option_changes(plan, offers)
+    yield from _dispatcher_changes(request, plan, offers)
     if request.plan is None:
         yield from splits(request, plan, offers)
         yield from expert_changes(request, plan, offers)
@@ -104,6 +105,15 @@ def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
         off.remove("param_gather_overlap")
         yield "grad-overlap=true,param-gather-overlap=true"
     yield from (f"{name.replace('_', '-')}=true" for name in off)
+
+
+def _dispatcher_changes(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
+    """Yield other ways to send tokens to experts; those that the devices do not run drop out later."""
+    from foreshard.catalog.frameworks import load_framework
+
+    own = plan.dispatcher or load_framework(plan.framework).dispatcher
+    if any(stage.ep > 1 for group in plan.groups for stage in group.stages):
+        yield from (f"dispatcher={name}" for name in offers.dispatchers if name != own)
 
 
 def _larger_batches(plan: Plan) -> Iterator[str]:

@@ -23,6 +23,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    DISPATCHERS,
     FP8_RECIPES,
     MAX_UNITS,
     OFFLOADS,
@@ -47,6 +48,7 @@ _CHOICES = {
     "collectives": ALGORITHMS,
     "attention": ATTENTIONS,
     "fp8_recipe": FP8_RECIPES,
+    "dispatcher": DISPATCHERS,
 }
 _RATES = {"link": "link_bytes_per_s", "memory_bandwidth": "memory_bytes_per_s"}
 """Rates of a device that a change names: of its links to other devices, one direction, and of its memory."""

@@ -23,6 +23,7 @@ from foreshard.spec.plan import (
     ATTENTIONS,
     AUTO,
     COMM_OPTIONS,
+    DISPATCHERS,
     FP8_RECIPES,
     Plan,
     checked_buckets,
@@ -56,6 +57,7 @@ OPTIONS = (
     "framework",
     "attention",
     "fp8_recipe",
+    "dispatcher",
     "compile",
     *COMM_OPTIONS,
     "collectives",
@@ -64,7 +66,8 @@ OPTIONS = (
     "wrap",
 )
 _WRITTEN = (
-    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "compile", "seq_len"),
+    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "dispatcher", "compile"),
+    "seq_len",
     *("collectives", "buckets", "prefetch", "wrap"),
 )
 """Options that a plan has one field for."""
@@ -229,6 +232,9 @@ class Request:
         recipe = choices.pop("fp8_recipe", None)
         if recipe is not None:
             recipe = one_of(recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
+        dispatcher = choices.pop("dispatcher", None)
+        if dispatcher is not None:
+            dispatcher = one_of(dispatcher, DISPATCHERS, key="--dispatcher", name="dispatcher")
         compiled = choices.pop("compile", None)
         if compiled is not None and not isinstance(compiled, bool):
             raise invalid(compiled, "Must be true or false", key="--compile", name="compile")
@@ -248,7 +254,8 @@ class Request:
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
         made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, attention=attention)
-        made = replace(made, fp8_recipe=recipe, compile=compiled, prefetch=prefetch, wrap=wrap)
+        made = replace(made, fp8_recipe=recipe, dispatcher=dispatcher, compile=compiled)
+        made = replace(made, prefetch=prefetch, wrap=wrap)
         return self._with_buckets(made, buckets)
 
     def _with_buckets(self, plan: Plan, buckets: Any) -> Plan:
@@ -311,7 +318,7 @@ class Request:
         plan = self.to_plan()
         if self.plan_file is not None:
             from foreshard.catalog.frameworks import load_framework
-            from foreshard.catalog.offers import with_compile, with_recipe, with_units
+            from foreshard.catalog.offers import as_chosen, with_units
             from foreshard.catalog.stacks import check_attention
             from foreshard.spec.checks import check_plan
 
@@ -323,12 +330,7 @@ class Request:
             check_plan(plan, self.trained, self.cluster, file=self.plan_file)
             if plan.attention is not None:
                 check_attention(plan.attention, self.cluster.devices, key="attention", file=self.plan_file)
-            if plan.fp8_recipe is not None:
-                where = {"key": "fp8_recipe", "file": self.plan_file}
-                devices, recipe = self.cluster.devices, plan.fp8_recipe
-                with_recipe(framework, recipe, precision=plan.precision, devices=devices, **where)
-            if plan.compile is not None:
-                with_compile(framework, plan.compile, key="compile", file=self.plan_file)
+            as_chosen(framework, plan, devices=self.cluster.devices, file=self.plan_file)
             if plan.prefetch is not None or plan.wrap is not None:
                 with_units(framework, plan, file=self.plan_file)
         return plan

@@ -10,7 +10,7 @@ from typing import Any
 from foreshard.catalog.shipped import inherited, shipped, shipped_text
 from foreshard.errors import SpecError, unknown
 from foreshard.spec.framework import Framework
-from foreshard.spec.plan import ATTENTIONS
+from foreshard.spec.plan import ATTENTIONS, DISPATCHERS
 
 CHOICES = {
     "attention": (*ATTENTIONS, "sdpa"),
@@ -18,7 +18,7 @@ CHOICES = {
     "nccl": ("old", "2.1x", "2.2x"),
     "fsdp": ("none", "fsdp1", "fsdp2", "megatron-fsdp", "zero3"),
     "cuda_graphs": ("none", "partial", "full"),
-    "dispatcher": ("allgather", "alltoall", "deepep", "hybridep"),
+    "dispatcher": DISPATCHERS,
     "fp8_recipe": ("fused", "current", "tensorwise", "rowwise", "blockwise"),
     "cross_entropy": ("unfused", "native", "te", "eager", "torch", "chunked"),
 }

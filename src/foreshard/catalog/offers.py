@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, Protocol
 
 from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError
@@ -17,6 +18,12 @@ _RUNS = {
     "blockwise": ("hopper", "blackwell", "rubin"),
 }
 """Architectures with code for products of such scales: torch._scaled_mm (CUTLASS, hipBLASLt), cuBLAS 12.9."""
+
+_SENDS = {
+    "deepep": ("ampere", "hopper", "blackwell", "rubin"),
+    "hybridep": ("hopper", "blackwell", "rubin"),
+}
+"""Architectures with code for a dispatcher: DeepEP's README, and of its branch hybrid-ep."""
 
 _OF_TORCH = ("eager", "compiled")
 """How PyTorch runs a framework's elementwise operations, without and with torch.compile."""
@@ -36,6 +43,7 @@ class Offers:
         them and parts of a stage (full:uniform:N, full:block:N) too
     low_precision : whether it trains with 8-bit matrix products
     fp8_recipes : how it scales their operands, if it has a choice or one of its own
+    dispatchers : what may send tokens to experts, where there is a choice
     shards_pipelines : whether levels above 1 go with pipelines
     offload : what it can keep in host memory
     cpu_offload : what its own switch of that name moves there: optimizer, or weights with their gradients and
@@ -51,6 +59,7 @@ class Offers:
     recompute: tuple[str, ...] = ("none", "full")
     low_precision: bool = False
     fp8_recipes: tuple[str, ...] = ()
+    dispatchers: tuple[str, ...] = ()
     shards_pipelines: bool = False
     offload: tuple[str, ...] = ("none",)
     cpu_offload: str = ""
@@ -73,6 +82,52 @@ def offers_of(framework: Framework) -> Offers:
     """
     table = shipped("offers.toml")
     return _offers(framework.label if framework.label in table else framework.name)
+
+
+class Chosen(Protocol):
+    """What a plan, or a request for plans, may choose of a framework; None is the framework's own."""
+
+    @property
+    def precision(self) -> str:
+        """Type of the matrix products."""
+
+    @property
+    def fp8_recipe(self) -> str | None:
+        """How 8-bit operands are scaled."""
+
+    @property
+    def dispatcher(self) -> str | None:
+        """What sends tokens to experts on other ranks."""
+
+    @property
+    def compile(self) -> bool | None:
+        """Whether torch.compile makes the kernels."""
+
+
+def as_chosen(
+    framework: Framework, chosen: Chosen, *, devices: Iterable[Device], file: str | None = None
+) -> Framework:
+    """Return the framework with the recipe, dispatcher and compiler that a plan or a request chooses.
+
+    Raises
+    ------
+    SpecError
+        Of what the framework does not ship, or the devices do not run; with the key of `file`, if any, else
+        the flag.
+    """
+    devices = tuple(devices)
+
+    def where(key: str) -> dict[str, Any]:
+        return {"key": key if file else f"--{key.replace('_', '-')}", "file": file}
+
+    if (recipe := chosen.fp8_recipe) is not None:
+        own = where("fp8_recipe")
+        framework = with_recipe(framework, recipe, precision=chosen.precision, devices=devices, **own)
+    if chosen.dispatcher is not None:
+        framework = with_dispatcher(framework, chosen.dispatcher, devices=devices, **where("dispatcher"))
+    if chosen.compile is not None:
+        framework = with_compile(framework, chosen.compile, **where("compile"))
+    return framework
 
 
 def with_recipe(
@@ -123,6 +178,40 @@ def with_recipe(
         own = {"delayed": "fused", "tensorwise": "current"}.get(recipe, recipe) if engine else recipe
         return replace(framework, fp8_recipe=own)
     raise SpecError(what, key=key, file=file, value=recipe, rule=rule, fix=fix)
+
+
+def with_dispatcher(
+    framework: Framework,
+    dispatcher: str,
+    *,
+    devices: Iterable[Device],
+    key: str = "--dispatcher",
+    file: str | None = None,
+) -> Framework:
+    """Return the framework with what was chosen to send tokens to experts on other ranks.
+
+    Raises
+    ------
+    SpecError
+        Where the framework ships no such dispatcher, or a device has no code for it.
+
+    Examples
+    --------
+    >>> from foreshard.catalog.frameworks import load_framework
+    >>> with_dispatcher(load_framework("megatron-core"), "deepep", devices=()).dispatcher
+    'deepep'
+    """
+    known = offers_of(framework).dispatchers or (framework.dispatcher,)
+    without = [device.name for device in devices if device.arch not in _SENDS.get(dispatcher, (device.arch,))]
+    if dispatcher in known and not without:
+        return replace(framework, dispatcher=dispatcher)
+    fix = "Leave it out, or use --framework megatron-core" if len(known) < 2 else f"Use {known[0]}"
+    if dispatcher not in known:
+        what, rule = f"{framework.label} ships no {dispatcher} dispatcher", f"It ships {', '.join(known)}"
+    else:
+        what = f"{dispatcher} on {without[0]}"
+        rule = f"It has code for {', '.join(_SENDS[dispatcher])}"
+    raise SpecError(what, key=key, file=file, value=dispatcher, rule=rule, fix=fix)
 
 
 def with_compile(

@@ -30,6 +30,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    DISPATCHERS,
     FP8_RECIPES,
     MAX_SEQ_LEN,
     OPTIMIZERS,
@@ -119,6 +120,11 @@ def _vendors() -> tuple[str, ...]:
     "--fp8-recipe",
     type=Word(*FP8_RECIPES),
     help="With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype).",
+)
+@click.option(
+    "--dispatcher",
+    type=Word(*DISPATCHERS),
+    help="What sends tokens to experts on other ranks (default: the framework's).",
 )
 @click.option(
     "--compile/--no-compile",

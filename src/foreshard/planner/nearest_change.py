@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.offers import with_compile, with_recipe
+from foreshard.catalog.offers import as_chosen
 from foreshard.errors import SpecError
 from foreshard.planner.headroom import asking
 from foreshard.planner.request import PlanRequest
@@ -100,19 +100,13 @@ def other_optimizers(request: PlanRequest) -> Changes:
 
 
 def other_frameworks(request: PlanRequest) -> Changes:
-    """Yield frameworks that shard otherwise and take the compile and the recipe that are asked for."""
+    """Yield frameworks that shard otherwise and take what is asked for of compiler, recipe and dispatcher."""
     for label in _FRAMEWORKS:
         if label == request.framework.label:
             continue
         framework = load_framework(label)
         try:
-            if request.fp8_recipe is not None:
-                devices = request.cluster.devices
-                framework = with_recipe(
-                    framework, request.fp8_recipe, precision=request.precision, devices=devices
-                )
-            if request.compile is not None:
-                framework = with_compile(framework, request.compile)
+            framework = as_chosen(framework, request, devices=request.cluster.devices)
         except SpecError:
             continue
         yield f"--framework {label}", asking(request, framework=framework)

@@ -10,7 +10,7 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import Tables
-from foreshard.catalog.offers import with_compile, with_recipe
+from foreshard.catalog.offers import as_chosen
 from foreshard.catalog.stacks import check_attention, of_model, running
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
@@ -29,6 +29,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     AUTO,
+    DISPATCHERS,
     FP8_RECIPES,
     MAX_SEQ_LEN,
     OPTIMIZERS,
@@ -75,6 +76,7 @@ class PlanRequest:
     optimizer: str = "adamw"
     attention: str | None = None
     fp8_recipe: str | None = None
+    dispatcher: str | None = None
     compile: bool | None = None
     engine: str = "graph"
     network: str = "closed-form"
@@ -110,6 +112,7 @@ class PlanRequest:
             buckets=own,
             attention=self.attention,
             fp8_recipe=self.fp8_recipe,
+            dispatcher=self.dispatcher,
             compile=self.compile,
         )
 
@@ -197,6 +200,7 @@ def checked_request(
     executor: str = "local",
     attention: str | None = None,
     fp8_recipe: str | None = None,
+    dispatcher: str | None = None,
     compile: bool | None = None,
     collectives: str = AUTO,
     buckets: int | str | None = None,
@@ -245,10 +249,9 @@ def checked_request(
         declared = replace(declared, attention=attention)
     if fp8_recipe is not None:
         fp8_recipe = one_of(fp8_recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
-        declared = with_recipe(declared, fp8_recipe, precision=precision, devices=cluster.devices)
-    if compile is not None:
-        declared = with_compile(declared, compile)
-    return PlanRequest(
+    if dispatcher is not None:
+        dispatcher = one_of(dispatcher, DISPATCHERS, key="--dispatcher", name="dispatcher")
+    made = PlanRequest(
         model=model,
         cluster=in_fewest_groups(cluster),
         global_batch=whole(global_batch, key="--global-batch", name="global-batch"),
@@ -261,9 +264,10 @@ def checked_request(
         else whole(max_devices, key="--max-devices", name="max-devices"),
         attention=attention,
         fp8_recipe=fp8_recipe,
+        dispatcher=dispatcher,
         compile=compile,
         framework=replace(
-            running(declared, cluster.devices),
+            declared,
             collectives=one_of(collectives, ALGORITHMS, key="--collectives", name="collectives"),
             bucket_bytes=_bucket_bytes(buckets, engine),
         ),
@@ -283,6 +287,8 @@ def checked_request(
         tool=tool,
         refusals=refusals,
     )
+    chosen = as_chosen(made.framework, made, devices=cluster.devices)
+    return replace(made, framework=running(chosen, cluster.devices))
 
 
 def _bucket_bytes(buckets: int | str | None, engine: str) -> int:

@@ -37,6 +37,12 @@ _ONE_SHARD = (
     "one device: fully_shard on one rank casts and copies weights before both passes; a Trainer without FSDP "
     "keeps whole weights in fp32 and autocasts (--framework ddp)"
 )
+_SENT_BY = {
+    "allgather": "gathers of all tokens on every rank (--dispatcher)",
+    "alltoall": "NCCL's all-to-all, once for each expert (--dispatcher)",
+    "deepep": "DeepEP, once for each rank and node",
+    "hybridep": "HybridEP, once for each rank and link domain",
+}
 _NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
 _GOODPUT = (
     "goodput: failures strike at a constant rate, a failed device is replaced within the restart, "
@@ -78,6 +84,8 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         said.append(f"energy: devices at their power limit while computing, {waiting}")
     if any(block.num_experts for block, _ in case.model.block_kinds()):
         said.append(_ROUTING[framework.routing])
+    if any(stage.ep > 1 for group in plan.groups for stage in group.stages):
+        said.append(f"tokens are sent to experts by {_SENT_BY[framework.dispatcher]}")
         if framework.name == "ddp" and plan.precision in ("bf16", "fp16"):
             said.append(_EXPERTS_UNDER_AUTOCAST)
     if plan.compile:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.kernels import Tables
-from foreshard.catalog.offers import with_compile, with_recipe, with_units
+from foreshard.catalog.offers import as_chosen, with_units
 from foreshard.catalog.stacks import of_model, running
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
@@ -78,12 +78,7 @@ class PlannedRun:
         declared = of_model(self.framework, self.model)
         if chosen is not None:
             declared = replace(declared, attention=chosen)
-        recipe = self.plan.fp8_recipe
-        if recipe is not None:
-            devices = self.cluster.devices
-            declared = with_recipe(declared, recipe, precision=self.plan.precision, devices=devices)
-        if self.plan.compile is not None:
-            declared = with_compile(declared, self.plan.compile)
+        declared = as_chosen(declared, self.plan, devices=self.cluster.devices)
         if self.plan.prefetch is not None or self.plan.wrap is not None:
             declared = with_units(declared, self.plan)
         object.__setattr__(self, "declared", declared)

@@ -21,6 +21,7 @@ Offload = Literal["none", "optimizer", "activations", "all"]
 Algorithm = Literal["auto", "ring", "tree"]
 Attention = Literal["unfused", "efficient", "fa1", "fa2", "fa3", "cudnn"]
 Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise"]
+Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
 CommOption = Literal[
     "tp_overlap",
     "grad_overlap",
@@ -42,6 +43,8 @@ OFFLOADS: tuple[str, ...] = get_args(Offload)
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 FP8_RECIPES: tuple[str, ...] = get_args(Recipe)
+DISPATCHERS: tuple[str, ...] = get_args(Dispatcher)
+"""How tokens are sent to experts on other ranks."""
 AUTO = "auto"
 """Of `--collectives` and `--buckets`: what is fastest."""
 COMM_OPTIONS: tuple[str, ...] = get_args(CommOption)
@@ -143,6 +146,7 @@ class Plan:
     framework: str = "megatron-core"
     attention: str | None = None  # kernel of attention; None is the framework's, as the devices have it
     fp8_recipe: str | None = None  # how 8-bit operands are scaled; None is the framework's
+    dispatcher: str | None = None  # what sends tokens to experts; None is the framework's
     compile: bool | None = None  # whether torch.compile makes the kernels; None is the framework's default
     comm: Mapping[str, Any] = field(default_factory=dict)
     lora: str | None = None  # adapters on frozen weights, RANK[:TARGET(+TARGET)*]
@@ -172,6 +176,8 @@ class Plan:
             out["attention"] = self.attention
         if self.fp8_recipe is not None:
             out["fp8_recipe"] = self.fp8_recipe
+        if self.dispatcher is not None:
+            out["dispatcher"] = self.dispatcher
         if self.compile is not None:
             out["compile"] = self.compile
         if self.lora is not None:

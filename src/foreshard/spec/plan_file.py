@@ -20,6 +20,7 @@ from foreshard.spec.plan import (
     Algorithm,
     Attention,
     CommOption,
+    Dispatcher,
     Group,
     Offload,
     Optimizer,
@@ -105,6 +106,7 @@ class PlanFile:
     framework: str = "megatron-core"
     attention: Attention | None = None
     fp8_recipe: Recipe | None = None
+    dispatcher: Dispatcher | None = None
     compile: bool | None = None
     lora: Annotated[str, Size(1, 80)] | None = None
     defaults: GroupOptions = GroupOptions()

@@ -253,3 +253,42 @@ def test_frameworks_with_kernels_of_their_own_do_not_compile(framework):
     with pytest.raises(SpecError, match=r"torch\.compile under") as caught:
         predict("llama3-8b", "8xh100-sxm", framework=framework, compile=True)
     assert caught.value.key == "--compile"
+
+
+def test_a_dispatcher_that_sends_tokens_once_a_node_is_faster_over_slow_links_and_kept_in_the_plan():
+    asked = {"ep": 16, "micro_batch": 1, "global_batch": 64, "seq": 4096}
+    steps = {
+        name: predict("deepseek-v3", "8x8xh800-sxm", dispatcher=name, **asked)
+        for name in ("allgather", "alltoall", "deepep", "hybridep")
+    }
+    seconds = {name: step.time_breakdown_s["expert_comm"] for name, step in steps.items()}
+    assert seconds["deepep"] == seconds["hybridep"] < 0.6 * min(seconds["alltoall"], seconds["allgather"])
+    assert predict("deepseek-v3", "8x8xh800-sxm", **asked).step_time_s == steps["alltoall"].step_time_s
+    again = parse_plan(steps["deepep"].plan.to_dict())
+    assert again.dispatcher == "deepep"
+    assert predict("deepseek-v3", "8x8xh800-sxm", again).step_time_s == steps["deepep"].step_time_s
+
+
+def test_a_search_plans_with_the_dispatcher_that_is_stated():
+    asked = {"global_batch": 16, "seq": 2048, "ep": 8, "budget_s": 1}
+    best = plan("qwen3-30b-a3b", "2x8xh100-sxm", dispatcher="deepep", **asked).plans[0]
+    assert best.plan.dispatcher == "deepep"
+    step_s = predict("qwen3-30b-a3b", "2x8xh100-sxm", best.plan).step_time_s
+    assert step_s == pytest.approx(best.prediction.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "framework", "dispatcher", "words"),
+    [
+        ("2x8xmi300x", "megatron-core", "deepep", "deepep on mi300x"),
+        ("2x8xa100-sxm-80gb", "megatron-core", "hybridep", "hybridep on a100"),
+        ("2x8xh100-sxm", "hf", "deepep", "ships no deepep"),
+        ("2x8xh100-sxm", "torchtitan", "allgather", "ships no allgather"),
+        ("2x8xh100-sxm", "megatron-core", "flex", "Write deepep or hybridep"),
+    ],
+)
+def test_a_dispatcher_that_does_not_run_is_refused(cluster, framework, dispatcher, words):
+    for verb, more in ((predict, {}), (plan, {"budget_s": 1, "global_batch": 16})):
+        with pytest.raises(SpecError, match=words) as caught:
+            verb("mixtral-8x7b", cluster, framework=framework, dispatcher=dispatcher, **more)
+        assert caught.value.key == "--dispatcher"

@@ -427,3 +427,24 @@ def test_torchtitan_gets_the_parts_of_a_pipeline_that_turns_in_model_order(sched
     assert stated["pipeline_parallel_schedule"] == theirs and len(parts) == 8
     names = [name for part in parts for name in part if name.startswith("layers.")]
     assert names == [f"layers.{i}" for i in range(32)]
+
+
+def test_the_dispatcher_reaches_megatron_and_torchtitan():
+    experts = load_model("qwen3-30b-a3b")
+    spread = replace(make_plan(experts, CLUSTER, tp=1, ep=8, dp=16, zero=1), dispatcher="hybridep")
+    text = export(spread, "megatron", model=experts, cluster=CLUSTER).text
+    assert "--moe-token-dispatcher-type flex" in text
+    assert "--moe-flex-dispatcher-backend hybridep" in text
+    own = export(replace(spread, dispatcher=None), "megatron", model=experts, cluster=CLUSTER).text
+    assert "--moe-token-dispatcher-type alltoall" in own
+    sharded = make_plan(experts, CLUSTER, ep=8, dp=16, zero=3, framework="torchtitan")
+    recipe = export(
+        replace(sharded, dispatcher="hybridep"), "torchtitan@0.3", model=experts, cluster=CLUSTER
+    ).text
+    assert "moe_comm_backend='hybridep'" in recipe
+    table = export(
+        replace(sharded, dispatcher="deepep"), "torchtitan@0.2", model=experts, cluster=CLUSTER
+    ).text
+    assert tomllib.loads(table)["parallelism"]["expert_parallel_comm_backend"] == "deepep"
+    with pytest.raises(SpecError, match="dispatcher hybridep"):
+        export(replace(sharded, dispatcher="hybridep"), "torchtitan@0.2", model=experts, cluster=CLUSTER)

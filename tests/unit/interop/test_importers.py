@@ -288,3 +288,23 @@ def test_variables_and_quotes():
     assert flags.word("--x") == "2" and flags.whole("--z") == 3
     with pytest.raises(SpecError, match="not set"):
         flags.word("--w")
+
+
+@pytest.mark.parametrize(
+    ("flags", "dispatcher"),
+    [
+        ("", "allgather"),  # Megatron's default
+        ("--moe-token-dispatcher-type alltoall", "alltoall"),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "hybridep"),
+    ],
+)
+def test_the_dispatcher_of_a_launch_script(tmp_path, flags, dispatcher):
+    script = tmp_path / "pretrain.sh"
+    script.write_text(
+        "torchrun pretrain_gpt.py --expert-model-parallel-size 8 --num-experts 128 --num-layers 48 "
+        f"--micro-batch-size 1 --global-batch-size 32 --seq-length 4096 --bf16 {flags}\n"
+    )
+    model, cluster = load_model("qwen3-30b-a3b"), load_cluster("2x8xh100-sxm")
+    made, _ = import_plan(str(script), "megatron", model, cluster)
+    assert made.dispatcher == dispatcher

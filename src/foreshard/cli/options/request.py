@@ -17,6 +17,7 @@ from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
     COMM_OPTIONS,
+    DISPATCHERS,
     FP8_RECIPES,
     MAX_SEQ_LEN,
     MAX_UNITS,
@@ -92,6 +93,7 @@ def _run_options() -> list[click.Option]:
         ),
         attention_option(),
         recipe_option(),
+        dispatcher_option(),
         click.Option(
             ["--compile/--no-compile"],
             default=None,
@@ -117,6 +119,12 @@ def recipe_option() -> click.Option:
     """Return a fresh option of the scales of 8-bit operands."""
     text = "With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype)."
     return click.Option(["--fp8-recipe"], type=Word(*FP8_RECIPES), help=text)
+
+
+def dispatcher_option() -> click.Option:
+    """Return a fresh option of what sends tokens to experts."""
+    text = "What sends tokens to experts on other ranks (default: the framework's)."
+    return click.Option(["--dispatcher"], type=Word(*DISPATCHERS), help=text)
 
 
 def warn_of_stack(label: str, cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ from shlex import quote
 from foreshard.catalog.frameworks import load_framework
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
-from foreshard.interop.exporters.uniform import Uniform, recipe_gaps, required_uniform
+from foreshard.interop.exporters.uniform import Uniform, option_gaps, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
 
@@ -38,7 +38,8 @@ def export(request: ExportRequest) -> tuple[str, list[str]]:
     plan, model = request.plan, request.model
     degrees = required_uniform(request, _gaps, _expert_gaps, _model_gaps)
     flags = [*_degree_flags(degrees, model), *_batch_flags(plan, degrees), *_option_flags(plan, degrees)]
-    flags += model_flags(model) if model else []
+    dispatcher = plan.dispatcher or load_framework(plan.framework).dispatcher
+    flags += model_flags(model, dispatcher) if model else []
     return _script(request.version, degrees, flags), _notes(plan, degrees, model)
 
 
@@ -50,7 +51,7 @@ def overlaps(plan: Plan) -> dict[str, bool]:
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     plan = request.plan
-    yield from recipe_gaps(plan, "megatron-core")
+    yield from option_gaps(plan, "megatron-core")
     if degrees.schedule not in _SCHEDULES:
         yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer not in _OPTIMIZERS:

@@ -81,7 +81,7 @@ def _mlp(block: Block) -> tuple[object, ...]:
     return tuple(getattr(block, name) for name in names)
 
 
-def model_flags(model: Model) -> list[Flag]:
+def model_flags(model: Model, dispatcher: str = "alltoall") -> list[Flag]:
     """Return the flags of the model's sizes."""
     block = model.blocks[0]
     dense = next((kind for kind in model.blocks if kind.ffn and not kind.num_experts), None)
@@ -110,7 +110,7 @@ def model_flags(model: Model) -> list[Flag]:
     }
     flags += [(name,) for name, on in switches.items() if on]
     if expert is not None:
-        flags += _experts(model, expert)
+        flags += _experts(model, expert, dispatcher)
     if model.num_next_token:
         flags.append(("--mtp-num-layers", str(model.num_next_token)))
     return flags
@@ -152,12 +152,18 @@ def _latent(block: Block) -> list[Flag]:
     return flags + ([("--q-lora-rank", str(block.q_lora))] if block.q_lora else [])
 
 
-def _experts(model: Model, expert: Block) -> list[Flag]:
+def _dispatcher(name: str) -> list[Flag]:
+    if name in ("alltoall", "allgather"):
+        return [("--moe-token-dispatcher-type", name)]
+    return [("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", name)]
+
+
+def _experts(model: Model, expert: Block, dispatcher: str) -> list[Flag]:
     flags: list[Flag] = [
         ("--num-experts", str(expert.num_experts)),
         ("--moe-router-topk", str(expert.top_k)),
         ("--moe-ffn-hidden-size", str(expert.expert_ffn)),
-        ("--moe-token-dispatcher-type", "alltoall"),
+        *_dispatcher(dispatcher),
         ("--moe-grouped-gemm",),
     ]
     if expert.shared_ffn:

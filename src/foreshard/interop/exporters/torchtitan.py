@@ -14,7 +14,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.interop.exporters.exported import ExportRequest, filled
-from foreshard.interop.exporters.uniform import Gaps, Uniform, recipe_gaps, required_uniform
+from foreshard.interop.exporters.uniform import Gaps, Uniform, option_gaps, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
@@ -105,7 +105,7 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 
 def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     family = (flavor_of(request.model) or ("",))[0] if request.model else ""
-    yield from recipe_gaps(request.plan, "torchtitan@0.2")
+    yield from option_gaps(request.plan, "torchtitan@0.2")
     if degrees.pp > 1 and family in _NO_PIPELINE_02:
         yield f"pp {degrees.pp} of {family} (it pipelines Llama 3 and DeepSeek)"
     if request.model and request.model.num_next_token:
@@ -119,7 +119,7 @@ def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if request.model and request.model.num_next_token and degrees.pp * degrees.cp > 1:
         yield f"the next-token layers of {request.model.name} under pp or cp ({_WITHOUT})"
-    yield from recipe_gaps(request.plan, "torchtitan@0.3")
+    yield from option_gaps(request.plan, "torchtitan@0.3")
     if _narrow_gather(request.plan):
         yield "narrow_gather (its scales per row gather in 16 bit)"
     if degrees.etp > 1:
@@ -200,6 +200,8 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
     parallelism = _parallelism(degrees, "output")
     parallelism["expert_tensor_parallel_degree"] = degrees.etp
     parallelism["enable_async_tensor_parallel"] = _async_tp(plan, degrees)
+    if plan.dispatcher == "deepep":
+        parallelism["expert_parallel_comm_backend"] = "deepep"
     model: dict[str, Any] = {"name": family, "flavor": flavor}
     if plan.precision == "fp8":
         model["converters"] = ["quantize.linear.float8"]
@@ -237,6 +239,8 @@ def _recipe(request: ExportRequest, degrees: Uniform, family: str, flavor: str) 
     options = f"filter_fqns=['lm_head'], model_compile_enabled={compiled}"
     registered = [f"converters=[Float8LinearConverter.Config({options})]"] if quantized else []
     next_token = request.model.num_next_token if request.model else 0
+    if plan.dispatcher in ("deepep", "hybridep"):
+        registered.append(f"moe_comm_backend={plan.dispatcher!r}")
     if next_token:
         registered.append(f"num_mtp_layers={next_token}")
     return filled(

@@ -180,11 +180,13 @@ def placement_note(plan: Plan) -> tuple[str, ...]:
     return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)
 
 
-def recipe_gaps(plan: Plan, framework: str) -> Iterator[str]:
-    """Yield a gap where a framework has no such scales of 8-bit operands."""
-    known = offers_of(load_framework(framework)).fp8_recipes
-    if plan.fp8_recipe is not None and plan.fp8_recipe not in known:
-        yield f"{plan.fp8_recipe} scales (it has {', '.join(known)})"
+def option_gaps(plan: Plan, framework: str) -> Iterator[str]:
+    """Yield a gap where a framework has no such scales of 8-bit operands, or no such dispatcher."""
+    offers = offers_of(load_framework(framework))
+    if plan.fp8_recipe is not None and plan.fp8_recipe not in offers.fp8_recipes:
+        yield f"{plan.fp8_recipe} scales (it has {', '.join(offers.fp8_recipes)})"
+    if plan.dispatcher is not None and plan.dispatcher not in offers.dispatchers:
+        yield f"dispatcher {plan.dispatcher} (it has {', '.join(offers.dispatchers)})"
 
 
 def wire_notes(plan: Plan) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ def read(text: str, file: str) -> StatedRun:
     choices["precision"] = _precision(flags)
     if choices["precision"] == "fp8":
         choices["fp8_recipe"] = _fp8_recipe(flags)
+    if (choices["ep"] or 1) > 1:
+        choices["dispatcher"] = _dispatcher(flags)
     optimizer = flags.choice("--optimizer", ("adam", "sgd", "muon", "dist_muon", "lion"), "adam")
     choices["optimizer"] = {"adam": "adamw", "dist_muon": "muon"}.get(optimizer, optimizer)
     choices["recompute"] = _recompute(flags)
@@ -107,6 +109,14 @@ def _precision(flags: LaunchFlags) -> str:
     if any(flag in flags for flag in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")):
         return _RECIPES[_fp8_recipe(flags)]
     return "bf16" if "--bf16" in flags else "fp16" if "--fp16" in flags else "fp32"
+
+
+def _dispatcher(flags: LaunchFlags) -> str:
+    """Return what sends tokens to experts: of flex its backend, which --moe-enable-deepep was before."""
+    kind = flags.choice("--moe-token-dispatcher-type", ("allgather", "alltoall", "flex"), "allgather")
+    if kind != "flex":
+        return kind
+    return flags.choice("--moe-flex-dispatcher-backend", ("deepep", "hybridep"), "deepep")
 
 
 def _fp8_recipe(flags: LaunchFlags) -> str:

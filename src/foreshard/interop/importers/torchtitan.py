@@ -38,6 +38,9 @@ def read(text: str, file: str) -> StatedRun:
         scaled = config.table("quantize").table("linear").table("float8")
         recipes = {"tensorwise": "tensorwise", "rowwise": "rowwise"}
         choices["fp8_recipe"] = scaled.word("recipe_name", recipes, default="tensorwise")
+    if (choices["ep"] or 1) > 1:
+        backends = {"standard": "alltoall", "deepep": "deepep"}
+        choices["dispatcher"] = parallel.word("expert_parallel_comm_backend", backends, default="standard")
     choices["optimizer"] = config.table("optimizer").word(
         "name", {"AdamW": "adamw", "Adam": "adamw"}, default="AdamW"
     )

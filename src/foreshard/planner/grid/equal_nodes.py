@@ -29,7 +29,7 @@ from foreshard.spec.plan import Plan, acting
 from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 
-_OF_REQUEST = ("collectives", "bucket_bytes", "attention", "fp8_recipe", "elementwise", "host")
+_OF_REQUEST = ("collectives", "bucket_bytes", "attention", "fp8_recipe", "dispatcher", "elementwise", "host")
 """What a request sets of its framework, apart from what is hidden."""
 _ROUNDING = 1e-12
 """Share by which sums of the same terms in another order may differ."""
