@@ -2,7 +2,8 @@
 
 Without a verb the steps of `device_runs.jsonl`, trained on an H200, are compared with what is predicted now,
 as a table in markdown. `train`, on a machine with a device, trains each step by the framework's own code and
-appends what it took; `predict` writes what is predicted, to be kept before anything is trained. A step is by
+appends what it took; `predict` writes what is predicted, to be kept before anything is trained; `residuals`
+writes what intervals of these frameworks rest on, which no fit has seen. A step is by
 transformers under autocast (predicted as `ddp`) or under fully_shard (`hf`), by torchtitan's model,
 recomputation, compile and fully_shard (`torchtitan`), or by torchvision under autocast.
 fully_shard is on a mesh of one rank, which copies weights and gradients all the same.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from typing import Any, ClassVar
 from device_steps import STEPS_TRAINED, Step
 
 WARM_UP, STEPS = 4, 12
+OUT = Path(__file__).parents[1] / "src/foreshard/catalog/data/step_residuals.json"
 
 
 # ---------------------------------------------------------------- predict
@@ -46,8 +49,19 @@ def predictions(device: str, steps: Iterable[Step]) -> dict[str, dict[str, Any]]
                 "parts_s": said["time_breakdown_s"],
                 "memory_bytes": said["memory"]["peak_allocated_bytes"],
                 "energy_j": said["energy_j_per_step"],
+                "features": _features(step, said, Path(folder)) if step.seq else None,
             }
     return found
+
+
+def _features(step: Step, said: dict[str, Any], folder: Path) -> tuple[float, ...]:
+    """Return what intervals compare a step of a language model by."""
+    from foreshard.catalog.models import load_model
+    from foreshard.predict.interval import features_of
+    from foreshard.spec.plan_file import parse_plan
+
+    model = load_model(step.model if isinstance(step.model, str) else str(folder / f"{step.name}.json"))
+    return features_of(model, parse_plan(said["plan"]))
 
 
 def chosen(only: Iterable[str]) -> list[Step]:
@@ -419,6 +433,41 @@ def compared(runs: Path, only: Iterable[str]) -> None:
     print(f"\n{len(steps)} steps on {device}: median errors {middle}")
 
 
+def written(runs: Iterable[Path]) -> None:
+    """Write the residuals of steps of language models, which intervals of their frameworks rest on.
+
+    Without those that ran what a prediction says it does not model: experts in 32 bit under autocast, casts
+    to 8 bit that are not compiled.
+    """
+    from foreshard.catalog.devices import resolve_device
+
+    cases = []
+    for path in runs:
+        lines = map(json.loads, path.read_text().splitlines())
+        rows = {row["name"]: row for row in lines if "error" not in row}
+        steps = [step for step in chosen([]) if step.seq and step.name in rows]
+        steps = [step for step in steps if (step.kind, step.library) != ("experts", "transformers")]
+        steps = [step for step in steps if step.dtype != "fp8" or step.compile]
+        device = resolve_device(rows[steps[0].name]["device"])
+        said = predictions(device.name, steps)
+        for step in steps:
+            ratio = rows[step.name]["step_s"] / said[step.name]["step_s"]
+            kind = "lora" if step.lora else {"experts": "moe"}.get(step.kind, step.kind)
+            cases.append(
+                {
+                    "name": f"{step.name} on {device.name}",
+                    "framework": step.framework.partition("@")[0],
+                    "architecture": device.arch,
+                    "kind": kind,
+                    "residual": round(math.log(ratio), 4),
+                    "features": [round(value, 3) for value in said[step.name]["features"]],
+                }
+            )
+    made = {"schema_version": 1, "written_by": "bench/bench_device.py residuals", "cases": cases}
+    OUT.write_text(json.dumps(made, indent=1) + "\n")
+    print(f"{len(cases)} steps: {OUT}")
+
+
 def catalog_name(device: str) -> str:
     """Return the catalog's name of a device that torch names."""
     from foreshard.catalog.devices import resolve_device
@@ -439,6 +488,8 @@ def main() -> None:
     train.add_argument("--out", type=Path, required=True)
     train.add_argument("--kernels", action="store_true", help="also the kernels that take longest")
     train.add_argument("--last-s", type=float, default=1e9, help="begin no step later than this")
+    residuals = verbs.add_parser("residuals", help="what intervals of these frameworks rest on")
+    residuals.add_argument("all_runs", nargs="+", type=Path, metavar="RUNS")
     words = parser.parse_args()
     only = [name for name in words.only.split(",") if name]
     if words.verb == "predict":
@@ -446,6 +497,8 @@ def main() -> None:
         words.out.write_text(json.dumps(found, indent=1) + "\n")
     elif words.verb == "train":
         trained(words.out, only, words.kernels, words.last_s)
+    elif words.verb == "residuals":
+        written(words.all_runs)
     else:
         compared(words.runs, only)
 

@@ -32,6 +32,12 @@ class Step:
     flags: tuple[str, ...] = ()
     size: dict[str, Any] = field(default_factory=dict)  # torchtitan: changes to its flavor
 
+    @property
+    def framework(self) -> str:
+        """The framework that it is predicted as, empty of a network."""
+        named = {"transformers": "ddp", "sharded": "hf", "torchtitan": "torchtitan@0.2"}
+        return named.get(self.library, "")
+
     def command(self, device: str, folder: Path) -> list[str]:
         """Return the words of `foreshard predict`."""
         model = self.model
@@ -45,9 +51,8 @@ class Step:
             model = f"{path}:trained"
         elif self.library == "module":
             model = f"{Path(__file__).parent / 'device_modules.py'}:{model}"
-        frameworks = {"transformers": "ddp", "sharded": "hf", "torchtitan": "torchtitan@0.2"}
         words = ["predict", model, f"1x1x{device}", "--dtype", self.dtype]
-        words += ["--framework", frameworks[self.library]] if self.library in frameworks else []
+        words += ["--framework", self.framework] if self.framework else []
         words += ["--micro-batch", str(self.batch), "--global-batch", str(self.batch), *self.flags]
         words += ["--seq", str(self.seq)] if self.seq else []
         if self.library == "torchtitan" or self.recompute != "none":

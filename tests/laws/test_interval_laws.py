@@ -1,16 +1,21 @@
 """Laws of intervals: nested by level, around the prediction, wider with distance and with weaker evidence."""
 
+import math
+
 import numpy as np
 import pytest
 
+from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
+from foreshard.catalog.shipped import shipped
 from foreshard.predict.interval import (
     EVIDENCE,
     LEVELS,
     SURER,
     class_intervals,
     class_of,
+    conformal_quantile,
     features_of,
     residual_classes,
     traced_intervals,
@@ -95,3 +100,36 @@ def test_intervals_of_traced_modules_widen_with_devices_and_weaker_evidence():
 
     assert width(1, "fitted") == width(8, "fitted") < width(16, "fitted") < width(4096, "fitted")
     assert width(8, "fitted") < width(8, "architecture") <= width(8, "datasheet")
+
+
+def trained_here(model, cluster, framework):
+    prediction = api.predict(model, cluster, framework=framework, seq=2048)
+    low, high = prediction.step_time_interval_s
+    return low / prediction.step_time_s, high / prediction.step_time_s
+
+
+def test_frameworks_that_no_fit_has_seen_are_judged_by_steps_trained_on_their_devices():
+    """Half width by hand; it grows with the devices; experts that DDP runs in 32 bit are no such step."""
+    steps = shipped("step_residuals.json")["cases"]
+    sizes = sorted(abs(step["residual"]) for step in steps)
+    half = max(sizes[math.ceil((len(sizes) + 1) * 0.9) - 1], max_of(steps, "moe"))
+    low, high = trained_here("qwen3-30b-a3b", "1xh100-sxm", "hf")
+    assert low == pytest.approx(1 / high, rel=1e-9)
+    assert high >= math.exp(half) * (1 - 1e-9)
+    wider = trained_here("qwen3-30b-a3b", "2x8xh100-sxm", "hf")
+    assert wider[0] < low < 1 < high < wider[1] < 2
+    assert trained_here("qwen3-30b-a3b", "2x8xh100-sxm", "ddp")[1] > 2 > high
+
+
+def max_of(steps, kind):
+    return max(abs(step["residual"]) for step in steps if step["kind"] == kind)
+
+
+@pytest.mark.parametrize("left_out", ["h100-sxm", "h200-sxm"])
+def test_steps_of_one_device_cover_those_of_another(left_out):
+    steps = shipped("step_residuals.json")["cases"]
+    others, own = [], []
+    for step in steps:
+        (own if step["name"].endswith(left_out) else others).append(abs(step["residual"]))
+    half = conformal_quantile(others, 0.9)
+    assert np.mean(np.array(own) <= half) >= 0.85

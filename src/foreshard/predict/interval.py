@@ -156,6 +156,13 @@ def interval_evidence(evidence: str, architectures: Iterable[str]) -> str:
     return evidence if evidence in EVIDENCE and TRAINED.issuperset(architectures) else "unseen"
 
 
+def kind_of(model: Model) -> str:
+    """Return the kind of a model: lora, moe or dense."""
+    if any(block.lora_targets for block in model.blocks):
+        return "lora"
+    return "moe" if any(block.num_experts for block in model.blocks) else "dense"
+
+
 def class_of(
     model: Model,
     plan: Plan,
@@ -172,14 +179,9 @@ def class_of(
     no fit has seen. Without residuals of its evidence a class takes those of a datasheet, never those of
     something surer.
     """
-    if any(block.lora_targets for block in model.blocks):
-        kind = "lora"
-    elif any(block.num_experts for block in model.blocks):
-        kind = "moe"
-    elif parts.get("host", 0.0) >= HOST_BOUND * sum(parts.values()):
+    kind = kind_of(model)
+    if kind == "dense" and parts.get("host", 0.0) >= HOST_BOUND * sum(parts.values()):
         kind = "host"
-    else:
-        kind = "dense"
     if fidelity != "zero-shot":
         return (f"{fidelity}:{kind}", fidelity, "all")
     attention = "unfused" if framework.attention == "unfused" else "flash"
@@ -233,6 +235,8 @@ def step_intervals(
 
     `classes` are the shipped residuals unless given.
     """
+    if classes is None and fidelity == "zero-shot" and is_trained_here(case, evidence):
+        return _intervals_of_steps(case, step_time_s)
     table = residual_classes() if classes is None else classes
     names = class_of(case.model, case.plan, case.framework, parts, evidence=evidence, fidelity=fidelity)
     return class_intervals(names, features_of(case.model, case.plan), step_time_s, table)
@@ -258,6 +262,47 @@ def class_intervals(
             for level, (low, high) in entry["bounds"].items()
         }
     raise AssertionError(f"residuals.json has none of the classes {', '.join(names)}")
+
+
+@cache
+def _steps() -> tuple[Mapping[str, Any], ...]:
+    """Return residuals of training steps on one device, in no fit (`bench/bench_device.py --residuals`)."""
+    return tuple(shipped("step_residuals.json")["cases"])
+
+
+def is_trained_here(case: PlannedRun, evidence: str) -> bool:
+    """Return whether a framework is in no fit, but steps of it were trained on the architectures of a plan.
+
+    DDP with experts was not: it runs them in 32 bit, which is not what is predicted.
+    """
+    trained = {(step["framework"], step["kind"], step["architecture"]) for step in _steps()}
+    own = case.framework.name, kind_of(case.model)
+    return evidence == "unseen" and all((*own, device.arch) in trained for device in case.cluster.devices)
+
+
+def _intervals_of_steps(case: PlannedRun, step_time_s: float) -> Intervals:
+    """Return the intervals of a step by those trained on one device, by level.
+
+    The quantiles of all such steps, and of those with experts or adapters where the model has them, whichever
+    are wider; of too few steps for a quantile their largest residual. Sizes and numbers of devices away from
+    the steps widen them.
+    """
+    own = kind_of(case.model)
+    alike = [step for step in _steps() if step["kind"] == own]
+    whole = residual_classes()["all"]
+    near = alike or _steps()
+    points = [step["features"] for step in near]
+    distance = neighbour_distance([features_of(case.model, case.plan)], points, whole["scale"])
+    factor = float(widening(distance, whole["typical"])[0])
+    found: Intervals = {}
+    for level in LEVELS:
+        half = 0.0
+        for steps in (_steps(), alike):
+            sizes = [abs(step["residual"]) for step in steps]
+            half = max(half, min(conformal_quantile(sizes, level), max(sizes, default=0.0)))
+        low, high = spread(step_time_s, (-half, half), factor)
+        found[level] = float(low), float(high)
+    return found
 
 
 def calibrated_intervals(

@@ -21,7 +21,13 @@ from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, PlannedRun, build_batch
 from foreshard.predict.explanation import explanations
 from foreshard.predict.goodput import run_efficiency
-from foreshard.predict.interval import LEVEL, calibrated_intervals, interval_evidence, step_intervals
+from foreshard.predict.interval import (
+    LEVEL,
+    calibrated_intervals,
+    interval_evidence,
+    is_trained_here,
+    step_intervals,
+)
 from foreshard.predict.memory import plan_memory
 from foreshard.predict.rates import devices_of, rates_of
 from foreshard.predict.tasks.sources import source_shares, sources_text
@@ -525,6 +531,8 @@ def _assemble(
     known = interval_evidence(evidence, {device.arch for device in devices})
     intervals = step_intervals(case, step_s, parts, evidence=known, fidelity=fidelity)
     learned: tuple[str, ...] = ()
+    if fidelity == "zero-shot" and is_trained_here(case, known):
+        learned = (f"interval: by steps of {case.framework.name} trained on one device, wider away from it",)
     if calibration is not None:
         learned, fidelity = _calibrated_words(calibration, case.framework.label), "calibrated"
         intervals = calibrated_intervals(

@@ -59,6 +59,11 @@ class LayerCost:
     summed_bytes: Number = 0.0
     splits_boundary: bool = False
 
+    @property
+    def step_bytes(self) -> Number:
+        """Temporaries of the optimizer's step: none worth counting where it updates tensor by tensor."""
+        return 0.0
+
     def saved_bytes(self, samples: Any) -> Any:
         """Return the bytes kept from forward to backward for samples, a number or an array."""
         return samples * self.saved_bytes_per_sample

@@ -61,13 +61,18 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
         sizes = [costs.gathered_share * layer.parameter_bytes for layer in layers]
         whole = max(sum(sizes[i : i + GATHERED_LAYERS]) for i in range(len(sizes)))
         held = own / shards
-    return {
+    parts = {
         "parameters": held + frozen + whole,
         "gradients": held + whole,
         "optimizer": states / shards,
         "activations": _most_kept(group, place, kept),
         "temporary": max(temporary),
     }
+    step = sum(layer.step_bytes for layer in layers)
+    step = (step - sum(size * table[i].step_bytes / table[i].parameter_bytes for i, size in twice)) / shards
+    if step > parts["activations"] + parts["temporary"]:  # nothing is kept by then
+        return parts | {"activations": 0.0, "temporary": step}
+    return parts
 
 
 def _saved_bytes(

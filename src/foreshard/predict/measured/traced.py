@@ -49,6 +49,11 @@ class TracedLayerCost(LayerCost):
     saved_bytes_per_pair: float = 0.0
     boundary_bytes_per_pair: float = 0.0
 
+    @property
+    def step_bytes(self) -> Any:
+        """Square roots of all second moments at once (torch 2.13 optim/adamw.py _multi_tensor_adamw)."""
+        return self.parameter_bytes * (self.state_bytes >= 2 * self.parameter_bytes)
+
     def saved_bytes(self, samples: Any) -> Any:
         """Return the bytes kept of a micro-batch from forward to backward."""
         return samples * (self.saved_bytes_per_sample + samples * self.saved_bytes_per_pair)
