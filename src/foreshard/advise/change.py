@@ -19,6 +19,7 @@ from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
 from foreshard.spec.device import Device
+from foreshard.spec.framework import OVERRIDES, checked_override, checked_overrides
 from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
@@ -56,7 +57,7 @@ _HARDWARE = ("device", "nic", "nodes", *_RATES)
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", *COMM_OPTIONS)
 _SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not in ("bubble", "straggler"))
-_OTHERS = ("buckets", "prefetch", "wrap", "zero", "recompute", "framework", "lora", "shares")
+_OTHERS = (*OVERRIDES, "buckets", "prefetch", "wrap", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
 _ON = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
@@ -111,6 +112,12 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         )
     if key in _SWITCHES:
         return request.with_choice(key, _ON[_one_of(key, value, tuple(_ON))])
+    if key in OVERRIDES:
+        stated = (
+            request.plan.overrides if request.plan else checked_overrides(request.choices.get("overrides"))
+        )
+        name, read = checked_override(key, value)
+        return request.with_choice("overrides", replace(stated, **{name: read}))
     if key == "buckets":
         return request.with_choice(key, checked_buckets(parse(value, "bytes")))
     if key == "prefetch":

@@ -16,7 +16,7 @@ from foreshard.catalog.prices import Prices
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
-from foreshard.spec.framework import Framework
+from foreshard.spec.framework import Framework, checked_overrides
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
     ALGORITHMS,
@@ -58,6 +58,7 @@ OPTIONS = (
     "attention",
     "fp8_recipe",
     "dispatcher",
+    "overrides",
     "compile",
     *COMM_OPTIONS,
     "collectives",
@@ -66,7 +67,7 @@ OPTIONS = (
     "wrap",
 )
 _WRITTEN = (
-    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "dispatcher", "compile"),
+    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "dispatcher", "overrides", "compile"),
     "seq_len",
     *("collectives", "buckets", "prefetch", "wrap"),
 )
@@ -96,7 +97,7 @@ SPLIT_EVENLY = (
     "the cluster mixes devices and flags split the work evenly: every stage and rank takes the same "
     "share, the fast wait for the slow; a plan file (--plan) can give groups their own shares"
 )
-_FLAGS = {"seq_len": "--seq", "precision": "--dtype"}
+_FLAGS = {"seq_len": "--seq", "precision": "--dtype", "overrides": "--set"}
 
 
 def flag_of(name: str) -> str:
@@ -235,6 +236,7 @@ class Request:
         dispatcher = choices.pop("dispatcher", None)
         if dispatcher is not None:
             dispatcher = one_of(dispatcher, DISPATCHERS, key="--dispatcher", name="dispatcher")
+        overrides = checked_overrides(choices.pop("overrides", None))
         compiled = choices.pop("compile", None)
         if compiled is not None and not isinstance(compiled, bool):
             raise invalid(compiled, "Must be true or false", key="--compile", name="compile")
@@ -254,7 +256,7 @@ class Request:
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
         made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, attention=attention)
-        made = replace(made, fp8_recipe=recipe, dispatcher=dispatcher, compile=compiled)
+        made = replace(made, fp8_recipe=recipe, dispatcher=dispatcher, overrides=overrides, compile=compiled)
         made = replace(made, prefetch=prefetch, wrap=wrap)
         return self._with_buckets(made, buckets)
 

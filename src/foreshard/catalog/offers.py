@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
-from foreshard.spec.framework import Framework
+from foreshard.spec.framework import Framework, Overrides
 from foreshard.spec.plan import WHOLE_MODEL, Plan
 
 _RUNS = {
@@ -100,6 +100,10 @@ class Chosen(Protocol):
         """What sends tokens to experts on other ranks."""
 
     @property
+    def overrides(self) -> Overrides:
+        """What is set otherwise than the framework does."""
+
+    @property
     def compile(self) -> bool | None:
         """Whether torch.compile makes the kernels."""
 
@@ -107,7 +111,7 @@ class Chosen(Protocol):
 def as_chosen(
     framework: Framework, chosen: Chosen, *, devices: Iterable[Device], file: str | None = None
 ) -> Framework:
-    """Return the framework with the recipe, dispatcher and compiler that a plan or a request chooses.
+    """Return the framework with what a plan or a request sets: recipe, dispatcher, compiler and others.
 
     Raises
     ------
@@ -116,6 +120,7 @@ def as_chosen(
         the flag.
     """
     devices = tuple(devices)
+    framework = replace(framework, **chosen.overrides.stated())
 
     def where(key: str) -> dict[str, Any]:
         return {"key": key if file else f"--{key.replace('_', '-')}", "file": file}

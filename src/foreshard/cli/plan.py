@@ -21,11 +21,12 @@ from foreshard.cli.options.answer import (
 from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.measured import is_file
 from foreshard.cli.options.progress import watched
-from foreshard.cli.options.request import named_cluster, warn_of_stack
+from foreshard.cli.options.request import named_cluster, stated_overrides, warn_of_stack
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.interop.exporters import TRAINERS, target_of
+from foreshard.spec.framework import OVERRIDES
 from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
@@ -125,6 +126,14 @@ def _vendors() -> tuple[str, ...]:
     "--dispatcher",
     type=Word(*DISPATCHERS),
     help="What sends tokens to experts on other ranks (default: the framework's).",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    callback=stated_overrides,
+    metavar="KEY=VALUE",
+    help=f"Of the framework, as --set grad_bytes=bf16; repeat it: {', '.join(OVERRIDES)}.",
 )
 @click.option(
     "--compile/--no-compile",

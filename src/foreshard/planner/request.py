@@ -23,7 +23,7 @@ from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.step import ENGINES, checked_costs, checked_network
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of, whole
-from foreshard.spec.framework import Framework
+from foreshard.spec.framework import Framework, Overrides, checked_overrides
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
     ALGORITHMS,
@@ -77,6 +77,7 @@ class PlanRequest:
     attention: str | None = None
     fp8_recipe: str | None = None
     dispatcher: str | None = None
+    overrides: Overrides = field(default_factory=Overrides)
     compile: bool | None = None
     engine: str = "graph"
     network: str = "closed-form"
@@ -113,6 +114,7 @@ class PlanRequest:
             attention=self.attention,
             fp8_recipe=self.fp8_recipe,
             dispatcher=self.dispatcher,
+            overrides=self.overrides,
             compile=self.compile,
         )
 
@@ -201,6 +203,7 @@ def checked_request(
     attention: str | None = None,
     fp8_recipe: str | None = None,
     dispatcher: str | None = None,
+    overrides: Overrides | Mapping[str, Any] | Sequence[str] | None = None,
     compile: bool | None = None,
     collectives: str = AUTO,
     buckets: int | str | None = None,
@@ -265,6 +268,7 @@ def checked_request(
         attention=attention,
         fp8_recipe=fp8_recipe,
         dispatcher=dispatcher,
+        overrides=checked_overrides(overrides),
         compile=compile,
         framework=replace(
             declared,

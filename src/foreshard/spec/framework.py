@@ -1,9 +1,22 @@
-"""What a training framework does at a release: capabilities only, no time."""
+"""What a training framework does at a release: capabilities only, no time.
+
+A framework ships with defaults. Launch scripts change some of them, and plans keep what was changed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_type_hints
+
+from foreshard.errors import SpecError, unknown
+from foreshard.words import spelled
+
+_FLAG = "--set"
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of an element of each dtype: `grad_bytes=bf16` means 2."""
+_SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +139,99 @@ class Framework:
         """
         by_level = self.fsdp == "zero3" and name in ("grad_overlap", "param_gather_overlap")
         return getattr(self, name) & (zero >= 3) if by_level else getattr(self, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """Overrides by name as `Framework` has them; None is the framework's own.
+
+    Attributes
+    ----------
+    grad_bytes, grad_reduce_bytes : bytes of a main gradient (6: one of 16 bit is kept beside it), and of
+        one on the wire
+    master_bytes, moment_bytes : bytes of a master weight, and of one moment of the optimizer
+    grads_accumulate_fused : weight-gradient products add straight into the main gradient
+    cuda_graphs : what of a step runs as CUDA graphs
+    grouped_gemm : experts run in one launch; without it one product a local expert
+    routing : every expert gets equal tokens, or tokens above a capacity are dropped, or neither
+    cross_entropy : implementation of the loss
+    fp8_params : weights are stored and gathered in 8 bit
+    clips : gradients are clipped by torch before the update
+    """
+
+    grad_bytes: Literal[2, 4, 6] | None = None
+    grad_reduce_bytes: Literal[2, 4] | None = None
+    master_bytes: Literal[2, 4] | None = None
+    moment_bytes: Literal[1, 2, 4] | None = None
+    grads_accumulate_fused: bool | None = None
+    cuda_graphs: Literal["none", "partial", "full"] | None = None
+    grouped_gemm: bool | None = None
+    routing: Literal["learned", "balanced", "dropped"] | None = None
+    cross_entropy: Literal["unfused", "native", "te", "eager", "torch", "chunked"] | None = None
+    fp8_params: bool | None = None
+    clips: bool | None = None
+
+    def stated(self) -> dict[str, Any]:
+        """Return what is not left to the framework."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+OVERRIDES: tuple[str, ...] = tuple(one.name for one in fields(Overrides))
+
+
+@cache
+def _known() -> dict[str, tuple[Any, ...]]:
+    """Return the values that each override may have."""
+    found = {}
+    for name, hint in get_type_hints(Overrides).items():
+        kind = next(part for part in get_args(hint) if part is not type(None))
+        found[name] = (False, True) if kind is bool else get_args(kind)
+    return found
+
+
+def checked_override(name: str, value: Any) -> tuple[str, Any]:
+    """Return a override by our name of it and its value, or raise SpecError.
+
+    Examples
+    --------
+    >>> checked_override("grad-bytes", "bf16"), checked_override("cuda_graphs", "full")
+    (('grad_bytes', 2), ('cuda_graphs', 'full'))
+    """
+    ours = str(name).strip().lower().replace("-", "_")
+    known = _known().get(ours)
+    if known is None:
+        rule = "Overrides of a framework are"
+        raise unknown("override", str(name), OVERRIDES, key=_FLAG, rule=rule, otherwise="Leave it out")
+    read = _read(value, ours, known) if isinstance(value, str) else value
+    if not any(read == one and type(read) is type(one) for one in known):
+        shown = ["on", "off"] if known == (False, True) else [str(one) for one in known]
+        rule = f"{ours} is one of {', '.join(shown)}"
+        raise SpecError(f"{ours} {value!r}", key=_FLAG, value=value, rule=rule, fix=f"Use {shown[-1]}")
+    return ours, read
+
+
+def _read(text: str, name: str, known: tuple[Any, ...]) -> Any:
+    """Return what a word means as a value of a override."""
+    word = text.strip().lower()
+    if known == (False, True):
+        return _SWITCH.get(word, word)
+    if name.endswith("_bytes"):
+        return int(word) if word.isdecimal() else _BYTES.get(spelled(word, tuple(_BYTES)), word)
+    return spelled(word, known)
+
+
+def checked_overrides(given: Overrides | Mapping[str, Any] | Iterable[str] | None) -> Overrides:
+    """Return overrides that are given as such, by name, or as texts KEY=VALUE."""
+    if isinstance(given, Overrides):
+        return given
+    pairs = given.items() if isinstance(given, Mapping) else map(_pair, given or ())
+    return Overrides(**dict(checked_override(name, value) for name, value in pairs))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = str(text).partition("=")
+    if not equals:
+        rule, fix = "An override is KEY=VALUE", f"Write --set {text}=VALUE"
+        raise SpecError(f"{text!r} has no value", key=_FLAG, value=text, rule=rule, fix=fix)
+    return name, value

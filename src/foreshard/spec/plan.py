@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from foreshard.errors import SpecError
 from foreshard.spec.codec import invalid
+from foreshard.spec.framework import Overrides
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev"]
@@ -147,6 +148,7 @@ class Plan:
     attention: str | None = None  # kernel of attention; None is the framework's, as the devices have it
     fp8_recipe: str | None = None  # how 8-bit operands are scaled; None is the framework's
     dispatcher: str | None = None  # what sends tokens to experts; None is the framework's
+    overrides: Overrides = field(default_factory=Overrides)  # of the framework, where they are not its own
     compile: bool | None = None  # whether torch.compile makes the kernels; None is the framework's default
     comm: Mapping[str, Any] = field(default_factory=dict)
     lora: str | None = None  # adapters on frozen weights, RANK[:TARGET(+TARGET)*]
@@ -178,6 +180,8 @@ class Plan:
             out["fp8_recipe"] = self.fp8_recipe
         if self.dispatcher is not None:
             out["dispatcher"] = self.dispatcher
+        if stated := self.overrides.stated():
+            out["overrides"] = stated
         if self.compile is not None:
             out["compile"] = self.compile
         if self.lora is not None:

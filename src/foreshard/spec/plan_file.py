@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from foreshard.errors import SpecError
 from foreshard.spec.codec import Grammar, Range, Size, decode, invalid, parse_json, read_text, whole
+from foreshard.spec.framework import Overrides
 from foreshard.spec.plan import (
     MAX_BATCH,
     MAX_BUCKET_BYTES,
@@ -107,6 +108,7 @@ class PlanFile:
     attention: Attention | None = None
     fp8_recipe: Recipe | None = None
     dispatcher: Dispatcher | None = None
+    overrides: Overrides = field(default_factory=Overrides)
     compile: bool | None = None
     lora: Annotated[str, Size(1, 80)] | None = None
     defaults: GroupOptions = GroupOptions()

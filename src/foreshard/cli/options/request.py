@@ -13,6 +13,7 @@ from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLab
 from foreshard.cli.options.varying import VARYING, varying_options
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.framework import OVERRIDES
 from foreshard.spec.plan import (
     ALGORITHMS,
     ATTENTIONS,
@@ -94,6 +95,7 @@ def _run_options() -> list[click.Option]:
         attention_option(),
         recipe_option(),
         dispatcher_option(),
+        override_option(),
         click.Option(
             ["--compile/--no-compile"],
             default=None,
@@ -125,6 +127,21 @@ def dispatcher_option() -> click.Option:
     """Return a fresh option of what sends tokens to experts."""
     text = "What sends tokens to experts on other ranks (default: the framework's)."
     return click.Option(["--dispatcher"], type=Word(*DISPATCHERS), help=text)
+
+
+def override_option() -> click.Option:
+    """Return a fresh option of what is set otherwise than the framework does."""
+    text = f"Of the framework, as --set grad_bytes=bf16; repeat it: {', '.join(OVERRIDES)}."
+    return click.Option(
+        ["--set", "overrides"], multiple=True, callback=stated_overrides, metavar="KEY=VALUE", help=text
+    )
+
+
+def stated_overrides(
+    ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    """Return the overrides that were stated, None without any."""
+    return value or None
 
 
 def warn_of_stack(label: str, cluster: Cluster) -> None:

@@ -7,6 +7,7 @@ megatron/core/transformer/pipeline_parallel_layer_layout.py; the flags are the s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from shlex import quote
 
@@ -14,6 +15,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
 from foreshard.interop.exporters.uniform import Uniform, option_gaps, required_uniform
+from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
 
@@ -38,8 +40,7 @@ def export(request: ExportRequest) -> tuple[str, list[str]]:
     plan, model = request.plan, request.model
     degrees = required_uniform(request, _gaps, _expert_gaps, _model_gaps)
     flags = [*_degree_flags(degrees, model), *_batch_flags(plan, degrees), *_option_flags(plan, degrees)]
-    dispatcher = plan.dispatcher or load_framework(plan.framework).dispatcher
-    flags += model_flags(model, dispatcher) if model else []
+    flags += model_flags(model, _as_set(plan)) if model else []
     return _script(request.version, degrees, flags), _notes(plan, degrees, model)
 
 
@@ -167,10 +168,45 @@ def _option_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
     flags = [*_PRECISIONS[plan.precision], ("--optimizer", _OPTIMIZERS[plan.optimizer])]
     if plan.fp8_recipe is not None:
         flags.append(("--fp8-recipe", plan.fp8_recipe))
+    flags += _override_flags(plan)
     flags += _sharding_flags(degrees) + _recompute_flags(degrees.recompute)
     if degrees.offload == "optimizer":
         flags += [("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",)]
     return flags + _overlap_flags(plan, degrees)
+
+
+def _as_set(plan: Plan) -> Framework:
+    """Return the plan's framework with its overrides and dispatcher."""
+    own = load_framework(plan.framework)
+    return replace(own, dispatcher=plan.dispatcher or own.dispatcher, **plan.overrides.stated())
+
+
+def _override_flags(plan: Plan) -> list[Flag]:
+    """Return the flags of dtypes, graphs and fused kernels, as the plan's framework or the plan sets them."""
+    own = _as_set(plan)
+    flags: list[Flag] = []
+    if plan.overrides.grad_reduce_bytes == 2:
+        flags.append(("--grad-reduce-in-bf16",))
+    elif plan.precision == "fp16" and own.grad_bytes == 4:
+        flags.append(("--accumulate-allreduce-grads-in-fp32",))
+    if own.cross_entropy in ("native", "te"):
+        flags += [("--cross-entropy-loss-fusion",), ("--cross-entropy-fusion-impl", own.cross_entropy)]
+    if plan.overrides.fp8_params:
+        flags.append(("--fp8-param-gather",))
+    if plan.overrides.routing == "balanced":
+        flags.append(("--moe-router-force-load-balancing",))
+    if plan.overrides.cuda_graphs == "full":
+        flags.append(("--cuda-graph-impl", "local"))
+    states = [
+        (flag, word)
+        for flag, word, size in (
+            ("--exp-avg-dtype", "bf16", plan.overrides.moment_bytes),
+            ("--exp-avg-sq-dtype", "bf16", plan.overrides.moment_bytes),
+            ("--main-params-dtype", "fp16", plan.overrides.master_bytes),
+        )
+        if size == 2
+    ]
+    return [*flags, ("--use-precision-aware-optimizer",), *states] if states else flags
 
 
 def _sharding_flags(degrees: Uniform) -> list[Flag]:

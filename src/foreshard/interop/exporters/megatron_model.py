@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foreshard.spec.block import Block
+from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 
 Flag = tuple[str, ...]
@@ -81,7 +82,7 @@ def _mlp(block: Block) -> tuple[object, ...]:
     return tuple(getattr(block, name) for name in names)
 
 
-def model_flags(model: Model, dispatcher: str = "alltoall") -> list[Flag]:
+def model_flags(model: Model, framework: Framework) -> list[Flag]:
     """Return the flags of the model's sizes."""
     block = model.blocks[0]
     dense = next((kind for kind in model.blocks if kind.ffn and not kind.num_experts), None)
@@ -110,7 +111,7 @@ def model_flags(model: Model, dispatcher: str = "alltoall") -> list[Flag]:
     }
     flags += [(name,) for name, on in switches.items() if on]
     if expert is not None:
-        flags += _experts(model, expert, dispatcher)
+        flags += _experts(model, expert, framework)
     if model.num_next_token:
         flags.append(("--mtp-num-layers", str(model.num_next_token)))
     return flags
@@ -158,14 +159,15 @@ def _dispatcher(name: str) -> list[Flag]:
     return [("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", name)]
 
 
-def _experts(model: Model, expert: Block, dispatcher: str) -> list[Flag]:
+def _experts(model: Model, expert: Block, framework: Framework) -> list[Flag]:
     flags: list[Flag] = [
         ("--num-experts", str(expert.num_experts)),
         ("--moe-router-topk", str(expert.top_k)),
         ("--moe-ffn-hidden-size", str(expert.expert_ffn)),
-        *_dispatcher(dispatcher),
-        ("--moe-grouped-gemm",),
+        *_dispatcher(framework.dispatcher),
     ]
+    if framework.grouped_gemm:
+        flags.append(("--moe-grouped-gemm",))
     if expert.shared_ffn:
         flags.append(("--moe-shared-expert-intermediate-size", str(expert.shared_ffn)))
     pattern = [int(block.num_experts > 0) for block in model.blocks]

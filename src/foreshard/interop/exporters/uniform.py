@@ -197,6 +197,9 @@ def wire_notes(plan: Plan) -> tuple[str, ...]:
             f"Attention is {plan.attention}: set --attention-backend of Megatron, attn_implementation of "
             "transformers, or the tool's own option."
         )
+    if stated := plan.overrides.stated():
+        said = ", ".join(f"{name} {value}" for name, value in stated.items())
+        notes.append(f"Of the framework's overrides the plan has {said}: Megatron's flags say what they can.")
     if plan.compile is not None:
         notes.append(
             f"torch.compile is {'on' if plan.compile else 'off'}: torchtitan's file says so; set "

@@ -12,6 +12,7 @@ from typing import Any
 from foreshard.errors import SpecError
 from foreshard.interop.importers.launch_script import LaunchFlags, read_flags
 from foreshard.interop.importers.stated_run import StatedRun
+from foreshard.spec.framework import Overrides
 
 _DEGREES = {
     "tp": "--tensor-model-parallel-size",
@@ -29,6 +30,13 @@ _REFUSED = {
     "--cpu-offloading": "offload of activations by layer",
     "--rampup-batch-size": "a batch that grows",
 }
+_STATES = {
+    "grad_bytes": "--main-grads-dtype",
+    "master_bytes": "--main-params-dtype",
+    "moment_bytes": "--exp-avg-dtype",
+}
+"""Of the precision-aware optimizer; both moments are taken as the first."""
+_STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _PART = re.compile(r"\(([A-Za-z|]+)\)\*(\d+)|([A-Za-z])(?:\*(\d+))?|\|")
 
 
@@ -55,6 +63,7 @@ def read(text: str, file: str) -> StatedRun:
         choices["fp8_recipe"] = _fp8_recipe(flags)
     if (choices["ep"] or 1) > 1:
         choices["dispatcher"] = _dispatcher(flags)
+    choices["overrides"] = _overrides(flags, choices["precision"], experts=experts)
     optimizer = flags.choice("--optimizer", ("adam", "sgd", "muon", "dist_muon", "lion"), "adam")
     choices["optimizer"] = {"adam": "adamw", "dist_muon": "muon"}.get(optimizer, optimizer)
     choices["recompute"] = _recompute(flags)
@@ -109,6 +118,35 @@ def _precision(flags: LaunchFlags) -> str:
     if any(flag in flags for flag in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")):
         return _RECIPES[_fp8_recipe(flags)]
     return "bf16" if "--bf16" in flags else "fp16" if "--fp16" in flags else "fp32"
+
+
+def _overrides(flags: LaunchFlags, precision: str, *, experts: bool) -> Overrides:
+    """Return what a script sets otherwise than the catalog's Megatron does: dtypes, graphs, fused kernels."""
+    stated: dict[str, Any] = {}
+    wide = precision != "fp16" or "--accumulate-allreduce-grads-in-fp32" in flags
+    if "--grad-reduce-in-bf16" in flags or not (wide or precision == "fp32"):
+        stated |= {"grad_bytes": 2, "grad_reduce_bytes": 2}
+    if "--use-precision-aware-optimizer" in flags:
+        for name, flag in _STATES.items():
+            word = flags.choice(flag, tuple(_STATE_BYTES), "fp32")
+            if _STATE_BYTES[word] != 4:
+                stated[name] = _STATE_BYTES[word]
+    if "--fp8-param-gather" in flags:
+        stated["fp8_params"] = True
+    fused = "--cross-entropy-loss-fusion" in flags
+    loss = flags.choice("--cross-entropy-fusion-impl", ("native", "te"), "native") if fused else "unfused"
+    if loss != "te":
+        stated["cross_entropy"] = loss
+    if experts and "--moe-grouped-gemm" not in flags:
+        stated["grouped_gemm"] = False
+    if "--moe-router-force-load-balancing" in flags:
+        stated["routing"] = "balanced"
+    impls = ("none", "local", "transformer_engine", "full_iteration")
+    older = "--enable-cuda-graph" in flags or "--external-cuda-graph" in flags
+    if older or flags.choice("--cuda-graph-impl", impls, "none") != "none":
+        parts = "--cuda-graph-modules" in flags or flags.word("--cuda-graph-scope", "full") != "full"
+        stated["cuda_graphs"] = "partial" if parts else "full"
+    return Overrides(**stated)
 
 
 def _dispatcher(flags: LaunchFlags) -> str:

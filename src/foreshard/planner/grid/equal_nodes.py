@@ -25,11 +25,21 @@ from foreshard.planner.solver.time_budget import LEAST_S
 from foreshard.predict.plan_table import PlanTable
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.framework import OVERRIDES
 from foreshard.spec.plan import Plan, acting
 from foreshard.spec.prediction import Prediction
 from foreshard.units import number_of
 
-_OF_REQUEST = ("collectives", "bucket_bytes", "attention", "fp8_recipe", "dispatcher", "elementwise", "host")
+_OF_REQUEST = (
+    "collectives",
+    "bucket_bytes",
+    "attention",
+    "fp8_recipe",
+    "dispatcher",
+    *OVERRIDES,
+    "elementwise",
+    "host",
+)
 """What a request sets of its framework, apart from what is hidden."""
 _ROUNDING = 1e-12
 """Share by which sums of the same terms in another order may differ."""

@@ -141,6 +141,8 @@ def _check_supported(plan: Plan) -> None:
         raise _unsupported("fp8_recipe", plan.fp8_recipe, "the runtime has no 8-bit products")
     if plan.dispatcher is not None:
         raise _unsupported("dispatcher", plan.dispatcher, "the runtime sends no tokens to experts")
+    if stated := plan.overrides.stated():
+        raise _unsupported("overrides", stated, "the runtime keeps its own dtypes and launches")
     if plan.compile:
         raise _unsupported("compile", plan.compile, "the runtime compiles no layers of the job")
     for key, value in (("prefetch", plan.prefetch), ("wrap", plan.wrap)):

@@ -1,0 +1,129 @@
+"""What is set in a framework beyond the options that have a name: flag, plan file, launch script, what-if."""
+
+import pytest
+
+from foreshard.advise import change
+from foreshard.advise.request import Request
+from foreshard.api import import_plan, load_cluster, load_model, plan, predict
+from foreshard.errors import SpecError
+from foreshard.interop.exporters import export
+from foreshard.spec.framework import OVERRIDES, Overrides, checked_overrides
+from foreshard.spec.plan_file import parse_plan
+
+MODEL, CLUSTER = load_model("qwen3-30b-a3b"), load_cluster("2x8xh100-sxm")
+ASKED = {"ep": 8, "micro_batch": 1, "global_batch": 32, "seq": 2048}
+
+
+def run(**overrides):
+    return predict(MODEL, CLUSTER, overrides=overrides, **ASKED)
+
+
+def test_dtypes_of_states_take_their_bytes_and_no_more():
+    own, grads = run(), run(grad_bytes="bf16", grad_reduce_bytes=2)
+    parts = {name: getattr(own.memory, name) for name in ("peak_bytes",)}
+    assert grads.memory.peak_bytes < parts["peak_bytes"]
+    assert run(moment_bytes="bf16").memory.peak_bytes < parts["peak_bytes"]
+    assert run(master_bytes=2).memory.peak_bytes < parts["peak_bytes"]
+    assert run(grad_bytes=4, moment_bytes="fp32").memory == own.memory
+
+
+def test_what_a_framework_does_by_itself_changes_nothing():
+    own = run()
+    stated = run(grad_bytes=4, cuda_graphs="none", grouped_gemm=True, routing="learned", cross_entropy="te")
+    assert stated.step_time_s == own.step_time_s
+    assert run(cuda_graphs="full").step_time_s < own.step_time_s < run(grouped_gemm="off").step_time_s
+    assert run(routing="balanced").step_time_s < own.step_time_s < run(cross_entropy="unfused").step_time_s
+
+
+def test_a_plan_keeps_its_settings():
+    made = run(cuda_graphs="full", grad_bytes=2)
+    again = parse_plan(made.plan.to_dict())
+    assert again.overrides == Overrides(cuda_graphs="full", grad_bytes=2)
+    assert predict(MODEL, CLUSTER, again).step_time_s == made.step_time_s
+    best = plan(MODEL, CLUSTER, global_batch=32, seq=2048, overrides=["cuda_graphs=full"], budget_s=1).plans[
+        0
+    ]
+    assert best.plan.overrides == Overrides(cuda_graphs="full")
+    step_s = predict(MODEL, CLUSTER, best.plan).step_time_s
+    assert step_s == pytest.approx(best.prediction.step_time_s, rel=1e-9)
+
+
+def test_what_if_changes_one_setting_and_keeps_the_others():
+    request = Request(model=MODEL, cluster=CLUSTER, choices={"ep": 8, "overrides": ["grad_bytes=2"]})
+    changed = change.apply(request, "cuda-graphs=full").to_plan()
+    assert changed.overrides == Overrides(grad_bytes=2, cuda_graphs="full")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("grad_bytes=3", "grad_bytes is one of 2, 4, 6"),
+        ("cuda_graphs=some", "one of none, partial, full"),
+        ("fp8_params=2", "one of on, off"),
+        ("grads=2", "unknown override"),
+        ("clips", "KEY=VALUE"),
+    ],
+)
+def test_a_setting_that_is_wrong_says_what_it_may_be(text, words):
+    with pytest.raises(SpecError, match=words):
+        checked_overrides([text])
+
+
+def test_every_setting_is_a_field_of_a_framework_with_the_same_values():
+    from foreshard.catalog.frameworks import CHOICES, frameworks
+
+    for framework in frameworks():
+        for name in OVERRIDES:
+            own = getattr(framework, name)
+            assert checked_overrides({name: own}).stated() == {name: own}, (framework.label, name)
+    for name in set(OVERRIDES) & set(CHOICES):
+        for word in CHOICES[name]:
+            assert checked_overrides({name: word}).stated() == {name: word}
+
+
+SCRIPT = """torchrun pretrain_gpt.py --num-layers 48 --num-experts 128 --expert-model-parallel-size 8 \\
+  --micro-batch-size 1 --global-batch-size 32 --seq-length 2048 --use-distributed-optimizer """
+
+
+@pytest.mark.parametrize(
+    ("flags", "overrides"),
+    [
+        ("--bf16", {"cross_entropy": "unfused", "grouped_gemm": False}),
+        (
+            "--fp16",
+            {"cross_entropy": "unfused", "grouped_gemm": False, "grad_bytes": 2, "grad_reduce_bytes": 2},
+        ),
+        (
+            "--bf16 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --moe-grouped-gemm "
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --cuda-graph-impl full_iteration",
+            {"moment_bytes": 2, "cuda_graphs": "full"},
+        ),
+        (
+            "--bf16 --cross-entropy-loss-fusion --moe-grouped-gemm --grad-reduce-in-bf16 --enable-cuda-graph "
+            "--cuda-graph-scope attn",
+            {"cross_entropy": "native", "grad_bytes": 2, "grad_reduce_bytes": 2, "cuda_graphs": "partial"},
+        ),
+    ],
+)
+def test_settings_of_a_launch_script(tmp_path, flags, overrides):
+    script = tmp_path / "pretrain.sh"
+    script.write_text(SCRIPT + flags + "\n")
+    made, _ = import_plan(str(script), "megatron", MODEL, CLUSTER)
+    assert made.overrides.stated() == overrides
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"grad_bytes": 2, "grad_reduce_bytes": 2},
+        {"moment_bytes": 2, "cuda_graphs": "full", "cross_entropy": "native", "routing": "balanced"},
+        {"cross_entropy": "unfused", "grouped_gemm": False, "fp8_params": True},
+    ],
+)
+def test_settings_are_written_for_megatron_and_read_back(tmp_path, overrides):
+    made = run(**overrides).plan
+    script = tmp_path / "megatron_args.sh"
+    script.write_text(export(made, "megatron", model=MODEL, cluster=CLUSTER).text)
+    again, _ = import_plan(str(script), "megatron", MODEL, CLUSTER)
+    assert again.overrides == made.overrides
