@@ -88,6 +88,8 @@ class TracedLayer:
         Kept from forward to backward.
     boundary_bytes : Growth
         Handed to the next layer.
+    beside_bytes : Growth
+        Most that the backward holds beyond what was kept, of gradients and of what it makes on the way.
     modules : tuple of str
         The largest modules that ran and whose parameters are all of this layer, by name.
     sums_forward, sums_backward : tuple of Growth
@@ -106,6 +108,7 @@ class TracedLayer:
     buffers: int
     saved_bytes: Growth
     boundary_bytes: Growth
+    beside_bytes: Growth = Growth(0.0, 0.0)
     modules: tuple[str, ...] = ()
     sums_forward: tuple[Growth, ...] = ()
     sums_backward: tuple[Growth, ...] = ()

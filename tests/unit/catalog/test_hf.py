@@ -229,5 +229,6 @@ def test_layers_without_rotary_positions_turn_nothing():
         turned = [1.0, 1.0, 1.0, 0.0]
         model = load_model(name)
         assert [block.rotary for block in model.blocks] == turned * (model.num_layers // 4)
+    assert {load_model(name).rope_base for name in ("llama-7b", "llama-65b", "gpt-j-6b")} == {1e4}
     minimax = load_model("minimax-m2")
     assert (minimax.rope_base, minimax.blocks[0].rotary) == (5e6, 0.5)

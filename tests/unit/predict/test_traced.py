@@ -223,6 +223,16 @@ def test_a_slower_network_never_helps_and_pipelines_are_priced(resnet):
     assert len(piped.memory.per_stage_peak_bytes[0]) == 4
 
 
+@pytest.mark.parametrize(("optimizer", "held"), [("adamw", 5), ("sgd", 3)])
+def test_the_step_of_adamw_holds_roots_of_all_second_moments(optimizer, held):
+    """Weights, gradients, moments and their roots, 4 bytes each; of SGD one moment and no root."""
+    rest = [layer for _ in range(3) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
+    rows = torch.nn.Sequential(torch.nn.Embedding(4096, 256), *rest)
+    traced = trace_module(rows, torch.zeros(1, 4, dtype=torch.long), precision="fp32")
+    step = step_of(traced, "1x1xa100-sxm-40gb", micro_batch=1, optimizer=optimizer)
+    assert step.memory.peak_bytes == pytest.approx(held * 4 * traced.num_params, rel=0.01)
+
+
 def test_recomputation_trades_memory_for_time(resnet):
     kept, again = (step_of(resnet, "1x1xv100-sxm-16gb", recompute=rule) for rule in ("none", "full"))
     assert again.memory.peak_bytes < 0.6 * kept.memory.peak_bytes
@@ -421,14 +431,15 @@ def kept_bytes(module, samples):
 
 @pytest.mark.parametrize("samples", [64, 32768])
 def test_activations_are_those_of_the_micro_batch_with_all_its_pairs(contrastive, samples):
-    made = step_of(contrastive, "1x1xa100-sxm-40gb", micro_batch=samples)
+    made = step_of(contrastive, "1x1xa100-sxm-40gb", micro_batch=samples, optimizer="sgd")
     activations = made.memory.breakdown_bytes["activations"]
     assert activations == pytest.approx(kept_bytes(contrastive, samples), rel=1e-9)
     assert activations > 4 * samples**2, "the similarities, in 32 bit"
     assert made.mfu == pytest.approx(
         contrastive.flops(samples) / (made.step_time_s * resolve_device("a100-sxm-40gb").peak("fp32"))
     )
-    again = step_of(contrastive, "1x1xa100-sxm-40gb", micro_batch=samples, recompute="full")
+    asked = {"micro_batch": samples, "recompute": "full", "optimizer": "sgd"}
+    again = step_of(contrastive, "1x1xa100-sxm-40gb", **asked)
     ends = sum(layer.boundary_bytes.at(samples) for layer in contrastive.layers)
     assert again.memory.breakdown_bytes["activations"] == pytest.approx(ends, rel=1e-9)
 

@@ -207,6 +207,34 @@ def test_saved_bytes_are_what_the_tracker_of_torch_reports(name):
     assert expected == pytest.approx(act + inputs_bytes, rel=0.02, abs=16 * 1024)
 
 
+def scored(out):
+    return nn.functional.cross_entropy(out, torch.zeros(out.shape[0], dtype=torch.long, device=out.device))
+
+
+@pytest.mark.parametrize("name", ["head", "mlp", "cnn", "two inputs"])
+def test_the_peak_of_a_backward_is_what_the_tracker_of_torch_reports(name):
+    """Behind a head the gradients of the loss and of its softmax are beside the softmax that was kept."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    is_head = name == "head"
+    module, inputs = (nn.Linear(64, 5000, bias=False), torch.zeros(1, 64)) if is_head else CASES[name]()
+    traced = trace_module(module, inputs, precision="fp32", loss=scored if is_head else None)
+    meta, given = on_meta(module, inputs, 32)
+    tracker = MemTracker()
+    tracker.track_external(meta, *given)
+    with torch.device("meta"), tracker:
+        score = scored(meta(*given)) if is_head else meta(*given).sum()
+        score.backward()
+    (held,) = tracker.get_tracker_snapshot("peak").values()
+    sizes = {str(getattr(kind, "value", kind)): size for kind, size in held.items()}
+    expected = sizes["Total"] - sizes["Parameter"] - sizes.get("Buffer", 0) - sizes.get("Gradient", 0)
+    later, beside = 0.0, 0.0
+    for layer in reversed(traced.layers):
+        beside = max(beside, layer.beside_bytes.at(32) - later)
+        later += layer.saved_bytes.at(32)
+    assert later + beside == pytest.approx(expected, rel=0.005)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_any_micro_batch_follow_from_two(name, monkeypatch):
     module, inputs = CASES[name]()

@@ -68,6 +68,10 @@ class LayerCost:
         """Return the bytes kept from forward to backward for samples, a number or an array."""
         return samples * self.saved_bytes_per_sample
 
+    def beside_bytes(self, samples: Any) -> Any:
+        """Return what the backward of a micro-batch holds at most beyond what was kept: not measured."""
+        return 0.0 * samples
+
     def boundary_bytes(self, samples: Any) -> Any:
         """Return the bytes of a micro-batch that are handed to the next layer."""
         return samples * self.boundary_bytes_per_sample

@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.graph.pipeline_schedules import Op, stage_order
-from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
@@ -78,16 +78,29 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
 def _saved_bytes(
     costs: MeasuredCosts, stage: Stage, span: tuple[int, int], samples: int
 ) -> tuple[float, float]:
-    """Return the bytes of a micro-batch kept until its backward, and those made again in it."""
+    """Return the bytes of a micro-batch kept until its backward, and those made in it, or again."""
     layers = costs.layers_on("", stage.tp)[slice(*span)]
     saved = sum(layer.saved_bytes(samples) for layer in layers)
     again = recomputed_share(stage)
     if not again:
-        return saved, 0.0
+        return saved, _beside(layers, samples)
     size = int(recompute_of(stage.recompute, len(layers)).unit)
     units = [layers[start : start + size] for start in range(0, len(layers), size)]
-    most = max(sum(layer.saved_bytes(samples) for layer in unit) for unit in units)
-    return saved * (1 - again) + again * sum(unit[-1].boundary_bytes(samples) for unit in units), most
+    later, most = 0.0, 0.0  # when a unit runs again, what later ones handed on is gone
+    for unit in reversed(units):
+        made = sum(layer.saved_bytes(samples) for layer in unit) + _beside(unit, samples)
+        most = max(most, made - again * later)
+        later += unit[-1].boundary_bytes(samples)
+    return saved * (1 - again) + again * later, most
+
+
+def _beside(layers: Sequence[LayerCost], samples: int) -> float:
+    """Return the most bytes that backward holds beyond what layers kept; what later ones kept goes first."""
+    later, most = 0.0, 0.0
+    for layer in reversed(layers):
+        most = max(most, layer.beside_bytes(samples) - later)
+        later += layer.saved_bytes(samples)
+    return most
 
 
 def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:

@@ -48,6 +48,7 @@ class TracedLayerCost(LayerCost):
 
     saved_bytes_per_pair: float = 0.0
     boundary_bytes_per_pair: float = 0.0
+    beside: Growth
 
     @property
     def step_bytes(self) -> Any:
@@ -57,6 +58,10 @@ class TracedLayerCost(LayerCost):
     def saved_bytes(self, samples: Any) -> Any:
         """Return the bytes kept of a micro-batch from forward to backward."""
         return samples * (self.saved_bytes_per_sample + samples * self.saved_bytes_per_pair)
+
+    def beside_bytes(self, samples: Any) -> Any:
+        """Return what the backward of a micro-batch holds at most beyond what was kept."""
+        return self.beside.at(samples)
 
     def boundary_bytes(self, samples: Any) -> Any:
         """Return the bytes of a micro-batch that are handed to the next layer."""
@@ -284,6 +289,7 @@ def _layer(
         saved_bytes_per_pair=layer.saved_bytes.square,
         boundary_bytes_per_sample=layer.boundary_bytes.each,
         boundary_bytes_per_pair=layer.boundary_bytes.square,
+        beside=layer.beside_bytes,
         # beside them what forward keeps of any batch: copies of weights in 16 bit, masks
         frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES + max(0.0, layer.saved_bytes.fixed),
         sums_forward=_sums(layer.sums_forward, sizes[1]),

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from foreshard.profile.tracing.constants import Constants
+from foreshard.profile.tracing.lifetimes import Lifetimes
 from foreshard.profile.tracing.operations import Call, calls_of, tensors_of
 from foreshard.profile.tracing.repeats import Repeats
 
@@ -102,6 +103,8 @@ class Recorder:
         Of what modules returned, and that.
     sparse : bool
         Whether a gradient is sparse.
+    lifetimes : Lifetimes
+        Of what the backward makes and reads.
     """
 
     constants: frozenset[int]
@@ -122,6 +125,7 @@ class Recorder:
     gradients: dict[int, Any] = field(default_factory=dict)
     output_gradients: list[tuple[Any, Any]] = field(default_factory=list)
     sparse: bool = False
+    lifetimes: Lifetimes = field(default_factory=Lifetimes)
     in_backward: bool = False
     _aliases: Any = field(default_factory=WeakTensorKeyDictionary)
 
@@ -148,6 +152,7 @@ class Recorder:
     def _add(self, done: Applied) -> None:
         if self.in_backward:
             self.sparse |= any(tensor.layout is torch.sparse_coo for tensor in tensors_of(done.out))
+            self.lifetimes.add(len(self.backward), (*done.args, *done.kwargs.values()), done.out)
             self.backward.append(self._aliased(done))
             return
         self.forward.append(done)

@@ -413,15 +413,32 @@ def _by_layer(layers: Sequence[int], count: int, values: Iterable[tuple[int, Any
     return found
 
 
-def _saved(run: _Run, part: RankPart) -> list[float]:
-    """Return the bytes that each layer keeps for its backward, a storage counted where it is first kept."""
+def _kept(run: _Run, part: RankPart) -> list[dict[int, float]]:
+    """Return the bytes of each storage that a layer keeps for its backward, where it is first kept."""
     bounds, seen = _bounds(run), set()
-    found = [0.0] * (len(run.cuts) + 1)
+    found: list[dict[int, float]] = [{} for _ in range(len(run.cuts) + 1)]
     for at, tensor in run.recorder.saved:
-        if storage_of(tensor) not in seen:
-            seen.add(storage_of(tensor))
-            found[_layer_at(bounds, at)] += tensor.untyped_storage().nbytes() * part.share(tensor)
+        storage = storage_of(tensor)
+        if storage not in seen:
+            seen.add(storage)
+            size = tensor.untyped_storage().nbytes() * part.share(tensor)
+            found[_layer_at(bounds, at)][storage] = size
     return found
+
+
+def _saved(run: _Run, part: RankPart) -> list[float]:
+    """Return the bytes that each layer keeps for its backward."""
+    return [sum(storages.values()) for storages in _kept(run, part)]
+
+
+def _beside(run: _Run, part: RankPart) -> list[float]:
+    """Return what the backward of each layer holds at most beyond what it kept, on a rank its part of it."""
+    whole = _kept(run, all_of(run.recorder))
+    recorder = run.recorder
+    more = recorder.lifetimes.beside(_layers_of_backward(run), whole, recorder.gradients.values())
+    held = sum(_saved(run, all_of(recorder)))
+    share = sum(_saved(run, part)) / held if held else 1.0
+    return [size * share for size in more]
 
 
 def _layers(module: Any, runs: Sequence[_Run], parts: Sequence[RankPart]) -> tuple[TracedLayer, ...]:
@@ -440,6 +457,7 @@ def _layers(module: Any, runs: Sequence[_Run], parts: Sequence[RankPart]) -> tup
     sums_forward = by_layer(of_forward, (part.sums_forward for part in parts))
     sums_backward = by_layer(of_backward, (part.sums_backward for part in parts))
     saved = list(zip(*map(_saved, runs, parts), strict=True))
+    beside = list(zip(*map(_beside, runs, parts), strict=True))
     sizes = [[end.num_bytes for end in run.cuts] + [0.0] for run in runs]
     trained, frozen, buffers, unsummed = _elements(module, one, parts[0])
     modules = _modules(module, one)
@@ -453,6 +471,7 @@ def _layers(module: Any, runs: Sequence[_Run], parts: Sequence[RankPart]) -> tup
             buffers=buffers[i],
             saved_bytes=_growth(*saved[i]),
             boundary_bytes=_growth(*(size[i] for size in sizes)),
+            beside_bytes=_growth(*beside[i]),
             modules=tuple(modules[i]),
             sums_forward=tuple(_growth(*each) for each in zip(*sums_forward[i], strict=True)),
             sums_backward=tuple(_growth(*each) for each in zip(*sums_backward[i], strict=True)),
