@@ -195,6 +195,7 @@ def test_units_that_do_not_fit_exit_3(shell):
         ("--zero", "1"),
         ("--zero", "3", "--gradients", "bf16"),
         ("--zero", "3", "--framework", "ddp"),
+        ("--zero", "3", "--tp", "8"),
         ("--zero", "3", "--wrap", "0"),
         ("--zero", "3", "--prefetch", "1,,2"),
     ],
