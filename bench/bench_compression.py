@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "jobs"))
-RANKS, BATCH, RATE = 2, 16, 2e-3
+RANKS, BATCH, RATE, MOMENTUM = 2, 16, 2e-3, 0.9
 FROZEN = "none, frozen"
 """Whole sums with the second moments of the warm-up: what freezing them does by itself."""
 METHODS = ("none", FROZEN, "powersgd:4", "topk:0.05", "topk:0.1", "onebit", "int8", "fp8")
@@ -48,10 +48,10 @@ def train(rank: int, folder: str, method: str, steps: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*[build() for build in gpt_job.model()]))
-    freezes, warm_up = method != "none", WarmUp(steps // WARM)
+    freezes, warm_up = method != "none", WarmUp(steps // WARM, momentum=MOMENTUM)
     if method not in ("none", FROZEN):
         model.register_comm_hook(*ddp_hook(method, dist.group.WORLD, warm_up))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(MOMENTUM, 0.999))
     frozen = FrozenAdam(optimizer, warm_up.steps)
     data, losses, own = gpt_job.dataset(), [], BATCH // RANKS
     for step in range(steps):

@@ -114,7 +114,6 @@ def test_loss_in_chunks(sizes):
     [
         (FEW_TOKENS, {"prefetch": 2}),
         (FEW_TOKENS, {"prefetch": 1, "wrap": 3}),  # units of 3 blocks and of 1
-        (FEW_TOKENS, {"prefetch": 2, "wrap": 4}),
         (FEW_TOKENS, {"wrap": "model"}),
     ],
 )

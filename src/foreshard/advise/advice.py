@@ -34,12 +34,13 @@ def improvements(request: Request, base: Prediction, *, top: int = TOP) -> tuple
         if request.choices.get("global_batch") is None:
             larger = list(_larger_batches(base.plan))
         request = request.with_choice("global_batch", base.plan.global_batch)
-    reference = base if base.engine == "analytical" else request.predict("analytical")
+    engine = request.trial_engine
+    reference = base if base.engine == engine else request.predict(engine)
     tried = (*larger, *_time_changes(request, base.plan), *better_shares(request, base.plan))
     changes = dict.fromkeys(tried)
-    effects = [effect(request, reference, change, engine="analytical") for change in changes]
+    effects = [effect(request, reference, change, engine=engine) for change in changes]
     good = _one_of_a_kind([found for found in rank(effects) if _gains(found)])[: top + 2]
-    if base.engine != "analytical":
+    if base.engine != engine:
         again = rank([effect(request, base, found.change) for found in good])
         good = [found for found in again if _gains(found)]
     return tuple(good[:top])

@@ -45,7 +45,7 @@ def group_times(request: Request, plan: Plan) -> tuple[GroupTime, ...]:
         if shape not in known:
             alone = replace(plan, groups=(group,), global_batch=group.share)
             asked = replace(request, plan=alone, plan_file=None, choices={}, observed_step_s=None)
-            made = asked.predict("analytical")
+            made = asked.predict(asked.trial_engine)
             parts = made.time_breakdown_s
             known[shape] = made.step_time_s - sum(parts[name] for name in _TOGETHER)
         works.append(known[shape])

@@ -40,7 +40,8 @@ class Fit:
 
 def nearest_fit(request: Request, base: Prediction) -> Fit:
     """Return the changes nearest to the request that fit; gains are against the run as if it fitted."""
-    reference = base if base.engine == "analytical" else request.predict("analytical")
+    engine = request.trial_engine
+    reference = base if base.engine == engine else request.predict(engine)
     trial = _Trial(request=request, reference=reference, tried=set())
     offers = offered(base.plan)
     found: list[Effect] = []
@@ -54,7 +55,7 @@ def nearest_fit(request: Request, base: Prediction) -> Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """Predicts candidates with the analytical engine and remembers which it saw."""
+    """Predicts candidates with the engine of trials and remembers which it saw."""
 
     request: Request
     reference: Prediction
@@ -75,7 +76,7 @@ class _Trial:
     def _fitting(self, change: str) -> Effect | None:
         if change in self.tried:
             return None
-        found = effect(self.request, self.reference, change, engine="analytical")
+        found = effect(self.request, self.reference, change, engine=self.reference.engine)
         if found.prediction is None:
             return None
         self.tried.add(change)

@@ -192,6 +192,16 @@ class Request:
             return TrainingConstants.ideal()
         return training_constants() if self.calibration is None else self.calibration.training
 
+    @property
+    def trial_engine(self) -> str:
+        """The engine to try many changes with: closed forms, or graph where they do not know FSDP's units."""
+        from foreshard.predict.step import closed_form_takes
+
+        stated = (
+            self.choices if self.plan is None else {"prefetch": self.plan.prefetch, "wrap": self.plan.wrap}
+        )
+        return "analytical" if closed_form_takes(stated.get("prefetch"), stated.get("wrap")) else "graph"
+
     def planned_run(self, plan: Plan | None = None) -> PlannedRun:
         """Return the run that the engines price, of another plan where one is given."""
         from foreshard.catalog.frameworks import load_framework
@@ -298,12 +308,13 @@ class Request:
         return self._with_assumptions(made)
 
     def compare(self) -> tuple[Prediction, ...]:
-        """Return the predictions under every engine and cost source."""
+        """Return the predictions under every engine that takes the plan, and every cost source."""
         from foreshard.predict.step import ENGINES
 
+        engines = ENGINES[ENGINES.index(self.trial_engine) :]
         return tuple(
             replace(self, engine=engine, costs=costs, noise=None, host_thread=False).predict()
-            for engine in ENGINES
+            for engine in engines
             for costs in COSTS
         )
 

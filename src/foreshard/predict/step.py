@@ -372,10 +372,16 @@ def checked_costs(costs: str | Tables, fidelity: str = "zero-shot") -> str | Tab
     return costs
 
 
+def closed_form_takes(prefetch: Any, wrap: Any) -> bool:
+    """Return whether the closed form of a step knows these units of FSDP: of one block, at most one ahead."""
+    return prefetch in (None, 0, 1) and wrap in (None, 1)
+
+
 def _check_units(plan: Plan, engine: str) -> None:
-    """Refuse units of FSDP that the closed form of a step does not know: of one block, one ahead."""
-    for name, value, known in (("wrap", plan.wrap, (None, 1)), ("prefetch", plan.prefetch, (None, 0, 1))):
-        if engine == "analytical" and value not in known:
+    """Refuse units of FSDP that the closed form of a step does not know."""
+    takes = {"wrap": closed_form_takes(None, plan.wrap), "prefetch": closed_form_takes(plan.prefetch, None)}
+    for name, value in (("wrap", plan.wrap), ("prefetch", plan.prefetch)):
+        if engine == "analytical" and not takes[name]:
             raise SpecError(
                 f"{name} {value} under the analytical engine",
                 key=name,

@@ -132,6 +132,7 @@ class Trainer:
         began_s = context.clock.now()
         progress.reduced = False
         self._sums.warm_up.step = self.step
+        self._sums.warm_up.momentum = self.update.momentum(self.state)
         sums = self._stage.train(self.step, self.update.factor)
         positions = self._stage.trained_in(self.step)
         if context.ledger is not None and positions is not None:

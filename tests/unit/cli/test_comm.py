@@ -175,6 +175,14 @@ def test_units_of_fsdp_are_compared_as_steps(shell):
     assert "set_modules_to_forward_prefetch" in said and "best" in said
 
 
+def test_screens_and_comparisons_take_units_that_closed_forms_do_not_know(shell):
+    words = ("gpt2", "1x8xa100-sxm-40gb", "--zero", "3", "--framework", "hf", "--wrap", "4")
+    for verb in ("predict", "compare"):
+        answer = shell(verb, *words)
+        assert answer.code == 0, answer.err
+    assert shell("predict", *words, "--engine", "analytical").code == 2
+
+
 def test_units_that_do_not_fit_exit_3(shell):
     answer = shell("comm", "buckets", "llama3-8b", "1x2xrtx-3090", "--zero", "3", "--wrap", "1", "--json")
     assert answer.code == 3 and answer.json["best"] is None and "No choice fits" in answer.json["notes"][0]
@@ -187,6 +195,7 @@ def test_units_that_do_not_fit_exit_3(shell):
         ("--zero", "1"),
         ("--zero", "3", "--gradients", "bf16"),
         ("--zero", "3", "--framework", "ddp"),
+        ("--zero", "3", "--tp", "8"),
         ("--zero", "3", "--wrap", "0"),
         ("--zero", "3", "--prefetch", "1,,2"),
     ],

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from foreshard.comm.compression.methods import compression_method
 from foreshard.transport.compression.compressor import WarmUp
 from foreshard.transport.compression.registry import compressor_of
-from foreshard.transport.compression.second_moments import FrozenAdam, has_second_moments
+from foreshard.transport.compression.second_moments import FrozenAdam, has_second_moments, momentum_of
 
 METHODS = ("powersgd:1", "topk:0.25", "onebit", "int8", "fp8")
 
@@ -61,6 +61,67 @@ def test_the_density_of_top_k_falls_to_its_fraction() -> None:
         compressor.sum(flat, Alone())
         sent.append(int(flat.count_nonzero()))
     assert sent == [1000, 317, 100, 32, 10, 10]
+
+
+def momenta(method: str, momentum: float, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Momentum of an optimizer that sees one rank's sums, step by step, and all that it has seen."""
+    warm_up = WarmUp(steps=1, step=10, momentum=momentum)
+    compressor = compressor_of(compression_method(method))(((40,),), warm_up)
+    held, total, seen = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64), []
+    for gradient in gradients:
+        flat = gradient.clone()
+        compressor.sum(flat, Alone())
+        held, total = 0.9 * held + flat, total + flat
+        seen.append(held)
+    return torch.stack(seen), total
+
+
+def test_top_k_sends_what_momentum_makes_of_gradients() -> None:
+    """By hand: an entry that waits adds its momenta, and moves by all of them when it is sent."""
+    drawn = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(40, generator=drawn, dtype=torch.float64) for _ in range(30)]
+    found, _ = momenta("topk:0.1", 0.9, gradients)
+    velocity, waiting = torch.zeros(2, 40, dtype=torch.float64)
+    for step, gradient in enumerate(gradients):
+        velocity = 0.9 * velocity + gradient
+        waiting = waiting + velocity
+        places = torch.topk(waiting.abs(), 4).indices
+        arrived = torch.zeros_like(waiting)
+        arrived[places], waiting[places] = waiting[places], 0.0
+        assert torch.allclose(found[step], arrived, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["topk:0.1", "onebit"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_all_of_a_gradient_arrives_with_and_without_momentum(method: str, momentum: float) -> None:
+    drawn = torch.Generator().manual_seed(6)
+    gradients = [torch.randn(40, generator=drawn, dtype=torch.float64) for _ in range(20)]
+    quiet = [torch.zeros(40, dtype=torch.float64)] * 400
+    _, total = momenta(method, momentum, gradients + quiet)
+    left = 1e-6 if method == "topk:0.1" else 0.1  # signs swing around what is left
+    assert torch.allclose(total, torch.stack(gradients).sum(0), atol=left)
+
+
+def test_ranks_agree_on_the_momentum_of_those_that_update() -> None:
+    class Other(Alone):
+        size = 2
+
+        def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+            return [tensor, torch.full_like(tensor, 0.9) if len(tensor) == 1 else tensor]
+
+    compressor = compressor_of(compression_method("topk:1"))(((4,),), WarmUp(steps=1, step=10))
+    for _ in range(3):
+        flat = torch.ones(4, dtype=torch.float64)
+        compressor.sum(flat, Other())
+        assert torch.allclose(flat, torch.full_like(flat, 2.0))  # all is sent: two ranks' gradients
+
+
+def test_which_momentum_an_optimizer_has() -> None:
+    weights = [torch.nn.Parameter(torch.ones(1))]
+    assert momentum_of(torch.optim.AdamW(weights, betas=(0.8, 0.99))) == 0.8
+    assert momentum_of(torch.optim.Adam(weights, amsgrad=True)) == 0.0
+    assert momentum_of(torch.optim.SGD(weights, lr=0.1)) == 0.0
+    assert momentum_of(torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True)) == 0.0
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

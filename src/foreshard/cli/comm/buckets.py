@@ -106,7 +106,9 @@ def command(
     _check_beside(zero, units, {"--gradients": gradients, "--costs": costs})
     if zero >= 2:
         choices |= {"zero": zero, "framework": framework or "torchtitan"}
-        fits = fsdp_units.answer(api.request(api.load_model(model), where, **choices), prefetch, wrap)
+        asked = api.request(api.load_model(model), where, **choices)
+        _check_fsdp(asked)
+        fits = fsdp_units.answer(asked, prefetch, wrap)
         if not fits:
             click.get_current_context().exit(InfeasibleError.exit_code)
         return
@@ -119,13 +121,7 @@ def command(
         request.model, request.cluster, request.to_plan(), _WIDTH[gradients], costs=request.costs
     )
     if made.num_replicas < 2:
-        raise SpecError(
-            "one replica reduces nothing",
-            key="--dp",
-            value=made.num_replicas,
-            rule="Gradients are reduced over at least two replicas",
-            fix="Give --dp 2 or more, or a cluster of more devices",
-        )
+        raise _one_replica(made.num_replicas)
     advice = bucket_advice(made.gradients, made.reduce_s)
     partition, period = best_partition(made.layers, made.reduce_s)
     busy = sum(layer.forward_s + layer.backward_s for layer in made.layers)
@@ -150,6 +146,32 @@ def _check_beside(zero: int, units: dict[str, Any], buckets: dict[str, Any]) -> 
         if value is not None:
             rule = "Weights are gathered in units at level 2 and 3, gradients reduced in buckets at 0"
             raise SpecError(f"{key} with --zero {zero}", key=key, value=value, rule=rule, fix=fix)
+
+
+def _one_replica(replicas: int) -> SpecError:
+    return SpecError(
+        "one replica reduces nothing",
+        key="--dp",
+        value=replicas,
+        rule="Gradients are reduced over at least two replicas",
+        fix="Give --dp 2 or more, or a cluster of more devices",
+    )
+
+
+def _check_fsdp(request: Request) -> None:
+    """Refuse frameworks without FSDP of PyTorch, and a replica by itself."""
+    framework = request.framework
+    if framework.fsdp not in ("fsdp1", "fsdp2") or framework.memory == "xla":
+        raise SpecError(
+            f"{framework.label} has no units of FSDP to choose",
+            key="--framework",
+            value=framework.label,
+            rule="Units are chosen of PyTorch's FSDP",
+            fix="Use torchtitan or hf (FSDP2), composer or fms-fsdp (FSDP1)",
+        )
+    replicas = sum(group.stages[0].inner_dp for group in request.to_plan().groups)
+    if replicas < 2:
+        raise _one_replica(replicas)
 
 
 def _cap(plan: FusionPlan) -> int:

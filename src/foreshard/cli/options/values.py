@@ -183,8 +183,11 @@ class Wrap(Count):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number or the word, or fail."""
-        if str(value).strip().lower() == WHOLE_MODEL:
+        text = str(value).strip()
+        if text.lower() == WHOLE_MODEL:
             return WHOLE_MODEL
+        if not text[:1].isdecimal():
+            self.fail(f"{text[:40]!r} is no number of blocks. Write it like 4, or {WHOLE_MODEL}", param, ctx)
         return super().convert(value, param, ctx)
 
 

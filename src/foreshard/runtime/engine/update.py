@@ -15,7 +15,7 @@ from foreshard.runtime.job.user_code import user_code
 from foreshard.runtime.run_settings import Options
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.spec.plan import Plan
-from foreshard.transport.compression.second_moments import FrozenAdam, has_second_moments
+from foreshard.transport.compression.second_moments import FrozenAdam, has_second_moments, momentum_of
 
 
 def _summed_in(flat: torch.Tensor) -> torch.dtype:
@@ -59,6 +59,15 @@ class Update:
         if self._frozen is None or self._frozen[0] is not optimizer:
             self._frozen = optimizer, FrozenAdam(optimizer, after)
         return self._frozen[1]
+
+    def momentum(self, state: RankState) -> float:
+        """Return the momentum of the optimizer of this rank; 0 where gradients are clipped by their norm.
+
+        What a sum with momentum shows the optimizer has another norm than the gradient.
+        """
+        if state.optimizer is None or self._options.clip_norm is not None:
+            return 0.0
+        return momentum_of(state.optimizer)
 
     def square_norm(self, state: RankState) -> float:
         """Return the squares of the gradients of which this rank is the first owner, or 0 if unused."""

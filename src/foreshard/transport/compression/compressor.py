@@ -54,11 +54,12 @@ class WarmUp:
     Source
     ------
     Whole sums at first: Tang et al. 2021, "1-bit Adam"; ``start_powerSGD_iter`` of torch's PowerSGD hook. A
-    density that falls exponentially: Lin et al. 2018, "Deep Gradient Compression".
+    density that falls exponentially, momentum of what waits: Lin et al. 2018, "Deep Gradient Compression".
     """
 
     steps: int = 0
     step: int = 0
+    momentum: float = 0.0  # of the optimizer, 0 where it updates nothing on this rank
 
     @property
     def is_over(self) -> bool:
@@ -83,14 +84,24 @@ class Compressor(ABC):
     What a step leaves out is added to the gradient of the next one, on the rank that has left it out, so that
     all of a gradient arrives in the end. In a warm-up sums are whole.
 
+    Where a method `sends_momenta`, ranks send the momentum of their gradients after the warm-up: what has
+    waited is then not spread once more by the momentum of the optimizer, which sees gradients that make its
+    momentum what has arrived.
+
     Source
     ------
-    Error feedback: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2.
+    Error feedback: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", algorithm 2; momenta: Lin et al.
+    2018, "Deep Gradient Compression", section 3, and Tang et al. 2021, "1-bit Adam".
     """
+
+    sends_momenta = False
 
     def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None):
         self.shapes, self.warm_up = shapes, warm_up or WarmUp()
         self.error: Tensor | None = None
+        self._factor: float | None = None  # of momentum, as all ranks have agreed
+        self._momentum: Tensor | None = None  # of this rank's gradients
+        self._arrived: Tensor | None = None  # sum of the step before
 
     def sum(self, flat: Tensor, ranks: SumRanks) -> None:
         """Replace a gradient, one contiguous dimension, by the approximate sum, in place.
@@ -102,11 +113,38 @@ class Compressor(ABC):
             return
         is_full = flat.dtype in (torch.float32, torch.float64)
         gradient = flat if is_full else flat.to(torch.float32)
+        gradient = self._added(gradient, ranks)
         if self.error is not None:
-            gradient += self.error
+            gradient = gradient + self.error
         approximation, sent = self._exchange(gradient, ranks)
         self.error = gradient - sent
-        flat.copy_(approximation)
+        flat.copy_(self._seen(approximation))
+
+    def _added(self, gradient: Tensor, ranks: SumRanks) -> Tensor:
+        """Return what a gradient adds to what this rank has to send."""
+        if self._factor is None:
+            self._factor = self._agreed(ranks)
+        if not self._factor:
+            return gradient
+        if self._momentum is None:
+            self._momentum = gradient.clone()
+        else:
+            self._momentum.mul_(self._factor).add_(gradient)
+        return self._momentum
+
+    def _agreed(self, ranks: SumRanks) -> float:
+        """Return the momentum of the optimizer; ranks that update nothing have none of their own."""
+        if not self.sends_momenta or not self.warm_up.steps:
+            return 0.0
+        mine = torch.tensor([self.warm_up.momentum], dtype=torch.float64)
+        return max(float(other) for other in ranks.all_gather(mine))
+
+    def _seen(self, total: Tensor) -> Tensor:
+        """Return the gradient that makes a sum of momenta the optimizer's momentum."""
+        if not self._factor:
+            return total
+        before, self._arrived = self._arrived, total
+        return total if before is None else total - self._factor * before
 
     @abstractmethod
     def _exchange(self, flat: Tensor, ranks: SumRanks) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,8 @@ class Signs(Compressor):
     Bernstein et al. 2018, "signSGD"; scaled as in Karimireddy et al. 2019. Every rank gathers all signs.
     """
 
+    sends_momenta = True
+
     def _exchange(self, flat: Tensor, ranks: SumRanks) -> tuple[Tensor, Tensor]:
         sizes = split_sizes(self.shapes)
         parts = flat.split(sizes)

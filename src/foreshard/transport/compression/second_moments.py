@@ -60,6 +60,24 @@ class FrozenAdam:
         parameter.addcdiv_(state["exp_avg"], self._roots[parameter], value=-size)
 
 
+def momentum_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the momentum of SGD, or that of Adam beside frozen second moments; 0 for none and other kinds.
+
+    Examples
+    --------
+    >>> momentum_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9))
+    0.9
+    """
+    if has_second_moments(optimizer):
+        found = {float(group["betas"][0]) for group in optimizer.param_groups}
+    elif isinstance(optimizer, torch.optim.SGD):
+        plain = not any(group["nesterov"] or group["dampening"] for group in optimizer.param_groups)
+        found = {float(group["momentum"]) * plain for group in optimizer.param_groups}
+    else:
+        return 0.0
+    return found.pop() if len(found) == 1 else 0.0
+
+
 def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `FrozenAdam` makes the steps of an optimizer: Adam and AdamW, without amsgrad."""
     is_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one

@@ -28,6 +28,8 @@ class TopK(Compressor):
     Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent".
     """
 
+    sends_momenta = True
+
     def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None, *, fraction: float):
         super().__init__(shapes, warm_up)
         self._fraction = fraction
