@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -236,13 +236,14 @@ class Controller:
             costs[budget.name] = cost
         self.queues.record(took, costs, times)
         if self._options.experts or self._options.guard:
-            self._judge(took, costs, times)
+            self._judge(took, costs, times, event.relative_speed.keys())
 
-    def _judge(self, took: float, costs: Mapping[str, float], steps: int) -> None:
+    def _judge(self, took: float, costs: Mapping[str, float], steps: int, seen: Set[int]) -> None:
         """Let experts know what the plan of the forecast came to: as measured, or by the state that was."""
         measured = np.array([took, *(costs[budget.name] for budget in self.budgets)])
         state, plan = self.estimates.seen(), self._forecast
         self.experts.measured(state, self.choice, measured, steps)
+        state = self.experts.saw(state, seen, steps)
         if self._foreseen is not None:
             stays, moves = (self.experts.corrected(state, *fixed) for fixed in self._foreseen)
             self.experts.foresight.add(steps, np.array([stays, stays, moves]))
@@ -252,7 +253,7 @@ class Controller:
         if self._stays is not None:
             measured = self.experts.corrected(state, plan.structure, plan.shares) + self._unpaid / steps
             self._unpaid = np.zeros(1 + len(self.budgets))
-        self.experts.judge(state, steps, forecast=forecast, real=measured)
+        self.experts.judge(state, seen, steps, forecast=forecast, real=measured)
 
     def _row(self, choice: Choice) -> np.ndarray:
         """Return seconds and costs of a choice."""
@@ -408,14 +409,18 @@ class Controller:
         """Let the plan run that did best of late: that of the forecast, or one that stays; return why."""
         records = self.experts.mature(self._weighed, self._fixed)
         if self.experts.wants(self._weighed):
-            self.experts.propose(self._proposals(self.estimates.seen()))
-        if self._fixed is not None and self.budgets and self._options.learns_dual:
+            self.experts.propose(self._proposals(self.experts.recalled()))
+        # The guard counts in one unit from its beginning to its end.
+        is_placed = self._fixed is not None and self._guarded is None
+        if is_placed and self.budgets and self._options.learns_dual:
             rows = self.experts.outcomes()
             self.learning.place_by(self.queues, rows[:, 0], rows[:, 1:])
         gains: dict[Fixed | None, float] = {None: 0.0}
         for fixed, record in records.items():
-            if fixed == self._fixed or record.error(self._weighed) > WRONG:
-                gains[fixed] = (record.gain if fixed == self._fixed else record.sure_gain)(self._weighed)
+            if self._fixed is not None:
+                gains[fixed] = record.gain(self._weighed)
+            elif record.error(self._weighed) > WRONG:
+                gains[fixed] = record.sure_gain(self._weighed)
         best = max(gains, key=lambda fixed: gains[fixed])
         to = self._forecast.structure if best is None else best[0]
         price = self._price(self.choice.structure, to, state)
@@ -430,8 +435,8 @@ class Controller:
     def _proposals(self, state: State) -> list[Fixed]:
         """Return plans that may be worth staying with, from fast to cheap.
 
-        What runs best in the mean of late, in the worst of it, or as it is now, each with shares for the mean
-        and for the worst.
+        What runs best in the mean of late, in the worst of it, or in a state of late, each with shares for
+        the mean and for the worst.
         """
         objective, found = self._objective(), []
         typical = self.experts.typical(state)

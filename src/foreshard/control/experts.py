@@ -1,9 +1,10 @@
 """Prediction with expert advice: the plan of the forecast against plans that stay, by what both came to.
 
 Forecasts are a step late and may be wrong: speeds that swap every step make the best plan of the last step
-the worst of the next. What was measured afterwards says what any plan would have taken. A plan that stays
-runs where, since it was proposed, it would have done better than following the forecasts did, at the weights
-of drift plus penalty: measured seconds and costs decide, whatever forecasts say.
+the worst of the next. What was measured afterwards says what any plan would have taken, of ranks that were in
+use: those that were not are taken to be as they are in the mean. A plan that stays runs where, since it was
+proposed, it would have done better than following the forecasts did, at the weights of drift plus penalty:
+measured seconds and costs decide, whatever forecasts say.
 
 Source
 ------
@@ -13,11 +14,13 @@ information: every expert is judged in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from foreshard.control.budgets.dual import corners
 from foreshard.control.slots import Budget, Choice, State, Structure
 
 WINDOW = 200
@@ -29,12 +32,13 @@ WRONG = 0.05
 
 A policy may be so much worse than the best plan that stays; below that there is nothing to mend.
 """
-PRICED = (0.0, 1.0, 4.0, 16.0, 256.0)
+PRICED = (0.0, 1 / 16, 1 / 4, 1.0, 4.0, 16.0, 256.0)
 """Factors on the weights of costs at which plans that stay are sought, from the fastest to the cheapest."""
 _MOST_PROPOSED = 16
 """Plans that are judged at a time, as each is priced in every step: about half of what is proposed at once.
 
-Of more, those judged long enough that gain least are forgotten.
+Of more, those judged long enough that are best at no weights are forgotten: backlogs swing, and what is
+worst at the weights of the moment may be half of the best mixture.
 """
 FORESEEN = 4
 """Steps that foresight is judged for at least: fewer have no standard error to speak of."""
@@ -42,7 +46,7 @@ SURE = 2.0
 """Standard errors by which a plan that stays must have gained before it runs: 2.3 % of chance gains pass.
 
 A straggler that is seen one step late makes one step in fifty dear; without this, one such step in the first
-twenty was taken for a habit.
+twenty was taken for a habit. Between plans that stay means decide: that forecasts are wrong is known then.
 """
 _GAIN = 0.05
 """Part of a surprise that the ratio of what is measured to the model takes over."""
@@ -130,6 +134,8 @@ class Experts:
         self._mature: dict[Fixed, ExpertRecord] = {}
         self._proposed: dict[Fixed, ExpertRecord] = {}
         self._mean_s = self._peak_s = np.zeros(0)
+        self._weight = np.zeros(0)
+        self._late: deque[State] = deque(maxlen=REVIEW)
         self._reviewed, self._asked = 0, -REVIEW
 
     def _empty(self) -> ExpertRecord:
@@ -190,21 +196,41 @@ class Experts:
         self._ratio[ran.structure] = before + gain * (found - before)
         self.common = self.common + gain * (found - self.common)
 
-    def judge(self, state: State, steps: int, *, forecast: np.ndarray, real: np.ndarray) -> None:
-        """Take in some steps: how the cluster was, and the forecast's plan as forecast and as it came."""
+    def saw(self, state: State, seen: Set[int], steps: int) -> State:
+        """Take in how the ranks seen were in some steps; return the state with the others as of late."""
+        pace = 1.0 / np.append(state.speed, state.bandwidth_bytes_per_s)
+        if not len(self._mean_s):
+            self._mean_s = self._peak_s = pace
+            self._weight = np.ones(len(pace))
+        kept = (1.0 - 1.0 / WINDOW) ** min(steps, WINDOW)
+        fresh = np.ones(len(pace), bool)
+        fresh[: len(state.speed)] = [rank in seen for rank in range(len(state.speed))]
+        self._weight = np.where(fresh, kept * self._weight + WINDOW * (1.0 - kept), self._weight)
+        part = fresh * (1.0 - kept) * WINDOW / self._weight
+        self._mean_s = self._mean_s + part * (pace - self._mean_s)
+        self._peak_s = np.maximum(fresh * pace, self._peak_s + part * (self._mean_s - self._peak_s))
+        if not fresh.all():
+            speed = np.where(fresh[: len(state.speed)], state.speed, self.typical(state)[0].speed)
+            state = replace(state, speed=speed)
+        self._late.append(state)
+        return state
+
+    def judge(
+        self, state: State, seen: Set[int], steps: int, *, forecast: np.ndarray, real: np.ndarray
+    ) -> None:
+        """Take in some steps: how the cluster was, and the forecast's plan as forecast and as it came.
+
+        A plan of ranks that were not seen is judged until it is known, and then no more: it would be what
+        these were like when they were last in use.
+        """
         steps = min(steps, WINDOW)
         self.recent.add(steps, np.array([forecast, real, real]))
         if not self._whole.any():
             self._whole = WINDOW * np.array([forecast, forecast])
         self._whole = self._whole + steps * np.array([forecast, real])
         for (structure, shares), record in self._proposed.items():
-            record.add(steps, np.array([forecast, real, self.corrected(state, structure, shares)]))
-        pace = 1.0 / np.append(state.speed, state.bandwidth_bytes_per_s)
-        if not len(self._mean_s):
-            self._mean_s = self._peak_s = pace
-        part = (1.0 - (1.0 - 1.0 / WINDOW) ** steps) * WINDOW / self.recent.weight
-        self._mean_s = self._mean_s + part * (pace - self._mean_s)
-        self._peak_s = np.maximum(pace, self._peak_s + part * (self._mean_s - self._peak_s))
+            if record.steps < REVIEW or seen >= set(structure.workers):
+                record.add(steps, np.array([forecast, real, self.corrected(state, structure, shares)]))
 
     def trusts_foresight(self, weigh: Weigh) -> bool:
         """Return whether shares for the speeds foreseen did better than those for the last, surely."""
@@ -230,7 +256,7 @@ class Experts:
             self._proposed.setdefault(fixed, self._empty())
 
     def mature(self, weigh: Weigh, stays: Fixed | None) -> dict[Fixed, ExpertRecord]:
-        """Return the plans that were judged long enough; forget those that fared worse than the forecast's.
+        """Return the plans that were judged long enough; forget all while the forecast's does best.
 
         Parameters
         ----------
@@ -243,17 +269,22 @@ class Experts:
             for fixed, record in self._proposed.items()
             if record.steps >= REVIEW or fixed == stays
         }
-        for fixed, record in old.items():
-            if fixed != stays and record.gain(weigh) <= 0.0:
-                del self._proposed[fixed]
-        worst = sorted(
-            (fixed for fixed in old if fixed in self._proposed), key=lambda fixed: old[fixed].gain(weigh)
-        )
-        for fixed in worst[: max(len(self._proposed) - _MOST_PROPOSED, 0)]:
-            if fixed != stays:
-                del self._proposed[fixed]
+        kept: set[Fixed | None] = set(old)
+        is_wrong = self.recent.error(weigh) > WRONG
+        if stays is None and not (is_wrong and any(record.gain(weigh) > 0.0 for record in old.values())):
+            kept = set()
+        elif len(self._proposed) > _MOST_PROPOSED:
+            rows = np.array([record.rows[2] for record in old.values()])
+            best = corners(rows[:, 0], rows[:, 1:], few=0)
+            kept = {stays, *(fixed for place, fixed in enumerate(old) if place in best)}
+        for fixed in set(old) - kept:
+            del self._proposed[fixed]
         self._mature = {fixed: record for fixed, record in old.items() if fixed in self._proposed}
         return self._mature
+
+    def recalled(self) -> State:
+        """Return a state of late, at every review another: what swaps in step with reviews is met too."""
+        return self._late[self.recent.steps // REVIEW % len(self._late)]
 
     def typical(self, now: State) -> tuple[State, State]:
         """Return the state of late by mean seconds, and the one of the most seconds."""

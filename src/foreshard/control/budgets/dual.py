@@ -289,12 +289,12 @@ def _least_ratio(table: DualTable, weights: np.ndarray, allowed: np.ndarray) -> 
     return ratio
 
 
-def corners(time_s: np.ndarray, costs: np.ndarray) -> np.ndarray:
+def corners(time_s: np.ndarray, costs: np.ndarray, few: int = _FEW) -> np.ndarray:
     """Return the rows that are best for some weights of time and of costs that are not negative.
 
     Exact for one budget. For several: the corners of each with time alone, and the best of many directions.
     """
-    if len(time_s) <= _FEW:
+    if len(time_s) <= few:
         return np.arange(len(time_s))
     found: set[int] = set()
     for i in range(costs.shape[1]):

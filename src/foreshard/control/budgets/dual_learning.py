@@ -168,6 +168,8 @@ class DualLearning:
 
     def _move(self, queues: Queues, rows: Rows, weight: Sequence[float], found: dual.Dual) -> None:
         """Move the place-holders to V times multipliers, and let slots be weighed by the states of these."""
+        if queues.is_per_time:
+            queues.refer(found.value_s)
         worth = self._worth(queues, found)
         queues.states = dual.table_of(rows, weight, self._raised(queues))
         if any(queues[budget.name].conceded for budget in self.budgets):

@@ -102,6 +102,14 @@ class Queue:
         self.backlog = max(self.backlog + more, 0.0)
         self.first_backlog = self.backlog - self.reflected - self.excess
 
+    def refer(self, step_s: float) -> None:
+        """Count in what a step of so many seconds may cost; the place-holder stays as many of these."""
+        part = self.unit / self.budget.allowance(step_s)
+        self.unit /= part
+        self.reflected *= part
+        self.backlog = max(self.first_backlog + self.excess + self.reflected, 0.0)
+        self.first_backlog = self.backlog - self.reflected - self.excess
+
     def identity_error(self) -> float:
         """Return how far the books are from closing: 0 whatever the policy was.
 
@@ -124,7 +132,7 @@ class Queues:
         V, without dimension: how many budgets of a step one reference step is worth when queues are near one.
         Time is within O(1/V) of the best, backlogs and the excess over a finite run grow as V.
     step_s : float
-        Reference step: the fastest plan's at the start.
+        Reference step: the fastest plan's at the start; see `refer`.
 
     Notes
     -----
@@ -181,6 +189,16 @@ class Queues:
         shift = max(backlog - queue.first_backlog, -queue.backlog)
         queue.backlog += shift
         queue.first_backlog += shift
+
+    def refer(self, step_s: float) -> None:
+        """Let the reference step take so many seconds; place-holders stay what they were.
+
+        A budget per time allows a step what its seconds do. Where steps take many times the reference, a step
+        moved a backlog by more than V of a short run would hold: what it saved was cut off at zero.
+        """
+        self.step_s = step_s
+        for queue in self._queues.values():
+            queue.refer(step_s)
 
     @property
     def is_per_time(self) -> bool:
