@@ -168,12 +168,11 @@ class Controller:
         self.step = max(self.step, event.step)
         facts = event.events if isinstance(event, Together) else (event,)
         ignored = [self._received(fact) for fact in facts]
-        running = list(self.choice.structure.workers)
         steps = sum(max(fact.steps, 1) for fact in facts if isinstance(fact, StepMeasured))
         reasons = [reason for reason in ignored if reason]
         if len(reasons) == len(facts):
             return (Command(kind="keep", reason="; ".join(reasons)),)
-        return self._decide(steps, urgent=not self.estimates.available[running].all())
+        return self._decide(steps)
 
     def _received(self, event: Event) -> str:
         """Take a fact in; return why it is ignored, or nothing."""
@@ -196,7 +195,7 @@ class Controller:
                 return f"link {event.source}-{event.target} at {event.bytes_per_s} B/s"
         elif isinstance(event, DeviceSeen):
             if not self.estimates.available[event.rank]:
-                self.experts.forget()
+                self._members_changed()
             self.estimates.available[event.rank] = True
             if event.relative_speed is not None:
                 self.ignored += not self.estimates.set_speed(event.rank, event.relative_speed)
@@ -210,8 +209,13 @@ class Controller:
             self.estimates.kg_per_j[event.rank] = event.kg_per_kwh / J_PER_KWH
         else:
             self.estimates.available[event.rank] = False
-            self.experts.forget()
+            self._members_changed()
         return ""
+
+    def _members_changed(self) -> None:
+        """Judge plans anew, and follow forecasts until some were: others can run now."""
+        self.experts.forget()
+        self._fixed = None
 
     def _measured(self, event: StepMeasured) -> None:
         """Take in speeds, rates, seconds and costs; what is no number is replaced by what was expected."""
@@ -276,7 +280,7 @@ class Controller:
         if learning.due and self._stays is None:
             learning.place(self.queues, self.experts.common, self.experts.lateness())
 
-    def _decide(self, steps: int, *, urgent: bool) -> Sequence[Command]:
+    def _decide(self, steps: int) -> Sequence[Command]:
         state = self.estimates.state()
         counted = bool(self.budgets and steps and math.isfinite(self.choice.time_s))
         known = counted and self.learning.knows(state.key())
@@ -295,11 +299,10 @@ class Controller:
         if counted and not known:
             # What runs in a new state is known when it was searched.
             self._learn(last, steps)
-        if urgent:
-            self._fixed = None
-        elif self._options.experts and self.experts.is_due():
+        if self._options.experts and self.experts.is_due():
             why = self._advised(state) or why
-        if self.budgets and steps and self._options.guard:
+        is_lost = self._guarded is not None and not self._can_run(self._guarded)
+        if self.budgets and (steps or is_lost) and self._options.guard:
             why = self._guards(state) or why
         chosen = self._forecast if self._stays is None else self._run_as(*self._stays)
         return self._ordered(chosen, state, why)
@@ -315,21 +318,22 @@ class Controller:
         # That budgets cannot be kept is believed of the model when plans that ran have shown it.
         is_shown = self.guard.refuted > 0
         excess = np.array([queue.excess if is_shown else queue.stated_excess for queue in queues])
-        fine, before = self.estimates.finest(), self._guarded
-
-        def runs(plan: Fixed) -> bool:
-            return math.isfinite(evaluate(self.chain, fine, *plan, **self._asked).time_s)
+        before = self._guarded
 
         def plans() -> list[Fixed]:
             return [*self.experts.within(self.budgets), *self._cheapest()]
 
         bet = self.learning.bet(self.queues, self.experts.are_needed)
-        self._guarded = self.guard.decide(excess, bet, plans, runs)
+        self._guarded = self.guard.decide(excess, bet, plans, self._can_run)
         if self._guarded == before:
             return ""
         if self._guarded is None:
             return "the excess over the budgets is worked off"
         return f"the excess is {excess.max():.0f} budgets of a step: a plan that keeps them runs"
+
+    def _can_run(self, plan: Fixed) -> bool:
+        """Return whether a plan that stays has all its ranks, and they hold it."""
+        return math.isfinite(evaluate(self.chain, self.estimates.finest(), *plan, **self._asked).time_s)
 
     def _foresee(self, steps: int) -> None:
         """Expect the speeds that are likely to come next, where shares for them pay in the mean.

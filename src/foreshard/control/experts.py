@@ -289,6 +289,8 @@ class Experts:
     def typical(self, now: State) -> tuple[State, State]:
         """Return the state of late by mean seconds, and the one of the most seconds."""
         found = []
+        if not len(self._mean_s):
+            return now, now
         for pace in (self._mean_s, self._peak_s):
             rate = np.exp(-_GRID * np.round(np.log(np.maximum(pace, 1e-300)) / _GRID))
             rate[pace == 0.0] = np.inf

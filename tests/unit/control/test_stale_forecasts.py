@@ -14,7 +14,7 @@ from foreshard.control.orders import shares_of, structure_of
 from foreshard.control.search.pricing import evaluate
 from foreshard.control.search.subsets import data_parallel, even_shares
 from foreshard.control.slots import Budget
-from foreshard.spec.online import StepMeasured
+from foreshard.spec.online import DeviceSeen, RankLost, StepMeasured
 from foreshard.spec.plan_file import parse_plan
 
 RANKS, LAYERS, BATCH, SLOW = 4, 4, 64, 0.25
@@ -147,3 +147,25 @@ def test_a_truth_above_the_forecast_breaks_no_budget(cases, odd, steps):
     limit = 0.5 * (costs.min() + costs[seconds.argmin()])
     mean_s, excess = played(truth, path, limit)
     assert excess <= EXCESS and mean_s <= 1.05 * seconds[costs <= 0.95 * limit].min()
+
+
+@pytest.mark.parametrize("limit", [0.2, 1.25])
+def test_ranks_may_be_lost_and_return_while_a_plan_stays(cases, limit):
+    """Also while the guard runs one: it leaves a lost rank at once."""
+    truth, rng, there = Truth(cases), np.random.default_rng(0), np.ones(RANKS, bool)
+    path = PATHS["independent"](rng, 300)
+    budget = Budget(name="money", kind="usd", limit=limit * truth.fixed(path[:1])[:, :, 1].min())
+    controller = Controller(truth.chain, truth.state(ALIKE), first_plan(), budgets=[budget], max_stages=1)
+    for step, speed in enumerate(path):
+        rank = int(rng.integers(RANKS))
+        if step % 30 == 29 and (there.sum() > 1 or not there[rank]):
+            there[rank] = not there[rank]
+            back = DeviceSeen(step=step, rank=rank, relative_speed=float(speed[rank]))
+            controller.on(back if there[rank] else RankLost(step=step, rank=rank, reason="taken"))
+        structure = structure_of(controller.plan)
+        assert there[list(structure.workers)].all()
+        time_s, usd = truth(structure, shares_of(controller.plan), speed)
+        seen = {rank: float(speed[rank]) for rank in structure.workers}
+        event = StepMeasured(step=step, time_s=time_s, relative_speed=seen, costs={"money": float(4.0 * usd)})
+        controller.on(event)
+        controller.check_invariants()
