@@ -57,8 +57,8 @@ def test_what_if_changes_one_setting_and_keeps_the_others():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("grad_bytes=3", "grad_bytes is one of 2, 4, 6"),
-        ("cuda_graphs=some", "one of none, partial, full"),
+        ("grad_bytes=3", "grad_bytes is one of 2, 4, 6. Leave it out"),
+        ("cuda_graphs=ful", "one of none, partial, full. Did you mean 'full'"),
         ("fp8_params=2", "one of on, off"),
         ("grads=2", "unknown override"),
         ("clips", "KEY=VALUE"),
@@ -67,6 +67,17 @@ def test_what_if_changes_one_setting_and_keeps_the_others():
 def test_a_setting_that_is_wrong_says_what_it_may_be(text, words):
     with pytest.raises(SpecError, match=words):
         checked_overrides([text])
+    with pytest.raises(SpecError, match=words):
+        checked_overrides(text)
+
+
+def test_a_setting_that_is_wrong_is_named_where_it_was_written():
+    request = Request(model=MODEL, cluster=CLUSTER, choices={"ep": 8})
+    with pytest.raises(SpecError, match=r"^--change grad-bytes: grad_bytes '3'"):
+        change.apply(request, "grad-bytes=3")
+    data = run().plan.to_dict() | {"overrides": {"grad_bytes": "bf16"}}
+    with pytest.raises(SpecError, match=r"plan\.json: overrides\.grad_bytes: 'bf16' is not valid"):
+        parse_plan(data, file="plan.json")
 
 
 def test_every_setting_is_a_field_of_a_framework_with_the_same_values():
