@@ -150,7 +150,6 @@ class Overrides:
     grad_bytes, grad_reduce_bytes : bytes of a main gradient (6: one of 16 bit is kept beside it), and of
         one on the wire
     master_bytes, moment_bytes : bytes of a master weight, and of one moment of the optimizer
-    grads_accumulate_fused : weight-gradient products add straight into the main gradient
     cuda_graphs : what of a step runs as CUDA graphs
     grouped_gemm : experts run in one launch; without it one product a local expert
     routing : every expert gets equal tokens, or tokens above a capacity are dropped, or neither
@@ -163,7 +162,6 @@ class Overrides:
     grad_reduce_bytes: Literal[2, 4] | None = None
     master_bytes: Literal[2, 4] | None = None
     moment_bytes: Literal[1, 2, 4] | None = None
-    grads_accumulate_fused: bool | None = None
     cuda_graphs: Literal["none", "partial", "full"] | None = None
     grouped_gemm: bool | None = None
     routing: Literal["learned", "balanced", "dropped"] | None = None
