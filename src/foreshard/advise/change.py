@@ -116,7 +116,7 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         stated = (
             request.plan.overrides if request.plan else checked_overrides(request.choices.get("overrides"))
         )
-        name, read = checked_override(key, value)
+        name, read = checked_override(key, value, key=f"--change {flag_of(key).removeprefix('--')}")
         return request.with_choice("overrides", replace(stated, **{name: read}))
     if key == "buckets":
         return request.with_choice(key, checked_buckets(parse(value, "bytes")))

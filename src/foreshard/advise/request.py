@@ -343,7 +343,8 @@ class Request:
             check_plan(plan, self.trained, self.cluster, file=self.plan_file)
             if plan.attention is not None:
                 check_attention(plan.attention, self.cluster.devices, key="attention", file=self.plan_file)
-            as_chosen(framework, plan, devices=self.cluster.devices, file=self.plan_file)
+            devices = self.cluster.devices
+            as_chosen(framework, plan, model=self.trained, devices=devices, file=self.plan_file)
             if plan.prefetch is not None or plan.wrap is not None:
                 with_units(framework, plan, file=self.plan_file)
         return plan

@@ -11,7 +11,8 @@ from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework, Overrides
-from foreshard.spec.plan import WHOLE_MODEL, Plan
+from foreshard.spec.model import Model
+from foreshard.spec.plan import LOW_PRECISIONS, WHOLE_MODEL, Plan
 
 _RUNS = {
     "rowwise": ("hopper", "blackwell", "rubin", "cdna3", "cdna4"),
@@ -109,16 +110,22 @@ class Chosen(Protocol):
 
 
 def as_chosen(
-    framework: Framework, chosen: Chosen, *, devices: Iterable[Device], file: str | None = None
+    framework: Framework,
+    chosen: Chosen,
+    *,
+    model: Model,
+    devices: Iterable[Device],
+    file: str | None = None,
 ) -> Framework:
     """Return the framework with what a plan or a request sets: recipe, dispatcher, compiler and others.
 
     Raises
     ------
     SpecError
-        Of what the framework does not ship, or the devices do not run; with the key of `file`, if any, else
-        the flag.
+        Of what the framework does not ship, the devices do not run, or the model and its dtype have no use
+        for; with the key of `file`, if any, else the flag.
     """
+    _check_use(chosen, model, file)
     devices = tuple(devices)
     framework = replace(framework, **chosen.overrides.stated())
 
@@ -133,6 +140,35 @@ def as_chosen(
     if chosen.compile is not None:
         framework = with_compile(framework, chosen.compile, **where("compile"))
     return framework
+
+
+_OF_EXPERTS = ("grouped_gemm", "routing")
+
+
+def _check_use(chosen: Chosen, model: Model, file: str | None) -> None:
+    """Refuse what is of experts for a model without any, and 8-bit weights of products in 16 bit."""
+    stated = chosen.overrides.stated()
+    asked = [("dispatcher", "--dispatcher", chosen.dispatcher)]
+    asked += [(f"overrides.{name}", "--set", stated.get(name)) for name in _OF_EXPERTS]
+    for key, flag, value in asked:
+        if value is not None and not any(block.num_experts for block in model.blocks):
+            raise SpecError(
+                f"{key.removeprefix('overrides.')} {value} for {model.name}, which has no experts",
+                key=key if file else flag,
+                file=file,
+                value=value,
+                rule="It says how experts get and compute their tokens",
+                fix="Leave it out",
+            )
+    if stated.get("fp8_params") and chosen.precision not in LOW_PRECISIONS:
+        raise SpecError(
+            f"fp8_params in {chosen.precision}",
+            key="overrides.fp8_params" if file else "--set",
+            file=file,
+            value=chosen.precision,
+            rule=f"Weights in 8 bit are read by products in {', '.join(LOW_PRECISIONS)}",
+            fix="Add --dtype fp8, or leave it out",
+        )
 
 
 def with_recipe(

@@ -106,7 +106,7 @@ def other_frameworks(request: PlanRequest) -> Changes:
             continue
         framework = load_framework(label)
         try:
-            framework = as_chosen(framework, request, devices=request.cluster.devices)
+            framework = as_chosen(framework, request, model=request.model, devices=request.cluster.devices)
         except SpecError:
             continue
         yield f"--framework {label}", asking(request, framework=framework)

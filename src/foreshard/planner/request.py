@@ -291,7 +291,7 @@ def checked_request(
         tool=tool,
         refusals=refusals,
     )
-    chosen = as_chosen(made.framework, made, devices=cluster.devices)
+    chosen = as_chosen(made.framework, made, model=model, devices=cluster.devices)
     return replace(made, framework=running(chosen, cluster.devices))
 
 

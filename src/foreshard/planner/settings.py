@@ -18,15 +18,13 @@ from foreshard.planner.pricing.stage_options import splits_sequences
 from foreshard.planner.request import PlanRequest
 from foreshard.spec.codec import one_of
 from foreshard.spec.framework import Framework
-from foreshard.spec.plan import COMM_OPTIONS, PRECISIONS
+from foreshard.spec.plan import COMM_OPTIONS, LOW_PRECISIONS, PRECISIONS
 
 AS_SHIPPED, ALL = "framework", "all"
 _ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap", "shared_overlap", "narrow_gather")
 """Switches that are on where they may be set: they never lengthen a step and take no memory."""
 _EITHER = ("tp_overlap", "expert_overlap", "context_gather")
 """Switches that are searched on and off."""
-_EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
-"""Precisions of eight bits or fewer, which only some frameworks ship."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +121,8 @@ def left_out(request: PlanRequest, precisions: Sequence[str]) -> dict[str, str]:
     for name in precisions:
         if not any(nodes.device.supports(name) for nodes in request.cluster.nodes):
             found[name] = "no device has it"
-        elif len(precisions) > 1 and name in _EIGHT_BIT and not offers_of(request.framework).low_precision:
+        elif (
+            len(precisions) > 1 and name in LOW_PRECISIONS and not offers_of(request.framework).low_precision
+        ):
             found[name] = f"{request.framework.label} does not ship it"
     return found

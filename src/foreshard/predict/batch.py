@@ -78,7 +78,7 @@ class PlannedRun:
         declared = of_model(self.framework, self.model)
         if chosen is not None:
             declared = replace(declared, attention=chosen)
-        declared = as_chosen(declared, self.plan, devices=self.cluster.devices)
+        declared = as_chosen(declared, self.plan, model=self.model, devices=self.cluster.devices)
         if self.plan.prefetch is not None or self.plan.wrap is not None:
             declared = with_units(declared, self.plan)
         object.__setattr__(self, "declared", declared)

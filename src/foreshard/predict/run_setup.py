@@ -24,9 +24,9 @@ from foreshard.predict.traits import Traits, traits_of
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
+from foreshard.spec.plan import LOW_PRECISIONS
 
 T = TypeVar("T")
-_LOW = ("fp8", "mxfp8", "nvfp4")
 _WIDE = ("fp32", "tf32")
 _NVLINK_BYTES_PER_S = 25e9  # one link, one direction, NVLink 2 to 4
 
@@ -104,7 +104,7 @@ class RunSetup:
         Sizes that the run fixes are not given. Without `copies` there is one group, without offloads none.
         Strides that are not given are those of ranks that follow each other: tp fastest, then cp, then dp.
         """
-        low, four = self.precision in _LOW, self.precision == "nvfp4"
+        low, four = self.precision in LOW_PRECISIONS, self.precision == "nvfp4"
         defaults = {
             "copies": 1.0,
             "offload_optimizer": 0.0,

@@ -126,7 +126,8 @@ def one_of(
     value = value if exact else spelled(value, known)
     if any(type(value) is type(word) and value == word for word in known):
         return value
-    fix = hint(value[:_MAX_CHARS], known) if isinstance(value, str) else None
+    words = [word for word in known if isinstance(word, str)]
+    fix = hint(value[:_MAX_CHARS], words) if isinstance(value, str) else None
     listed = ", ".join(map(str, known))
     rule = f"Must be one of {listed}" if len(known) > 1 else f"Must be {listed}"
     raise invalid(value, rule, key=key, name=name, fix=fix, file=file)

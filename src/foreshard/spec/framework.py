@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-from foreshard.errors import SpecError, unknown
+from foreshard.errors import SpecError, did_you_mean, unknown
 from foreshard.words import spelled
 
 _FLAG = "--set"
@@ -150,7 +150,6 @@ class Overrides:
     grad_bytes, grad_reduce_bytes : bytes of a main gradient (6: one of 16 bit is kept beside it), and of
         one on the wire
     master_bytes, moment_bytes : bytes of a master weight, and of one moment of the optimizer
-    grads_accumulate_fused : weight-gradient products add straight into the main gradient
     cuda_graphs : what of a step runs as CUDA graphs
     grouped_gemm : experts run in one launch; without it one product a local expert
     routing : every expert gets equal tokens, or tokens above a capacity are dropped, or neither
@@ -163,7 +162,6 @@ class Overrides:
     grad_reduce_bytes: Literal[2, 4] | None = None
     master_bytes: Literal[2, 4] | None = None
     moment_bytes: Literal[1, 2, 4] | None = None
-    grads_accumulate_fused: bool | None = None
     cuda_graphs: Literal["none", "partial", "full"] | None = None
     grouped_gemm: bool | None = None
     routing: Literal["learned", "balanced", "dropped"] | None = None
@@ -190,8 +188,8 @@ def _known() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def checked_override(name: str, value: Any) -> tuple[str, Any]:
-    """Return a override by our name of it and its value, or raise SpecError.
+def checked_override(name: str, value: Any, *, key: str = _FLAG) -> tuple[str, Any]:
+    """Return an override by our name of it and its value, or raise SpecError with the key it came by.
 
     Examples
     --------
@@ -202,17 +200,18 @@ def checked_override(name: str, value: Any) -> tuple[str, Any]:
     known = _known().get(ours)
     if known is None:
         rule = "Overrides of a framework are"
-        raise unknown("override", str(name), OVERRIDES, key=_FLAG, rule=rule, otherwise="Leave it out")
+        raise unknown("override", str(name), OVERRIDES, key=key, rule=rule, otherwise="Leave it out")
     read = _read(value, ours, known) if isinstance(value, str) else value
     if not any(read == one and type(read) is type(one) for one in known):
         shown = ["on", "off"] if known == (False, True) else [str(one) for one in known]
         rule = f"{ours} is one of {', '.join(shown)}"
-        raise SpecError(f"{ours} {value!r}", key=_FLAG, value=value, rule=rule, fix=f"Use {shown[-1]}")
+        fix = did_you_mean(str(value), shown, otherwise="Leave it out for the framework's own")
+        raise SpecError(f"{ours} {value!r}", key=key, value=value, rule=rule, fix=fix)
     return ours, read
 
 
 def _read(text: str, name: str, known: tuple[Any, ...]) -> Any:
-    """Return what a word means as a value of a override."""
+    """Return what a word means as a value of an override."""
     word = text.strip().lower()
     if known == (False, True):
         return _SWITCH.get(word, word)
@@ -221,10 +220,12 @@ def _read(text: str, name: str, known: tuple[Any, ...]) -> Any:
     return spelled(word, known)
 
 
-def checked_overrides(given: Overrides | Mapping[str, Any] | Iterable[str] | None) -> Overrides:
-    """Return overrides that are given as such, by name, or as texts KEY=VALUE."""
+def checked_overrides(given: Overrides | Mapping[str, Any] | Iterable[str] | str | None) -> Overrides:
+    """Return overrides that are given as such, by name, or as texts KEY=VALUE, one or several."""
     if isinstance(given, Overrides):
         return given
+    if isinstance(given, str):
+        given = (given,)
     pairs = given.items() if isinstance(given, Mapping) else map(_pair, given or ())
     return Overrides(**dict(checked_override(name, value) for name, value in pairs))
 

@@ -34,6 +34,8 @@ CommOption = Literal[
     "narrow_gather",
 ]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
+"""Of matrix products in 8 bit and fewer."""
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 TABLED = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """Schedules with a closed form, which tables of plans and the searches take."""

@@ -176,6 +176,19 @@ def test_constants_of_nccl_are_refitted_and_taken_by_file(shell, tmp_path):
     assert at["Ring/LL"] == pytest.approx(30e-6 + 2**16 / (80e9 * 8 / 14), rel=1e-3)
     assert {name for name in at if at[name] != before[name]} == {"Ring/LL", "Tree/LL"}  # which shares ll_max
     assert mine["nccl"].endswith("refitted") and "3 constants refitted" in " ".join(mine["notes"])
+    for collective, cluster in (("all-reduce", "1x8xmi300x"), ("all-to-all", "1x8xh100-sxm")):
+        assert shell("comm", "predict", collective, "1MiB", cluster, "--library", own).code == 2
+    own.write_text(own.read_text().replace("2.27.7", "abc"))
+    wrong = shell(*asked, own)
+    assert wrong.code == 2 and wrong.json["error"]["key"] == "measured_with"
+
+
+@pytest.mark.parametrize("more", [("--algorithm", "Ring/LL"), ("--also", "other.log")])
+def test_what_only_a_fit_reads_is_refused_without_one(shell, tmp_path, more):
+    log = tmp_path / "all_reduce.log"
+    log.write_text(log_of(15.0, 80.0))
+    answer = shell("comm", "import", log, *more, "--json")
+    assert answer.code == 2 and answer.json["error"]["key"] == more[0]
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def test_what_if_changes_one_setting_and_keeps_the_others():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("grad_bytes=3", "grad_bytes is one of 2, 4, 6"),
-        ("cuda_graphs=some", "one of none, partial, full"),
+        ("grad_bytes=3", "grad_bytes is one of 2, 4, 6. Leave it out"),
+        ("cuda_graphs=ful", "one of none, partial, full. Did you mean 'full'"),
         ("fp8_params=2", "one of on, off"),
         ("grads=2", "unknown override"),
         ("clips", "KEY=VALUE"),
@@ -67,6 +67,17 @@ def test_what_if_changes_one_setting_and_keeps_the_others():
 def test_a_setting_that_is_wrong_says_what_it_may_be(text, words):
     with pytest.raises(SpecError, match=words):
         checked_overrides([text])
+    with pytest.raises(SpecError, match=words):
+        checked_overrides(text)
+
+
+def test_a_setting_that_is_wrong_is_named_where_it_was_written():
+    request = Request(model=MODEL, cluster=CLUSTER, choices={"ep": 8})
+    with pytest.raises(SpecError, match=r"^--change grad-bytes: grad_bytes '3'"):
+        change.apply(request, "grad-bytes=3")
+    data = run().plan.to_dict() | {"overrides": {"grad_bytes": "bf16"}}
+    with pytest.raises(SpecError, match=r"plan\.json: overrides\.grad_bytes: 'bf16' is not valid"):
+        parse_plan(data, file="plan.json")
 
 
 def test_every_setting_is_a_field_of_a_framework_with_the_same_values():
@@ -99,6 +110,11 @@ SCRIPT = """torchrun pretrain_gpt.py --num-layers 48 --num-experts 128 --expert-
             {"moment_bytes": 2, "cuda_graphs": "full"},
         ),
         (
+            "--bf16 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --moe-grouped-gemm "
+            "--use-precision-aware-optimizer --main-grads-dtype bf16 --fp8-param-gather",
+            {"grad_bytes": 2, "grad_reduce_bytes": 2},
+        ),
+        (
             "--bf16 --cross-entropy-loss-fusion --moe-grouped-gemm --grad-reduce-in-bf16 --enable-cuda-graph "
             "--cuda-graph-scope attn",
             {"cross_entropy": "native", "grad_bytes": 2, "grad_reduce_bytes": 2, "cuda_graphs": "partial"},
@@ -113,17 +129,71 @@ def test_settings_of_a_launch_script(tmp_path, flags, overrides):
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("precision", "overrides"),
     [
-        {},
-        {"grad_bytes": 2, "grad_reduce_bytes": 2},
-        {"moment_bytes": 2, "cuda_graphs": "full", "cross_entropy": "native", "routing": "balanced"},
-        {"cross_entropy": "unfused", "grouped_gemm": False, "fp8_params": True},
+        ("bf16", {}),
+        ("bf16", {"grad_bytes": 2, "grad_reduce_bytes": 2}),
+        ("fp16", {"grad_bytes": 2, "grad_reduce_bytes": 2}),
+        (
+            "bf16",
+            {"moment_bytes": 2, "cuda_graphs": "full", "cross_entropy": "native", "routing": "balanced"},
+        ),
+        ("bf16", {"moment_bytes": 1, "master_bytes": 2}),
+        ("fp8", {"cross_entropy": "unfused", "grouped_gemm": False, "fp8_params": True}),
     ],
 )
-def test_settings_are_written_for_megatron_and_read_back(tmp_path, overrides):
-    made = run(**overrides).plan
+def test_settings_are_written_for_megatron_and_read_back(tmp_path, precision, overrides):
+    made = predict(MODEL, CLUSTER, overrides=overrides, precision=precision, **ASKED).plan
     script = tmp_path / "megatron_args.sh"
     script.write_text(export(made, "megatron", model=MODEL, cluster=CLUSTER).text)
     again, _ = import_plan(str(script), "megatron", MODEL, CLUSTER)
     assert again.overrides == made.overrides
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"grad_bytes": 2}, "grad_bytes 2 and grad_reduce_bytes 4"),
+        ({"grad_bytes": 6}, "grad_bytes 6"),
+        ({"cuda_graphs": "partial"}, "cuda_graphs partial"),
+        ({"routing": "dropped"}, "routing dropped"),
+        ({"cross_entropy": "chunked"}, "cross_entropy chunked"),
+        ({"clips": True}, "clips True"),
+    ],
+)
+def test_settings_that_no_flag_of_megatron_makes_are_refused(overrides, words):
+    with pytest.raises(SpecError, match=words):
+        export(run(**overrides).plan, "megatron", model=MODEL, cluster=CLUSTER)
+
+
+def test_settings_are_written_for_torchtitan_or_refused():
+    model = load_model("llama3-8b")
+
+    def written(**overrides):
+        made = predict(model, CLUSTER, framework="torchtitan", overrides=overrides).plan
+        return export(made, "torchtitan", model=model, cluster=CLUSTER).text
+
+    assert "disable_cuda_graphs=True" in written(cuda_graphs="none")
+    assert "disable_cuda_graphs=False" in written(cuda_graphs="full")
+    for overrides in ({"moment_bytes": 2}, {"cuda_graphs": "partial"}):
+        with pytest.raises(SpecError, match=next(iter(overrides))):
+            written(**overrides)
+
+
+DENSE = load_model("llama3-8b")
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"dispatcher": "deepep"}, "--dispatcher: dispatcher deepep for llama3-8b, which has no experts"),
+        ({"overrides": {"grouped_gemm": False}}, "--set: grouped_gemm False for llama3-8b"),
+        ({"overrides": {"routing": "balanced"}}, "--set: routing balanced for llama3-8b"),
+        ({"overrides": {"fp8_params": True}}, "--set: fp8_params in bf16"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(choices, words):
+    with pytest.raises(SpecError, match=words):
+        predict(DENSE, CLUSTER, **choices)
+    with pytest.raises(SpecError, match=words):
+        plan(DENSE, CLUSTER, global_batch=32, **choices)

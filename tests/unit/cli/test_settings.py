@@ -31,9 +31,20 @@ def test_a_verbs_table_holds_for_that_verb(shell, config):
     assert shell("compare", *run).json["predictions"][0]["plan"]["precision"] == "bf16"
 
 
+@pytest.mark.parametrize("text", ['set = ["cuda_graphs=full", "clips=on"]', 'set = "cuda_graphs=full"'])
+def test_a_flag_that_is_repeated_takes_an_array(shell, tmp_path, text):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    answer = shell("predict", "llama3-8b", "2x8xh100-sxm", "--json", "--config", path)
+    stated = answer.json["plan"]["overrides"]
+    assert stated["cuda_graphs"] == "full" and stated.get("clips", False) == ("clips" in text)
+
+
 @pytest.mark.parametrize(
     ("text", "key"),
     [
+        ("set = [[1]]", "set"),
+        ("set = 3", "set"),
         ("tpp = 2", "tpp"),
         ("[predit]\ntp = 2", "predit"),
         ("tp = [2]", "tp"),

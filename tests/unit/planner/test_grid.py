@@ -285,7 +285,7 @@ def test_the_least_memory_rows_need_no_more_than_any_row_of_their_pass(space):
         assert request.memory(some).peak_bytes.min() >= least[i] * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "gpt3-175b"])
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "gpt3-175b", "mamba2-1.3b"])
 def test_no_number_of_devices_needs_less_than_the_floor(model):
     whole = _request(model, "12x8xh100-sxm", "megatron-core", 96, 2048)
     floor = device_seconds_floor(whole)
@@ -306,7 +306,13 @@ def test_a_shape_bounds_every_recompute_rule_of_it(space, objective):
 
 
 @pytest.mark.parametrize(
-    "space", [*SPACES, ("deepseek-v3", "3x8xh800-sxm", "megatron-core", 48, 4096)], ids=str
+    "space",
+    [
+        *SPACES,
+        ("deepseek-v3", "3x8xh800-sxm", "megatron-core", 48, 4096),
+        ("mamba2-130m", "2x8xh100-sxm", "megatron-core", 16, 2048),  # no heads that could decide tp
+    ],
+    ids=str,
 )
 def test_the_bound_of_a_cell_is_its_own(space):
     request = _request(*space)

@@ -70,6 +70,7 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.interop.nccl_tests import read_nccl_tests
 
+    _check_fits(fit, fit_nccl, algorithm, also)
     run = read_nccl_tests(read_text(file, max_bytes=MAX_LOG_BYTES), file)
     name = collective or run.collective
     fitted = of_nccl = None
@@ -80,7 +81,7 @@ def command(
     if fit_nccl is not None:
         from foreshard.cli.comm.nccl_fit import fit_constants
 
-        of_nccl = fit_constants(run, name, cluster, others, algorithm)
+        of_nccl = fit_constants(run, name, cluster, file, others, algorithm)
         write_text(fit_nccl, of_nccl.text)
     predicted = _predictions(run, name, cluster) if cluster is not None else [None] * len(run.rows)
     errors = [
@@ -110,6 +111,22 @@ class _Fitted:
 
     text: str
     summary: dict[str, Any]
+
+
+def _check_fits(fit: str | None, fit_nccl: str | None, algorithm: str | None, also: tuple[str, ...]) -> None:
+    """Refuse what only a fit reads."""
+    if algorithm is not None and fit_nccl is None:
+        key, value, rule = (
+            "--algorithm",
+            algorithm,
+            "It says of which algorithm --fit-nccl fits the constants",
+        )
+    elif also and fit is None and fit_nccl is None:
+        key, value, rule = "--also", also[0], "More outputs are read for a fit"
+    else:
+        return
+    fix = f"Add {'--fit-nccl OUT.toml' if key == '--algorithm' else '--fit OUT.toml'}, or leave it out"
+    raise SpecError(f"{key} without a fit", key=key, value=value, rule=rule, fix=fix)
 
 
 def _fit(

@@ -31,6 +31,7 @@ def fit_constants(
     run: NcclTestRun,
     name: str | None,
     cluster: str | None,
+    file: str,
     others: list[tuple[NcclTestRun, str]],
     algorithm: str | None,
 ) -> FittedConstants:
@@ -46,7 +47,7 @@ def fit_constants(
         )
     where = api.load_cluster(cluster)
     stated = None if algorithm is None else _label(algorithm)
-    runs = [_measured(run, name, where, stated, "FILE")]
+    runs = [_measured(run, name, where, stated, file)]
     runs += [_measured(other, other.collective, where, stated, path) for other, path in others]
     found = refit_nccl(runs)
     text = constants_text(
@@ -99,7 +100,7 @@ def _measured(run: NcclTestRun, name: str | None, where: Cluster, stated: Label 
             key="CLUSTER",
             value=where.name,
             rule="A fit needs the cluster that was measured",
-            fix="Give the cluster on which FILE was made",
+            fix="Give the cluster on which the file was made",
         )
     release = ".".join(run.release.split(".")[:2])
     comm = communicator_of(where, ranks, release=release if release in releases() else "")

@@ -92,8 +92,23 @@ def command(
         constants=own.constants if own else None,
         tables=tables,
     )
+    if own is not None:
+        _check_chosen(found, own)
     notes = _notes(found, release, measured, own)
     give(_object(found, notes, own), lambda: _screen(found, notes))
+
+
+def _check_chosen(found: CollectivePrediction, own: RefittedConstants) -> None:
+    """Refuse refitted constants where NCCL chooses between no algorithms."""
+    if found.library != "NCCL" or found.choice is None or found.choice.best is None:
+        by = f"{found.library or 'no library'} on these devices" if found.library != "NCCL" else "NCCL"
+        raise SpecError(
+            f"constants of NCCL for {found.collective} by {by}",
+            key="--library",
+            value=own.path,
+            rule="They are of its choice between algorithms, which devices and collective must have",
+            fix="Leave it out",
+        )
 
 
 def _release(library: str) -> tuple[int, int] | None:

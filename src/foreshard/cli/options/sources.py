@@ -127,7 +127,7 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -
         for option in ctx.command.params
         if isinstance(option, click.Option) and option.name and not option.is_eager
     }
-    spelled = {max(option.opts, key=len).lstrip("-"): name for name, option in names.items()}
+    spelled = {max(option.opts, key=len).lstrip("-"): option for option in names.values()}
     shared = {key: value for key, value in data.items() if not isinstance(value, dict)}
     table = _words(ctx)
     own = _table_of(data, table)
@@ -188,9 +188,12 @@ def _check_tables(tables: dict[str, Any], known: Iterable[str], path: str, where
             )
 
 
-def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str) -> dict[str, Any]:
-    """Return the table by parameter name; keys are flags without dashes, `-` or `_` inside."""
-    found = {}
+def _named(table: dict[str, Any], spelled: dict[str, click.Option], path: str, where: str) -> dict[str, Any]:
+    """Return the table by parameter name; keys are flags without dashes, `-` or `_` inside.
+
+    A flag that may be repeated takes an array too.
+    """
+    found: dict[str, Any] = {}
     for key, value in table.items():
         flag = _flag(key)
         if flag not in spelled:
@@ -198,13 +201,16 @@ def _named(table: dict[str, Any], spelled: dict[str, str], path: str, where: str
             raise unknown(
                 "option", key, spelled, file=path, key=where + key, rule=rule, otherwise="Leave it out"
             )
-        if not isinstance(value, _CONFIGURABLE):
+        option = spelled[flag]
+        values = value if option.multiple and isinstance(value, list) else [value]
+        if not all(isinstance(one, _CONFIGURABLE) for one in values):
+            several = ", or an array of them" if option.multiple else ""
             raise SpecError(
                 f"{value!r} is not a value",
                 file=path,
                 key=where + key,
-                rule="A value is a number, a string, true or false",
+                rule=f"A value is a number, a string, true or false{several}",
                 fix=f"Write it as --{flag} takes it",
             )
-        found[spelled[flag]] = value
+        found[option.name or flag] = tuple(values) if option.multiple else value
     return found

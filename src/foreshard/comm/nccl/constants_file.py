@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from foreshard.comm.nccl.constants import Constants, shipped_constants, tuning
@@ -46,7 +47,7 @@ def constants_text(
     lines += [
         f'based_on = "{tuning()["release"]}"',
         f'measured_with = "{measured_with}"',
-        f'measured_on = "{measured_on}"',
+        f"measured_on = {json.dumps(measured_on)}",
         "",
         "[constants]",
         *(f'"{name}" = {value:.6g}' for name, value in constants.items()),
@@ -72,9 +73,10 @@ def read_constants(path: str) -> RefittedConstants:
             fix = did_you_mean(name, shipped, otherwise="Leave it out") or ""
             raise SpecError(f"unknown constant {name[:60]!r}", file=path, key=key, rule=_NAMED, fix=fix)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0.0 < value < min(_MOST, inf):
+        if not is_number or not 0.0 < value < _MOST:
             rule = f"Must be a number above 0 and below {_MOST:g}, in us or GB/s"
-            raise SpecError(f"{name} {value!r}", file=path, key=key, value=value, rule=rule)
+            fix = f"Leave it out for NCCL's own, {shipped[name]:g}"
+            raise SpecError(f"{name} {value!r}", file=path, key=key, value=value, rule=rule, fix=fix)
         found[name] = float(value)
     texts = {name: str(data.get(name, "")) for name in _KEYS[:3]}
     return RefittedConstants(constants=found, path=path, **texts)
@@ -100,4 +102,14 @@ def _check_keys(data: Mapping[str, Any], path: str) -> None:
             value=str(data.get("based_on"))[:40],
             rule=f"The tables that they stand in are those of NCCL {tuning()['release']}",
             fix="Refit them again: foreshard comm import LOG CLUSTER --fit-nccl FILE",
+        )
+    with_ = str(data.get("measured_with", ""))
+    if with_ and not re.fullmatch(r"\d{1,3}\.\d{1,3}(\..*)?", with_):
+        raise SpecError(
+            f"measured with NCCL {with_:.40}",
+            file=path,
+            key="measured_with",
+            value=with_[:40],
+            rule="It is a release of NCCL, such as 2.27.7, or empty",
+            fix='Write measured_with = ""',
         )

@@ -15,7 +15,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
 from foreshard.interop.exporters.uniform import Uniform, option_gaps, required_uniform
-from foreshard.spec.framework import Framework
+from foreshard.spec.framework import OVERRIDES, Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import COMM_OPTIONS, Plan
 
@@ -35,6 +35,10 @@ _PRECISIONS: dict[str, tuple[Flag, ...]] = {
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
+_WRITTEN = tuple(name for name in OVERRIDES if name != "clips")
+"""Overrides that flags set, if not with every value."""
+
+
 def export(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``megatron_args.sh``, which fills the bash array MEGATRON_ARGS."""
     plan, model = request.plan, request.model
@@ -52,7 +56,8 @@ def overlaps(plan: Plan) -> dict[str, bool]:
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     plan = request.plan
-    yield from option_gaps(plan, "megatron-core")
+    yield from option_gaps(plan, "megatron-core", writes=_WRITTEN)
+    yield from _override_gaps(plan, degrees)
     if degrees.schedule not in _SCHEDULES:
         yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer not in _OPTIMIZERS:
@@ -181,14 +186,41 @@ def _as_set(plan: Plan) -> Framework:
     return replace(own, dispatcher=plan.dispatcher or own.dispatcher, **plan.overrides.stated())
 
 
+def _override_gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
+    """Yield overrides that no flag of Megatron sets.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 arguments.py validate_args: main gradients are accumulated and reduced in one dtype,
+    16 bit in runs of 16 bit only; other dtypes of states and 8-bit weights need the distributed optimizer.
+    """
+    own, stated = _as_set(plan), plan.overrides
+    if stated.grad_bytes or stated.grad_reduce_bytes:
+        sizes = own.grad_bytes, own.grad_reduce_bytes
+        narrow = plan.precision not in ("fp32", "tf32")
+        if sizes != (4, 4) and not (narrow and sizes == (2, 2)):
+            yield f"grad_bytes {sizes[0]} and grad_reduce_bytes {sizes[1]} in {plan.precision}"
+    if stated.cross_entropy not in (None, "unfused", "native", "te"):
+        yield f"cross_entropy {stated.cross_entropy} (it has unfused, native, te)"
+    if stated.routing == "dropped":
+        yield "routing dropped (its capacity factor is not in the plan)"
+    if stated.cuda_graphs == "partial":
+        yield "cuda_graphs partial (the plan does not say which modules)"
+    narrow_states = {2} & {stated.master_bytes, stated.moment_bytes} or stated.moment_bytes == 1
+    if narrow_states and plan.optimizer != "adamw":
+        yield f"narrow states of {plan.optimizer} (of adamw only)"
+    if (narrow_states or stated.fp8_params) and degrees.zero == 0:
+        yield "narrow states or 8-bit weights at zero 0 (they need --use-distributed-optimizer)"
+
+
 def _override_flags(plan: Plan) -> list[Flag]:
     """Return the flags of dtypes, graphs and fused kernels, as the plan's framework or the plan sets them."""
     own = _as_set(plan)
     flags: list[Flag] = []
-    if plan.overrides.grad_reduce_bytes == 2:
+    if plan.precision == "fp16":
+        flags += [("--accumulate-allreduce-grads-in-fp32",)] if own.grad_bytes == 4 else []
+    elif plan.overrides.grad_reduce_bytes == 2:
         flags.append(("--grad-reduce-in-bf16",))
-    elif plan.precision == "fp16" and own.grad_bytes == 4:
-        flags.append(("--accumulate-allreduce-grads-in-fp32",))
     if own.cross_entropy in ("native", "te"):
         flags += [("--cross-entropy-loss-fusion",), ("--cross-entropy-fusion-impl", own.cross_entropy)]
     if plan.overrides.fp8_params:
@@ -197,15 +229,13 @@ def _override_flags(plan: Plan) -> list[Flag]:
         flags.append(("--moe-router-force-load-balancing",))
     if plan.overrides.cuda_graphs == "full":
         flags.append(("--cuda-graph-impl", "local"))
-    states = [
-        (flag, word)
-        for flag, word, size in (
-            ("--exp-avg-dtype", "bf16", plan.overrides.moment_bytes),
-            ("--exp-avg-sq-dtype", "bf16", plan.overrides.moment_bytes),
-            ("--main-params-dtype", "fp16", plan.overrides.master_bytes),
-        )
-        if size == 2
-    ]
+    moments, masters = plan.overrides.moment_bytes, plan.overrides.master_bytes
+    words = {1: "fp8", 2: "bf16"}
+    states: list[Flag] = []
+    if moments in words:
+        states += [(flag, words[moments]) for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype")]
+    if masters == 2:
+        states.append(("--main-params-dtype", "fp16"))
     return [*flags, ("--use-precision-aware-optimizer",), *states] if states else flags
 
 

@@ -119,7 +119,10 @@ def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if request.model and request.model.num_next_token and degrees.pp * degrees.cp > 1:
         yield f"the next-token layers of {request.model.name} under pp or cp ({_WITHOUT})"
-    yield from option_gaps(request.plan, "torchtitan@0.3")
+    yield from option_gaps(request.plan, "torchtitan@0.3", writes=("cuda_graphs",))
+    graphs = request.plan.overrides.cuda_graphs
+    if graphs == "partial" or (graphs == "full" and not _graphs(request.plan, degrees)):
+        yield f"cuda_graphs {graphs} (it has full, without pp and ep, or none)"
     if _narrow_gather(request.plan):
         yield "narrow_gather (its scales per row gather in 16 bit)"
     if degrees.etp > 1:
@@ -274,7 +277,8 @@ _IMPORT_CHECKPOINT = "from torchtitan.distributed.activation_checkpoint import "
 
 def _graphs(plan: Plan, degrees: Uniform) -> bool:
     """Return whether steps run as CUDA graphs: as predicted, and never with pipelines or spread experts."""
-    return load_framework(plan.framework).cuda_graphs == "full" and degrees.pp == degrees.ep == 1
+    graphs = plan.overrides.cuda_graphs or load_framework(plan.framework).cuda_graphs
+    return graphs == "full" and degrees.pp == degrees.ep == 1
 
 
 def _arguments(values: dict[str, Any]) -> str:

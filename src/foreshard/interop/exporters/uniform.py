@@ -180,9 +180,16 @@ def placement_note(plan: Plan) -> tuple[str, ...]:
     return (f"The plan uses {len(ranks)} devices and leaves others idle; launch on those it names only.",)
 
 
-def option_gaps(plan: Plan, framework: str) -> Iterator[str]:
-    """Yield a gap where a framework has no such scales of 8-bit operands, or no such dispatcher."""
-    offers = offers_of(load_framework(framework))
+def option_gaps(plan: Plan, framework: str, *, writes: Iterable[str] = ()) -> Iterator[str]:
+    """Yield a gap where a framework has no such scales of 8-bit operands, dispatcher or override.
+
+    `writes` are the overrides that its files can set.
+    """
+    own = load_framework(framework)
+    offers = offers_of(own)
+    for name, value in plan.overrides.stated().items():
+        if name not in writes and value != getattr(own, name):
+            yield f"{name} {value} (it has {getattr(own, name)})"
     if plan.fp8_recipe is not None and plan.fp8_recipe not in offers.fp8_recipes:
         yield f"{plan.fp8_recipe} scales (it has {', '.join(offers.fp8_recipes)})"
     if plan.dispatcher is not None and plan.dispatcher not in offers.dispatchers:
@@ -199,7 +206,9 @@ def wire_notes(plan: Plan) -> tuple[str, ...]:
         )
     if stated := plan.overrides.stated():
         said = ", ".join(f"{name} {value}" for name, value in stated.items())
-        notes.append(f"Of the framework's overrides the plan has {said}: Megatron's flags say what they can.")
+        notes.append(
+            f"The plan sets {said}: files of Megatron and torchtitan say so; elsewhere it is yours to set."
+        )
     if plan.compile is not None:
         notes.append(
             f"torch.compile is {'on' if plan.compile else 'off'}: torchtitan's file says so; set "

@@ -13,6 +13,7 @@ from foreshard.errors import SpecError
 from foreshard.interop.importers.launch_script import LaunchFlags, read_flags
 from foreshard.interop.importers.stated_run import StatedRun
 from foreshard.spec.framework import Overrides
+from foreshard.spec.plan import LOW_PRECISIONS
 
 _DEGREES = {
     "tp": "--tensor-model-parallel-size",
@@ -131,7 +132,9 @@ def _overrides(flags: LaunchFlags, precision: str, *, experts: bool) -> Override
             word = flags.choice(flag, tuple(_STATE_BYTES), "fp32")
             if _STATE_BYTES[word] != 4:
                 stated[name] = _STATE_BYTES[word]
-    if "--fp8-param-gather" in flags:
+        if "grad_bytes" in stated:  # they are reduced as they are
+            stated["grad_reduce_bytes"] = stated["grad_bytes"]
+    if "--fp8-param-gather" in flags and precision in LOW_PRECISIONS:
         stated["fp8_params"] = True
     fused = "--cross-entropy-loss-fusion" in flags
     loss = flags.choice("--cross-entropy-fusion-impl", ("native", "te"), "native") if fused else "unfused"
@@ -139,7 +142,7 @@ def _overrides(flags: LaunchFlags, precision: str, *, experts: bool) -> Override
         stated["cross_entropy"] = loss
     if experts and "--moe-grouped-gemm" not in flags:
         stated["grouped_gemm"] = False
-    if "--moe-router-force-load-balancing" in flags:
+    if experts and "--moe-router-force-load-balancing" in flags:
         stated["routing"] = "balanced"
     impls = ("none", "local", "transformer_engine", "full_iteration")
     older = "--enable-cuda-graph" in flags or "--external-cuda-graph" in flags

@@ -107,7 +107,9 @@ def _choices_of_work(request: GridRequest) -> tuple[np.ndarray, ...]:
     """Return what each of the columns may be, on any number of devices."""
     blocks = [block for block, _ in request.model.block_kinds()]
     experts = max(block.num_experts for block in blocks)
-    heads = int(np.gcd.reduce([block.num_heads for block in blocks]))
+    # Models without attention have no heads: their channels divide over tensor-parallel ranks.
+    widths = [(block.num_heads, block.ffn, block.shared_ffn) for block in blocks]
+    heads = int(np.gcd.reduce(np.ravel(widths)))
     one = np.array([1])
     return (
         divisors(heads),
