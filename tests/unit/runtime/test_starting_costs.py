@@ -14,9 +14,11 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import load_costs
+from foreshard.predict.measured.memory import measured_memory
 from foreshard.runtime.adaptive.controller_config import ControllerConfig
 from foreshard.runtime.adaptive.starting_costs import starting_costs
 from foreshard.runtime.adaptive.steering import LEARNED_STEPS, Steering, SteppedRun
+from foreshard.spec.plan import Group, Stage
 from foreshard.spec.plan_file import load_plan, parse_plan
 
 CLUSTER = """
@@ -74,6 +76,19 @@ def test_a_device_without_costs_starts_as_predicted_or_equal(cluster, measured_j
     assert learned.state.speed[2] == 0.3
     assert learned.state.speed[3] == pytest.approx(0.9 * predicted.state.speed[3]), "rank 3 was idle"
     assert not learned.unmeasured and np.array_equal(learned.passes.pass_s, predicted.passes.pass_s)
+
+
+def test_layers_take_the_memory_of_the_prediction_frozen_ones_included(cluster, measured_job):
+    costs, file = measured_job(fast=1.0, slow=2.0)
+    plan, told = load_plan(file), load_costs(costs)
+    frozen = tuple(replace(layer, frozen_bytes=1e6 * i) for i, layer in enumerate(told.layers))
+    told, count = replace(told, layers=frozen, tables={}), len(frozen)
+    sizes = starting_costs(plan, cluster, costs=told).sizes
+    stages = tuple(Stage(ranks=(i,), layers=((i, i + 1),), zero=0) for i in range(count))
+    group = Group(share=8 * count, micro_batch=8, stages=stages, schedule="1f1b")
+    peaks = measured_memory(told, cluster, replace(plan, global_batch=8 * count, groups=(group,)))
+    held = sizes.state_bytes + 8 * np.arange(count, 0, -1) * sizes.saved_bytes
+    assert held == pytest.approx(peaks.per_stage_peak_bytes[0])
 
 
 def replace_layers(model):

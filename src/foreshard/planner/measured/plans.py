@@ -24,6 +24,7 @@ from foreshard.planner.result import PlanResult, Ranked
 from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
 from foreshard.planner.solver.solve import Solution, solve
 from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.memory import least_bytes
 from foreshard.predict.step_source import MeasuredSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
@@ -141,7 +142,7 @@ def plan_measured(
 
 
 def _infeasible(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult:
-    need = sum(layer.parameter_bytes * 2 + layer.frozen_bytes + layer.state_bytes for layer in costs.layers)
+    need = least_bytes(costs)
     error = InfeasibleError(
         "no pipeline fits the memory",
         key="memory",

@@ -9,6 +9,7 @@ import numpy as np
 from foreshard.planner.measured.places import Places
 from foreshard.planner.solver.problem import Problem
 from foreshard.predict.measured.costs import MeasuredCosts
+from foreshard.predict.measured.memory import rooms
 from foreshard.predict.tasks.host import joined_s
 from foreshard.spec.cluster import Cluster
 
@@ -47,7 +48,7 @@ def priced(
     for o, (k, m, degree) in enumerate(options):
         device, block = cluster.device_of(kinds[k][0]), next(places.blocks(k, degree))
         stages = _Stages(costs, cluster, block, starts, stops)
-        room[o] = stages.room(device.capacity_bytes, m)
+        room[o] = rooms(costs, starts, stops, tp=degree, samples=m, capacity_bytes=device.capacity_bytes)
         time_s[o] = np.where(room[o] > 0, stages.pass_s(m), np.inf)
         for c, count in enumerate(copies):
             tail_s[c, o] = stages.tail_s(count)
@@ -121,12 +122,6 @@ class _Stages:
             rings = np.array((*layer.sums_forward, *layer.sums_backward)).reshape(-1, 2)
             sums.append(float(rings[:, 1] @ self._ring_s(self._block, rings[:, 0] * samples)))
         return seconds + self._over(np.cumsum(sums))
-
-    def room(self, capacity_bytes: float, samples: int) -> np.ndarray:
-        """Return the micro-batches whose activations fit beside the states."""
-        fixed = 2 * self._total("parameter_bytes") + self._total("frozen_bytes") + self._total("state_bytes")
-        kept = np.maximum(self._over(self._sums.upto_saved_bytes(samples)), 1.0)
-        return np.floor(np.maximum(capacity_bytes - fixed, 0.0) / kept)
 
     def tail_s(self, copies: int) -> np.ndarray:
         """Return the seconds after the last micro-batch; only the first stage is sure to end last."""

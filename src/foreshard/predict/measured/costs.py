@@ -226,14 +226,33 @@ class MeasuredCosts:
     def _tied(self, tp: int) -> Shared:
         return self.tied_parts.get(tp, self.tied)
 
-    def held_twice(self, layers: Iterable[int], tp: int = 1) -> list[tuple[int, float]]:
-        """Return (layer, bytes) of what layers count that another of them, on the same rank, has counted."""
-        held = set(layers)
-        return [
-            (layer, size)
-            for sharing, size in self._tied(tp)
-            for layer in [one for one in sharing if one in held][1:]
-        ]
+    def held(
+        self, name: str, starts: np.ndarray, stops: np.ndarray, tp: int = 1, device: str = ""
+    ) -> np.ndarray:
+        """Return a number summed over the layers of stages, of a parameter that they share once.
+
+        Parameters
+        ----------
+        name : str
+            A number of a layer that goes with its trained parameters.
+        starts, stops : ndarray of int, shape (stages, chunks)
+            The layers of each stage: [start, stop) of each of its chunks.
+        tp : int
+        device : str
+            Whose table is summed.
+
+        Returns
+        -------
+        ndarray, shape (stages,)
+        """
+        upto, table = self.sums(device, tp).upto(name), self.layers_on(device, tp)
+        found = np.asarray((upto[stops] - upto[starts]).sum(-1))
+        for sharing, size in self._tied(tp):
+            is_held = np.array([((starts <= layer) & (layer < stops)).any(-1) for layer in sharing])
+            is_again = is_held & (is_held.cumsum(axis=0) > 1)
+            shared = [getattr(table[i], name) * size / table[i].parameter_bytes for i in sharing]
+            found = found - shared @ is_again
+        return found
 
     def work_s(self, device: str, span: tuple[int, int], name: str, samples: Any, tp: int = 1) -> Any:
         """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
@@ -246,11 +265,13 @@ class MeasuredCosts:
 
     def optimizer_s(self, device: str, layers: Iterable[int], tp: int = 1) -> float:
         """Return the seconds that a device needs to update layers, or its part of them."""
-        table, layers = self.layers_on(device, tp), list(layers)
-        seconds = sum(table[layer].optimizer_s for layer in layers)
-        # Timed layers are updated as they were timed, each with all that it holds.
-        for layer, size in self.held_twice(layers, tp) if self.by_formula else ():
-            seconds -= table[layer].optimizer_s * size / table[layer].parameter_bytes
+        places = list(layers)
+        if self.by_formula:
+            starts = np.array([places])
+            seconds = self.held("optimizer_s", starts, starts + 1, tp, device).item()
+        else:  # timed layers are updated as they were timed, each with all that it holds
+            table = self.layers_on(device, tp)
+            seconds = sum(table[layer].optimizer_s for layer in places)
         return self.slow_of(device) * float(seconds)
 
     def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.graph.pipeline_schedules import Op, stage_order
-from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
+from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
@@ -44,20 +45,83 @@ def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memor
     )
 
 
+def rooms(
+    costs: MeasuredCosts,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    *,
+    tp: int,
+    samples: int,
+    capacity_bytes: float,
+) -> np.ndarray:
+    """Return the micro-batches that stages can keep at once: most under which `measured_memory` fits.
+
+    Of stages of layers [start, stop), on one device or tp, that share out and run again nothing.
+
+    Returns
+    -------
+    ndarray, shape (stages,)
+        Whole numbers: 0 where not even one fits, inf where one keeps nothing.
+    """
+    held = _held_bytes(costs, starts[:, None], stops[:, None], tp)
+    kept, beside = _kept_bytes(costs, starts, stops, tp, samples)
+    left = capacity_bytes - 2 * held.own - held.frozen - held.states
+    room = np.divide(left - beside, kept, out=np.full(len(kept), np.inf), where=kept > 0)
+    return np.where(left < np.maximum(beside, held.step), 0.0, np.floor(room))
+
+
+def least_bytes(costs: MeasuredCosts) -> float:
+    """Return what the whole model takes on one device without activations."""
+    held = _held_bytes(costs, np.array([[0]]), np.array([[len(costs.layers)]]), 1)
+    return float((2 * held.own + held.frozen + held.states).item())
+
+
+class _HeldBytes(NamedTuple):
+    """What stages hold whatever passes them, and at the optimizer's step; arrays of shape (stages,)."""
+
+    own: np.ndarray  # trained parameters; their gradients take as much
+    frozen: np.ndarray
+    states: np.ndarray
+    step: np.ndarray
+
+
+def _held_bytes(costs: MeasuredCosts, starts: np.ndarray, stops: np.ndarray, tp: int) -> _HeldBytes:
+    """Return what stages hold of their chunks of layers, starts and stops of shape (stages, chunks)."""
+    frozen = costs.sums("", tp).upto("frozen_bytes")
+    return _HeldBytes(
+        own=costs.held("parameter_bytes", starts, stops, tp),
+        frozen=(frozen[stops] - frozen[starts]).sum(-1),
+        states=costs.held("state_bytes", starts, stops, tp),
+        step=costs.held("step_bytes", starts, stops, tp),
+    )
+
+
+def _kept_bytes(
+    costs: MeasuredCosts, starts: np.ndarray, stops: np.ndarray, tp: int, samples: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what intervals keep of a micro-batch until its backward, and the most that it holds beyond.
+
+    What later layers kept is gone by the backward of a layer.
+    """
+    upto = costs.sums("", tp).upto_saved_bytes(samples)
+    beside = np.array([layer.beside_bytes(samples) for layer in costs.layers_on("", tp)])
+    ends = np.stack((starts, stops), axis=-1).ravel()
+    most = np.maximum.reduceat(np.append(upto[1:] + beside, 0.0), ends)[::2]
+    return upto[stops] - upto[starts], np.maximum(most - upto[stops], 0.0)
+
+
 def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -> dict[str, float]:
-    table = costs.layers_on("", stage.tp)
-    places = [layer for lo, hi in stage.layers for layer in range(lo, hi)]
-    layers = [table[layer] for layer in places]
-    twice = costs.held_twice(places, stage.tp)
+    chunks = np.array(stage.layers)
+    own, frozen, states, step = (
+        float(part.item()) for part in _held_bytes(costs, chunks[None, :, 0], chunks[None, :, 1], stage.tp)
+    )
     samples = max(counts_of(stage, group.micro_batch))
     kept, temporary = zip(*(_saved_bytes(costs, stage, span, samples) for span in stage.layers), strict=True)
     shards = stage.inner_dp if stage.zero >= 1 else 1
-    own = sum(layer.parameter_bytes for layer in layers) - sum(size for _, size in twice)
-    states = sum(layer.state_bytes for layer in layers)
-    states -= sum(size * table[i].state_bytes / table[i].parameter_bytes for i, size in twice)
-    held, frozen = own, sum(layer.frozen_bytes for layer in layers)
-    whole = 0.0
+    held, whole = own, 0.0
     if stage.zero >= 3 and shards > 1:
+        table = costs.layers_on("", stage.tp)
+        layers = [table[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
         sizes = [costs.gathered_share * layer.parameter_bytes for layer in layers]
         whole = max(sum(sizes[i : i + GATHERED_LAYERS]) for i in range(len(sizes)))
         held = own / shards
@@ -68,10 +132,8 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
         "activations": _most_kept(group, place, kept),
         "temporary": max(temporary),
     }
-    step = sum(layer.step_bytes for layer in layers)
-    step = (step - sum(size * table[i].step_bytes / table[i].parameter_bytes for i, size in twice)) / shards
-    if step > parts["activations"] + parts["temporary"]:  # nothing is kept by then
-        return parts | {"activations": 0.0, "temporary": step}
+    if step / shards > parts["activations"] + parts["temporary"]:  # nothing is kept by then
+        return parts | {"activations": 0.0, "temporary": step / shards}
     return parts
 
 
@@ -79,28 +141,19 @@ def _saved_bytes(
     costs: MeasuredCosts, stage: Stage, span: tuple[int, int], samples: int
 ) -> tuple[float, float]:
     """Return the bytes of a micro-batch kept until its backward, and those made in it, or again."""
-    layers = costs.layers_on("", stage.tp)[slice(*span)]
-    saved = sum(layer.saved_bytes(samples) for layer in layers)
+    start, stop = span
+    saved, beside = _kept_bytes(costs, np.array([start]), np.array([stop]), stage.tp, samples)
     again = recomputed_share(stage)
     if not again:
-        return saved, _beside(layers, samples)
-    size = int(recompute_of(stage.recompute, len(layers)).unit)
-    units = [layers[start : start + size] for start in range(0, len(layers), size)]
-    later, most = 0.0, 0.0  # when a unit runs again, what later ones handed on is gone
-    for unit in reversed(units):
-        made = sum(layer.saved_bytes(samples) for layer in unit) + _beside(unit, samples)
-        most = max(most, made - again * later)
-        later += unit[-1].boundary_bytes(samples)
-    return saved * (1 - again) + again * later, most
-
-
-def _beside(layers: Sequence[LayerCost], samples: int) -> float:
-    """Return the most bytes that backward holds beyond what layers kept; what later ones kept goes first."""
-    later, most = 0.0, 0.0
-    for layer in reversed(layers):
-        most = max(most, layer.beside_bytes(samples) - later)
-        later += layer.saved_bytes(samples)
-    return most
+        return float(saved.item()), float(beside.item())
+    units = np.arange(start, stop, int(recompute_of(stage.recompute, stop - start).unit))
+    ends = np.append(units[1:], stop)
+    made = np.add(*_kept_bytes(costs, units, ends, stage.tp, samples))
+    table = costs.layers_on("", stage.tp)
+    handed = np.array([table[end - 1].boundary_bytes(samples) for end in ends])
+    later = handed[::-1].cumsum()[::-1] - handed  # when a unit runs again, what later ones handed on is gone
+    most = max(0.0, float((made - again * later).max()))
+    return float(saved.item() * (1 - again) + again * handed.sum()), most
 
 
 def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:

@@ -150,7 +150,9 @@ def _measured_sizes(costs: MeasuredCosts, cluster: Cluster) -> Chain:
         layer_s=np.zeros((count, len(layers))),
         boundary_bytes=np.array([2 * layer.boundary_bytes_per_sample for layer in layers[:-1]]),
         sync_bytes=np.array([layer.parameter_bytes for layer in layers]),
-        state_bytes=np.array([2 * layer.parameter_bytes + layer.state_bytes for layer in layers]),
+        state_bytes=np.array(
+            [2 * layer.parameter_bytes + layer.frozen_bytes + layer.state_bytes for layer in layers]
+        ),
         saved_bytes=np.array([layer.saved_bytes_per_sample for layer in layers]),
         memory_bytes=_memory(cluster),
     )
