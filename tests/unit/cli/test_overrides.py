@@ -72,6 +72,8 @@ def test_a_setting_that_is_wrong_says_what_it_may_be(text, words):
 
 
 def test_a_setting_that_is_wrong_is_named_where_it_was_written():
+    with pytest.raises(SpecError, match="overrides 3"):
+        checked_overrides(3)
     request = Request(model=MODEL, cluster=CLUSTER, choices={"ep": 8})
     with pytest.raises(SpecError, match=r"^--change grad-bytes: grad_bytes '3'"):
         change.apply(request, "grad-bytes=3")
