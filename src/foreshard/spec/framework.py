@@ -226,6 +226,9 @@ def checked_overrides(given: Overrides | Mapping[str, Any] | Iterable[str] | str
         return given
     if isinstance(given, str):
         given = (given,)
+    if given is not None and not isinstance(given, Iterable):
+        rule, fix = "Overrides are by name, or texts KEY=VALUE", "Write overrides={'cuda_graphs': 'full'}"
+        raise SpecError(f"overrides {given!r}", key=_FLAG, value=given, rule=rule, fix=fix)
     pairs = given.items() if isinstance(given, Mapping) else map(_pair, given or ())
     return Overrides(**dict(checked_override(name, value) for name, value in pairs))
 

@@ -72,6 +72,8 @@ def test_a_setting_that_is_wrong_says_what_it_may_be(text, words):
 
 
 def test_a_setting_that_is_wrong_is_named_where_it_was_written():
+    with pytest.raises(SpecError, match="overrides 3"):
+        checked_overrides(3)
     request = Request(model=MODEL, cluster=CLUSTER, choices={"ep": 8})
     with pytest.raises(SpecError, match=r"^--change grad-bytes: grad_bytes '3'"):
         change.apply(request, "grad-bytes=3")
@@ -106,7 +108,8 @@ SCRIPT = """torchrun pretrain_gpt.py --num-layers 48 --num-experts 128 --expert-
         ),
         (
             "--bf16 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --moe-grouped-gemm "
-            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --cuda-graph-impl full_iteration",
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+            "--cuda-graph-impl full_iteration",
             {"moment_bytes": 2, "cuda_graphs": "full"},
         ),
         (
@@ -126,6 +129,20 @@ def test_settings_of_a_launch_script(tmp_path, flags, overrides):
     script.write_text(SCRIPT + flags + "\n")
     made, _ = import_plan(str(script), "megatron", MODEL, CLUSTER)
     assert made.overrides.stated() == overrides
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--main-params-dtype fp8", "--main-params-dtype: 'fp8' is not valid"),
+        ("--exp-avg-dtype bf16", "--exp-avg-sq-dtype: no plan expresses moments of two widths"),
+    ],
+)
+def test_states_of_a_launch_script_that_no_plan_has_are_refused(tmp_path, flags, words):
+    script = tmp_path / "pretrain.sh"
+    script.write_text(f"{SCRIPT} --bf16 --use-precision-aware-optimizer {flags}\n")
+    with pytest.raises(SpecError, match=words):
+        import_plan(str(script), "megatron", MODEL, CLUSTER)
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,9 @@ def test_defaults_of_the_tools(tmp_path):
     assert (plan.global_batch, plan.precision, plan.groups[0].stages[0].zero) == (128, "bf16", 0)
     text = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
     assert imported(tmp_path, text, "accelerate", seq_len=2048).groups[0].stages[0].zero == 3
+    for policy, wrap in (("NO_WRAP", "model"), ("TRANSFORMER_BASED_WRAP", None)):
+        more = f"{text}  fsdp_auto_wrap_policy: {policy}\n"
+        assert imported(tmp_path, more, "accelerate", seq_len=2048).wrap == wrap
     assert imported(tmp_path, "distributed_type: MULTI_GPU\n", "accelerate", seq_len=2048).framework == "ddp"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from foreshard.interop.importers import deepspeed
 from foreshard.interop.importers.mappings import parsed
 from foreshard.interop.importers.stated_run import ConfigTable, StatedRun
+from foreshard.spec.plan import WHOLE_MODEL
 
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 _STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
@@ -72,6 +73,8 @@ def _fsdp(config: ConfigTable) -> StatedRun:
     shard = degrees.whole("parallelism_config_dp_shard_size")
     if shard == 1 and choices["cp"] == 1:
         choices["zero"], copies = 0, 1
+    if str(fsdp.get("fsdp_auto_wrap_policy")).upper() == "NO_WRAP" and choices["zero"] >= 2:
+        choices["wrap"] = WHOLE_MODEL
     notes = ("FSDP1 is predicted as composer, which uses it.",) if version == 1 else ()
     return StatedRun(
         choices=choices, shard_instances=copies, num_devices=_devices(config), unstated=_UNSTATED, notes=notes

@@ -31,12 +31,14 @@ _REFUSED = {
     "--cpu-offloading": "offload of activations by layer",
     "--rampup-batch-size": "a batch that grows",
 }
+_SECOND = "--exp-avg-sq-dtype"
+_MOMENTS = ("fp32", "fp16", "bf16", "fp8")
 _STATES = {
-    "grad_bytes": "--main-grads-dtype",
-    "master_bytes": "--main-params-dtype",
-    "moment_bytes": "--exp-avg-dtype",
+    "grad_bytes": ("--main-grads-dtype", ("fp32", "bf16")),
+    "master_bytes": ("--main-params-dtype", ("fp32", "fp16")),
+    "moment_bytes": ("--exp-avg-dtype", _MOMENTS),
 }
-"""Of the precision-aware optimizer; both moments are taken as the first."""
+"""Dtypes of the precision-aware optimizer."""
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _PART = re.compile(r"\(([A-Za-z|]+)\)\*(\d+)|([A-Za-z])(?:\*(\d+))?|\|")
 
@@ -128,8 +130,11 @@ def _overrides(flags: LaunchFlags, precision: str, *, experts: bool) -> Override
     if "--grad-reduce-in-bf16" in flags or not (wide or precision == "fp32"):
         stated |= {"grad_bytes": 2, "grad_reduce_bytes": 2}
     if "--use-precision-aware-optimizer" in flags:
-        for name, flag in _STATES.items():
-            word = flags.choice(flag, tuple(_STATE_BYTES), "fp32")
+        second = flags.choice(_SECOND, _MOMENTS, "fp32")
+        if _STATE_BYTES[second] != _STATE_BYTES[flags.choice("--exp-avg-dtype", _MOMENTS, "fp32")]:
+            raise flags.cannot(_SECOND, "moments of two widths")
+        for name, (flag, known) in _STATES.items():
+            word = flags.choice(flag, known, "fp32")
             if _STATE_BYTES[word] != 4:
                 stated[name] = _STATE_BYTES[word]
         if "grad_bytes" in stated:  # they are reduced as they are
