@@ -123,13 +123,14 @@ def test_one_table_and_the_program_over_tables_give_one_bound():
     assert work_bound_s(both, cluster, (2, 4), 12) == pytest.approx(work_bound_s(told, cluster, (2, 4), 12))
 
 
-def test_prices_are_those_of_the_engine_where_nothing_overlaps():
+@pytest.mark.parametrize("rule", ["none", "full"])
+def test_prices_are_those_of_the_engine_where_nothing_overlaps(rule):
     rng = np.random.default_rng(2)
     told, cluster = costs(rng, 4, {"a": 1.0, "b": 2.0}), lab("ab")
-    problem = priced(told, Places(cluster), SIZES, 8)
-    option = problem.names.index((1, 2, 1))
+    problem = priced(told, Places(cluster), SIZES, 8, rules=("none", "full"))
+    option = problem.names.index((1, 2, 1, rule))
     made = Arrangement(templates=((StageSpan(option=option, start=0, stop=4),),), shares=(6,))
-    stage = Stage(ranks=(1,), layers=((0, 4),), zero=0)
+    stage = Stage(ranks=(1,), layers=((0, 4),), zero=0, recompute=rule)
     plan = Plan(global_batch=6, seq_len=1, groups=(Group(share=6, micro_batch=2, stages=(stage,)),))
     assert abstract_s(problem, made) == pytest.approx(step_seconds(told, cluster, plan))
 

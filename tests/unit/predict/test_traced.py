@@ -206,13 +206,14 @@ def test_ranks_of_one_part_share_gradients_and_the_planner_counts_their_sums(zer
         after = predict_measured(replace(costs, bucket_bytes=0.0), slow, plan).time_breakdown_s["data_comm"]
         each_s = costs.ring_s(slow, (0, 2), sum(4.0 * own.parameters for own in part.layers))
         assert after == pytest.approx(float(each_s), rel=1e-3)
-    alone = plan_of(module, 2, tp=2, sp=False, micro_batch=8, global_batch=8)
     two = load_cluster("1x2xh100-sxm")
-    made = predict_measured(costs, two, alone)
-    problem = priced(costs, Places(two), [8], 8, 2)
-    option = problem.names.index((0, 8, 2))
-    whole = problem.time_s[option, problem.types[0, len(costs.layers)]]
-    assert whole == pytest.approx(made.step_time_s - made.time_breakdown_s["optimizer"], rel=1e-9)
+    problem = priced(costs, Places(two), [8], 8, 2, rules=("none", "full"))
+    for rule in ("none", "full"):
+        alone = plan_of(module, 2, tp=2, sp=False, micro_batch=8, global_batch=8, recompute=rule)
+        made = predict_measured(costs, two, alone)
+        option = problem.names.index((0, 8, 2, rule))
+        whole = problem.time_s[option, problem.types[0, len(costs.layers)]]
+        assert whole == pytest.approx(made.step_time_s - made.time_breakdown_s["optimizer"], rel=1e-9)
 
 
 def test_a_slower_network_never_helps_and_pipelines_are_priced(resnet):

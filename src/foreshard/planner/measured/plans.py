@@ -18,10 +18,10 @@ import numpy as np
 from foreshard.errors import InfeasibleError
 from foreshard.planner.measured.balancing import balanced
 from foreshard.planner.measured.places import Places
-from foreshard.planner.measured.prices import priced, work_bound_s
+from foreshard.planner.measured.prices import StageOption, priced, work_bound_s
 from foreshard.planner.pricing.judged import JudgedPlans
 from foreshard.planner.result import PlanResult, Ranked
-from foreshard.planner.solver.problem import Arrangement, Problem, step_seconds
+from foreshard.planner.solver.problem import Arrangement, Problem, StageSpan, step_seconds
 from foreshard.planner.solver.solve import Solution, solve
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import least_bytes
@@ -39,6 +39,8 @@ _BALANCED = 24
 _SEARCH_FRAC = 0.5
 _BALANCE_FRAC = 0.2
 """Of the budget: what searches get together, and what balancing gets at least after a slow search."""
+_RULES = (("none",), ("none", "full"))
+"""What stages recompute: layers run again only where nothing fits without."""
 _TARGET_GAP = 0.005
 """At which a search ends: measured seconds differ by more from step to step."""
 
@@ -80,11 +82,10 @@ def plan_measured(
     places = Places(cluster)
     degrees = sorted({tp for kind in range(len(places.kinds)) for tp in places.degrees(costs, kind)})
     bound_s = work_bound_s(costs, cluster, sizes, global_batch, degrees)
-    searched = []
-    for tp in (1, *degrees):  # measured costs price stages of one tp above 1
-        problem = priced(costs, places, sizes, global_batch, tp)
-        part_s = budget_s * _SEARCH_FRAC / (1 + len(degrees))
-        searched.append((problem, solve(problem, budget_s=part_s, target_gap=_TARGET_GAP, filling="full")))
+    for rules in _RULES:
+        searched = list(_searched(costs, places, sizes, global_batch, degrees, rules, budget_s))
+        if any(solution.arrangement is not None for _, solution in searched):
+            break
     solutions = [solution for _, solution in searched]
     if all(solution.arrangement is None for solution in solutions):
         return _infeasible(costs, bound_s, started)
@@ -134,11 +135,30 @@ def plan_measured(
         pruned=sum(solution.excluded for solution in solutions),
         wall_s=time.perf_counter() - started,
         space=f"pipelines of {_stage_words(degrees)} a stage, any cuts and shares, "
-        f"micro-batches up to {max(sizes)}, 1f1b",
+        f"micro-batches up to {max(sizes)}, 1f1b{', layers recomputed or not' if len(rules) > 1 else ''}",
         ladder={"work": bound_s},
         interrupted=any(solution.interrupted for solution in solutions),
-        notes=("The bound is all work at the least seconds a sample, all devices without a pause",),
+        notes=(
+            "The bound is all work at the least seconds a sample, all devices without a pause",
+            *(["Nothing fits without recomputing layers"] if len(rules) > 1 else []),
+        ),
     )
+
+
+def _searched(
+    costs: MeasuredCosts,
+    places: Places,
+    sizes: Sequence[int],
+    global_batch: int,
+    degrees: Sequence[int],
+    rules: Sequence[str],
+    budget_s: float,
+) -> Iterator[tuple[Problem, Solution]]:
+    """Yield a search for each tp: measured costs price stages of one tp above 1."""
+    part_s = budget_s * _SEARCH_FRAC / (1 + len(degrees))
+    for tp in (1, *degrees):
+        problem = priced(costs, places, sizes, global_batch, tp, rules)
+        yield problem, solve(problem, budget_s=part_s, target_gap=_TARGET_GAP, filling="full")
 
 
 def _infeasible(costs: MeasuredCosts, bound_s: float, started: float) -> PlanResult:
@@ -200,13 +220,21 @@ def _plan(blank: Plan, problem: Problem, arrangement: Arrangement, places: Place
     groups = []
     for template, share in zip(arrangement.templates, arrangement.shares, strict=True):
         size = int(problem.micro_batch[template[0].option])
-        stages = tuple(_stage(next(free), (part.start, part.stop)) for part in template)
+        stages = tuple(
+            _stage(next(free), (part.start, part.stop), _recompute(problem, part)) for part in template
+        )
         groups.append(Group(share=share, stages=stages, micro_batch=min(size, share), schedule="1f1b"))
     return replace(blank, groups=tuple(groups))
 
 
-def _stage(ranks: tuple[int, ...], layers: tuple[int, int]) -> Stage:
-    return Stage(ranks=ranks, tp=len(ranks), layers=(layers,), zero=0)
+def _recompute(problem: Problem, part: StageSpan) -> str:
+    option = problem.names[part.option]
+    assert isinstance(option, StageOption)
+    return option.recompute
+
+
+def _stage(ranks: tuple[int, ...], layers: tuple[int, int], recompute: str = "none") -> Stage:
+    return Stage(ranks=ranks, tp=len(ranks), layers=(layers,), zero=0, recompute=recompute)
 
 
 def _equal_shares(blank: Plan, num_layers: int, blocks: Sequence[tuple[int, ...]], size: int) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +20,24 @@ _COPIES = 16
 """Pipelines up to which each number has its own tail; the ring of more hardly takes longer."""
 
 
+class StageOption(NamedTuple):
+    """What may compute a stage, and how: kind of device, samples of a micro-batch, tp, recomputation."""
+
+    kind: int
+    micro_batch: int
+    tp: int
+    recompute: str
+
+
 def priced(
-    costs: MeasuredCosts, places: Places, sizes: Sequence[int], global_batch: int, tp: int = 1
+    costs: MeasuredCosts,
+    places: Places,
+    sizes: Sequence[int],
+    global_batch: int,
+    tp: int = 1,
+    rules: Sequence[str] = ("none",),
 ) -> Problem:
-    """Return the problem: an option is (kind of device, micro-batch, tp), every interval a type.
+    """Return the problem: its options are `StageOption`, every interval is a type.
 
     Parameters
     ----------
@@ -33,34 +48,39 @@ def priced(
     global_batch : int
     tp : int
         That stages may have besides 1, on kinds that can.
+    rules : sequence of {'none', 'full'}
+        Of recomputation, that stages may have.
     """
     types, starts, stops = _intervals(len(costs.layers))
     cluster, kinds = places.cluster, places.kinds
     options = [
-        (k, m, degree)
+        StageOption(k, m, degree, rule)
         for k in range(len(kinds))
         for degree in sorted({1, tp} & {1, *places.degrees(costs, k)})
         for m in sizes
+        for rule in rules
     ]
     copies = tuple(range(1, min(cluster.num_devices, _COPIES) + 1))
     time_s, room = np.empty((2, len(options), len(starts)))
     tail_s = np.empty((len(copies), len(options), len(starts)))
-    for o, (k, m, degree) in enumerate(options):
+    for o, (k, m, degree, rule) in enumerate(options):
         device, block = cluster.device_of(kinds[k][0]), next(places.blocks(k, degree))
         stages = _Stages(costs, cluster, block, starts, stops)
-        room[o] = rooms(costs, starts, stops, tp=degree, samples=m, capacity_bytes=device.capacity_bytes)
-        time_s[o] = np.where(room[o] > 0, stages.pass_s(m), np.inf)
+        room[o] = rooms(
+            costs, starts, stops, tp=degree, samples=m, capacity_bytes=device.capacity_bytes, recompute=rule
+        )
+        time_s[o] = np.where(room[o] > 0, stages.pass_s(m, forwards=1 + (rule == "full")), np.inf)
         for c, count in enumerate(copies):
             tail_s[c, o] = stages.tail_s(count)
-    takes = np.eye(len(kinds), dtype=int)[[k for k, _, _ in options]]
-    takes *= np.array([degree for _, _, degree in options])[:, None]
+    takes = np.eye(len(kinds), dtype=int)[[option.kind for option in options]]
+    takes *= np.array([option.tp for option in options])[:, None]
     return Problem(
         counts=tuple(len(ranks) for ranks in kinds),
         global_batch=global_batch,
         types=types,
         takes=takes,
         max_stages=min(len(costs.layers), cluster.num_devices),
-        micro_batch=np.array([m for _, m, _ in options]),
+        micro_batch=np.array([option.micro_batch for option in options]),
         grain=np.ones(len(options), dtype=int),
         time_s=time_s,
         copies=copies,
@@ -107,19 +127,21 @@ class _Stages:
     def _ring_s(self, ranks: Sequence[int], num_bytes: np.ndarray) -> np.ndarray:
         return np.asarray(self._costs.ring_s(self._cluster, ranks, num_bytes))
 
-    def pass_s(self, samples: int) -> np.ndarray:
-        """Return the seconds of a forward and a backward, sums over the block included."""
-        names = ("forward_s", "backward_s")
-        each = [self._over(self._sums.upto_seconds(name, samples)) for name in names]
-        launches_s = self._over(self._costs.launches_s(self._device)).sum(-1)
+    def pass_s(self, samples: int, forwards: int = 1) -> np.ndarray:
+        """Return the seconds of so many forwards and a backward, sums over the block included."""
+        runs = np.array([forwards, 1.0])
+        forward_s, backward_s = (
+            self._over(self._sums.upto_seconds(name, samples)) for name in ("forward_s", "backward_s")
+        )
+        launches_s = self._over(self._costs.launches_s(self._device)) @ runs
         seconds = np.asarray(
-            joined_s(self._slow * np.sum(each, axis=0), launches_s, self._costs.host_sharpness)
+            joined_s(self._slow * (forwards * forward_s + backward_s), launches_s, self._costs.host_sharpness)
         )
         if len(self._block) == 1:
             return seconds
         sums = [0.0]
         for layer in self._costs.layers_on("", len(self._block)):
-            rings = np.array((*layer.sums_forward, *layer.sums_backward)).reshape(-1, 2)
+            rings = np.array((*forwards * layer.sums_forward, *layer.sums_backward)).reshape(-1, 2)
             sums.append(float(rings[:, 1] @ self._ring_s(self._block, rings[:, 0] * samples)))
         return seconds + self._over(np.cumsum(sums))
 

@@ -53,10 +53,15 @@ def rooms(
     tp: int,
     samples: int,
     capacity_bytes: float,
+    recompute: str = "none",
 ) -> np.ndarray:
     """Return the micro-batches that stages can keep at once: most under which `measured_memory` fits.
 
-    Of stages of layers [start, stop), on one device or tp, that share out and run again nothing.
+    Of stages of layers [start, stop), on one device or tp, that share out nothing.
+
+    Parameters
+    ----------
+    recompute : {'none', 'full'}
 
     Returns
     -------
@@ -64,7 +69,12 @@ def rooms(
         Whole numbers: 0 where not even one fits, inf where one keeps nothing.
     """
     held = _held_bytes(costs, starts[:, None], stops[:, None], tp)
-    kept, beside = _kept_bytes(costs, starts, stops, tp, samples)
+    if recompute == "none":
+        kept, beside = _kept_bytes(costs, starts, stops, tp, samples)
+    else:
+        kept, beside = _over_intervals(
+            *_run_again(costs, np.arange(len(costs.layers) + 1), tp, samples), starts, stops
+        )
     left = capacity_bytes - 2 * held.own - held.frozen - held.states
     room = np.divide(left - beside, kept, out=np.full(len(kept), np.inf), where=kept > 0)
     return np.where(left < np.maximum(beside, held.step), 0.0, np.floor(room))
@@ -99,14 +109,31 @@ def _held_bytes(costs: MeasuredCosts, starts: np.ndarray, stops: np.ndarray, tp:
 def _kept_bytes(
     costs: MeasuredCosts, starts: np.ndarray, stops: np.ndarray, tp: int, samples: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what intervals keep of a micro-batch until its backward, and the most that it holds beyond.
+    """Return what intervals keep of a micro-batch until its backward, and the most that it holds beyond."""
+    table = costs.layers_on("", tp)
+    saved, beside = (
+        np.array([number(layer) for layer in table])
+        for number in (lambda layer: layer.saved_bytes(samples), lambda layer: layer.beside_bytes(samples))
+    )
+    return _over_intervals(saved, beside, starts, stops)
 
-    What later layers kept is gone by the backward of a layer.
-    """
-    upto = costs.sums("", tp).upto_saved_bytes(samples)
-    beside = np.array([layer.beside_bytes(samples) for layer in costs.layers_on("", tp)])
+
+def _run_again(
+    costs: MeasuredCosts, ends: np.ndarray, tp: int, samples: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what units of layers between `ends` hand on, and what they make when they run again."""
+    made = np.add(*_kept_bytes(costs, ends[:-1], ends[1:], tp, samples))
+    table = costs.layers_on("", tp)
+    return np.array([table[end - 1].boundary_bytes(samples) for end in ends[1:]]), made
+
+
+def _over_intervals(
+    kept: np.ndarray, made: np.ndarray, starts: np.ndarray, stops: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what is kept over intervals, and the most that is made beyond: what later ones kept is gone."""
+    upto = np.concatenate(([0.0], np.cumsum(kept)))
     ends = np.stack((starts, stops), axis=-1).ravel()
-    most = np.maximum.reduceat(np.append(upto[1:] + beside, 0.0), ends)[::2]
+    most = np.maximum.reduceat(np.append(upto[1:] + made, 0.0), ends)[::2]
     return upto[stops] - upto[starts], np.maximum(most - upto[stops], 0.0)
 
 
@@ -146,14 +173,11 @@ def _saved_bytes(
     again = recomputed_share(stage)
     if not again:
         return float(saved.item()), float(beside.item())
-    units = np.arange(start, stop, int(recompute_of(stage.recompute, stop - start).unit))
-    ends = np.append(units[1:], stop)
-    made = np.add(*_kept_bytes(costs, units, ends, stage.tp, samples))
-    table = costs.layers_on("", stage.tp)
-    handed = np.array([table[end - 1].boundary_bytes(samples) for end in ends])
-    later = handed[::-1].cumsum()[::-1] - handed  # when a unit runs again, what later ones handed on is gone
-    most = max(0.0, float((made - again * later).max()))
-    return float(saved.item() * (1 - again) + again * handed.sum()), most
+    ends = np.append(np.arange(start, stop, int(recompute_of(stage.recompute, stop - start).unit)), stop)
+    handed, made = _run_again(costs, ends, stage.tp, samples)
+    whole = np.array([0]), np.array([len(made)])
+    later, most = _over_intervals(again * handed, made, *whole)
+    return float(saved.item() * (1 - again) + later.item()), float(most.item())
 
 
 def _most_kept(group: Group, place: int, bytes_of_chunk: Sequence[float]) -> float:
