@@ -10,6 +10,7 @@ from itertools import product
 from foreshard import quantity
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.request import PlanRequest
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan
@@ -22,7 +23,11 @@ _FASTEST = 16
 
 
 def idle_devices(
-    request: PlanRequest, chosen: Plan, step_s: float, timed: Sequence[tuple[float, Plan]]
+    request: PlanRequest,
+    chosen: Plan,
+    step_s: float,
+    timed: Sequence[tuple[float, Plan]],
+    budget: TimeBudget = ENDLESS,
 ) -> Iterator[str]:
     """Yield a sentence for each kind of device that a plan leaves idle.
 
@@ -34,6 +39,8 @@ def idle_devices(
         Of the chosen plan, by closed forms.
     timed : sequence of (float, Plan)
         Plans found, with their step times; the fastest that uses more of the idle devices is compared.
+    budget : TimeBudget
+        After it no more plans are priced: what was found is said, and not what it would take.
     """
     used = _used(request.cluster, chosen)
     for g, group in enumerate(request.cluster.nodes):
@@ -42,7 +49,7 @@ def idle_devices(
             continue
         who = f"{number_of(idle, 'device')} of {group.num_devices} {group.device.name}"
         others = [(s, plan) for s, plan in timed if _used(request.cluster, plan)[g] > used[g]]
-        beside = list(_beside(request, chosen, g))
+        beside = [] if budget.is_over and others else list(_beside(request, chosen, g))
         missing = [missing_bytes(request, plan) for plan in beside]
         fitting = [plan for plan, lacks in zip(beside, missing, strict=True) if not lacks]
         others += zip(engine_seconds(request, fitting), fitting, strict=True) if fitting else ()
@@ -53,8 +60,10 @@ def idle_devices(
             continue
         others.sort(key=lambda pair: pair[0])
         loss = quantity.percent(others[0][0] / step_s - 1)
-        what = _what(request, g, [plan for _, plan in others[:_FASTEST]] + fitting, step_s)
-        yield f"{who} stay idle: the best plan found with them takes {loss} longer; {what}"
+        plans = [plan for _, plan in others[:_FASTEST]]
+        plans += [plan for plan in fitting if not any(plan is other for other in plans)]
+        what = _what(request, g, plans, step_s, budget)
+        yield f"{who} stay idle: the best plan found with them takes {loss} longer{what}"
 
 
 def _used(cluster: Cluster, plan: Plan) -> list[int]:
@@ -107,33 +116,41 @@ def _beside(request: PlanRequest, chosen: Plan, g: int) -> Iterator[Plan]:
                 yield plan
 
 
-def _what(request: PlanRequest, g: int, plans: Sequence[Plan], step_s: float) -> str:
-    """Return what it would take for one of the plans to be the fastest: a NIC rate, or no network at all."""
+def _what(request: PlanRequest, g: int, plans: Sequence[Plan], step_s: float, budget: TimeBudget) -> str:
+    """Return what it would take for one of the plans to be the fastest: a NIC rate, or no network at all.
+
+    Nothing where time is over.
+    """
     group = request.cluster.nodes[g]
+    with_all = [step_s]
     nic = f"{group.nic_bytes_per_s * 8 / 1e9:g} Gb/s"
     for place in (g, None):
-        if _seconds(request, place, plans, 2.0**_DOUBLINGS) >= step_s:
+        if budget.is_over:
+            return ""
+        with_all = _seconds(request, place, plans, 2.0**_DOUBLINGS)
+        # A plan that is too slow with the fastest links is so with all others.
+        able = [plan for plan, seconds in zip(plans, with_all, strict=True) if seconds < step_s]
+        if not able:
             continue
         powers = range(1, _DOUBLINGS + 1)
-        first = bisect_left(powers, True, key=lambda n: _seconds(request, place, plans, 2.0**n) < step_s)
+        first = bisect_left(powers, True, key=lambda n: min(_seconds(request, place, able, 2.0**n)) < step_s)
         times = 2.0 ** powers[first]
         rate = f"{group.nic_bytes_per_s * times * 8 / 1e9:g} Gb/s"
         if place is not None:
-            return f"their NIC of {nic} a node keeps them out, {rate} would pay"
+            return f"; their NIC of {nic} a node keeps them out, {rate} would pay"
         if len({nodes.nic_bytes_per_s for nodes in request.cluster.nodes}) > 1:
             rate = f"NICs of all nodes {times:g} times as fast"
         else:
             rate = f"NICs of {rate} on all nodes"
-        return f"their NIC of {nic} a node keeps them out, {rate} would pay"
-    with_all = _seconds(request, None, plans, 2.0**_DOUBLINGS)
+        return f"; their NIC of {nic} a node keeps them out, {rate} would pay"
     return (
-        f"no network would pay: with all links as fast as can be the best of {len(plans)} such plans "
-        f"still takes {quantity.percent(with_all / step_s - 1)} longer, for their speed and memory"
+        f"; no network would pay: with all links as fast as can be the best of {len(plans)} such plans "
+        f"still takes {quantity.percent(min(with_all) / step_s - 1)} longer, for their speed and memory"
     )
 
 
-def _seconds(request: PlanRequest, g: int | None, plans: Sequence[Plan], times: float) -> float:
-    """Return the least step time of the plans, NICs of a node group or of all being so many times as fast."""
+def _seconds(request: PlanRequest, g: int | None, plans: Sequence[Plan], times: float) -> list[float]:
+    """Return the step times of plans, NICs of a node group or of all being so many times as fast."""
 
     def faster(place: int, group: NodeGroup) -> NodeGroup:
         return (
@@ -142,4 +159,4 @@ def _seconds(request: PlanRequest, g: int | None, plans: Sequence[Plan], times: 
 
     nodes = tuple(faster(place, group) for place, group in enumerate(request.cluster.nodes))
     changed = replace(request, cluster=replace(request.cluster, nodes=nodes))
-    return min(engine_seconds(changed, plans))
+    return engine_seconds(changed, plans)

@@ -8,10 +8,12 @@ import pytest
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError
+from foreshard.planner import idle_devices as idle
 from foreshard.planner.choices import choices
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.space import cells_of, passes_of, rows_of
 from foreshard.planner.request import checked_request
+from foreshard.planner.solver.time_budget import TimeBudget
 
 MEGATRON = load_framework("megatron-core")
 ASKED = {"global_batch": 32, "seq_len": 2048, "engine": "analytical", "budget_s": 20.0, "top": 50}
@@ -122,6 +124,23 @@ def test_idle_devices_are_explained():
     said = [note for note in found.notes if "t4 stay idle" in note]
     assert len(found.plans[0].plan.ranks) == 8
     assert said and ("GiB" in said[0] or "longer" in said[0])
+
+
+def test_no_plan_is_priced_for_idle_devices_once_time_is_over(monkeypatch):
+    """A note on a large cluster priced 759 plans and took seven seconds beyond ten."""
+    model, cluster = (
+        api.load_model("gpt2-xl"),
+        api.load_cluster("1x2xh100-sxm@100Gb/s+1x2xa100-sxm-80gb@100Gb/s"),
+    )
+    asked = checked_request(model, cluster, global_batch=24, seq_len=1024, budget_s=1.0)
+    chosen = api.make_plan(model, "1x2xh100-sxm", dp=2, global_batch=24, seq=1024)
+    slower = api.make_plan(model, cluster, dp=4, global_batch=24, seq=1024)
+    priced = []
+    monkeypatch.setattr(idle, "engine_seconds", lambda _, plans: priced.extend(plans) or [1.0] * len(plans))
+    (said,) = idle.idle_devices(asked, chosen, 1.0, [(2.0, slower)], TimeBudget.of(0.0))
+    assert not priced and said.endswith("takes 100.0 % longer")
+    (said,) = idle.idle_devices(asked, chosen, 1.0, [(2.0, slower)])
+    assert priced and "would pay" in said
 
 
 def test_the_network_that_would_pay_does():

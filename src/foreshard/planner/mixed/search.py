@@ -77,6 +77,8 @@ _SEARCHING = 0.85
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _SHOWING = 0.05
 """Part of the budget that is left for timing the chosen plans by the engine asked for."""
+_EXPLAINING_S = 1.0
+"""Seconds to look for what would make idle devices pay, at least."""
 _NEAREST = 4
 """1f1b plans that are tried with chunks as they are."""
 _BOUNDING = 0.2
@@ -471,7 +473,9 @@ class MixedSearch:
             whole = request.cluster.num_devices
             self.notes.append(f"{len(chosen.ranks)} of {whole} devices are used and paid for")
         if request.objectives[0] == "time" and not request.limits:
-            self.notes += idle_devices(request, chosen, plans[0].prediction.step_time_s, found.timed)
+            step_s = plans[0].prediction.step_time_s
+            left = TimeBudget.of(max(self.whole.left_s, _EXPLAINING_S))
+            self.notes += idle_devices(request, chosen, step_s, found.timed, left)
         if by_work := self._bounded_by_work():
             kinds, above = " and on ".join(by_work), f"{ABOVE_WORK:.0%}".replace("%", " %")
             self.notes.append(f"The bound on {kinds} is at most {above} above that from work alone")

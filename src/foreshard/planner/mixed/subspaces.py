@@ -34,6 +34,9 @@ _KNOWN = 0.25
 """Least weight of a subspace of which pipelines were priced: that says more than how likely it seemed."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
+_AT_ONCE = 1
+"""Of these after a step of its search, as long as that goes on: the next step may find better ones, and
+laying out chunks takes longer than most steps."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -171,9 +174,10 @@ class Subspace:
         """
         if self.search is None or self.problem is None:
             return
-        made = self.search.state.made
+        made, before = self.search.state.made, len(self._timed)
         for arrangement in sorted(made, key=made.__getitem__)[:_TIMED]:
-            if budget.is_over and found.timed:
+            enough = self.search.is_open and len(self._timed) - before >= _AT_ONCE
+            if found.timed and (budget.is_over or enough):
                 return
             least_s = step_seconds(self.problem, arrangement, filling="least")
             hopeless = not self.alone and least_s >= found.best_s
