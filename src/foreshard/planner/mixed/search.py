@@ -73,7 +73,7 @@ _LEAST_S = 1e-9
 """Seconds left that count as some."""
 _GRID = 0.03
 """Part of the time that is left for each of several grids at first."""
-_SEARCHING = 0.85
+_SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _SHOWING = 0.05
 """Part of the budget that is left for timing the chosen plans by the engine asked for."""
