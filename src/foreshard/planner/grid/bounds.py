@@ -90,7 +90,10 @@ def _work(request: GridRequest, cells: PlanTable) -> np.ndarray:
     )
     code = np.zeros(len(cells), dtype=np.int64)
     for name, values in zip(_OF_WORK, _choices_of_work(request), strict=True):
-        code = code * len(values) + np.searchsorted(values, getattr(cells, name))
+        column = getattr(cells, name)
+        digit = np.searchsorted(values, column)
+        assert np.array_equal(values[digit], column), f"{name} has values that no code stands for"
+        code = code * len(values) + digit
     place = np.searchsorted(known.code, code)
     is_new = known.code[np.minimum(place, len(known.code) - 1)] != code if len(known.code) else code >= 0
     if is_new.any():
