@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class Recompute:
 NO_RECOMPUTE = Recompute()
 
 
+@lru_cache(maxsize=1024)
 def recompute_of(text: str, num_layers: int) -> Recompute:
     """Return the numbers of a recompute rule as a plan writes it.
 

@@ -264,7 +264,9 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
 
 def _pair(seconds: np.ndarray, *, data: bool = False) -> np.ndarray:
     """Return seconds of a path beside those of them that gradients and weights take."""
-    return np.stack([seconds, seconds if data else np.zeros_like(seconds)])
+    found = np.zeros((2, *np.shape(seconds)))
+    found[: 1 + data] = seconds
+    return found
 
 
 def _later(one: np.ndarray, other: np.ndarray) -> np.ndarray:

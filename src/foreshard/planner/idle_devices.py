@@ -49,10 +49,15 @@ def idle_devices(
             continue
         who = f"{number_of(idle, 'device')} of {group.num_devices} {group.device.name}"
         others = [(s, plan) for s, plan in timed if _used(request.cluster, plan)[g] > used[g]]
-        beside = [] if budget.is_over and others else list(_beside(request, chosen, g))
-        missing = [missing_bytes(request, plan) for plan in beside]
-        fitting = [plan for plan, lacks in zip(beside, missing, strict=True) if not lacks]
-        others += zip(engine_seconds(request, fitting), fitting, strict=True) if fitting else ()
+        missing: list[float] = []
+        fitting: list[Plan] = []
+        for plan in _beside(request, chosen, g):
+            if budget.is_over and others:
+                break
+            missing.append(missing_bytes(request, plan))
+            if not missing[-1]:
+                fitting.append(plan)
+                others.append((engine_seconds(request, [plan])[0], plan))
         if not others:
             memory = quantity.memory(group.device.capacity_bytes)
             lacks = f", {quantity.memory(min(missing))} more would do" if missing else ""

@@ -230,10 +230,11 @@ class BestTried:
         total = sum(count for _, count in mix)
         if not 0 < total <= self.problem.global_batch:
             return
-        factor = spread_factor(self.problem, sum(count * self._of(one)[1].sum() for one, count in mix))
-        seconds = self._even_seconds(mix, total) if even else self._balanced_seconds(mix, total)
+        factor = spread_factor(self.problem, sum(count * self.pace_of(one)[1].sum() for one, count in mix))
         known = self.by_number.get(total, (np.inf, None))[0]
-        if not seconds * factor < min(self.limit_s, known) * (1.0 - 1e-9):
+        limit_s = min(self.limit_s, known) * (1.0 - 1e-9) / factor
+        seconds = self._even_seconds(mix, total) if even else self._balanced_seconds(mix, total, limit_s)
+        if not seconds < limit_s:
             return
         made = self._made([one for one, count in mix for _ in range(count)], even=even)
         if made is not None and not faults(self.problem, made):
@@ -242,7 +243,8 @@ class BestTried:
             if exact < self.seconds:
                 self.arrangement, self.seconds = made, exact
 
-    def _of(self, template: Template) -> tuple[PipelineRate, np.ndarray]:
+    def pace_of(self, template: Template) -> tuple[PipelineRate, np.ndarray]:
+        """Return how a pipeline goes, and the devices of each kind it takes; worked out once."""
         if template not in self._known:
             self._known[template] = (pipeline_rate(self.problem, template), takes_of(self.problem, template))
         return self._known[template]
@@ -259,18 +261,26 @@ class BestTried:
         ends, before = [], 0
         for one, count in mix:
             most = share + (before < larger)
-            ends.append(self._of(one)[0].seconds(most) + self._tail_s(one, total))
+            ends.append(self.pace_of(one)[0].seconds(most) + self._tail_s(one, total))
             before += count
         return max(ends)
 
-    def _balanced_seconds(self, mix: Sequence[tuple[Template, int]], total: int) -> float:
-        """Return the time in which the pipelines get through the batch together."""
-        paces = [(self._of(one)[0], self._tail_s(one, total), count) for one, count in mix]
+    def _balanced_seconds(
+        self, mix: Sequence[tuple[Template, int]], total: int, limit_s: float = np.inf
+    ) -> float:
+        """Return the time in which the pipelines get through the batch together; infinite beyond the limit."""
+        paces = [(self.pace_of(one)[0], self._tail_s(one, total), count) for one, count in mix]
+
+        def is_enough(seconds: float) -> bool:
+            taken = sum(count * max(1, pace.samples(seconds - tail)) for pace, tail, count in paces)
+            return taken >= self.problem.global_batch
+
         low, high = 0.0, max(pace.seconds(self.problem.global_batch) + tail for pace, tail, _ in paces)
+        if limit_s < high and not is_enough(limit_s):
+            return np.inf
         for _ in range(_BISECTIONS):
             middle = 0.5 * (low + high)
-            taken = sum(count * max(1, pace.samples(middle - tail)) for pace, tail, count in paces)
-            low, high = (low, middle) if taken >= self.problem.global_batch else (middle, high)
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
         return max(high, *(pace.seconds(1) + tail for pace, tail, _ in paces))
 
     def _made(self, templates: list[Template], *, even: bool) -> Arrangement | None:
@@ -278,7 +288,7 @@ class BestTried:
         shares: tuple[int, ...] | None = tuple(batch // copies + (i < batch % copies) for i in range(copies))
         if not even:
             tails = [self._tail_s(one, copies) for one in templates]
-            shares = balance([self._of(one)[0] for one in templates], tails, batch)
+            shares = balance([self.pace_of(one)[0] for one in templates], tails, batch)
         return None if shares is None else Arrangement(templates=tuple(templates), shares=shares)
 
 

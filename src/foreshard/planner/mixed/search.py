@@ -77,7 +77,7 @@ _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _SHOWING = 0.05
 """Part of the budget that is left for timing the chosen plans by the engine asked for."""
-_EXPLAINING_S = 1.0
+_EXPLAINING_S = 0.5
 """Seconds to look for what would make idle devices pay, at least."""
 _NEAREST = 4
 """1f1b plans that are tried with chunks as they are."""

@@ -12,8 +12,9 @@ import numpy as np
 
 from foreshard.cost.memory import StageLoad, peaks_in_flight
 from foreshard.cost.memory_activations import Recompute, recompute_of
+from foreshard.graph.shapes import RankShape
 from foreshard.planner.pricing.stage_options import StageKind
-from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row
+from foreshard.planner.pricing.stage_types import StageTypes, row
 from foreshard.planner.request import PlanRequest
 
 MAX_STAGES = 16
@@ -23,6 +24,7 @@ def rooms_in(
     request: PlanRequest,
     kinds: Sequence[StageKind],
     types: StageTypes,
+    rank: RankShape,
     reserve_bytes: float,
     interleaved: tuple[int, int | None],
     *,
@@ -36,7 +38,7 @@ def rooms_in(
     """
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
-    load, (chunks, stages) = _load(request, kinds, types, replicas), interleaved
+    load, (chunks, stages) = _load(request, kinds, types, rank, replicas), interleaved
     alone = types.has_embedding * types.has_head > 0
     rooms = np.zeros((len(types.has_head), len(kinds)), dtype=int)
     depths = range(1, (stages or MAX_STAGES) + 1)
@@ -64,9 +66,14 @@ def fewest_devices(kinds: Sequence[StageKind], types: StageTypes, rooms: np.ndar
     return float(after[0])
 
 
-def _load(request: PlanRequest, kinds: Sequence[StageKind], types: StageTypes, replicas: float) -> StageLoad:
+def _load(
+    request: PlanRequest,
+    kinds: Sequence[StageKind],
+    types: StageTypes,
+    rank: RankShape,
+    replicas: float,
+) -> StageLoad:
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
-    rank = rank_row(request, kinds)
     return request.setup.load(
         replace(rank, dp=rank.dp * replicas),
         counts=[types.counts[:, i : i + 1] for i in range(types.counts.shape[1])],

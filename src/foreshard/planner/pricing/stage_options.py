@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 from foreshard.catalog.offers import offers_of
@@ -81,6 +81,7 @@ def stage_options(
         degrees = degrees if "tp" in offers.degrees else [1]
         contexts = context_degrees(request) if every else [1]
         sizes = partial(rank_samples, request, alone=True) if at_once else lambda _: MICRO_BATCHES
+        experts = cache(partial(_expert_degrees, request))
         shapes = [(width, size) for width in _WIDTHS for size in sizes(width)]
         for tp, cp, (width, size), rule in product(degrees, contexts, shapes, rules):
             if cp > 1 and (size > 1 or request.seq_len % (tp * cp)):
@@ -102,7 +103,7 @@ def stage_options(
                     ep=ep,
                     cp=cp,
                 )
-                for ep in (_expert_degrees(request, ranks) if every else (1,))
+                for ep in (experts(ranks) if every else (1,))
             ]
     if not request.choices:
         return found

@@ -8,8 +8,9 @@ faster by the engine than by the problem.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
-from foreshard.graph.shapes import layer_shape
+from foreshard.graph.shapes import RankShape, layer_shape
 from foreshard.planner.pricing.stage_memory import MAX_STAGES, fewest_devices, rooms_in
 from foreshard.planner.pricing.stage_options import StageKind, fits_alone, stage_options
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row, stage_types
@@ -31,6 +32,8 @@ from foreshard.predict.placement import domain_block
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.traits import Traits
 from foreshard.spec.device import Device
+
+T = TypeVar("T")
 
 COPIES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
@@ -81,38 +84,38 @@ def price_stages(
     whole = [stage_options(request, use, at_once=chunks == 1)]  # neither experts cut nor sequences split
     more = [stage_options(request, use, every=True, at_once=chunks == 1)] if every else []
     kinds = list(dict.fromkeys(chain(*whole, extra, *more)))
+    rank = rank_row(request, kinds)
     used = sum(request.cluster.nodes[g].num_devices for g in use)
     several = apart and used > 1
-    rooms = rooms_in(request, kinds, types, reserve_bytes, (chunks, stages), replicas=2.0 if several else 1.0)
+    replicas = 2.0 if several else 1.0
+    rooms = rooms_in(request, kinds, types, rank, reserve_bytes, (chunks, stages), replicas=replicas)
     is_more = np.array([fits_alone(request, kind) for kind in kinds])
     rooms = np.where(is_more & (types.has_embedding * types.has_head == 0.0), 0, rooms)
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
-    blocks = np.array([[float(domains[kind.node_group]) for kind in kinds]])
     fewest = fewest_devices(kinds, types, rooms)
     crosses = fewest > max(domains)
     copies = tuple(n for n in COPIES if n <= min(max(used / fewest, 1.0), request.global_batch))
     alone = apart and not by_domain
-    batch = _batch(request, use, kinds, types, crosses=crosses, apart=alone, chunks=chunks)
+    priced = _Priced.of(types, (rooms > 0) | compute_only)
+    blocks = priced.of_options([float(domains[kind.node_group]) for kind in kinds])
+    batch = _batch(request, use, kinds, types, priced, rank, crosses=crosses, apart=alone, chunks=chunks)
     if crosses and by_domain and apart:  # every pipeline is one whose messages leave a domain
-        batch = _crossing(batch, kinds, domains, apart=True)
+        batch = _crossing(batch, priced, kinds, domains, apart=True)
     stage = stage_times(batch)
     is_tied = bool(np.count_nonzero(batch.pipeline.tied))  # only a shared table knows where the ends lie
-    shape = (len(types.has_head), len(kinds))
     computed = stage.parts["compute"] + stage.parts["recompute"]
     seconds = computed if compute_only else _pass(batch, stage, apart)
-    time_s = np.broadcast_to(seconds, shape)
     leave_s = leave_tail_s = None
     if by_domain and not (crosses or compute_only):
-        far = _crossing(batch, kinds, domains, apart=apart)
-        leave_s = (np.broadcast_to(_pass(far, stage_times(far), apart), shape) - time_s).T.copy()
-        longer_s = _leave_tail(far, batch, stage, blocks) if is_tied else np.zeros(shape)
+        far = _crossing(batch, priced, kinds, domains, apart=apart)
+        leave_s = priced.table(_pass(far, stage_times(far), apart) - seconds)
+        longer_s = _leave_tail(far, batch, stage, blocks) if is_tied else 0.0
         # At best the ends of a pipeline that leaves a domain lie in one all the same.
-        longer_s = longer_s if apart else np.minimum(longer_s, 0.0)
-        leave_tail_s = np.broadcast_to(longer_s, shape).T.copy()
+        leave_tail_s = priced.table(longer_s if apart else np.minimum(longer_s, 0.0))
     wide = sum(request.cluster.nodes[g].num_devices // domains[g] for g in use)
     tails = [_tail(batch, stage, n, blocks, wide, apart=apart) for n in copies]
     if crosses and is_tied and not apart:  # at best both ends lie in one domain, or in two
-        near = replace(batch, pipeline=replace(batch.pipeline, ends_cross=np.zeros((1, len(kinds)))))
+        near = replace(batch, pipeline=replace(batch.pipeline, ends_cross=np.zeros_like(blocks)))
         ends = [_tail(near, stage, n, blocks, wide, apart=False) for n in copies]
         tails = [np.minimum(one, other) for one, other in zip(tails, ends, strict=True)]
     nodes = request.cluster.nodes
@@ -125,12 +128,12 @@ def price_stages(
         max_stages=_most_stages(request, stages),
         types=types.table,
         takes=takes,
-        shortest=np.broadcast_to(stage.host / np.maximum(stage.total, 1e-12), shape).T,
+        shortest=priced.table(stage.host / np.maximum(stage.total, 1e-12)),
         micro_batch=np.array([kind.samples for kind in kinds]),
         grain=np.array([kind.inner_dp for kind in kinds]),
-        time_s=time_s.T.copy(),
+        time_s=priced.table(seconds, otherwise=np.inf),
         copies=copies,
-        tail_s=np.array([np.broadcast_to(tail, shape).T for tail in tails]),
+        tail_s=np.array([priced.table(tail) for tail in tails]),
         max_in_flight=rooms.T.copy(),
         hop_s=np.zeros((len(kinds), len(kinds))),
         jitter=request.constants.jitter,
@@ -139,9 +142,44 @@ def price_stages(
         leave_tail_s=leave_tail_s,
         domains=() if leave_s is None else tuple(domains),
         max_pipelines=None if apart else wide,
-        forward_s=np.broadcast_to(stage.forward, shape).T.copy(),
-        backward_s=np.broadcast_to(stage.backward, shape).T.copy(),
+        forward_s=priced.table(stage.forward),
+        backward_s=priced.table(stage.backward),
     )
+
+
+class _Priced(NamedTuple):
+    """The stages that are priced, each by an option, of all types and options; arrays of shape (stages,).
+
+    In batches they are columns of one row.
+    """
+
+    types: np.ndarray
+    options: np.ndarray
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, types: StageTypes, is_priced: np.ndarray) -> _Priced:
+        """Return those that are priced of all, shape (types, options)."""
+        return cls(*np.nonzero(is_priced), is_priced.shape)
+
+    def of_types(self, values: np.ndarray) -> np.ndarray:
+        """Return the values of their types, given in shape (types, 1), in shape (1, stages)."""
+        return values[self.types].T
+
+    def of_options(self, values: Any) -> np.ndarray:
+        """Return the values of their options, in shape (1, stages)."""
+        return np.asarray(values)[None, self.options]
+
+    def ranks(self, row: T) -> T:
+        """Return what has fields of shape (1, options) with those of the stages."""
+        taken = {f.name: getattr(row, f.name)[:, self.options] for f in fields(row)}  # type: ignore[arg-type]
+        return type(row)(**taken)
+
+    def table(self, values: Any, otherwise: float = 0.0) -> np.ndarray:
+        """Return values of the stages by option and type."""
+        found = np.full(self.shape[::-1], otherwise)
+        found[self.options, self.types] = np.broadcast_to(values, (1, len(self.types)))[0]
+        return found
 
 
 def _pass(batch: Batch, stage: StageTimes, apart: bool) -> np.ndarray:
@@ -186,7 +224,7 @@ def _tail(
         experts = np.minimum(np.ceil(alike), begin)
         return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
     fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
-    any_cut = np.where(rank.ep > 1, begin, 1.0).max()
+    any_cut = np.where(rank.ep > 1, begin, 1.0).max(initial=1.0)
     experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), np.where(rank.ep > 1, any_cut, blocks))
     if np.any(rank.cp > 1):  # stages that split sequences otherwise have other numbers of ranks
         return _tail_of(batch, stage, fewest, (room, experts), blocks)
@@ -243,50 +281,55 @@ def _batch(
     use: tuple[int, ...],
     kinds: Sequence[StageKind],
     types: StageTypes,
+    priced: _Priced,
+    ranks: RankShape,
     *,
     crosses: bool = False,
     apart: bool = False,
     chunks: int = 1,
 ) -> Batch:
-    """Return stages as rows and options as columns, each alone in its plan.
+    """Return the stages that are priced as columns of one row, each alone in its plan.
 
     A pipeline that crosses link domains sums a table that its ends share over the network; its messages stay
     inside where the stage leaves its neighbours room, unless stages are `apart`.
     """
     setup, nodes = request.setup, request.cluster.nodes
     blocks = [domain_block(group) for group in nodes]
-    fabric = row(_fabrics(request, kinds), Fabric)
-    joined = _fabric(request, {g: nodes[g].num_devices for g in use})
+    fabric = priced.ranks(row(_fabrics(request, kinds), Fabric))
+    joined = row([_fabric(request, {g: nodes[g].num_devices for g in use})] * len(kinds), Fabric)
     kernels = [_kernels(setup, group.device) for group in nodes]
     traits = {
-        (kind.node_group, kind.zero): setup.traits(nodes[kind.node_group].device, kind.zero) for kind in kinds
+        (g, zero): setup.traits(nodes[g].device, zero)
+        for g, zero in dict.fromkeys((kind.node_group, kind.zero) for kind in kinds)
     }
-    alone = types.has_embedding * types.has_head
+    has_embedding, has_head = priced.of_types(types.has_embedding), priced.of_types(types.has_head)
+    alone = has_embedding * has_head
     leaves, ends = (
-        np.array([[_leaves(kind, blocks, apart=far) for kind in kinds]]) for far in (apart, crosses or apart)
+        priced.of_options([_leaves(kind, blocks, apart=far) for kind in kinds])
+        for far in (apart, crosses or apart)
     )
     num_stages = np.where(alone > 0, 1.0, 2.0)
     rank, moved = setup.as_moved(
-        rank_row(request, kinds),
-        row([traits[kind.node_group, kind.zero] for kind in kinds], Traits),
+        priced.ranks(ranks),
+        priced.ranks(row([traits[kind.node_group, kind.zero] for kind in kinds], Traits)),
         num_stages,
     )
     return Batch(
         kinds=tuple(layer_shape(block) for block, _ in request.model.block_kinds()),
-        counts=tuple(types.counts[:, i : i + 1] for i in range(types.counts.shape[1])),
+        counts=tuple(priced.of_types(types.counts[:, i : i + 1]) for i in range(types.counts.shape[1])),
         machine=Machine(
-            kernels=row([kernels[kind.node_group] for kind in kinds], KernelModel),
+            kernels=priced.ranks(row([kernels[kind.node_group] for kind in kinds], KernelModel)),
             fabric=fabric,
-            sync=row([joined for _ in kinds], Fabric),
+            sync=priced.ranks(joined),
             link=fabric,
             traits=moved,
             rank=rank,
             constants=request.constants,
         ),
-        recompute=row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
-        has_embedding=types.has_embedding,
-        has_head=types.has_head,
-        multiplicity=np.ones((len(types.has_head), len(kinds))),
+        recompute=priced.ranks(row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute)),
+        has_embedding=has_embedding,
+        has_head=has_head,
+        multiplicity=np.ones_like(alone),
         boundaries=Boundaries(
             first=0.0, far_inside=0.0, far_first=leaves, far_last=leaves, far_each=2.0 * leaves
         ),
@@ -302,16 +345,20 @@ def _batch(
     )
 
 
-def _crossing(batch: Batch, kinds: Sequence[StageKind], blocks: Sequence[int], *, apart: bool) -> Batch:
+def _crossing(
+    batch: Batch, priced: _Priced, kinds: Sequence[StageKind], blocks: Sequence[int], *, apart: bool
+) -> Batch:
     """Return the same stages, in pipelines that leave their link domain.
 
     With `apart` a stage that leaves a neighbour of its size room sends over the network to the other one.
     """
-    ones = np.ones((1, len(kinds)))
+    ones = np.ones_like(batch.multiplicity)
     far = replace(batch, pipeline=replace(batch.pipeline, ends_cross=ones))
     if not apart:
         return far
-    rooms = np.array([[2.0 if 2 * kind.num_devices > blocks[kind.node_group] else 1.0 for kind in kinds]])
+    rooms = priced.of_options(
+        [2.0 if 2 * kind.num_devices > blocks[kind.node_group] else 1.0 for kind in kinds]
+    )
     return replace(far, boundaries=replace(batch.boundaries, far_first=ones, far_last=ones, far_each=rooms))
 
 
