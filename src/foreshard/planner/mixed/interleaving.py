@@ -77,17 +77,18 @@ def loosest(problems: Mapping[int, Problem]) -> Problem:
     same order however long that takes, so the least times make no step longer (docs/derivations/step.md).
     """
     some = list(problems.values())
+    runs = [np.isfinite(one.time_s) & (one.max_in_flight > 0) for one in some]
 
-    def least(name: str) -> np.ndarray:
-        return np.asarray(np.min([getattr(one, name) for one in some], axis=0))
+    def least(name: str, otherwise: float = 0.0) -> np.ndarray:
+        own = [np.where(able, getattr(one, name), np.inf) for able, one in zip(runs, some, strict=True)]
+        found = np.min(own, axis=0)
+        return np.where(np.isfinite(found), found, otherwise)
 
     loose = replace(
         some[0],
-        time_s=least("time_s"),
+        time_s=least("time_s", np.inf),
         tail_s=least("tail_s"),
-        hop_s=least("hop_s"),
         shortest=least("shortest"),
-        grain=least("grain"),
         max_in_flight=np.max([one.max_in_flight for one in some], axis=0),
         forward_s=None if some[0].forward_s is None else least("forward_s"),
         backward_s=None if some[0].backward_s is None else least("backward_s"),
@@ -98,7 +99,7 @@ def loosest(problems: Mapping[int, Problem]) -> Problem:
     if all(one.leave_s is not None for one in some):
         loose = replace(
             loose,
-            leave_s=least("far_s") - loose.time_s,
+            leave_s=least("far_s") - np.where(np.any(runs, axis=0), loose.time_s, 0.0),
             leave_tail_s=least("leave_tail_s"),
             domains=some[0].domains,
         )

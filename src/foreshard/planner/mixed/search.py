@@ -163,6 +163,7 @@ class MixedSearch:
         self._reserve_bytes = 0.0
         self._depths: set[tuple[int, int]] = set()
         self._tried: list[Plan] = []
+        self._usual_problems: dict[tuple[int, ...], Problem] = {}
 
     def run(self, *, hastily: bool = False) -> None:
         """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
@@ -173,7 +174,7 @@ class MixedSearch:
                 if self.found.timed:
                     self.notes.append(HASTE)
                     return
-            self._offer_published(("lb-bsp",))
+            self._offer_published(("lb-bsp",), usual=not self.by_price)
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
@@ -299,7 +300,7 @@ class MixedSearch:
         for place, use in enumerate(() if self.by_price else self.sets):
             self.others.append(
                 Subspace(
-                    price=partial(self._priced, use, apart=True),
+                    price=partial(self._usual, use),
                     time_plans=self._time_plain,
                     floor_s=self.by_set[place].floor_s,
                     weight=_FEWER if place else 1.0,
@@ -322,6 +323,12 @@ class MixedSearch:
         """Return the problem of some node groups, of at most so many devices, priced as `how` says."""
         problem = price_stages(self.request, use, by_domain=True, every=True, **how)
         return capped(problem, most or self.request.max_devices)
+
+    def _usual(self, use: tuple[int, ...]) -> Problem:
+        """Return the problem of some node groups at the prices that most plans have, priced once."""
+        if use not in self._usual_problems:
+            self._usual_problems[use] = self._priced(use, apart=True)
+        return self._usual_problems[use]
 
     def _make_room(self, chosen: Subspace) -> None:
         """Search with as much memory left free as plans so far lack, where the best of a step do not fit.
@@ -405,11 +412,12 @@ class MixedSearch:
         plan = plan_in_chunks(self.request, problem, arrangement)
         return np.inf if plan is None else self.found.take_interleaved(plan)
 
-    def _offer_published(self, names: Sequence[str]) -> None:
+    def _offer_published(self, names: Sequence[str], *, usual: bool = False) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""
         if self.found.timed and self.budget.is_over:
             return
-        problem = capped(self.found.problem(self.sets[0]), self.request.max_devices)
+        use = self.sets[0]
+        problem = self._usual(use) if usual else capped(self.found.problem(use), self.request.max_devices)
         for name in names:
             if self.found.timed and self.budget.is_over:
                 return

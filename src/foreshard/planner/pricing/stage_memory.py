@@ -28,17 +28,18 @@ def rooms_in(
     reserve_bytes: float,
     interleaved: tuple[int, int | None],
     *,
-    replicas: float,
+    beside: float,
 ) -> np.ndarray:
     """Return the micro-batches in flight that fit on every stage of every option, shape (types, options).
 
     `interleaved` are the chunks of layers of a device, and how many stages to have memory for. None fits on a
-    stage that has nothing for some of its chunks. With several `replicas` a rank has a communicator to
-    sum gradients, which a pipeline alone does without.
+    stage that has nothing for some of its chunks. With several pipelines `beside` each other, this one
+    counted, a rank has a communicator to sum gradients, and pipelines have as many stages or more; one alone
+    has two at least.
     """
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     capacity = np.array([[device.capacity_bytes - reserve_bytes for device in devices]])
-    load, (chunks, stages) = _load(request, kinds, types, rank, replicas), interleaved
+    load, (chunks, stages) = _load(request, kinds, types, rank, beside), interleaved
     alone = types.has_embedding * types.has_head > 0
     rooms = np.zeros((len(types.has_head), len(kinds)), dtype=int)
     depths = range(1, (stages or MAX_STAGES) + 1)
@@ -71,17 +72,17 @@ def _load(
     kinds: Sequence[StageKind],
     types: StageTypes,
     rank: RankShape,
-    replicas: float,
+    beside: float,
 ) -> StageLoad:
     devices = [request.cluster.nodes[kind.node_group].device for kind in kinds]
     return request.setup.load(
-        replace(rank, dp=rank.dp * replicas),
+        replace(rank, dp=rank.dp * beside),
         counts=[types.counts[:, i : i + 1] for i in range(types.counts.shape[1])],
         has_embedding=types.has_embedding,
         has_head=types.has_head,
         in_flight=1.0,
         num_micro_batches=1e6,
-        num_stages=np.where(types.has_embedding * types.has_head > 0, 1.0, 2.0),
+        num_stages=np.where(types.has_embedding * types.has_head > 0, 1.0, max(2.0, beside)),
         devices=devices,
         recompute=row([recompute_of(kind.recompute, 1) for kind in kinds], Recompute),
     )

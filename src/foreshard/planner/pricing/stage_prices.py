@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 COPIES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
+_SEVERAL = 3.0
+"""Pipelines, and stages of each, from which on communicators take no more memory."""
 
 
 def price_stages(
@@ -86,9 +88,8 @@ def price_stages(
     kinds = list(dict.fromkeys(chain(*whole, extra, *more)))
     rank = rank_row(request, kinds)
     used = sum(request.cluster.nodes[g].num_devices for g in use)
-    several = apart and used > 1
-    replicas = 2.0 if several else 1.0
-    rooms = rooms_in(request, kinds, types, rank, reserve_bytes, (chunks, stages), replicas=replicas)
+    beside = min(_SEVERAL, float(used)) if apart else 1.0
+    rooms = rooms_in(request, kinds, types, rank, reserve_bytes, (chunks, stages), beside=beside)
     is_more = np.array([fits_alone(request, kind) for kind in kinds])
     rooms = np.where(is_more & (types.has_embedding * types.has_head == 0.0), 0, rooms)
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
