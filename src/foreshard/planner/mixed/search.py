@@ -67,7 +67,7 @@ INTERLEAVED = (
 """Of the space where an interleaved plan is chosen."""
 _PROVING = 0.25
 """Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
-_PROVING_AT_FIRST = 0.35
+_PROVING_AT_FIRST = 0.5
 """The same as long as that has no bound but one from work alone."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""

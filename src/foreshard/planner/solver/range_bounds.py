@@ -14,6 +14,8 @@ _ROUNDS_WITHOUT_MIX = 4
 """Rounds in which duals are doubled as long as no mix of the columns has enough pipelines."""
 _LEARNT = 96
 """Columns added at once: more make every linear program slower than they make it better."""
+_SAME_DUALS = 1e-6
+"""Relative change of duals below which another round would find the same bound."""
 _FAR = 1.2
 """Ratio of the best plan to a bound above which times between the two are tried at once."""
 
@@ -60,7 +62,8 @@ def fractional_bound(
         before = found
         if fresh or found is None:
             found = duals_at(state, pipelines, bound, fills=fills)
-        if (not fresh and before is not None) or (found is None and round_ >= _ROUNDS_WITHOUT_MIX):
+        is_stuck = not fresh or (found is not None and np.allclose(found[1], duals, rtol=_SAME_DUALS))
+        if (is_stuck and before is not None) or (found is None and round_ >= _ROUNDS_WITHOUT_MIX):
             break
     if fills and not state.is_closed(bound):
         far = state.best_s > _FAR * bound * state.factor
