@@ -29,9 +29,7 @@ def lb_bsp(grid: DegreeGrid, best: BestTried) -> None:
             best.offer(_pure(grid, best, shape, depth), even=False)
 
 
-def _pure(
-    grid: DegreeGrid, best: BestTried, shape: UniformDegrees, depth: int
-) -> list[tuple[Template, int]]:
+def _pure(grid: DegreeGrid, best: BestTried, shape: UniformDegrees, depth: int) -> list[tuple[Template, int]]:
     """Return the pipelines of one depth on each kind, and how many there is room for; the fastest first."""
     found = []
     for kind in grid.kinds(shape):

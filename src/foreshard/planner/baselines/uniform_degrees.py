@@ -268,7 +268,7 @@ class BestTried:
     def _balanced_seconds(
         self, mix: Sequence[tuple[Template, int]], total: int, limit_s: float = np.inf
     ) -> float:
-        """Return the time in which the pipelines get through the batch together; infinite beyond the limit."""
+        """Return the time in which the pipelines end the batch together; infinite beyond the limit."""
         paces = [(self.pace_of(one)[0], self._tail_s(one, total), count) for one, count in mix]
 
         def is_enough(seconds: float) -> bool:

@@ -161,7 +161,8 @@ class _Priced(NamedTuple):
     @classmethod
     def of(cls, types: StageTypes, is_priced: np.ndarray) -> _Priced:
         """Return those that are priced of all, shape (types, options)."""
-        return cls(*np.nonzero(is_priced), is_priced.shape)
+        types_of, options_of = np.nonzero(is_priced)
+        return cls(types_of, options_of, (is_priced.shape[0], is_priced.shape[1]))
 
     def of_types(self, values: np.ndarray) -> np.ndarray:
         """Return the values of their types, given in shape (types, 1), in shape (1, stages)."""
