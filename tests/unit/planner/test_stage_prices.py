@@ -11,7 +11,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import frameworks, load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.offers import offers_of
-from foreshard.planner.pricing.engine_times import engine_seconds
+from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest, checked_request
@@ -200,7 +200,8 @@ def test_usual_prices_know_that_every_pipeline_leaves_its_node():
 def test_usual_prices_know_that_more_pipelines_than_link_domains_share_them(cluster, shares):
     """A whole model on every device, shares by speed: gradients of a node leave it over one network card."""
     request = asked("gpt2-large", cluster, 1024, "fp16")
-    usual = price_stages(request, tuple(range(len(request.cluster.nodes))), by_domain=True, apart=True)
+    use = tuple(range(len(request.cluster.nodes)))
+    usual = price_stages(request, use, by_domain=True, apart=True, reserve_bytes=-1e11)  # memory is no matter
     whole = {
         kind.node_group: StageSpan(option=option, start=0, stop=usual.num_layers)
         for option, kind in enumerate(usual.names)
@@ -293,3 +294,53 @@ def test_stages_are_those_that_the_framework_runs(name):
     assert np.isfinite(problem.time_s).any()
     assert (problem.max_stages > 1) == ("1f1b" in offers.schedules)
     assert {kind.zero for kind in problem.names if kind.inner_dp > 1} <= set(offers.zero)
+
+
+@pytest.mark.parametrize(("model", "cluster", "seq_len", "precision"), CASES)
+def test_stages_without_room_are_not_priced_and_those_with_room_do_not_change(
+    model, cluster, seq_len, precision
+):
+    request = asked(model, cluster, seq_len, precision)
+    tight = price_stages(request, (0, 1), by_domain=True, every=True)
+    roomy = price_stages(request, (0, 1), by_domain=True, every=True, reserve_bytes=-1e12)
+    runs = tight.max_in_flight > 0
+    assert (roomy.max_in_flight > 0).sum() > runs.sum()
+    assert np.isinf(tight.time_s[~runs]).all()
+    if tight.domains == roomy.domains and (tight.leave_s is None) == (roomy.leave_s is None):
+        np.testing.assert_array_equal(tight.time_s[runs], roomy.time_s[runs])
+    assert np.isfinite(tight.far_s[runs]).all()
+    assert np.isfinite(tight.tail_s).all()
+
+
+def fullest(problem: Problem, option: int) -> tuple[StageSpan, ...]:
+    """Return the pipeline of one option whose stages hold all the layers they have room for, last first."""
+    spans: list[StageSpan] = []
+    stop, room = problem.num_layers, problem.max_in_flight[option]
+    while stop and len(spans) < problem.max_stages:
+        depth = len(spans) + 1
+        start = next((i for i in range(stop) if room[problem.types[i, stop]] >= depth), None)
+        if start is None:
+            return ()
+        spans.insert(0, StageSpan(option=option, start=start, stop=stop))
+        stop = start
+    return tuple(spans) if stop == 0 else ()
+
+
+def test_full_stages_at_usual_prices_fit_beside_each_other():
+    """Communicators of three stages and three pipelines take more than those of two."""
+    request = asked("llama3-70b", "8x8xa100-sxm-80gb+1x8xh100-sxm@400Gb/s", 4096, "bf16")
+    usual = price_stages(request, (0, 1), by_domain=True, every=True, apart=True)
+    tried = 0
+    for option, kind in enumerate(usual.names):
+        template = fullest(usual, option)
+        if (
+            kind.node_group
+            or kind.samples > 4
+            or len(template) < 3
+            or 3 * len(template) * kind.num_devices > 64
+        ):
+            continue
+        plan = plan_of(request, usual, Arrangement(templates=(template,) * 3, shares=(20, 20, 24)))
+        tried += 1
+        assert missing_bytes(request, plan) == 0.0
+    assert tried >= 5

@@ -105,11 +105,12 @@ def price_stages(
     stage = stage_times(batch)
     is_tied = bool(np.count_nonzero(batch.pipeline.tied))  # only a shared table knows where the ends lie
     computed = stage.parts["compute"] + stage.parts["recompute"]
-    seconds = computed if compute_only else _pass(batch, stage, apart)
+    depth = _most_stages(request, stages)
+    seconds = computed if compute_only else _pass(batch, stage, depth if apart else None)
     leave_s = leave_tail_s = None
     if by_domain and not (crosses or compute_only):
         far = _crossing(batch, priced, kinds, domains, apart=apart)
-        leave_s = priced.table(_pass(far, stage_times(far), apart) - seconds)
+        leave_s = priced.table(_pass(far, stage_times(far), depth if apart else None) - seconds)
         longer_s = _leave_tail(far, batch, stage, blocks) if is_tied else 0.0
         # At best the ends of a pipeline that leaves a domain lie in one all the same.
         leave_tail_s = priced.table(longer_s if apart else np.minimum(longer_s, 0.0))
@@ -126,7 +127,7 @@ def price_stages(
     return Problem(
         counts=tuple(group.num_devices if g in use else 0 for g, group in enumerate(nodes)),
         global_batch=request.global_batch,
-        max_stages=_most_stages(request, stages),
+        max_stages=depth,
         types=types.table,
         takes=takes,
         shortest=priced.table(stage.host / np.maximum(stage.total, 1e-12)),
@@ -184,16 +185,24 @@ class _Priced(NamedTuple):
         return found
 
 
-def _pass(batch: Batch, stage: StageTimes, apart: bool) -> np.ndarray:
+def _pass(batch: Batch, stage: StageTimes, depth: int | None) -> np.ndarray:
     """Return the seconds of a micro-batch on every stage, in the steady state.
 
-    A chunk that goes back to the first stage takes a pass a stage. How much longer that is than the passes of
-    all stages is shared by them: `apart` each one counts as if the others were like it, at best none does.
+    Without a depth, at their best. In pipelines of so many stages, all like this one, a chunk that goes back
+    to the first stage takes a pass a stage; how much longer that is than the passes of all stages is shared
+    by them. Where chunks differ by a layer, stages wait for each other in every turn of as many micro-batches
+    as there are stages, as the engine has it (`predict/analytical/engine.py`); each has its part of that too.
     """
+    if depth is None:
+        return np.asarray(stage.total)
     chunks = np.asarray(batch.pipeline.num_chunks)
     around_s = np.maximum(stage.forward, stage.backward) + chunks * stage.messages.each / 2.0
     waited_s = (1.0 - 1.0 / chunks) * np.maximum(around_s - stage.total, 0.0)
-    return np.asarray(stage.total + waited_s if apart else stage.total)
+    layers = np.asarray(sum(batch.counts))
+    layer_s = (stage.forward + stage.backward) / np.maximum(layers, 1.0)
+    turn = np.maximum(depth - 2.0 - np.floor(layers / chunks), 0.0) / depth
+    uneven_s = np.where(np.mod(layers, chunks) > 0.0, turn * layer_s, 0.0)
+    return np.asarray(stage.total + waited_s + uneven_s)
 
 
 def _most_stages(request: PlanRequest, stages: int | None) -> int:
