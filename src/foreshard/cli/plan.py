@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.advise.request import flag_of
-from foreshard.cli.options import target, traced
+from foreshard.cli.options import target
 from foreshard.cli.options.answer import (
     dump,
     give,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.model import Model
     from foreshard.spec.plan import Plan
-    from foreshard.spec.traced_module import TracedModule
 
     Search = Callable[[dict[str, Any]], tuple[PlanResult, Cluster]]
 
@@ -225,6 +224,7 @@ def command(
         must_be_writable(report)
     asked = {name: value for name, value in values.items() if value is not None}
     of_one_cluster = {"report": report, "explain": explain, "compare_with": compare_with}
+    of_one_cluster = {name: value for name, value in of_one_cluster.items() if value}
     if rent is not None:
         _only_where_one_cluster_is_planned(cluster, asked, of_one_cluster | {"to_target": to_target})
         _rent(ctx, api.load_model(model), asked, rent)
@@ -239,9 +239,8 @@ def command(
         from foreshard.cli.options import measured
 
         search = partial(measured.plan, model, cluster, others=of_one_cluster)
-    elif (module := traced.to_plan(model, cluster, asked)) is not None:
-        target_cluster = api.load_cluster(cluster)
-        search = partial(_planned_traced, module, target_cluster, others=of_one_cluster)
+    elif (of_trace := _planning_trace(model, cluster, asked, of_one_cluster)) is not None:
+        search = of_trace
     else:
         source, known = api.load_model(model), named_cluster(cluster)
         from foreshard.catalog.prices import load_prices
@@ -297,10 +296,16 @@ def _planned(model: Model, cluster: Cluster, asked: dict[str, Any]) -> tuple[Pla
     return api.plan(model, cluster, **asked), cluster
 
 
-def _planned_traced(
-    module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: dict[str, Any]
-) -> tuple[PlanResult, Cluster]:
-    return traced.plan(module, cluster, asked, others), cluster
+def _planning_trace(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Search | None:
+    """Return what plans the traced module that MODEL names, None for a model that is not traced."""
+    from foreshard import api
+    from foreshard.advise.traced_request import searched_as
+
+    if not api.is_traced(model):
+        return None
+    on = api.load_cluster(cluster)
+    module = api.trace(model, **searched_as(on, asked))
+    return None if module is None else lambda stated: (api.plan_trace(module, on, stated | others), on)
 
 
 def _length_is_known(values: dict[str, Any], to_target: str | None) -> None:

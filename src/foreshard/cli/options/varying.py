@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -18,12 +17,6 @@ VARYING = tuple(one.name for kind in (Noise, Reliability) for one in fields(kind
 """Names of the values of these options."""
 NOISE = tuple(one.name for one in fields(Noise))
 """Those of ranks that differ."""
-
-
-def noise_of(values: Mapping[str, Any]) -> Noise | None:
-    """Return how ranks differ by the values of these options, None where none is given."""
-    given = {name: values[name] for name in NOISE if values.get(name) is not None}
-    return Noise.stated(given) if given else None
 
 
 class Part(click.ParamType):  # type: ignore[type-arg]
