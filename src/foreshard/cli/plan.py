@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.advise.request import flag_of
-from foreshard.cli.options import target
+from foreshard.cli.options import request, target
 from foreshard.cli.options.answer import (
     dump,
     give,
@@ -21,20 +21,14 @@ from foreshard.cli.options.answer import (
 from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.measured import is_file
 from foreshard.cli.options.progress import watched
-from foreshard.cli.options.request import named_cluster, stated_overrides, warn_of_stack
+from foreshard.cli.options.request import named_cluster, warn_of_stack
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.interop.exporters import TRAINERS, target_of
-from foreshard.spec.framework import OVERRIDES
 from foreshard.spec.plan import (
     ALGORITHMS,
-    ATTENTIONS,
     COMM_OPTIONS,
-    DISPATCHERS,
-    FP8_RECIPES,
-    MAX_SEQ_LEN,
-    OPTIMIZERS,
     PRECISIONS,
 )
 
@@ -83,12 +77,7 @@ def _vendors() -> tuple[str, ...]:
 )
 @click.option("--global-batch", type=Count(), help="Samples per step (required without --to-target).")
 @target.to_target
-@click.option(
-    "--seq",
-    "seq_len",
-    type=Count(1, MAX_SEQ_LEN, thousand=1024),
-    help="Tokens per sample (default: the model's).",
-)
+@request.seq_len
 @click.option("--objective", type=Words(*OBJECTIVES), default="time", help="What to minimise.")
 @click.option(
     "--max-usd",
@@ -111,34 +100,11 @@ def _vendors() -> tuple[str, ...]:
     type=Word(*TRAINERS, "torchtitan"),
     help="Only plans that this tool trains as predicted; export writes them for it.",
 )
-@click.option(
-    "--attention",
-    type=Word(*ATTENTIONS),
-    help="Kernel of attention (default: the framework's, or the one that the devices have).",
-)
-@click.option(
-    "--fp8-recipe",
-    type=Word(*FP8_RECIPES),
-    help="With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype).",
-)
-@click.option(
-    "--dispatcher",
-    type=Word(*DISPATCHERS),
-    help="What sends tokens to experts on other ranks (default: the framework's).",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    callback=stated_overrides,
-    metavar="KEY=VALUE",
-    help=f"Of the framework, as --set grad_bytes=bf16; repeat it: {', '.join(OVERRIDES)}.",
-)
-@click.option(
-    "--compile/--no-compile",
-    default=None,
-    help="Whether torch.compile makes the kernels (default: the framework's).",
-)
+@request.attention
+@request.fp8_recipe
+@request.dispatcher
+@request.overrides
+@request.compiles
 @click.option(
     "--dtype",
     "precision",
@@ -161,7 +127,7 @@ def _vendors() -> tuple[str, ...]:
     type=BucketSize(),
     help="Size of a bucket of gradients, as 25MiB, or auto: the best of each plan (default: the framework).",
 )
-@click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
+@request.optimizer
 @click.option(
     "--engine",
     type=Word("analytical", "graph", "event"),
@@ -180,12 +146,8 @@ def _vendors() -> tuple[str, ...]:
     type=Amount(dimension="usd_per_h", unit="USD/h"),
     help="Price instead of the catalog's.",
 )
-@click.option("--prices", metavar="FILE", help="Prices of your own ('foreshard schema prices').")
-@click.option(
-    "--costs",
-    metavar="auto|formula|learned|FILE",
-    help="Where kernel times come from (default auto): a name, or a file of calibrate or profile.",
-)
+@request.prices
+@request.costs
 @click.option(
     "--compare-with",
     type=Words(alone=(ALL,), load=_other_planners),

@@ -10,7 +10,7 @@ from foreshard.cli.options.values import Count, Counts, Level, Words
 from foreshard.planner.choices import COUNTS, NAMES
 from foreshard.spec.plan import MAX_BATCH, OFFLOADS, SCHEDULES
 
-_MEANING = {
+MEANING = {
     "dp": "Data-parallel replicas",
     "tp": "Tensor-parallel degree",
     "pp": "Pipeline stages",
@@ -25,7 +25,7 @@ _MEANING = {
 def choosing(command: click.Command) -> None:
     """Add the options to a verb; several values of one are joined by commas, and the search chooses."""
     options = [
-        click.Option([_flag(name)], type=Counts(MAX_BATCH), help=f"{_MEANING[name]}.") for name in COUNTS
+        click.Option([_flag(name)], type=Counts(MAX_BATCH), help=f"{MEANING[name]}.") for name in COUNTS
     ]
     options += [
         click.Option(["--zero"], type=Counts(3, each=Level()), help="ZeRO levels."),
