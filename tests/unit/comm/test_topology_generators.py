@@ -156,7 +156,7 @@ def test_an_unknown_machine_is_refused():
 
 
 def test_devices_of_a_pcie_box_are_spread_over_its_switches():
-    topology = fabrics.one_machine(pcie_box(8, switches_per_socket=2))
+    topology = fabrics.one_machine(pcie_box())
     behind = Counter(
         topology.links[i].target for device in topology.devices for i in topology.links_out[device]
     )
