@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from foreshard.cli.options.values import Count, Counts, Level, Words
-from foreshard.planner.choices import COUNTS, NAMES
+from foreshard.planner.choices import COUNTS
 from foreshard.spec.plan import MAX_BATCH, OFFLOADS, SCHEDULES
 
 MEANING = {
@@ -51,12 +49,6 @@ def choosing(command: click.Command) -> None:
         click.Option(["--lora"], metavar="RANK[:TARGETS]", help="Train adapters only, as 16 or 16:q+v.")
     )
     command.params += options
-
-
-def stated(values: dict[str, Any]) -> list[str]:
-    """Return which of the options were given, by name."""
-    names = (*NAMES, *(f"{side}_{name}" for name in COUNTS for side in ("min", "max")), "forbid", "lora")
-    return [name for name in names if values.get(name) is not None]
 
 
 def _flag(name: str) -> str:

@@ -120,12 +120,6 @@ def excess(jobs: Sequence[CircleJob], shifts: Sequence[int]) -> float:
     return float(np.maximum(np.asarray(total) - 1.0, 0.0).mean(axis=1).sum())
 
 
-def score(jobs: Sequence[CircleJob], shifts: Sequence[int]) -> float:
-    """Return CASSINI's compatibility: 1 minus the mean excess of the resources that are used."""
-    used = int(np.count_nonzero(sum(job.demand.max(axis=1) for job in jobs)))
-    return 1.0 - excess(jobs, shifts) / max(used, 1)
-
-
 def best_shifts(jobs: Sequence[CircleJob], *, in_pairs: bool = True) -> tuple[int, ...]:
     """Return shifts in steps of little excess; the first job stays.
 
