@@ -129,7 +129,7 @@ def test_an_all_to_all_without_time_for_its_program_has_a_looser_bound(make):
 
 
 def test_the_way_of_the_last_byte_comes_behind_the_time_of_its_link():
-    """By hand: 31 of 32 chunks of 1 1e9 over 125 1e9/s, and 0.35 us to the switch and from it."""
+    """By hand: 31 of 32 chunks of 1 GB over 125 GB/s, and 0.35 us to the switch and from it."""
     bound = lower_bound_s("all-gather", 1e9, teccl_dgx2())
     assert bound == pytest.approx(31 / 32 * 1e9 / 125e9 + 0.7e-6, rel=1e-9)
 
