@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.graph import Topology
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
 from foreshard.comm.topology.machines import MI250_LINKS
-from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
 
 
 class Published(NamedTuple):

@@ -20,7 +20,7 @@ from foreshard.comm.synthesis.bounds import (
 )
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
-from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
 from foreshard.errors import SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,7 +13,7 @@ from foreshard.comm.synthesis.bounds import all_gather_bytes_per_s, broadcast_by
 from foreshard.comm.synthesis.legs import hops_of_arcs
 from foreshard.comm.synthesis.packing import packed_trees, schedule_of_trees, streamed
 from foreshard.comm.synthesis.timing import seconds_of
-from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published_topologies import forestcoll_a100, forestcoll_mi250

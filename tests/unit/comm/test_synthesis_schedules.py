@@ -19,8 +19,8 @@ from foreshard.comm.synthesis.synthesize import synthesize
 from foreshard.comm.synthesis.timing import seconds_of
 from foreshard.comm.topology.channel_routes import routes_between, routes_from
 from foreshard.comm.topology.graph import SharedResource
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
 from foreshard.comm.topology.of_cluster import topology_of
-from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
 from foreshard.comm.topology.regular import mesh
 from foreshard.errors import SpecError
 

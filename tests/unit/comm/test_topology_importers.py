@@ -15,10 +15,9 @@ from foreshard.comm.topology.importers.astra_sim import astra_sim_topology
 from foreshard.comm.topology.importers.formats import read_topology
 from foreshard.comm.topology.importers.nccl_xml import nccl_topology
 from foreshard.comm.topology.importers.plain_graph import plain_graph, plain_topology
-from foreshard.comm.topology.importers.teccl import teccl_topology
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2, teccl_topology
 from foreshard.comm.topology.machines import machine
 from foreshard.comm.topology.of_cluster import topology_of
-from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
 from foreshard.comm.topology.regular import torus
 from foreshard.comm.topology.routing import Routing
 from foreshard.errors import SpecError
