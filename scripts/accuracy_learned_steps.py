@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 from accuracy_intervals import LEARNED
 from accuracy_rows import markdown
-from fit_kernels import donors, figures, kernel_of, middle
+from fit_kernels import donors, figures, middle
 from fit_learned import (
     NOMINAL,
     Kernels,
@@ -42,6 +42,7 @@ from foreshard.catalog.kernels import KernelModel, kernel_constants, kernel_mode
 from foreshard.catalog.learned import NATIVE_ATTENTION, datasheet_features, share_of
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.interval import LEVEL, class_of, features_of, step_intervals
+from foreshard.validation.kernel_cases import attention_kernel
 from foreshard.validation.predictors import fitted_families, left_out_constants, predict_run
 from foreshard.validation.rows import TrainingRow
 from foreshard.validation.validate import validate
@@ -73,7 +74,7 @@ class Fits:
         gemm = middle([known[name] for name in donors(device, known)])
         gemm["eff"] /= 1.0 + gemm.pop("sag")
         attention = {
-            k.device: constants["attention"][kernel_of(k.device, "")]["devices"][k.device]
+            k.device: constants["attention"][attention_kernel(k.device, "")]["devices"][k.device]
             for k in self.attention
         }
         attention.pop(device)

@@ -37,6 +37,7 @@ from foreshard.cost.attention import flash_attention_forward_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
+from foreshard.validation.kernel_cases import attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "src/foreshard/catalog/data/kernel_constants.json"
@@ -329,13 +330,6 @@ def gemm_fp32(sixteen: dict, report: dict) -> tuple[dict, dict[str, float]]:
 # ---- attention -----------------------------------------------------------------------------------------
 
 
-def kernel_of(device: str, framework: str) -> str:
-    """Return the kernel family a row of the attention table ran."""
-    if framework == "trtllm":
-        return "trtllm"
-    return {"hopper": "fa3", "blackwell": "cudnn"}.get(resolve_device(device).arch, "fa2")
-
-
 def attention_predictor(device: str, rows: Table) -> Callable[[dict[str, float]], np.ndarray]:
     base = replace(ideal(device, "bf16"), stream_eff=0.85)
     columns = ("batch", "num_heads", "num_kv_heads", "seq_len", "head_dim")
@@ -357,7 +351,7 @@ def attention_predictor(device: str, rows: Table) -> Callable[[dict[str, float]]
 
 def attention(report: dict) -> dict:
     rows = attention_rows()
-    kernels = [kernel_of(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
+    kernels = [attention_kernel(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
     rows = rows.plus(kernel=np.array(kernels))
     fits: dict[str, dict[str, dict[str, float]]] = {}
     logs = []

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from columns import Table
-from fit_kernels import ATTENTION_START, GEMM_START, PASSES, donors, figures, kernel_of, middle
+from fit_kernels import ATTENTION_START, GEMM_START, PASSES, donors, figures, middle
 from kernel_tables import attention_rows, deepbench_rows, fp32_rows, ideal, read, sixteen_bit_rows
 from sklearn.ensemble import HistGradientBoostingRegressor
 
@@ -32,6 +32,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.learned import Trees, attention_features, gemm_features, grouped_features, trees_of
+from foreshard.validation.kernel_cases import attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src/foreshard/catalog/data"
@@ -158,7 +159,7 @@ def _datasheet(device: str, precision: str) -> tuple[float, ...]:
 
 def attention_tables() -> list[Kernels]:
     rows = attention_rows()
-    kernels = [kernel_of(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
+    kernels = [attention_kernel(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
     rows = rows.plus(kernel=np.array(kernels), serving=np.array(kernels) == "trtllm")
     return [
         _attention(device, bool(serving), group)
@@ -176,7 +177,7 @@ def _attention(device: str, serving: bool, rows: Table) -> Kernels:
     )
     cache_s = stream_s(8.0 * batch * kv_heads * seq * dim * ~silent, sheet)
     sections = kernel_constants()["attention"]
-    native = {d: sections[kernel_of(d, "")]["devices"][d] for d in _attention_devices(sections)}
+    native = {d: sections[attention_kernel(d, "")]["devices"][d] for d in _attention_devices(sections)}
     known = sections["trtllm"]["devices"] if serving else native
 
     def seconds(kernels: KernelModel) -> np.ndarray:
@@ -209,7 +210,7 @@ def _attention(device: str, serving: bool, rows: Table) -> Kernels:
 def _attention_devices(sections: dict) -> list[str]:
     """Return the devices whose own kernel was timed."""
     fitted = {name for kernel in ("fa2", "fa3", "cudnn") for name in sections[kernel]["devices"]}
-    return sorted(name for name in fitted if name in sections[kernel_of(name, "")]["devices"])
+    return sorted(name for name in fitted if name in sections[attention_kernel(name, "")]["devices"])
 
 
 def grouped_tables(gemm: Sequence[Kernels]) -> list[Kernels]:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreshard import __all__ as PUBLIC_NAMES
+from foreshard.advise import traced_request
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ExtraMissingError, SpecError, unknown
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
+from foreshard.profile.networks.catalog import is_traced, near_networks, network, network_name
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import AUTO, Plan
@@ -45,7 +47,6 @@ def load_model(text: str) -> Model:
         For an unknown name or architecture, with what is known, and for a network that is traced.
     """
     from foreshard.catalog.models import TRACED_FIX, WHERE_TRACED, load_model
-    from foreshard.profile.networks.catalog import near_networks, network_name
 
     try:
         return load_model(text)
@@ -291,38 +292,27 @@ def predict(
     >>> prediction.plan.groups[0].stages[0].tp
     2
     """
-    if isinstance(model, str):
-        found = _predicted_trace(model, cluster, plan, choices)
-        if found is not None:
-            return found
+    if isinstance(model, str) and is_traced(model):
+        stated, given = _named(choices), load_plan(plan) if isinstance(plan, str) else plan
+        module = trace(model, **traced_request.traced_as(given, stated))
+        if module is not None:
+            return predict_trace(module, cluster, given, stated)
     return request(model, cluster, plan, **choices).predict()
 
 
-def _predicted_trace(
-    model: str, cluster: Cluster | str, plan: Plan | str | None, choices: Mapping[str, Any]
-) -> Prediction | None:
-    """Return the prediction of a model that is traced, None for one that is not."""
-    from foreshard.profile.networks.catalog import is_traced
-
-    if not is_traced(model):
-        return None
-    from foreshard.advise import traced_request
-
-    stated = {name: value for name, value in _named(dict(choices)).items() if value is not None}
-    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    given = load_plan(plan) if isinstance(plan, str) else plan
-    module = trace(model, **traced_request.traced_as(given, stated))
-    if module is None:
-        return None
+def predict_trace(
+    module: TracedModule, cluster: Cluster | str, plan: Plan | None, stated: Mapping[str, Any]
+) -> Prediction:
+    """Return the prediction of a traced module under a plan, or else under stated degrees and options."""
     traced_request.check_predicts(stated)
-    noise = {one.name: stated[one.name] for one in fields(Noise) if one.name in stated}
+    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
     return predict_traced(
         module,
         on,
-        traced_request.plan_of(module, on, stated) if given is None else given,
-        fidelity=stated.get("fidelity", "zero-shot"),
-        engine=stated.get("engine", "graph"),
-        noise=Noise.stated(noise) if noise else None,
+        plan or traced_request.plan_of(module, on, stated),
+        fidelity=stated.get("fidelity") or "zero-shot",
+        engine=stated.get("engine") or "graph",
+        noise=Noise.stated(stated),
     )
 
 
@@ -494,12 +484,13 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     """
     from foreshard.planner.search import plan
 
-    if isinstance(model, str):
-        found = _planned_trace(model, cluster, asked)
-        if found is not None:
-            return found
-    source, target = _loaded(model, cluster)
     asked = _named(asked)
+    if isinstance(model, str) and is_traced(model):
+        on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+        module = trace(model, **traced_request.searched_as(on, asked))
+        if module is not None:
+            return plan_trace(module, on, asked)
+    source, target = _loaded(model, cluster)
     tool = asked.pop("to", None)
     if tool is not None:
         asked = _for_tool(tool, asked, source, target)
@@ -509,24 +500,14 @@ def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult
     return _with_gaps(result, source, target) if tool is None else result
 
 
-def _planned_trace(model: str, cluster: Cluster | str, asked: Mapping[str, Any]) -> PlanResult | None:
-    """Return the plans of a model that is traced, None for one that is not."""
-    from foreshard.profile.networks.catalog import is_traced
-
-    if not is_traced(model):
-        return None
-    from foreshard.advise import traced_request
+def plan_trace(module: TracedModule, cluster: Cluster, asked: Mapping[str, Any]) -> PlanResult:
+    """Return the best plans for a traced module, by options as of `plan`."""
     from foreshard.spec.codec import whole
 
-    stated = {name: value for name, value in _named(dict(asked)).items() if value is not None}
-    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    module = trace(model, **traced_request.searched_as(on, stated))
-    if module is None:
-        return None
-    traced_request.check_plans(stated)
-    kept = {name: stated[name] for name in ("optimizer", "top", "budget_s") if name in stated}
-    batch = whole(stated.get("global_batch"), key="--global-batch", name="global-batch")
-    return plan_traced(module, on, global_batch=batch, **kept)
+    traced_request.check_plans(asked)
+    kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if asked.get(name) is not None}
+    batch = whole(asked.get("global_batch"), key="--global-batch", name="global-batch")
+    return plan_traced(module, cluster, global_batch=batch, **kept)
 
 
 def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:
@@ -840,8 +821,6 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
     SpecError
         If the module cannot be traced.
     """
-    from foreshard.profile.networks.catalog import is_traced, network, network_name
-
     if not is_traced(model):
         return None
     name = network_name(model)

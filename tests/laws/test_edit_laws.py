@@ -203,7 +203,7 @@ def test_the_critical_path_is_one_unbroken_chain(run):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_chain_is_as_long_as_the_longest_by_brute_force(data):
-    """Every chain of a small program is tried; the one found is the longest, and has no gap without lags."""
+    """Every chain of a small program is tried; the one found is the longest, and has no gap."""
     builder, count = ProgramBuilder(), data.draw(st.integers(1, 8))
     before = {}
     last = {}

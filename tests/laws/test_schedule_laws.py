@@ -69,14 +69,13 @@ def programs(draw):
     builder.add_many(np.sort(resource), [draw(seconds) for _ in range(num_tasks)])
     for task in range(1, num_tasks):
         for before in draw(st.lists(st.integers(0, task - 1), max_size=3)):
-            builder.depend(number[task], number[before], draw(st.sampled_from([0.0, 0.0, 1.5])))
+            builder.depend(number[task], number[before])
     return builder.build()
 
 
-def edges(program: Program) -> list[tuple[int, int, float]]:
+def edges(program: Program) -> list[tuple[int, int]]:
     task = np.repeat(np.arange(program.num_tasks), np.diff(program.indptr))
-    lag_s = program.lag_s if len(program.lag_s) else np.zeros(len(task))
-    return list(zip(task.tolist(), program.indices.tolist(), lag_s.tolist(), strict=True))
+    return list(zip(task.tolist(), program.indices.tolist(), strict=True))
 
 
 @given(counts())
@@ -139,8 +138,8 @@ def test_times_are_the_earliest_that_obey_order_and_dependencies(program):
     for tasks in np.split(program.resource_tasks, program.resource_indptr[1:-1]):
         for before, task in pairwise(tasks):
             waits[task].append(timeline.end_s[before])
-    for task, before, lag_s in edges(program):
-        waits[task].append(timeline.end_s[before] + lag_s)
+    for task, before in edges(program):
+        waits[task].append(timeline.end_s[before])
     assert timeline.start_s.tolist() == [max(wait) for wait in waits]
     assert (timeline.end_s == timeline.start_s + program.duration_s).all()
 
@@ -167,8 +166,8 @@ def test_numbers_and_names_do_not_matter(program, random):
         r = random.choice([r for r, queue in enumerate(queues) if queue])
         task = queues[r].pop(0)
         renumbered[task] = builder.add(new_resource[r], program.duration_s[task])
-    for task, before, lag_s in edges(program):
-        builder.depend(renumbered[task], renumbered[before], lag_s)
+    for task, before in edges(program):
+        builder.depend(renumbered[task], renumbered[before])
     there = np.array([renumbered[task] for task in range(program.num_tasks)])
     end_s = critical_path.run(builder.build()).end_s
     assert end_s[there].tolist() == critical_path.run(program).end_s.tolist()
@@ -176,7 +175,7 @@ def test_numbers_and_names_do_not_matter(program, random):
 
 @given(programs())
 def test_twice_the_durations_take_twice_the_time(program):
-    doubled = replace(program, duration_s=2 * program.duration_s, lag_s=2 * program.lag_s)
+    doubled = replace(program, duration_s=2 * program.duration_s)
     assert (critical_path.run(doubled).end_s == 2 * critical_path.run(program).end_s).all()
 
 

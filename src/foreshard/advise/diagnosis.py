@@ -76,14 +76,13 @@ class Help:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The critical path by place, its first and last stretches in order, and what would help, best first.
+    """The critical path by place, and what would help, best first.
 
     `cut` is the number of micro-batches that the path was cut to, 0 for the whole step.
     """
 
     makespan_s: float
     path: tuple[PathPlace, ...]
-    stretches: tuple[Stretch, ...]
     helps: tuple[Help, ...]
     cut: int
 
@@ -114,11 +113,9 @@ def diagnose(request: Request, base: Prediction) -> Diagnosis:
     step = PricedStep.of(case, _batch(request, case))
     prices, cut = _shortened(step.prices)
     program, times = step.executed(prices)
-    stretches = critical_path(program, times)
     return Diagnosis(
         makespan_s=times.makespan_s,
-        path=_by_place(case, stretches),
-        stretches=stretches,
+        path=_by_place(case, critical_path(program, times)),
         helps=_ranked(request, case, base, step),
         cut=cut,
     )

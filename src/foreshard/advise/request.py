@@ -15,18 +15,17 @@ import numpy as np
 from foreshard.catalog.prices import Prices
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.codec import invalid, one_of
-from foreshard.spec.framework import Framework, checked_overrides
+from foreshard.spec.codec import one_of
+from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
     ALGORITHMS,
-    ATTENTIONS,
     AUTO,
     COMM_OPTIONS,
-    DISPATCHERS,
-    FP8_RECIPES,
+    OF_FRAMEWORK,
     Plan,
     checked_buckets,
+    checked_of_framework,
     checked_prefetch,
     checked_wrap,
     no_best_buckets,
@@ -55,11 +54,7 @@ OPTIONS = (
     "precision",
     "optimizer",
     "framework",
-    "attention",
-    "fp8_recipe",
-    "dispatcher",
-    "overrides",
-    "compile",
+    *OF_FRAMEWORK,
     *COMM_OPTIONS,
     "collectives",
     "buckets",
@@ -67,8 +62,7 @@ OPTIONS = (
     "wrap",
 )
 _WRITTEN = (
-    *("precision", "optimizer", "framework", "attention", "fp8_recipe", "dispatcher", "overrides", "compile"),
-    "seq_len",
+    *("precision", "optimizer", "framework", *OF_FRAMEWORK, "seq_len"),
     *("collectives", "buckets", "prefetch", "wrap"),
 )
 """Options that a plan has one field for."""
@@ -237,19 +231,7 @@ class Request:
         prefetch, wrap = choices.pop("prefetch", None), choices.pop("wrap", None)
         prefetch = None if prefetch is None else checked_prefetch(prefetch)
         wrap = None if wrap is None else checked_wrap(wrap)
-        attention = choices.pop("attention", None)
-        if attention is not None:
-            attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
-        recipe = choices.pop("fp8_recipe", None)
-        if recipe is not None:
-            recipe = one_of(recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
-        dispatcher = choices.pop("dispatcher", None)
-        if dispatcher is not None:
-            dispatcher = one_of(dispatcher, DISPATCHERS, key="--dispatcher", name="dispatcher")
-        overrides = checked_overrides(choices.pop("overrides", None))
-        compiled = choices.pop("compile", None)
-        if compiled is not None and not isinstance(compiled, bool):
-            raise invalid(compiled, "Must be true or false", key="--compile", name="compile")
+        of_framework = checked_of_framework({name: choices.pop(name, None) for name in OF_FRAMEWORK})
         choices.setdefault("seq_len", self.model.max_seq_len)
         choices.setdefault("precision", self.cluster.default_precision())
         if "framework" in choices:
@@ -265,8 +247,7 @@ class Request:
             fix = "Add --pp, or leave out --vpp"
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
-        made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, attention=attention)
-        made = replace(made, fp8_recipe=recipe, dispatcher=dispatcher, overrides=overrides, compile=compiled)
+        made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, **of_framework)
         made = replace(made, prefetch=prefetch, wrap=wrap)
         return self._with_buckets(made, buckets)
 

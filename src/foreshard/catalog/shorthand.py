@@ -40,10 +40,6 @@ _PORT = re.compile(
 _NODES_OF = re.compile(
     rf"^{_COUNT}\s*(?:nodes?|servers?|machines?|hosts?)\s*(?:of|x|with|[*×])?\s*", re.IGNORECASE
 )
-_WHOLE_NODES = (
-    rf"(?:(?P<count>[0-9]{{1,7}}){_BY})?(?P<name>.+)",
-    rf"(?P<name>.+?){_BY}(?P<count>[0-9]{{1,7}})",
-)
 _SLICE = re.compile(r"(?:cloud[- ]*)?(?:tpu[- ]*)?v(2|3|4|5p|5e|5litepod|6e)-([0-9]{1,6})", re.IGNORECASE)
 _BY_CORES = ("2", "3", "4", "5p")  # generations whose slices are named by cores, two of a chip
 _SOLD_AS = {"dgx-2": (16, "v100-sxm3-32gb"), "dgx2": (16, "v100-sxm3-32gb")}

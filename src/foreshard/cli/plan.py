@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard.advise.request import flag_of
-from foreshard.cli.options import target, traced
+from foreshard.cli.options import request, target
 from foreshard.cli.options.answer import (
     dump,
     give,
@@ -21,20 +21,14 @@ from foreshard.cli.options.answer import (
 from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.measured import is_file
 from foreshard.cli.options.progress import watched
-from foreshard.cli.options.request import named_cluster, stated_overrides, warn_of_stack
+from foreshard.cli.options.request import named_cluster, warn_of_stack
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.interop.exporters import TRAINERS, target_of
-from foreshard.spec.framework import OVERRIDES
 from foreshard.spec.plan import (
     ALGORITHMS,
-    ATTENTIONS,
     COMM_OPTIONS,
-    DISPATCHERS,
-    FP8_RECIPES,
-    MAX_SEQ_LEN,
-    OPTIMIZERS,
     PRECISIONS,
 )
 
@@ -47,7 +41,6 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.model import Model
     from foreshard.spec.plan import Plan
-    from foreshard.spec.traced_module import TracedModule
 
     Search = Callable[[dict[str, Any]], tuple[PlanResult, Cluster]]
 
@@ -84,12 +77,7 @@ def _vendors() -> tuple[str, ...]:
 )
 @click.option("--global-batch", type=Count(), help="Samples per step (required without --to-target).")
 @target.to_target
-@click.option(
-    "--seq",
-    "seq_len",
-    type=Count(1, MAX_SEQ_LEN, thousand=1024),
-    help="Tokens per sample (default: the model's).",
-)
+@request.seq_len
 @click.option("--objective", type=Words(*OBJECTIVES), default="time", help="What to minimise.")
 @click.option(
     "--max-usd",
@@ -112,34 +100,11 @@ def _vendors() -> tuple[str, ...]:
     type=Word(*TRAINERS, "torchtitan"),
     help="Only plans that this tool trains as predicted; export writes them for it.",
 )
-@click.option(
-    "--attention",
-    type=Word(*ATTENTIONS),
-    help="Kernel of attention (default: the framework's, or the one that the devices have).",
-)
-@click.option(
-    "--fp8-recipe",
-    type=Word(*FP8_RECIPES),
-    help="With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype).",
-)
-@click.option(
-    "--dispatcher",
-    type=Word(*DISPATCHERS),
-    help="What sends tokens to experts on other ranks (default: the framework's).",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    callback=stated_overrides,
-    metavar="KEY=VALUE",
-    help=f"Of the framework, as --set grad_bytes=bf16; repeat it: {', '.join(OVERRIDES)}.",
-)
-@click.option(
-    "--compile/--no-compile",
-    default=None,
-    help="Whether torch.compile makes the kernels (default: the framework's).",
-)
+@request.attention
+@request.fp8_recipe
+@request.dispatcher
+@request.overrides
+@request.compiles
 @click.option(
     "--dtype",
     "precision",
@@ -162,7 +127,7 @@ def _vendors() -> tuple[str, ...]:
     type=BucketSize(),
     help="Size of a bucket of gradients, as 25MiB, or auto: the best of each plan (default: the framework).",
 )
-@click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
+@request.optimizer
 @click.option(
     "--engine",
     type=Word("analytical", "graph", "event"),
@@ -181,12 +146,8 @@ def _vendors() -> tuple[str, ...]:
     type=Amount(dimension="usd_per_h", unit="USD/h"),
     help="Price instead of the catalog's.",
 )
-@click.option("--prices", metavar="FILE", help="Prices of your own ('foreshard schema prices').")
-@click.option(
-    "--costs",
-    metavar="auto|formula|learned|FILE",
-    help="Where kernel times come from (default auto): a name, or a file of calibrate or profile.",
-)
+@request.prices
+@request.costs
 @click.option(
     "--compare-with",
     type=Words(alone=(ALL,), load=_other_planners),
@@ -225,6 +186,7 @@ def command(
         must_be_writable(report)
     asked = {name: value for name, value in values.items() if value is not None}
     of_one_cluster = {"report": report, "explain": explain, "compare_with": compare_with}
+    of_one_cluster = {name: value for name, value in of_one_cluster.items() if value}
     if rent is not None:
         _only_where_one_cluster_is_planned(cluster, asked, of_one_cluster | {"to_target": to_target})
         _rent(ctx, api.load_model(model), asked, rent)
@@ -239,9 +201,8 @@ def command(
         from foreshard.cli.options import measured
 
         search = partial(measured.plan, model, cluster, others=of_one_cluster)
-    elif (module := traced.to_plan(model, cluster, asked)) is not None:
-        target_cluster = api.load_cluster(cluster)
-        search = partial(_planned_traced, module, target_cluster, others=of_one_cluster)
+    elif (of_trace := _planning_trace(model, cluster, asked, of_one_cluster)) is not None:
+        search = of_trace
     else:
         source, known = api.load_model(model), named_cluster(cluster)
         from foreshard.catalog.prices import load_prices
@@ -297,10 +258,16 @@ def _planned(model: Model, cluster: Cluster, asked: dict[str, Any]) -> tuple[Pla
     return api.plan(model, cluster, **asked), cluster
 
 
-def _planned_traced(
-    module: TracedModule, cluster: Cluster, asked: dict[str, Any], others: dict[str, Any]
-) -> tuple[PlanResult, Cluster]:
-    return traced.plan(module, cluster, asked, others), cluster
+def _planning_trace(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Search | None:
+    """Return what plans the traced module that MODEL names, None for a model that is not traced."""
+    from foreshard import api
+    from foreshard.advise.traced_request import searched_as
+
+    if not api.is_traced(model):
+        return None
+    on = api.load_cluster(cluster)
+    module = api.trace(model, **searched_as(on, asked))
+    return None if module is None else lambda stated: (api.plan_trace(module, on, stated | others), on)
 
 
 def _length_is_known(values: dict[str, Any], to_target: str | None) -> None:

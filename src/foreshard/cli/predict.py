@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foreshard.cli.options import measured, target, traced
+from foreshard.cli.options import measured, target
 from foreshard.cli.options.answer import NOTHING_FITS, give, save, save_page, say, wants_json
 from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
 from foreshard.cli.options.sources import verb_command
@@ -55,15 +55,15 @@ def command(
     foreshard predict job.py lab.toml --costs costs.json --plan plan.json
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --to-target kaplan-lm:2.4
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    others = {"trace": trace, "report": report}
+    others = {name: path for name, path in (("trace", trace), ("report", report)) if path}
     if measured.is_file(values.get("costs")):
         _refuse_other_jobs(other_jobs, bursts, "measured costs")
         _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others), explain)
         return
-    module = traced.to_predict(values)
-    if module is not None:
+    of_trace = _predicting_trace(values, others)
+    if of_trace is not None:
         _refuse_other_jobs(other_jobs, bursts, "a traced module")
-        _answer(ctx, values, to_target, lambda stated: traced.predict(module, stated, others), explain)
+        _answer(ctx, values, to_target, of_trace, explain)
         return
     request, runs = to_request(values), None
     if other_jobs is not None:
@@ -113,6 +113,22 @@ def command(
 
         say(f"foreshard: {verdict(prediction, fit)}")
         ctx.exit(NOTHING_FITS)
+
+
+def _predicting_trace(
+    values: dict[str, Any], others: dict[str, str]
+) -> Callable[[dict[str, Any]], Prediction] | None:
+    """Return what predicts the traced module that MODEL names, None for a model that is not traced."""
+    from foreshard import api
+    from foreshard.advise.traced_request import traced_as
+
+    if not api.is_traced(values["model"]):
+        return None
+    plan = api.load_plan(values["plan"]) if values.get("plan") else None
+    module = api.trace(values["model"], **traced_as(plan, values))
+    if module is None:
+        return None
+    return lambda stated: api.predict_trace(module, stated["cluster"], plan, stated | others)
 
 
 def _answer(

@@ -67,10 +67,6 @@ class SizeTable:
     axes: tuple[Array, ...]
     log_s: Array
 
-    def covered(self, *sizes: Any) -> NDArray[np.bool_]:
-        """Return which sizes lie in cells whose corners were all measured."""
-        return np.isfinite(self._log_time(sizes))
-
     def seconds(self, *sizes: Any) -> Array:
         """Return the seconds of kernels, NaN where they are not covered."""
         return np.exp(self._log_time(sizes))

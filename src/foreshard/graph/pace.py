@@ -23,14 +23,10 @@ class PipelinePace(NamedTuple):
     fill_s: Any
     # one micro-batch on the slowest stage
     period_s: Any
-    # index of that stage
-    slowest: Any
 
 
-def pipeline_pace(stage_s: np.ndarray, count: Any = None) -> PipelinePace:
+def pipeline_pace(stage_s: np.ndarray) -> PipelinePace:
     """Return how pipelines go whose stages take so long for a micro-batch, messages included.
-
-    An entry stands for `count` equal stages; 0 where a pipeline has none.
 
     Source
     ------
@@ -38,13 +34,11 @@ def pipeline_pace(stage_s: np.ndarray, count: Any = None) -> PipelinePace:
 
     Examples
     --------
-    >>> pipeline_pace(np.array([1.0, 3.0, 2.0]))[:2]
-    (np.float64(3.0), np.float64(3.0))
+    >>> pipeline_pace(np.array([1.0, 3.0, 2.0]))
+    PipelinePace(fill_s=np.float64(3.0), period_s=np.float64(3.0))
     """
-    present = stage_s if count is None else np.where(count > 0, stage_s, -1.0)
-    period_s = present.max(0)
-    whole_s = (stage_s if count is None else stage_s * count).sum(0)
-    return PipelinePace(fill_s=whole_s - period_s, period_s=period_s, slowest=present.argmax(0))
+    period_s = stage_s.max(0)
+    return PipelinePace(fill_s=stage_s.sum(0) - period_s, period_s=period_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

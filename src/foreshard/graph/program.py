@@ -48,9 +48,6 @@ class Program:
     # task t starts after the tasks ``indices[indptr[t]:indptr[t + 1]]``; shapes (T + 1,) int64 and (E,) int32
     indptr: np.ndarray
     indices: np.ndarray
-    # delay between the end of a dependency and the start it allows; empty when all are zero; shape (E,) or
-    # (0,), float64
-    lag_s: np.ndarray
     # the tasks of each resource in order, derived from ``resource``
     resource_indptr: np.ndarray
     resource_tasks: np.ndarray
@@ -88,8 +85,8 @@ class ProgramBuilder:
         self._num_tasks = 0
         self._rows: list[tuple[float, int, int, int, int, int, int]] = []
         self._blocks: list[tuple[np.ndarray, ...]] = []
-        self._edge_rows: list[tuple[int, int, float]] = []
-        self._edge_blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._edge_rows: list[tuple[int, int]] = []
+        self._edge_blocks: list[tuple[np.ndarray, np.ndarray]] = []
 
     def resource(self, name: str) -> int:
         """Return the number of the resource called ``name``, new or known."""
@@ -101,20 +98,19 @@ class ProgramBuilder:
         duration_s: float,
         after: Sequence[int] = (),
         *,
-        lag_s: float = 0.0,
         kind: int = Kind.OTHER,
         group: int = 0,
         stage: int = -1,
         chunk: int = -1,
         micro_batch: int = -1,
     ) -> int:
-        """Append one task, which starts ``lag_s`` after those in ``after``; return its number."""
+        """Append one task, which starts after those in ``after``; return its number."""
         number = self.resource(resource) if isinstance(resource, str) else resource
         self._rows.append((duration_s, number, int(kind), group, stage, chunk, micro_batch))
         task = self._num_tasks
         self._num_tasks += 1
         for before in after:
-            self._edge_rows.append((task, before, lag_s))
+            self._edge_rows.append((task, before))
         return task
 
     def add_many(
@@ -138,32 +134,28 @@ class ProgramBuilder:
         self._num_tasks += len(columns[0])
         return np.arange(first, self._num_tasks)
 
-    def depend(self, tasks: ArrayLike, after: ArrayLike, lag_s: ArrayLike = 0.0) -> None:
-        """Let each of ``tasks`` start ``lag_s`` after the one in ``after``; the three broadcast."""
-        edges = np.broadcast_arrays(
-            np.atleast_1d(np.asarray(tasks, dtype=np.int64)),
-            np.asarray(after, dtype=np.int64),
-            np.asarray(lag_s, dtype=np.float64),
+    def depend(self, tasks: ArrayLike, after: ArrayLike) -> None:
+        """Let each of ``tasks`` start after the one in ``after``; the two broadcast."""
+        task, before = np.broadcast_arrays(
+            np.atleast_1d(np.asarray(tasks, dtype=np.int64)), np.asarray(after, dtype=np.int64)
         )
-        self._edge_blocks.append((edges[0].ravel(), edges[1].ravel(), edges[2].ravel()))
+        self._edge_blocks.append((task.ravel(), before.ravel()))
 
     def build(self) -> Program:
         """Return the program of everything added so far."""
         self._flush()
         empty = (np.empty(0),) + (np.empty(0, dtype=np.int32),) * 6
         columns = [np.concatenate(parts) for parts in zip(empty, *self._blocks, strict=True)]
-        task, before, lag_s = (np.concatenate(parts) for parts in zip(*self._edges(), strict=True))
+        task, before = (np.concatenate(parts) for parts in zip(*self._edges(), strict=True))
         duration_s, resource, kind, group, stage, chunk, micro_batch = columns
-        _check_edges(task, before, lag_s, len(duration_s))
+        _check_edges(task, before, len(duration_s))
         indptr, order = _compressed(task, len(duration_s))
         resource_indptr, resource_tasks = _compressed(resource, len(self._names))
-        lag_s = lag_s[order]
         return Program(
             duration_s=duration_s,
             resource=resource,
             indptr=indptr,
             indices=before[order].astype(np.int32),
-            lag_s=lag_s if lag_s.any() else np.empty(0),
             resource_indptr=resource_indptr,
             resource_tasks=resource_tasks.astype(np.int32),
             kind=kind,
@@ -181,17 +173,15 @@ class ProgramBuilder:
             self._blocks.append((np.array(duration_s, dtype=np.float64), *columns))
             self._rows = []
 
-    def _edges(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        rows = np.array(self._edge_rows, dtype=np.float64).reshape(-1, 3)  # exact: task numbers are < 2**53
-        return [*self._edge_blocks, (rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64), rows[:, 2])]
+    def _edges(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        rows = np.array(self._edge_rows, dtype=np.int64).reshape(-1, 2)
+        return [*self._edge_blocks, (rows[:, 0], rows[:, 1])]
 
 
-def _check_edges(task: np.ndarray, before: np.ndarray, lag_s: np.ndarray, num_tasks: int) -> None:
+def _check_edges(task: np.ndarray, before: np.ndarray, num_tasks: int) -> None:
     ends = np.concatenate([task, before])
     if ends.min(initial=0) < 0 or ends.max(initial=-1) >= num_tasks:
         raise ValueError("a dependency names a task that was never added")
-    if not (np.isfinite(lag_s).all() and (lag_s >= 0.0).all()):
-        raise ValueError("lags must be finite and not negative")
 
 
 def _compressed(row: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:

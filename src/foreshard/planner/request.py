@@ -23,19 +23,18 @@ from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.step import ENGINES, checked_costs, checked_network
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import invalid, one_of, whole
-from foreshard.spec.framework import Framework, Overrides, checked_overrides
+from foreshard.spec.framework import Framework, Overrides
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
     ALGORITHMS,
-    ATTENTIONS,
     AUTO,
-    DISPATCHERS,
-    FP8_RECIPES,
     MAX_SEQ_LEN,
+    OF_FRAMEWORK,
     OPTIMIZERS,
     PRECISIONS,
     Plan,
     checked_buckets,
+    checked_of_framework,
     no_best_buckets,
 )
 from foreshard.spec.prediction import Prediction
@@ -107,16 +106,8 @@ class PlanRequest:
         """Return a plan with the algorithm and the bucket size asked for; the best size comes later."""
         own = None if self.best_buckets else self.framework.bucket_bytes or None
         sums = self.framework.collectives
-        return replace(
-            plan,
-            collectives=sums,
-            buckets=own,
-            attention=self.attention,
-            fp8_recipe=self.fp8_recipe,
-            dispatcher=self.dispatcher,
-            overrides=self.overrides,
-            compile=self.compile,
-        )
+        chosen = {name: getattr(self, name) for name in OF_FRAMEWORK}
+        return replace(plan, collectives=sums, buckets=own, **chosen)
 
     @property
     def setup(self) -> RunSetup:
@@ -200,11 +191,6 @@ def checked_request(
     budget_s: float = 60.0,
     usd_per_device_hour: float | None = None,
     executor: str = "local",
-    attention: str | None = None,
-    fp8_recipe: str | None = None,
-    dispatcher: str | None = None,
-    overrides: Overrides | Mapping[str, Any] | Sequence[str] | None = None,
-    compile: bool | None = None,
     collectives: str = AUTO,
     buckets: int | str | None = None,
     memory_margin: float = MARGIN,
@@ -214,7 +200,7 @@ def checked_request(
 ) -> PlanRequest:
     """Return the request, or raise SpecError naming the flag that is wrong.
 
-    `stated` are choices of the plans to search, as `planner.choices.choices` takes them.
+    `stated` are `OF_FRAMEWORK`, and choices of the plans to search, as `planner.choices.choices` takes them.
     """
     stated_objectives = (objective,) if isinstance(objective, str) else objective
     objectives = tuple(
@@ -246,14 +232,10 @@ def checked_request(
             fix="Plan the nodes of one kind, or leave --to out",
         )
     declared = of_model(load_framework(framework), model)
-    if attention is not None:
-        attention = one_of(attention, ATTENTIONS, key="--attention", name="attention")
-        check_attention(attention, cluster.devices)
-        declared = replace(declared, attention=attention)
-    if fp8_recipe is not None:
-        fp8_recipe = one_of(fp8_recipe, FP8_RECIPES, key="--fp8-recipe", name="fp8-recipe")
-    if dispatcher is not None:
-        dispatcher = one_of(dispatcher, DISPATCHERS, key="--dispatcher", name="dispatcher")
+    chosen = checked_of_framework({name: stated.pop(name, None) for name in OF_FRAMEWORK})
+    if "attention" in chosen:
+        check_attention(chosen["attention"], cluster.devices)
+        declared = replace(declared, attention=chosen["attention"])
     made = PlanRequest(
         model=model,
         cluster=in_fewest_groups(cluster),
@@ -265,11 +247,7 @@ def checked_request(
         max_devices=None
         if max_devices is None
         else whole(max_devices, key="--max-devices", name="max-devices"),
-        attention=attention,
-        fp8_recipe=fp8_recipe,
-        dispatcher=dispatcher,
-        overrides=checked_overrides(overrides),
-        compile=compile,
+        **chosen,
         framework=replace(
             declared,
             collectives=one_of(collectives, ALGORITHMS, key="--collectives", name="collectives"),
@@ -291,8 +269,8 @@ def checked_request(
         tool=tool,
         refusals=refusals,
     )
-    chosen = as_chosen(made.framework, made, model=model, devices=cluster.devices)
-    return replace(made, framework=running(chosen, cluster.devices))
+    running_as = as_chosen(made.framework, made, model=model, devices=cluster.devices)
+    return replace(made, framework=running(running_as, cluster.devices))
 
 
 def _bucket_bytes(buckets: int | str | None, engine: str) -> int:

@@ -110,13 +110,13 @@ def neighbour_distance(
     return np.sqrt(square.min(axis=1))
 
 
-def widening(distance: ArrayLike, typical: float, rate: float = 0.5) -> NDArray[np.float64]:
+def widening(distance: ArrayLike, typical: float) -> NDArray[np.float64]:
     """Return the factor on an interval at a distance from the data: 1 up to `typical`, then a logarithm.
 
-    `typical` is the 90 % quantile of distances between data rows, `rate` the extra width per factor e beyond.
+    `typical` is the 90 % quantile of distances between data rows; half as wide again per factor e beyond.
     """
     excess = np.maximum(np.asarray(distance, float) / max(typical, 1e-12), 1.0)
-    return 1.0 + rate * np.log(excess)
+    return 1.0 + 0.5 * np.log(excess)
 
 
 def spread(

@@ -58,13 +58,13 @@ def _of(figure: str, name: str) -> tuple[float, ...]:
 
 
 def memory_interval(
-    framework: Framework, peak_bytes: float, *, figure: str = "reserved", level: float = LEVEL
+    framework: Framework, peak_bytes: float, *, figure: str = "reserved"
 ) -> tuple[float, float]:
-    """Return (low, high) between which the measured peak lies with probability at least `level`.
+    """Return (low, high) between which the measured peak lies with probability at least `LEVEL`.
 
     `figure` is what is measured: 'allocated' or 'reserved' bytes.
     """
-    low, high = signed_quantiles(_of(figure, kin(framework)), level)
+    low, high = signed_quantiles(_of(figure, kin(framework)), LEVEL)
     return peak_bytes * math.exp(min(low, 0.0)), peak_bytes * math.exp(max(high, 0.0))
 
 

@@ -15,7 +15,6 @@ def execute(
     resource_tasks: Any,
     indptr: Any,
     indices: Any,
-    lag_s: Any,
     start_s: Any,
     end_s: Any,
     head: Any,
@@ -31,7 +30,6 @@ def execute(
     woken when it ends, so every task and every dependency is visited once. ``end_s`` and ``waiter`` come in
     as -1, ``head`` as the start of each list, ``cursor`` as the first dependency of each first task.
     """
-    has_lag = len(lag_s) > 0
     done = 0
     for first in range(len(resource_indptr) - 1):
         stack[0] = first
@@ -53,8 +51,6 @@ def execute(
                         next_waiter[resource] = waiter[before]
                         waiter[before] = resource
                         break
-                    if has_lag:
-                        ready_s += lag_s[edge]
                     if ready_s > now_s:
                         now_s = ready_s
                     edge += 1

@@ -50,7 +50,6 @@ def contended_end_s(
     Parameters
     ----------
     replicated : ReplicatedProgram
-        Without lags.
     phases : Phases
         Of the program; `computed_s` says which phases of a task take longer.
     network : SharedNetwork
@@ -131,8 +130,6 @@ class _Copies:
     def program(self) -> FlowProgram:
         """Return the flow program of all copies."""
         replicated, places = self.replicated, self.places
-        if len(replicated.program.lag_s):
-            raise ValueError("programs of copies have no lags")
         capacity, routes, table = self._routes()
         builder = FlowProgramBuilder(capacity)
         for resources, usage in table:

@@ -337,13 +337,7 @@ def _builder(
     builder.depend(places.after[places.host[beside]], places.phase[beside])
     first, last = ends_of(program, phases, places)
     task, before = np.repeat(np.arange(program.num_tasks), np.diff(program.indptr)), program.indices
-    late = np.flatnonzero(program.lag_s) if len(program.lag_s) else np.empty(0, dtype=np.int64)
-    waits = last[before]
-    if len(late):
-        lags = builder.add_many(delay_s=program.lag_s[late]) + np.arange(len(late))
-        builder.depend(lags, waits[late])
-        waits[late] = lags
-    builder.depend(first[task], waits)
+    builder.depend(first[task], last[before])
     return builder
 
 

@@ -29,8 +29,8 @@ class TaskTimes:
 def run(program: Program, *, compiled: bool = False) -> TaskTimes:
     """Return the earliest times at which every task can run.
 
-    A task starts when its resource has finished the task before it and every dependency has ended and its
-    lag has passed. One visit of every task and dependency.
+    A task starts when its resource has finished the task before it and every dependency has ended.
+    One visit of every task and dependency.
 
     Parameters
     ----------
@@ -54,7 +54,6 @@ def run(program: Program, *, compiled: bool = False) -> TaskTimes:
         program.resource_tasks,
         program.indptr,
         program.indices,
-        program.lag_s,
         start_s,
         end_s,
         head,
@@ -69,7 +68,7 @@ def run(program: Program, *, compiled: bool = False) -> TaskTimes:
     else:  # plain Python indexes lists faster than arrays
         lists = [array.tolist() for array in arrays]
         done = _kernel.execute(*lists)
-        start_s[:], end_s[:], head[:] = lists[6:9]
+        start_s[:], end_s[:], head[:] = lists[5:8]
     if done < num_tasks:
         raise ForeshardError(_circle(program, head))
     return TaskTimes(start_s=start_s, end_s=end_s)

@@ -20,7 +20,6 @@ from foreshard.simulate.reference_policies import BY_SHARES, BankedBudget, Greed
 from foreshard.simulate.slot_loop import Rule, Run, play
 from foreshard.simulate.workload import Workload, cluster_of, model_of, workload
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.model import Model
 from foreshard.spec.scenario import Scenario
 from foreshard.spec.shown import Shown
 
@@ -251,7 +250,6 @@ def evaluate_policies(
     policies: Sequence[str] | None = None,
     slots: int | None = None,
     seeds: int = 1,
-    model: Model | None = None,
 ) -> Evaluation:
     """Return how policies fare on the paths of a scenario.
 
@@ -264,8 +262,6 @@ def evaluate_policies(
         The scenario's by default.
     seeds : int
         Paths, with the scenario's seed and the ones after it.
-    model : Model, optional
-        The scenario's by default.
 
     Raises
     ------
@@ -279,7 +275,7 @@ def evaluate_policies(
         if table.of:
             _known(table.of, scenario.file, "budget.of")
     cluster = cluster_of(scenario)
-    work = workload(scenario, model or model_of(scenario), cluster)
+    work = workload(scenario, model_of(scenario), cluster)
     length = scenario.slots if slots is None else slots
     rounds = tuple(_round(scenario, cluster, work, names, length, scenario.seed + i) for i in range(seeds))
     return Evaluation(scenario=scenario, cluster=cluster, slots=length, rounds=rounds)

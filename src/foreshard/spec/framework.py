@@ -143,19 +143,9 @@ class Framework:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Overrides by name as `Framework` has them; None is the framework's own.
+    """Overrides of `Framework`, by its names of what they set; None is the framework's own.
 
-    Attributes
-    ----------
-    grad_bytes, grad_reduce_bytes : bytes of a main gradient (6: one of 16 bit is kept beside it), and of
-        one on the wire
-    master_bytes, moment_bytes : bytes of a master weight, and of one moment of the optimizer
-    cuda_graphs : what of a step runs as CUDA graphs
-    grouped_gemm : experts run in one launch; without it one product a local expert
-    routing : every expert gets equal tokens, or tokens above a capacity are dropped, or neither
-    cross_entropy : implementation of the loss
-    fp8_params : weights are stored and gathered in 8 bit
-    clips : gradients are clipped by torch before the update
+    With a `grad_bytes` of 6 a gradient of 16 bit is kept beside the main one.
     """
 
     grad_bytes: Literal[2, 4, 6] | None = None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from foreshard.errors import SpecError
-from foreshard.spec.codec import invalid
-from foreshard.spec.framework import Overrides
+from foreshard.spec.codec import invalid, one_of
+from foreshard.spec.framework import Overrides, checked_overrides
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev"]
@@ -176,18 +176,10 @@ class Plan:
         """Return the plan as its file stores it; `plan_file.parse_plan` reads it back equal."""
         names = ("schema_version", "global_batch", "seq_len", "precision", "optimizer", "framework")
         out: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.attention is not None:
-            out["attention"] = self.attention
-        if self.fp8_recipe is not None:
-            out["fp8_recipe"] = self.fp8_recipe
-        if self.dispatcher is not None:
-            out["dispatcher"] = self.dispatcher
+        out |= self._stated("attention", "fp8_recipe", "dispatcher")
         if stated := self.overrides.stated():
             out["overrides"] = stated
-        if self.compile is not None:
-            out["compile"] = self.compile
-        if self.lora is not None:
-            out["lora"] = self.lora
+        out |= self._stated("compile", "lora")
         out |= {
             "defaults": {},
             "groups": [_group_dict(group) for group in self.groups],
@@ -195,13 +187,10 @@ class Plan:
         }
         if self.collectives != "auto":
             out["collectives"] = self.collectives
-        if self.buckets is not None:
-            out["buckets"] = self.buckets
-        if self.prefetch is not None:
-            out["prefetch"] = self.prefetch
-        if self.wrap is not None:
-            out["wrap"] = self.wrap
-        return out
+        return out | self._stated("buckets", "prefetch", "wrap")
+
+    def _stated(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def acting(plan: Plan, comm: Mapping[str, bool]) -> dict[str, bool]:
@@ -234,6 +223,25 @@ def _stage_dict(stage: Stage) -> dict[str, Any]:
     out["layers"] = [list(span) for span in stage.layers]
     out["rank_shares"] = None if stage.rank_shares is None else list(stage.rank_shares)
     return out
+
+
+OF_FRAMEWORK = ("attention", "fp8_recipe", "dispatcher", "overrides", "compile")
+"""Fields of a plan that set what its framework leaves to its user."""
+_WORDS = {"attention": ATTENTIONS, "fp8_recipe": FP8_RECIPES, "dispatcher": DISPATCHERS}
+
+
+def checked_of_framework(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is stated of `OF_FRAMEWORK` as a plan holds it, or raise SpecError."""
+    found: dict[str, Any] = {"overrides": checked_overrides(stated.get("overrides"))}
+    for name, known in _WORDS.items():
+        if stated.get(name) is not None:
+            flag = name.replace("_", "-")
+            found[name] = one_of(stated[name], known, key=f"--{flag}", name=flag)
+    if stated.get("compile") is not None:
+        if not isinstance(stated["compile"], bool):
+            raise invalid(stated["compile"], "Must be true or false", key="--compile", name="compile")
+        found["compile"] = stated["compile"]
+    return found
 
 
 def no_best_buckets() -> SpecError:

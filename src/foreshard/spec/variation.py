@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from foreshard.errors import SpecError
@@ -65,14 +65,15 @@ class Noise:
                     raise invalid(factor, rule, key=flag, name=flag.strip("-"), fix="Write it like 12=1.5")
 
     @classmethod
-    def stated(cls, given: Mapping[str, Any]) -> Noise:
-        """Return the noise of the values that were given.
+    def stated(cls, values: Mapping[str, Any]) -> Noise | None:
+        """Return the noise that is given among the values of options, None where none is.
 
         Raises
         ------
         SpecError
             Also for draws of which nothing is drawn.
         """
+        given = {one.name: values[one.name] for one in fields(cls) if values.get(one.name) is not None}
         idle = [name for name in ("jitter_tail", "seeds", "seed") if name in given]
         if idle and not given.get("jitter"):
             flag = f"--{idle[0].replace('_', '-')}"
@@ -83,7 +84,7 @@ class Noise:
                 rule="Only jitter is drawn; slow ranks and links are as slow in every step",
                 fix=f"Add --jitter, or leave out {flag}",
             )
-        return cls(**given)
+        return cls(**given) if given else None
 
     def check_ranks(self, ranks: Collection[int]) -> None:
         """Refuse ranks that are not among those of the plan.

@@ -55,8 +55,8 @@ def _gemm(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.flo
     return gemm_s(sizes["m"], sizes["n"], sizes["k"], kernels, bytes_per_element=width, batch=batch)
 
 
-def _attention_kernel(device: str, framework: str) -> str:
-    """Return the kernel an inference library runs on a device."""
+def attention_kernel(device: str, framework: str) -> str:
+    """Return the kernel of attention that an inference library runs on a device."""
     if framework == "trtllm":
         return "trtllm"
     return {"hopper": "fa3", "blackwell": "cudnn"}.get(resolve_device(device).arch, "fa2")
@@ -64,7 +64,7 @@ def _attention_kernel(device: str, framework: str) -> str:
 
 def _attention(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
     device = shared["device"]
-    kernels = _kernels(device, "bf16", _attention_kernel(device, shared["framework"]))
+    kernels = _kernels(device, "bf16", attention_kernel(device, shared["framework"]))
     heads, seq, head_dim = sizes["num_heads"], sizes["seq_len"], sizes["head_dim"]
     kv_heads = np.where(sizes["num_kv_heads"] > 0, sizes["num_kv_heads"], heads)
     return flash_attention_forward_s(

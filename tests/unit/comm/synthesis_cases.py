@@ -1,8 +1,4 @@
-"""Topologies that published synthesizers were run on, and the execution of a schedule on integers.
-
-Links and bandwidths: ForestColl (topologies.py, A100 and MI250), TE-CCL (teccl/topologies, DGX2 and NDv2),
-TACOS (all-gather on tori, 50 GiB/s and 0.5 us a link).
-"""
+"""Tori as TACOS runs all-gathers on (50 GiB/s and 0.5 us a link), random networks, schedules on integers."""
 
 from __future__ import annotations
 
@@ -13,8 +9,6 @@ import numpy as np
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.budget import SynthesisBudget
 from foreshard.comm.topology.graph import Edge, Topology, Vertex
-
-GB = 1e9
 
 
 class Wiring:
@@ -34,91 +28,6 @@ class Wiring:
 
     def topology(self):
         return Topology(vertices=tuple(self.vertices), links=tuple(self.links))
-
-
-def a100(num_nodes, latency_s=0.0):
-    w = Wiring()
-    for n in range(num_nodes):
-        for g in range(8):
-            w.vertex(f"{n}.gpu{g}", node=n)
-    if num_nodes > 1:
-        for parity in range(2):
-            w.vertex(f"ib{parity}", "switch")
-    for n in range(num_nodes):
-        w.vertex(f"{n}.nvswitch", "switch", n)
-        for g in range(8):
-            w.link(f"{n}.gpu{g}", f"{n}.nvswitch", 300 * GB, latency_s, both=True)
-            if num_nodes > 1:
-                w.vertex(f"{n}.nic{g}", "nic", n)
-                w.link(f"{n}.gpu{g}", f"{n}.nic{g}", 25 * GB, latency_s, both=True)
-                w.link(f"{n}.nic{g}", f"ib{g % 2}", 25 * GB, latency_s, both=True)
-    return w.topology()
-
-
-MI250_LANES = {
-    4: [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15)],
-    2: [(0, 4), (3, 7), (8, 12), (11, 15)],
-    1: [
-        *zip((0, 1, 1, 1, 2, 2, 2, 3), (8, 5, 9, 10, 6, 9, 10, 11), strict=True),
-        *zip((4, 5, 5, 9, 10, 12, 13, 13), (6, 6, 7, 13, 14, 14, 14, 15), strict=True),
-    ],
-}
-
-
-def mi250(num_nodes):
-    w = Wiring()
-    for n in range(num_nodes):
-        for g in range(16):
-            w.vertex(f"{n}.gcd{g}", node=n)
-    if num_nodes > 1:
-        w.vertex("ib", "switch")
-    for n in range(num_nodes):
-        for lanes, pairs in MI250_LANES.items():
-            for a, b in pairs:
-                w.link(f"{n}.gcd{a}", f"{n}.gcd{b}", 50 * GB * lanes, both=True)
-        if num_nodes > 1:
-            for g in range(16):
-                w.link(f"{n}.gcd{g}", "ib", 16 * GB, both=True)
-    return w.topology()
-
-
-def dgx2_x2():
-    w = Wiring()
-    for n in range(2):
-        for g in range(16):
-            w.vertex(f"{n}.gpu{g}", node=n)
-    for n in range(2):
-        w.vertex(f"{n}.nvswitch", "switch", n)
-        for g in range(16):
-            w.link(f"{n}.gpu{g}", f"{n}.nvswitch", 125 * GB, 0.35e-6, both=True)
-    for n in range(2):
-        for g in range(0, 16, 2):
-            w.link(f"{n}.gpu{g + 1}", f"{1 - n}.gpu{g}", 12.5 * GB, 2.6e-6)
-    return w.topology()
-
-
-NDV2_DOUBLE = [(0, 1), (0, 4), (1, 3), (2, 3), (2, 6), (4, 5), (5, 7), (6, 7)]
-NDV2_SINGLE = [(0, 2), (0, 3), (1, 2), (1, 5), (3, 7), (4, 6), (4, 7), (5, 6)]
-
-
-def ndv2(num_nodes):
-    w = Wiring()
-    for n in range(num_nodes):
-        for g in range(8):
-            w.vertex(f"{n}.gpu{g}", node=n)
-    if num_nodes > 2:
-        w.vertex("switch", "switch")
-    for n in range(num_nodes):
-        for rate, pairs in ((50, NDV2_DOUBLE), (25, NDV2_SINGLE)):
-            for a, b in pairs:
-                w.link(f"{n}.gpu{a}", f"{n}.gpu{b}", rate * GB, 0.7e-6, both=True)
-        if num_nodes > 2:
-            w.link(f"{n}.gpu1", "switch", 12.5 * GB, 1.3e-6)
-            w.link("switch", f"{n}.gpu0", 12.5 * GB, 1.3e-6)
-    if num_nodes == 2:
-        for n in range(2):
-            w.link(f"{n}.gpu1", f"{1 - n}.gpu0", 12.5 * GB, 1.3e-6)
-    return w.topology()
 
 
 def torus(*shape, rate=50 * 2**30, latency_s=0.5e-6, wrap=True):

@@ -7,7 +7,7 @@ from foreshard.api import load_cluster
 from foreshard.comm.flow import symmetry
 from foreshard.comm.flow.places import routing_of
 from foreshard.comm.flow.program import FlowProgramBuilder
-from foreshard.comm.flow.schedule_run import add_schedule, last_sends, run_schedule
+from foreshard.comm.flow.schedule_run import add_schedule, run_schedule
 from foreshard.comm.flow.simulation import simulate
 from foreshard.comm.schedules.registry import schedule_of
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
@@ -185,22 +185,6 @@ def test_the_route_is_asked_once_for_each_channel():
 
     run_schedule(ring(16), 1e6, node_ring(16), route)
     assert sorted(asked) == [(r, (r + 1) % 16, 0) for r in range(16)]
-
-
-def test_a_collective_in_a_step_starts_when_each_rank_has_computed():
-    """Rank 3 computes for a second, the others for none: the ring ends a second and its rounds later."""
-    topology, schedule = node_ring(8), ring(8)
-    builder = FlowProgramBuilder(topology.capacity_bytes_per_s)
-    compute = [builder.compute(1.0 if rank == 3 else 0.0, queue=builder.new_queue()) for rank in range(8)]
-    first, arrived = add_schedule(
-        builder, schedule, 1e6, topology, own_link, after=[[one] for one in compute]
-    )
-    updates = [builder.compute(0.5, after=(arrived + last).tolist()) for last in last_sends(schedule)]
-    times = simulate(builder.build())
-    assert times.start_s[first + 3] == 1.0
-    ring_s = run_schedule(schedule, 1e6, topology, own_link).seconds
-    assert 1.0 < times.end_s[first:].max() - 0.5 <= 1.0 + ring_s * (1 + 1e-9)
-    assert np.all(times.start_s[updates] > 1.0)
 
 
 def test_two_jobs_on_one_network_take_twice_as_long_together():

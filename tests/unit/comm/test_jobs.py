@@ -12,7 +12,7 @@ from foreshard.comm.jobs.draw import drawn_jobs
 from foreshard.comm.jobs.intensity import chosen_paths, compressed, intensities, priorities
 from foreshard.comm.jobs.job import IterationPhase, TrainingJob, Transfer, collective_transfers
 from foreshard.comm.jobs.policies import POLICIES, policy_named
-from foreshard.comm.jobs.rotation import CircleJob, best_shifts, excess, on_circle, rotations, score
+from foreshard.comm.jobs.rotation import CircleJob, best_shifts, excess, on_circle, rotations
 from foreshard.comm.jobs.run import FlowSetting, Pace, program_of_jobs, run_jobs
 from foreshard.comm.jobs.trace import DrawTable
 from foreshard.comm.topology.graph import Edge, Topology, Vertex
@@ -257,8 +257,8 @@ def test_a_circle_carries_what_its_iterations_send():
 
 def test_half_and_half_fit_on_a_circle():
     half = CircleJob(repeats=1, demand=np.array([[1.0, 1.0, 0.0, 0.0]]))
-    assert score([half, half], (0, 0)) == pytest.approx(0.5)
-    assert score([half, half], best_shifts([half, half])) == 1.0
+    assert excess([half, half], (0, 0)) == pytest.approx(0.5)
+    assert excess([half, half], best_shifts([half, half])) == 0.0
     demands = demands_of(two_by_two(), [job(0), job(1)])
     best = rotations(demands, [demand.hashed for demand in demands])[0]
     assert best.excess < 1e-9 and best.periods_s == pytest.approx((2.02, 2.02))

@@ -11,7 +11,6 @@ import pytest
 
 from foreshard.comm.schedules.exchange import direct, through_nodes
 from foreshard.comm.schedules.hierarchical import nested, two_level
-from foreshard.comm.schedules.in_network import nvls
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.ring import ring
 from foreshard.comm.schedules.schedule import Chunk, Schedule, ScheduleBuilder
@@ -157,7 +156,7 @@ def test_levels_take_any_algorithm():
     inner = [schedule_of(one, "pat", 3) for one in ("reduce-scatter", "all-gather")]
     for outer in (
         double_tree("all-reduce", 5, parts=2),
-        nvls("all-reduce", 4),
+        schedule_of("all-reduce", "nvls", 4),
         ring("all-reduce", 2, channels=2),
     ):
         schedule = two_level("all-reduce", inner, outer, parts=3)

@@ -20,28 +20,30 @@ from foreshard.comm.synthesis.bounds import (
 )
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.topology.graph import Edge, SharedResource, Topology, Vertex
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
 from foreshard.errors import SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from synthesis_cases import GB, a100, dgx2_x2, mi250, ndv2, random_network, torus
+from published_topologies import forestcoll_a100, forestcoll_mi250
+from synthesis_cases import random_network, torus
 
 PUBLISHED = {
-    "A100 x1": (lambda: a100(1), 342.857),
-    "A100 x2": (lambda: a100(2), 346.667),
-    "MI250 x1": (lambda: mi250(1), 342.857),
-    "MI250 x2": (lambda: mi250(2), 354.133),
-    "A100 x4": (lambda: a100(4), 266.667),
-    "A100 x8": (lambda: a100(8), 228.571),
-    "DGX2 x2": (dgx2_x2, 129.032),
-    "NDv2 x2": (lambda: ndv2(2), 25.0),
-    "NDv2 x4": (lambda: ndv2(4), 16.667),
+    "A100 x1": (lambda: forestcoll_a100(1), 342.857),
+    "A100 x2": (lambda: forestcoll_a100(2), 346.667),
+    "MI250 x1": (lambda: forestcoll_mi250(1), 342.857),
+    "MI250 x2": (lambda: forestcoll_mi250(2), 354.133),
+    "A100 x4": (lambda: forestcoll_a100(4), 266.667),
+    "A100 x8": (lambda: forestcoll_a100(8), 228.571),
+    "DGX2 x2": (teccl_dgx2, 129.032),
+    "NDv2 x2": (lambda: teccl_ndv2(2), 25.0),
+    "NDv2 x4": (lambda: teccl_ndv2(4), 16.667),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_all_gather_rates_are_the_published_optima(name):
     make, gb_per_s = PUBLISHED[name]
-    assert all_gather_bytes_per_s(make()) / GB == pytest.approx(gb_per_s, abs=5e-4)
+    assert all_gather_bytes_per_s(make()) / 1e9 == pytest.approx(gb_per_s, abs=5e-4)
 
 
 def cuts(topology):
@@ -95,14 +97,14 @@ def test_the_reduce_scatter_is_the_all_gather_backwards():
 
 
 def test_a_switch_that_reduces_halves_the_bound_of_an_all_reduce():
-    plain = a100(1)
+    plain = forestcoll_a100(1)
     vertices = tuple(
         replace(one, can_reduce=True, can_multicast=True) if one.kind == "switch" else one
         for one in plain.vertices
     )
     reducing = replace(plain, vertices=vertices)
-    assert all_reduce_bytes_per_s(plain) / GB == pytest.approx(300 * 8 / 14)
-    assert all_reduce_bytes_per_s(reducing) / GB == pytest.approx(300)
+    assert all_reduce_bytes_per_s(plain) / 1e9 == pytest.approx(300 * 8 / 14)
+    assert all_reduce_bytes_per_s(reducing) / 1e9 == pytest.approx(300)
 
 
 def test_all_to_all_of_a_symmetric_network_equals_that_of_the_whole_program():
@@ -116,7 +118,9 @@ def test_all_to_all_of_a_symmetric_network_equals_that_of_the_whole_program():
     assert all_to_all_bytes_per_s(uneven) == pytest.approx(all_to_all_bytes_per_s(topology), rel=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda: ndv2(2), lambda: a100(2), lambda: torus(4, 4), dgx2_x2])
+@pytest.mark.parametrize(
+    "make", [lambda: teccl_ndv2(2), lambda: forestcoll_a100(2), lambda: torus(4, 4), teccl_dgx2]
+)
 def test_an_all_to_all_without_time_for_its_program_has_a_looser_bound(make):
     """Catches the solution of a program that ran out of time, which bounds nothing."""
     topology = make()
@@ -126,7 +130,7 @@ def test_an_all_to_all_without_time_for_its_program_has_a_looser_bound(make):
 
 def test_the_way_of_the_last_byte_comes_behind_the_time_of_its_link():
     """By hand: 31 of 32 chunks of 1 GB over 125 GB/s, and 0.35 us to the switch and from it."""
-    bound = lower_bound_s("all-gather", 1e9, dgx2_x2())
+    bound = lower_bound_s("all-gather", 1e9, teccl_dgx2())
     assert bound == pytest.approx(31 / 32 * 1e9 / 125e9 + 0.7e-6, rel=1e-9)
 
 

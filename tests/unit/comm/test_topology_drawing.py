@@ -1,5 +1,7 @@
 """Drawings of topologies: valid SVG, small, every vertex once, and boxes for what is many."""
 
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -8,8 +10,10 @@ from foreshard.comm.topology import fabrics, regular
 from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.drawing import drawing
 from foreshard.comm.topology.machines import machine
-from foreshard.comm.topology.published import PUBLISHED
 from foreshard.comm.topology.tiers import summarised, tiers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from published_topologies import PUBLISHED
 
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = {name: build() for name, (build, _) in PUBLISHED.items()} | {

@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +15,15 @@ from foreshard.comm.topology.importers.astra_sim import astra_sim_topology
 from foreshard.comm.topology.importers.formats import read_topology
 from foreshard.comm.topology.importers.nccl_xml import nccl_topology
 from foreshard.comm.topology.importers.plain_graph import plain_graph, plain_topology
-from foreshard.comm.topology.importers.teccl import teccl_topology
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2, teccl_topology
 from foreshard.comm.topology.machines import machine
 from foreshard.comm.topology.of_cluster import topology_of
-from foreshard.comm.topology.published import PUBLISHED, teccl_dgx2, teccl_ndv2
 from foreshard.comm.topology.regular import torus
 from foreshard.comm.topology.routing import Routing
 from foreshard.errors import SpecError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from published_topologies import PUBLISHED
 
 
 def same(one, other) -> bool:

@@ -10,8 +10,8 @@ import pytest
 from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.fabrics import flat, leaf_spine
 from foreshard.comm.topology.graph import Topology
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
 from foreshard.comm.topology.machines import machine, switched
-from foreshard.comm.topology.published import teccl_dgx2, teccl_ndv2
 from foreshard.comm.topology.regular import ring, torus
 from foreshard.comm.topology.routing import Routing
 from foreshard.errors import SpecError

@@ -144,7 +144,7 @@ def test_builder_keeps_numbers_across_single_and_array_tasks():
     builder = ProgramBuilder()
     first = builder.add("a", 1.0, kind=Kind.HOST)
     many = builder.add_many(builder.resource("b"), [2.0, 3.0], stage=[4, 5])
-    last = builder.add("a", 4.0, after=[first, *many], lag_s=0.5)
+    last = builder.add("a", 4.0, after=[first, *many])
     builder.depend(many, first)
     program = builder.build()
     assert [first, *many, last] == [0, 1, 2, 3]
@@ -153,7 +153,6 @@ def test_builder_keeps_numbers_across_single_and_array_tasks():
     assert program.kind.tolist() == [Kind.HOST, Kind.OTHER, Kind.OTHER, Kind.OTHER]
     dependencies = [program.indices[program.indptr[t] : program.indptr[t + 1]].tolist() for t in range(4)]
     assert dependencies == [[], [0], [0], [0, 1, 2]]
-    assert program.lag_s.tolist() == [0.0, 0.0, 0.5, 0.5, 0.5]
 
 
 def test_builder_refuses_tasks_never_added_and_negative_times():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import random
 from dataclasses import replace
 
@@ -14,7 +15,6 @@ from foreshard.comm.schedules.verify import verify
 from foreshard.errors import SpecError
 from foreshard.interop.collective_schedules.msccl import COLLECTIVE_NAMES
 from foreshard.interop.collective_schedules.msccl_reader import schedule_of_msccl
-from foreshard.interop.collective_schedules.nccl_tuner import tuner_choices
 from foreshard.interop.exporters import export
 from foreshard.interop.exporters.rank_sets import rank_sets
 from foreshard.spec.degrees import plan_from_degrees
@@ -82,28 +82,33 @@ def test_pipelines_of_unequal_cuts_sum_each_layer_once():
     assert {one.ranks for one in rank_sets(plan)} == {(0, 2), (1, 2)}
 
 
+def tuner_rows(exported):
+    return list(csv.DictReader(exported.files[0][1].removeprefix("# ").splitlines()))
+
+
 def test_nccl_rows_are_the_picks_for_each_shape_of_communicator():
     plan = made(tp=4, pp=2, zero=1)
     exported = export(plan, "nccl", cluster=CLUSTER)
     assert [name for name, _ in exported.files] == ["nccl_tuner.csv", "nccl_env.sh"]
-    rows = tuner_choices(exported.files[0][1])
-    assert {(row.num_nodes, row.num_ranks) for row in rows} == {(1, 4), (4, 8)}
+    rows = tuner_rows(exported)
+    assert {(row["nNodes"], row["nRanks"]) for row in rows} == {("1", "4"), ("4", "8")}
     inside = communicator_of(load_cluster("1x8xh100-sxm"), 4)
     for size in (1024, 2**20, 2**28):
         (row,) = [
             r
             for r in rows
-            if (r.collective, r.num_ranks) == ("allreduce", 4) and r.min_bytes <= size <= r.max_bytes
+            if (r["collective_type"], r["nRanks"]) == ("allreduce", "4")
+            and int(r["min_bytes"]) <= size <= int(r["max_bytes"])
         ]
         pick = nccl_choice("all-reduce", size, inside)
-        assert (row.algorithm, row.protocol) == (pick.algorithm.lower(), pick.protocol.lower())
+        assert (row["algorithm"], row["protocol"]) == (pick.algorithm.lower(), pick.protocol.lower())
     assert "NCCL_TUNER_CONFIG_FILE" in exported.files[1][1] and "NCCL_ALGO" not in exported.files[1][1]
 
 
 def test_nccl_rows_keep_the_algorithm_of_the_plan():
     exported = export(replace(made(tp=4), collectives="tree"), "nccl", cluster=CLUSTER)
-    rows = [row for row in tuner_choices(exported.files[0][1]) if row.collective == "allreduce"]
-    assert {row.algorithm for row in rows} <= {"tree", "nvls", "nvls_tree"}
+    rows = [row for row in tuner_rows(exported) if row["collective_type"] == "allreduce"]
+    assert {row["algorithm"] for row in rows} <= {"tree", "nvls", "nvls_tree"}
     assert "export NCCL_ALGO=allreduce:Tree,NVLS,NVLSTree" in exported.files[1][1]
 
 

@@ -98,6 +98,12 @@ MULTIPLY_ADDS = {
 }
 
 
+class OneLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
 class Attention(nn.Module):
     def __init__(self, width=32, heads=4):
         super().__init__()
@@ -383,21 +389,13 @@ def test_the_gradient_of_grouped_weights_takes_as_much_as_the_forward():
     assert sum(op.flops.each for op in grouped.backward) == 2 * forward
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Branches(OneLinear):
     def forward(self, x):
         out = self.linear(x)
         return out if out.sum() > 0 else -out
 
 
-class Grows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Grows(OneLinear):
     def forward(self, x):
         for _ in range(len(x)):
             x = self.linear(x)
@@ -626,11 +624,7 @@ def test_values_that_follow_from_nothing_given_are_known():
     ],
 )
 def test_values_are_taken_for_finite_and_the_prediction_says_so(asks):
-    class Careful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Careful(OneLinear):
         def forward(self, x):
             x = self.linear(x)
             if not asks(x):
@@ -652,11 +646,7 @@ def test_values_are_taken_for_finite_and_the_prediction_says_so(asks):
     ],
 )
 def test_other_questions_after_values_are_refused(asks):
-    class Curious(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Curious(OneLinear):
         def forward(self, x):
             x = self.linear(x)
             return x if asks(x) else -x
@@ -666,11 +656,7 @@ def test_other_questions_after_values_are_refused(asks):
 
 
 def test_what_is_overwritten_by_something_given_is_not_known():
-    class Overwritten(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Overwritten(OneLinear):
         def forward(self, x):
             made = torch.zeros(4)
             view = made[:2]

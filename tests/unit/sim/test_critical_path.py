@@ -38,16 +38,6 @@ def test_a_resource_keeps_its_order_even_when_a_later_task_is_ready():
     assert timeline.start_s.tolist() == [0.0, 4.0, 5.0]
 
 
-def test_lags_delay_only_their_dependency():
-    builder = ProgramBuilder()
-    first = builder.add("a", 1.0)
-    builder.add("b", 1.0, after=[first], lag_s=2.0)
-    builder.add("c", 1.0, after=[first])
-    program = builder.build()
-    timeline = critical_path.run(program)
-    assert timeline.start_s.tolist() == [0.0, 3.0, 1.0]
-
-
 def test_dependencies_on_later_numbers_run():
     builder = ProgramBuilder()
     early = builder.add("a", 1.0)

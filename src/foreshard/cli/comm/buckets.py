@@ -10,12 +10,13 @@ import numpy as np
 from foreshard import quantity
 from foreshard.cli.comm.inputs import MEASURED_HELP, measured_collectives
 from foreshard.cli.options.answer import give
+from foreshard.cli.options.request import micro_batch, precision, seq_len
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Count, FrameworkLabel, Level, Several, Word, Wrap
 from foreshard.comm.fusion.rules import DDP_CAP_MIB, MIB
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.report.screen import Box, Screen, Table, table
-from foreshard.spec.plan import MAX_SEQ_LEN, MAX_UNITS, PRECISIONS
+from foreshard.spec.plan import MAX_UNITS
 
 if TYPE_CHECKING:
     from foreshard.advise.request import Request
@@ -33,14 +34,9 @@ _LITTLE = 0.005  # of a step: less than what runs of one configuration differ by
 @click.argument("cluster", metavar="CLUSTER")
 @click.option("--dp", type=Count(), help="Data-parallel replicas (default: what tp leaves).")
 @click.option("--tp", type=Count(), help="Tensor-parallel degree.")
-@click.option("--micro-batch", type=Count(), help="Samples per data-parallel rank and pass (default 1).")
+@micro_batch
 @click.option("--global-batch", type=Count(), help="Samples per step (default dp x micro-batch).")
-@click.option(
-    "--seq",
-    "seq_len",
-    type=Count(1, MAX_SEQ_LEN, thousand=1024),
-    help="Tokens per sample (default: the model's).",
-)
+@seq_len
 @click.option("--recompute", metavar="RULE", help="As predict takes it.")
 @click.option(
     "--zero",
@@ -59,12 +55,7 @@ _LITTLE = 0.005  # of a step: less than what runs of one configuration differ by
     type=Several(Wrap()),
     help="Blocks of a unit to compare, as 1,4,model (default 1, 2, 4, .., model).",
 )
-@click.option(
-    "--dtype",
-    "precision",
-    type=Word(*PRECISIONS),
-    help="Of the matrix products (default bf16, fp16 where devices have none).",
-)
+@precision
 @click.option(
     "--gradients", type=Word(*_WIDTH), help="Type of the gradients that DDP reduces (default fp32)."
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from foreshard.cli.options.values import Count, Counts, Level, Words
-from foreshard.planner.choices import COUNTS, NAMES
+from foreshard.planner.choices import COUNTS
 from foreshard.spec.plan import MAX_BATCH, OFFLOADS, SCHEDULES
 
-_MEANING = {
+MEANING = {
     "dp": "Data-parallel replicas",
     "tp": "Tensor-parallel degree",
     "pp": "Pipeline stages",
@@ -25,7 +23,7 @@ _MEANING = {
 def choosing(command: click.Command) -> None:
     """Add the options to a verb; several values of one are joined by commas, and the search chooses."""
     options = [
-        click.Option([_flag(name)], type=Counts(MAX_BATCH), help=f"{_MEANING[name]}.") for name in COUNTS
+        click.Option([_flag(name)], type=Counts(MAX_BATCH), help=f"{MEANING[name]}.") for name in COUNTS
     ]
     options += [
         click.Option(["--zero"], type=Counts(3, each=Level()), help="ZeRO levels."),
@@ -51,12 +49,6 @@ def choosing(command: click.Command) -> None:
         click.Option(["--lora"], metavar="RANK[:TARGETS]", help="Train adapters only, as 16 or 16:q+v.")
     )
     command.params += options
-
-
-def stated(values: dict[str, Any]) -> list[str]:
-    """Return which of the options were given, by name."""
-    names = (*NAMES, *(f"{side}_{name}" for name in COUNTS for side in ("min", "max")), "forbid", "lora")
-    return [name for name in names if values.get(name) is not None]
 
 
 def _flag(name: str) -> str:

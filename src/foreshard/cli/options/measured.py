@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreshard.cli.options.answer import say
-from foreshard.cli.options.varying import NOISE, noise_of
+from foreshard.cli.options.varying import NOISE
 from foreshard.errors import SpecError
+from foreshard.spec.variation import Noise
 
 if TYPE_CHECKING:
     from foreshard.spec.prediction import Prediction
@@ -50,7 +51,7 @@ def predict(values: dict[str, Any], others: dict[str, Any]) -> Prediction:
         api.load_plan(values["plan"]),
         tokens=values.get("tokens"),
         engine=values.get("engine") or "graph",
-        noise=noise_of(values),
+        noise=Noise.stated(values),
     )
 
 

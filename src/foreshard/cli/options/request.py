@@ -1,16 +1,18 @@
-"""The options that describe a run, shared by predict, compare and whatif, and the Request they make."""
+"""The options that describe a run, for predict, compare and whatif, some for plan; the Request they make."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
+from click.decorators import FC
 
 from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
+from foreshard.cli.options.choices import MEANING
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Level, Word, Wrap
-from foreshard.cli.options.varying import VARYING, varying_options
+from foreshard.cli.options.varying import VARYING, VARYING_OPTIONS
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import OVERRIDES
@@ -29,15 +31,7 @@ from foreshard.spec.plan import (
     Plan,
 )
 
-_DEGREE_HELP = {
-    "dp": "Data-parallel replicas (default: what the others leave).",
-    "tp": "Tensor-parallel degree.",
-    "pp": "Pipeline stages.",
-    "cp": "Context-parallel degree.",
-    "ep": "Expert-parallel degree.",
-    "etp": "Tensor degree of the experts.",
-    "vpp": "Virtual stages per rank (interleaved schedule).",
-}
+_DETAIL = {"dp": " (default: what the others leave)", "vpp": " (interleaved schedule)"}
 _COMM_HELP = {
     "tp_overlap": "hide tensor-parallel collectives behind products (with sp)",
     "grad_overlap": "reduce gradients during the backward",
@@ -50,98 +44,172 @@ _COMM_HELP = {
 }
 
 
-def _run_options() -> list[click.Option]:
-    """Return fresh options of a run; every default is None, so that unstated is known."""
-    degrees = [click.Option([f"--{name}"], type=Count(), help=_DEGREE_HELP[name]) for name in DEGREES]
-    return [
-        click.Option(["--plan"], metavar="FILE", help="Plan file instead of degrees and options."),
-        *degrees,
-        click.Option(["--sp/--no-sp"], default=None, help="Sequence parallelism (default: on when tp > 1)."),
-        click.Option(["--zero"], type=Level(), help="ZeRO level 0-3 (default: the framework's, 1)."),
-        click.Option(["--shard-size"], type=Count(), help="Ranks that share one copy (hybrid sharding)."),
-        click.Option(
-            ["--micro-batch"], type=Count(), help="Samples per data-parallel rank and pass (default 1)."
-        ),
-        click.Option(
-            ["--global-batch"], type=Count(), help="Samples per step (default dp x pp x micro-batch)."
-        ),
-        click.Option(
-            ["--seq", "seq_len"],
-            type=Count(1, MAX_SEQ_LEN, thousand=1024),
-            help="Tokens per sample (default: the model's).",
-        ),
-        click.Option(
-            ["--recompute"],
-            metavar="RULE",
-            help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N.",
-        ),
-        click.Option(
-            ["--offload"],
-            type=Word(*OFFLOADS, CPU),
-            help="To host memory; cpu is what the framework offloads under that name.",
-        ),
-        click.Option(["--schedule"], type=Word(*SCHEDULES), help="Of the pipeline (default 1f1b)."),
-        click.Option(
-            ["--dtype", "precision"],
-            type=Word(*PRECISIONS),
-            help="Of the matrix products (default bf16, fp16 where devices have none).",
-        ),
-        click.Option(["--optimizer"], type=Word(*OPTIMIZERS), help="Default adamw."),
-        click.Option(
-            ["--framework"],
-            type=FrameworkLabel(),
-            help="Default megatron-core; 'foreshard schema frameworks' lists them.",
-        ),
-        attention_option(),
-        recipe_option(),
-        dispatcher_option(),
-        override_option(),
-        click.Option(
-            ["--compile/--no-compile"],
-            default=None,
-            help="Whether torch.compile makes the kernels (default: the framework's).",
-        ),
-        *(_comm_option(name) for name in COMM_OPTIONS),
-        *wire_options(),
-        click.Option(
-            ["--lora"],
-            metavar="RANK[:TARGETS]",
-            help="Train adapters only, as 16 or 16:q+v (default q+k+v+o).",
-        ),
-    ]
-
-
-def attention_option() -> click.Option:
-    """Return a fresh option of the kernel of attention."""
-    text = "Kernel of attention (default: the framework's, or the one that the devices have)."
-    return click.Option(["--attention"], type=Word(*ATTENTIONS), help=text)
-
-
-def recipe_option() -> click.Option:
-    """Return a fresh option of the scales of 8-bit operands."""
-    text = "With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype)."
-    return click.Option(["--fp8-recipe"], type=Word(*FP8_RECIPES), help=text)
-
-
-def dispatcher_option() -> click.Option:
-    """Return a fresh option of what sends tokens to experts."""
-    text = "What sends tokens to experts on other ranks (default: the framework's)."
-    return click.Option(["--dispatcher"], type=Word(*DISPATCHERS), help=text)
-
-
-def override_option() -> click.Option:
-    """Return a fresh option of what is set otherwise than the framework does."""
-    text = f"Of the framework, as --set grad_bytes=bf16; repeat it: {', '.join(OVERRIDES)}."
-    return click.Option(
-        ["--set", "overrides"], multiple=True, callback=stated_overrides, metavar="KEY=VALUE", help=text
-    )
-
-
-def stated_overrides(
+def _unstated_is_none(
     ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 ) -> tuple[str, ...] | None:
-    """Return the overrides that were stated, None without any."""
     return value or None
+
+
+def _comm_option(name: str) -> Callable[[FC], FC]:
+    flag = name.replace("_", "-")
+    text = f"{_COMM_HELP[name]} (default: the framework's)"
+    return click.option(f"--{flag}/--no-{flag}", default=None, help=text)
+
+
+micro_batch = click.option(
+    "--micro-batch", type=Count(), help="Samples per data-parallel rank and pass (default 1)."
+)
+seq_len = click.option(
+    "--seq",
+    "seq_len",
+    type=Count(1, MAX_SEQ_LEN, thousand=1024),
+    help="Tokens per sample (default: the model's).",
+)
+precision = click.option(
+    "--dtype",
+    "precision",
+    type=Word(*PRECISIONS),
+    help="Of the matrix products (default bf16, fp16 where devices have none).",
+)
+optimizer = click.option("--optimizer", type=Word(*OPTIMIZERS), help="Default adamw.")
+attention = click.option(
+    "--attention",
+    type=Word(*ATTENTIONS),
+    help="Kernel of attention (default: the framework's, or the one that the devices have).",
+)
+fp8_recipe = click.option(
+    "--fp8-recipe",
+    type=Word(*FP8_RECIPES),
+    help="With --dtype fp8: what shares a scale (default the framework's; mxfp8 is a dtype).",
+)
+dispatcher = click.option(
+    "--dispatcher",
+    type=Word(*DISPATCHERS),
+    help="What sends tokens to experts on other ranks (default: the framework's).",
+)
+overrides = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    callback=_unstated_is_none,
+    metavar="KEY=VALUE",
+    help=f"Of the framework, as --set grad_bytes=bf16; repeat it: {', '.join(OVERRIDES)}.",
+)
+compiles = click.option(
+    "--compile/--no-compile",
+    default=None,
+    help="Whether torch.compile makes the kernels (default: the framework's).",
+)
+costs = click.option(
+    "--costs",
+    metavar="auto|formula|learned|FILE",
+    help="Where kernel times come from (default auto): a name, or a file of calibrate or profile.",
+)
+prices = click.option("--prices", metavar="FILE", help="Prices of your own ('foreshard schema prices').")
+
+# Every default is None, so that unstated is known.
+_RUN = (
+    click.option("--plan", metavar="FILE", help="Plan file instead of degrees and options."),
+    *(
+        click.option(f"--{name}", type=Count(), help=f"{MEANING[name]}{_DETAIL.get(name, '')}.")
+        for name in DEGREES
+    ),
+    click.option("--sp/--no-sp", default=None, help="Sequence parallelism (default: on when tp > 1)."),
+    click.option("--zero", type=Level(), help="ZeRO level 0-3 (default: the framework's, 1)."),
+    click.option("--shard-size", type=Count(), help="Ranks that share one copy (hybrid sharding)."),
+    micro_batch,
+    click.option("--global-batch", type=Count(), help="Samples per step (default dp x pp x micro-batch)."),
+    seq_len,
+    click.option(
+        "--recompute",
+        metavar="RULE",
+        help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N.",
+    ),
+    click.option(
+        "--offload",
+        type=Word(*OFFLOADS, CPU),
+        help="To host memory; cpu is what the framework offloads under that name.",
+    ),
+    click.option("--schedule", type=Word(*SCHEDULES), help="Of the pipeline (default 1f1b)."),
+    precision,
+    optimizer,
+    click.option(
+        "--framework",
+        type=FrameworkLabel(),
+        help="Default megatron-core; 'foreshard schema frameworks' lists them.",
+    ),
+    attention,
+    fp8_recipe,
+    dispatcher,
+    overrides,
+    compiles,
+    *map(_comm_option, COMM_OPTIONS),
+    click.option(
+        "--collectives",
+        type=Word(*ALGORITHMS),
+        help="Algorithm of all-reduces (default auto: the library's choice, the faster).",
+    ),
+    click.option(
+        "--buckets",
+        type=BucketSize(),
+        help="Size of a bucket of gradients, as 25MiB, or auto: the best (default: the framework's).",
+    ),
+    click.option(
+        "--prefetch",
+        type=Count(0, MAX_UNITS),
+        help="Units of PyTorch's FSDP gathered ahead (default 1; 0: in turn with computation).",
+    ),
+    click.option(
+        "--wrap",
+        type=Wrap(),
+        help="Blocks that PyTorch's FSDP gathers as one unit, or model: all (default 1).",
+    ),
+    click.option(
+        "--lora",
+        metavar="RANK[:TARGETS]",
+        help="Train adapters only, as 16 or 16:q+v (default q+k+v+o).",
+    ),
+)
+_ENGINE = (
+    click.option("--engine", type=Word("analytical", "graph", "event"), help="Default graph."),
+    click.option(
+        "--network",
+        type=Word("closed-form", "flow"),
+        help="How transfers take time: each by itself, or sharing links and NICs (default of event).",
+    ),
+    costs,
+    click.option(
+        "--host-thread",
+        is_flag=True,
+        default=None,
+        help="Launches run ahead of the device on a thread of the host (event engine).",
+    ),
+    *VARYING_OPTIONS,
+)
+_QUESTION = (
+    click.option("--fidelity", type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
+    click.option(
+        "--tokens",
+        type=Amount(dimension="tokens"),
+        help="Tokens of the whole run, for its time and cost.",
+    ),
+    click.option(
+        "--usd-per-device-hour", type=Amount(dimension="usd_per_h", unit="USD/h"), help="Your price."
+    ),
+    prices,
+    click.option(
+        "--observed-step-s",
+        type=Amount(dimension="s"),
+        help="One measured step to correct the prediction by.",
+    ),
+)
+
+
+def describing_a_run(command: click.Command, *, with_engine: bool = True) -> None:
+    """Add MODEL, CLUSTER and the options of a run to a verb."""
+    command.params[:0] = [click.Argument(["model"]), click.Argument(["cluster"])]
+    for option in (*_RUN, *(_ENGINE if with_engine else ()), *_QUESTION):
+        option(command)
 
 
 def warn_of_stack(label: str, cluster: Cluster) -> None:
@@ -164,84 +232,6 @@ def warn_of_offers(plan: Plan) -> None:
 
     for missing in not_offered(plan, load_framework(plan.framework)):
         say(f"foreshard: warning: {missing}; the numbers are those of its kernels with it")
-
-
-def wire_options() -> list[click.Option]:
-    """Return fresh options of how gradients travel: by which algorithm, in which buckets."""
-    return [
-        click.Option(
-            ["--collectives"],
-            type=Word(*ALGORITHMS),
-            help="Algorithm of all-reduces (default auto: the library's choice, the faster).",
-        ),
-        click.Option(
-            ["--buckets"],
-            type=BucketSize(),
-            help="Size of a bucket of gradients, as 25MiB, or auto: the best (default: the framework's).",
-        ),
-        click.Option(
-            ["--prefetch"],
-            type=Count(0, MAX_UNITS),
-            help="Units of PyTorch's FSDP gathered ahead (default 1; 0: in turn with computation).",
-        ),
-        click.Option(
-            ["--wrap"],
-            type=Wrap(),
-            help="Blocks that PyTorch's FSDP gathers as one unit, or model: all (default 1).",
-        ),
-    ]
-
-
-def _comm_option(name: str) -> click.Option:
-    flag = name.replace("_", "-")
-    text = f"{_COMM_HELP[name]} (default: the framework's)"
-    return click.Option([f"--{flag}/--no-{flag}"], default=None, help=text)
-
-
-def _question_options(with_engine: bool) -> list[click.Option]:
-    engine = [
-        click.Option(["--engine"], type=Word("analytical", "graph", "event"), help="Default graph."),
-        click.Option(
-            ["--network"],
-            type=Word("closed-form", "flow"),
-            help="How transfers take time: each by itself, or sharing links and NICs (default of event).",
-        ),
-        click.Option(
-            ["--costs"],
-            metavar="auto|formula|learned|FILE",
-            help="Where kernel times come from (default auto): a name, or a file of calibrate or profile.",
-        ),
-        click.Option(
-            ["--host-thread"],
-            is_flag=True,
-            default=None,
-            help="Launches run ahead of the device on a thread of the host (event engine).",
-        ),
-    ]
-    return [
-        *([*engine, *varying_options()] if with_engine else []),
-        click.Option(["--fidelity"], type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
-        click.Option(
-            ["--tokens"],
-            type=Amount(dimension="tokens"),
-            help="Tokens of the whole run, for its time and cost.",
-        ),
-        click.Option(
-            ["--usd-per-device-hour"], type=Amount(dimension="usd_per_h", unit="USD/h"), help="Your price."
-        ),
-        click.Option(["--prices"], metavar="FILE", help="Prices of your own ('foreshard schema prices')."),
-        click.Option(
-            ["--observed-step-s"],
-            type=Amount(dimension="s"),
-            help="One measured step to correct the prediction by.",
-        ),
-    ]
-
-
-def describing_a_run(command: click.Command, *, with_engine: bool = True) -> None:
-    """Add MODEL, CLUSTER and the options of a run to a verb."""
-    command.params[:0] = [click.Argument(["model"]), click.Argument(["cluster"])]
-    command.params += [*_run_options(), *_question_options(with_engine)]
 
 
 def named_cluster(text: str) -> Cluster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -18,12 +17,6 @@ VARYING = tuple(one.name for kind in (Noise, Reliability) for one in fields(kind
 """Names of the values of these options."""
 NOISE = tuple(one.name for one in fields(Noise))
 """Those of ranks that differ."""
-
-
-def noise_of(values: Mapping[str, Any]) -> Noise | None:
-    """Return how ranks differ by the values of these options, None where none is given."""
-    given = {name: values[name] for name in NOISE if values.get(name) is not None}
-    return Noise.stated(given) if given else None
 
 
 class Part(click.ParamType):  # type: ignore[type-arg]
@@ -79,62 +72,63 @@ class Interval(Amount):
         return super().convert(value, param, ctx)
 
 
-def varying_options() -> list[click.Option]:
-    """Return fresh options of noise, with the event engine, and of failures, with any."""
-    return [
-        click.Option(
-            ["--jitter"],
-            type=Part(),
-            help="How much passes of a micro-batch vary: standard deviation over mean, as 3% (event engine).",
-        ),
-        click.Option(
-            ["--jitter-tail"],
-            type=Word(*TAILS),
-            help="Of these times: pareto has rare long ones (lognormal).",
-        ),
-        click.Option(
-            ["--slow"], type=RankFactors(), help="Ranks that compute so many times as long (event engine)."
-        ),
-        click.Option(
-            ["--slow-link"],
-            type=RankFactors(),
-            help="Ranks whose links and NIC carry so many times less (event engine).",
-        ),
-        click.Option(["--seeds"], type=Count(), help="Steps to draw (default 32)."),
-        click.Option(["--seed"], type=Count(0), help="Of the draws (default 0)."),
-        click.Option(
-            ["--mtbf-h"],
-            type=Amount(dimension="s", unit="h"),
-            help="Hours between failures of one device; goodput is predicted.",
-        ),
-        click.Option(
-            ["--node-mtbf-h"],
-            type=Amount(dimension="s", unit="h"),
-            help="Hours between failures of one node, apart from its devices.",
-        ),
-        click.Option(
-            ["--restart-s"],
-            type=Amount(dimension="s"),
-            help="Seconds from a failure to the first new step, without loading the checkpoint.",
-        ),
-        click.Option(
-            ["--checkpoint-bandwidth", "checkpoint_bytes_per_s"],
-            type=Amount(dimension="bytes_per_s", unit="B/s"),
-            help="Of all ranks together to storage, as '2 TB/s': saves and loads weights and states.",
-        ),
-        click.Option(
-            ["--checkpoint-s"],
-            type=Amount(dimension="s"),
-            help="Seconds training stands still to save (default: bytes over bandwidth).",
-        ),
-        click.Option(
-            ["--checkpoint-every", "checkpoint_every_s"],
-            type=Interval(dimension="s"),
-            help="Time of steps between checkpoints, as 30min, or auto: the best (default).",
-        ),
-        click.Option(
-            ["--loader-tokens-per-s"],
-            type=Amount(dimension="tokens"),
-            help="Tokens per second that data loading delivers.",
-        ),
-    ]
+VARYING_OPTIONS = (
+    click.option(
+        "--jitter",
+        type=Part(),
+        help="How much passes of a micro-batch vary: standard deviation over mean, as 3% (event engine).",
+    ),
+    click.option(
+        "--jitter-tail",
+        type=Word(*TAILS),
+        help="Of these times: pareto has rare long ones (lognormal).",
+    ),
+    click.option(
+        "--slow", type=RankFactors(), help="Ranks that compute so many times as long (event engine)."
+    ),
+    click.option(
+        "--slow-link",
+        type=RankFactors(),
+        help="Ranks whose links and NIC carry so many times less (event engine).",
+    ),
+    click.option("--seeds", type=Count(), help="Steps to draw (default 32)."),
+    click.option("--seed", type=Count(0), help="Of the draws (default 0)."),
+    click.option(
+        "--mtbf-h",
+        type=Amount(dimension="s", unit="h"),
+        help="Hours between failures of one device; goodput is predicted.",
+    ),
+    click.option(
+        "--node-mtbf-h",
+        type=Amount(dimension="s", unit="h"),
+        help="Hours between failures of one node, apart from its devices.",
+    ),
+    click.option(
+        "--restart-s",
+        type=Amount(dimension="s"),
+        help="Seconds from a failure to the first new step, without loading the checkpoint.",
+    ),
+    click.option(
+        "--checkpoint-bandwidth",
+        "checkpoint_bytes_per_s",
+        type=Amount(dimension="bytes_per_s", unit="B/s"),
+        help="Of all ranks together to storage, as '2 TB/s': saves and loads weights and states.",
+    ),
+    click.option(
+        "--checkpoint-s",
+        type=Amount(dimension="s"),
+        help="Seconds training stands still to save (default: bytes over bandwidth).",
+    ),
+    click.option(
+        "--checkpoint-every",
+        "checkpoint_every_s",
+        type=Interval(dimension="s"),
+        help="Time of steps between checkpoints, as 30min, or auto: the best (default).",
+    ),
+    click.option(
+        "--loader-tokens-per-s",
+        type=Amount(dimension="tokens"),
+        help="Tokens per second that data loading delivers.",
+    ),
+)
+"""Options of noise, with the event engine, and of failures, with any."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from foreshard.comm.compression.methods import CompressionMethod, wire_bytes
 
-_WIDTH = 4
-
 
 @dataclass(frozen=True, slots=True)
 class LinearTime:

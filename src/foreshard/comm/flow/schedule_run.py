@@ -126,8 +126,6 @@ def add_schedule(
     topology: Topology,
     route: Routing,
     *,
-    after: Sequence[Sequence[int]] = (),
-    weight: float = 1.0,
     priority: int = 0,
 ) -> tuple[int, int]:
     """Add the sends of a schedule to a program, in order.
@@ -139,9 +137,6 @@ def add_schedule(
     builder : FlowProgramBuilder
     schedule, size_bytes, topology, route
         As in `run_schedule`; the builder's resources start with those of the topology.
-    after : sequence of sequence of int, optional
-        For each rank, tasks that end before its first send: those that compute what it sends.
-    weight : float
     priority : int
 
     Returns
@@ -164,7 +159,6 @@ def add_schedule(
     first = builder.add_many(
         delay_s=0.0 if has_arrivals else latency_s[queue],
         num_bytes=schedule.weight * size_bytes,
-        weight=weight,
         priority=priority,
         route=rows[queue],
         queue=builder.new_queue(len(ways)) + queue,
@@ -178,8 +172,6 @@ def add_schedule(
         builder.depend(first + behind, arrived + ahead)
     count = np.diff(schedule.indptr)
     builder.depend(first + np.repeat(np.arange(schedule.num_sends), count), arrived + schedule.indices)
-    if after:
-        _start_after(builder, schedule, queue, first, after)
     return first, arrived
 
 
@@ -195,26 +187,3 @@ def _messages(rounds: np.ndarray, queue: np.ndarray) -> tuple[np.ndarray, np.nda
     order = np.argsort(queue, kind="stable")
     is_behind = (np.diff(queue[order]) == 0) & (np.diff(rounds[order]) != 0)
     return order[1:][is_behind], order[:-1][is_behind]
-
-
-def _start_after(
-    builder: FlowProgramBuilder,
-    schedule: Schedule,
-    queue: np.ndarray,
-    first: int,
-    after: Sequence[Sequence[int]],
-) -> None:
-    """Let the first send of each channel wait for the tasks of its source; those behind it follow."""
-    for send in np.unique(queue, return_index=True)[1].tolist():
-        source = int(schedule.source[send])
-        if source < len(after) and len(after[source]):
-            builder.depend(first + send, list(after[source]))
-
-
-def last_sends(schedule: Schedule) -> list[np.ndarray]:
-    """Return, for each rank, the last send of each channel: with their arrivals it has sent and got all."""
-    queue = schedule.ways()[1]
-    last = np.full(int(queue.max(initial=-1)) + 1, -1)
-    np.maximum.at(last, queue, np.arange(schedule.num_sends))
-    source, target = schedule.source[last], schedule.target[last]
-    return [last[(source == rank) | (target == rank)] for rank in range(schedule.num_ranks)]

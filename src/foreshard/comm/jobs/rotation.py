@@ -27,6 +27,8 @@ _STRETCHES = (1.01, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5, 3.
 """Lengths of a circle over the least; slack lets a job that was late catch up with its place."""
 _ROUGH = 2
 """Steps that are one step while lengths of the circle are compared."""
+_KEPT = 3
+"""Rotations that are returned, to be tried."""
 _SWEEPS = 8
 """Rounds of moves; more than three were never needed by random circles."""
 
@@ -118,12 +120,6 @@ def excess(jobs: Sequence[CircleJob], shifts: Sequence[int]) -> float:
     return float(np.maximum(np.asarray(total) - 1.0, 0.0).mean(axis=1).sum())
 
 
-def score(jobs: Sequence[CircleJob], shifts: Sequence[int]) -> float:
-    """Return CASSINI's compatibility: 1 minus the mean excess of the resources that are used."""
-    used = int(np.count_nonzero(sum(job.demand.max(axis=1) for job in jobs)))
-    return 1.0 - excess(jobs, shifts) / max(used, 1)
-
-
 def best_shifts(jobs: Sequence[CircleJob], *, in_pairs: bool = True) -> tuple[int, ...]:
     """Return shifts in steps of little excess; the first job stays.
 
@@ -198,7 +194,8 @@ def _move_two(jobs: Sequence[CircleJob], shifts: list[int], movable: Sequence[in
 
 
 def rotations(
-    demands: Sequence[JobDemand], choices: Sequence[Choice], *, count: int = 3, num_steps: int = NUM_STEPS
+    demands: Sequence[JobDemand],
+    choices: Sequence[Choice],
 ) -> list[Rotation]:
     """Return the most promising rotations of the jobs of a component, over lengths of the circle.
 
@@ -210,9 +207,9 @@ def rotations(
     contended = np.flatnonzero(peaks.sum(axis=0) > 1.0 + 1e-9)
     narrow = [(spans, rates[:, contended]) for spans, rates in profiles]
     found: dict[tuple[int, ...], tuple[float, float]] = {}
-    rough = max(1, num_steps // _ROUGH)
+    rough = max(1, NUM_STEPS // _ROUGH)
     for mean, length_s, repeats in _circles(alone_s):
-        worst = sorted(promise for promise, _ in found.values())[count - 1 : count]
+        worst = sorted(promise for promise, _ in found.values())[_KEPT - 1 : _KEPT]
         if worst and mean >= worst[0]:
             break  # no promise is below the mean
         promise = _promise(length_s, repeats, alone_s, narrow, rough)
@@ -220,9 +217,9 @@ def rotations(
         if length_s <= alone_s.max() * MAX_REPEATS * _STRETCHES[0] * (1.0 + 1e-9):
             for fewer, better in _slowed(length_s, repeats, alone_s, narrow, rough, promise):
                 _keep(found, length_s, fewer, alone_s, better)
-    best = sorted(found.items(), key=lambda item: item[1])[:count]
+    best = sorted(found.items(), key=lambda item: item[1])[:_KEPT]
     return [
-        _rotation(length_s, np.array(key[1:]), narrow, num_steps, in_pairs=True)
+        _rotation(length_s, np.array(key[1:]), narrow, NUM_STEPS, in_pairs=True)
         for key, (_, length_s) in best
     ]
 

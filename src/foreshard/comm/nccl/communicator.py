@@ -84,7 +84,7 @@ class Communicator:
 
 
 def communicator_of(
-    cluster: Cluster, num_ranks: int, *, cpu: str = "intel", collnet: bool = False, release: str = ""
+    cluster: Cluster, num_ranks: int, *, collnet: bool = False, release: str = ""
 ) -> Communicator:
     """Return the communicator of the first `num_ranks` devices of a cluster.
 
@@ -127,7 +127,6 @@ def communicator_of(
         ring=ring,
         tree=tree_channels(links, ring),
         switch=switch_channels(links) if in_switch else None,
-        cpu=cpu,
         collnet=collnet,
         plugin_latency_s=latency_s if nodes > 1 and latency_s >= _REPORTED_FROM_S else 0.0,
         release=release,

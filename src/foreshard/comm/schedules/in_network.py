@@ -14,27 +14,8 @@ from foreshard.comm.schedules.sequential import SequentialBuilder
 from foreshard.comm.schedules.trees import double_tree, equal_chunks
 
 
-def nvls(
-    collective: str,
-    num_ranks: int,
-    *,
-    channels: int = 1,
-    parts: int | None = None,
-    weights: Sequence[float] | None = None,
-    root: int = 0,
-) -> Schedule:
-    """Return a collective through one switch that all ranks are on.
-
-    Examples
-    --------
-    >>> nvls("all-reduce", 8).num_sends
-    16
-    """
-    chunks = _chunks(collective, num_ranks, channels, parts, weights, root)
-    return _through([[num_ranks] * num_ranks], collective, "nvls", num_ranks, chunks, channels)
-
-
-def sharp(
+def through_switches(
+    algorithm: str,
     collective: str,
     num_ranks: int,
     *,
@@ -48,7 +29,9 @@ def sharp(
 
     Examples
     --------
-    >>> sharp("all-reduce", 8, per_node=4).switches
+    >>> through_switches("nvls", "all-reduce", 8).num_sends
+    16
+    >>> through_switches("sharp", "all-reduce", 8, per_node=4).switches
     ('switch', 'switch', 'switch')
     """
     size = num_ranks if per_node is None else per_node
@@ -56,8 +39,12 @@ def sharp(
     levels = [[num_ranks + rank // size for rank in range(num_ranks)]]
     if leaves > 1:
         levels.append([num_ranks + leaves] * leaves)
-    chunks = _chunks(collective, num_ranks, channels, parts, weights, root)
-    return _through(levels, collective, "sharp", num_ranks, chunks, channels)
+    pieces = channels if parts is None else parts
+    if collective in ("all-reduce", "broadcast") and weights is None:
+        chunks = equal_chunks(collective, num_ranks, pieces, root=root)
+    else:
+        chunks = chunks_of(collective, num_ranks, pieces, weights=weights)
+    return _through(levels, collective, algorithm, num_ranks, chunks, channels)
 
 
 def nvls_tree(num_ranks: int, *, per_node: int, channels: int = 1, parts: int | None = None) -> Schedule:
@@ -68,24 +55,10 @@ def nvls_tree(num_ranks: int, *, per_node: int, channels: int = 1, parts: int | 
     >>> len(nvls_tree(8, per_node=4).switches)
     2
     """
-    inner = [nvls(one, per_node) for one in ("reduce-scatter", "all-gather")]
+    inner = [through_switches("nvls", one, per_node) for one in ("reduce-scatter", "all-gather")]
     outer = double_tree("all-reduce", num_ranks // per_node)
     pieces = channels * (1 if parts is None else parts)
     return two_level("all-reduce", inner, outer, parts=pieces, channels=channels, algorithm="nvls-tree")
-
-
-def _chunks(
-    collective: str,
-    num_ranks: int,
-    channels: int,
-    parts: int | None,
-    weights: Sequence[float] | None,
-    root: int,
-) -> list[Chunk]:
-    pieces = channels if parts is None else parts
-    if collective in ("all-reduce", "broadcast") and weights is None:
-        return equal_chunks(collective, num_ranks, pieces, root=root)
-    return chunks_of(collective, num_ranks, pieces, weights=weights)
 
 
 def _through(

@@ -101,9 +101,16 @@ ALGORITHMS: dict[str, Algorithm] = {
     "pat": _of(bruck.pat, "all-gather", "reduce-scatter", options="weights"),
     "direct": _of(_direct, *_REDUCING, "all-to-all", "send", options="weights"),
     "hierarchical": _of(_hierarchical, *_REDUCING, "broadcast", options="weights root", nodes=True),
-    "nvls": _of(in_network.nvls, *_REDUCING, "broadcast", options="weights root"),
+    "nvls": _of(
+        partial(in_network.through_switches, "nvls"), *_REDUCING, "broadcast", options="weights root"
+    ),
     "nvls-tree": _of(_without_collective(in_network.nvls_tree), "all-reduce", nodes=True),
-    "sharp": _of(in_network.sharp, *_REDUCING, "broadcast", options="weights root per_node"),
+    "sharp": _of(
+        partial(in_network.through_switches, "sharp"),
+        *_REDUCING,
+        "broadcast",
+        options="weights root per_node",
+    ),
     **{
         name: _of(
             _without_collective(partial(exchange.through_nodes, name)),

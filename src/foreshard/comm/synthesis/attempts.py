@@ -14,7 +14,7 @@ from foreshard.comm.synthesis.arcs import Arc, arcs_of, reversed_topology
 from foreshard.comm.synthesis.bounds import all_gather_bytes_per_s, broadcast_bytes_per_s
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.in_network import in_network_schedule, reducing_planes
-from foreshard.comm.synthesis.legs import hops_of_arcs, hops_of_shifts
+from foreshard.comm.synthesis.legs import hops_of_arcs, hops_of_shifts, schedule_of_hops
 from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
 from foreshard.comm.synthesis.packing import Packing, packed_trees, schedule_of_trees, streamed
 from foreshard.comm.synthesis.quotient import greedy_reception, shifted_schedule, shifts_of
@@ -23,7 +23,6 @@ from foreshard.comm.synthesis.routing import (
     all_to_all_of_shifts,
     demands_of,
     routed_order,
-    schedule_of_hops,
 )
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.synthesis.timing import seconds_of
@@ -341,7 +340,10 @@ def _routings(
                 seconds=order.seconds, schedule=lambda: all_to_all_of_shifts(order, hops, shifts, parts)
             )
         return ScheduleFound(
-            seconds=order.seconds, schedule=lambda: schedule_of_hops(order, hops, arcs, collective, parts)
+            seconds=order.seconds,
+            schedule=lambda: schedule_of_hops(
+                order, hops, arcs, collective=collective, algorithm="even paths", parts=parts
+            ),
         )
 
     sends, most = (1, _MAX_PATHS) if collective == "send" else (ranks * (ranks - 1), 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.synthesis.arcs import Arc
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.quotient import Shifts
@@ -183,4 +184,31 @@ def ordered(hops: HopGraph, legs: Legs, chunk_bytes: float, check: Check = unlim
     place = np.array([*position, -1], dtype=np.int64)
     return HopOrder(
         seconds=end, item=legs.item[order], hop=legs.hop[order], previous=place[legs.parent[order]]
+    )
+
+
+def schedule_of_hops(
+    order: HopOrder,
+    hops: HopGraph,
+    arcs: Sequence[Arc],
+    *,
+    collective: str,
+    algorithm: str,
+    parts: int,
+    root: int = 0,
+) -> Schedule:
+    """Return the schedule of chunks that take their hops on a network as it is, in an order."""
+    waits = order.previous >= 0
+    return Schedule(
+        collective=collective,
+        algorithm=algorithm,
+        num_ranks=hops.num_places,
+        chunks=tuple(chunks_of(collective, hops.num_places, parts, root=root)),
+        source=hops.source[order.hop],
+        target=hops.target[order.hop],
+        chunk=order.item,
+        is_reduced=np.zeros(len(order.item), dtype=bool),
+        channel=np.array([arc.channel for arc in arcs])[order.hop],
+        indptr=np.concatenate([[0], np.cumsum(waits)]),
+        indices=order.previous[waits],
     )

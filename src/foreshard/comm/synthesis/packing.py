@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foreshard.comm.schedules.schedule import Schedule, chunks_of
+from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.synthesis.arcs import Arc
 from foreshard.comm.synthesis.budget import Check, unlimited
-from foreshard.comm.synthesis.legs import HopGraph, HopOrder, Legs, ordered, remaining_s
+from foreshard.comm.synthesis.legs import HopGraph, HopOrder, Legs, ordered, remaining_s, schedule_of_hops
 from foreshard.comm.synthesis.splitting import TreeFlows, tree_capacities
 from foreshard.comm.topology.graph import Topology
 
@@ -251,19 +251,12 @@ def schedule_of_trees(
     order: HopOrder, packing: Packing, hops: HopGraph, arcs: list[Arc], pieces: int
 ) -> Schedule:
     """Return the schedule of streamed trees."""
-    waits = order.previous >= 0
-    parts = packing.trees_per_root * pieces
-    collective = "broadcast" if len(packing.roots) == 1 else "all-gather"
-    return Schedule(
-        collective=collective,
+    return schedule_of_hops(
+        order,
+        hops,
+        arcs,
+        collective="broadcast" if len(packing.roots) == 1 else "all-gather",
         algorithm="spanning trees",
-        num_ranks=hops.num_places,
-        chunks=tuple(chunks_of(collective, hops.num_places, parts, root=packing.roots[0])),
-        source=hops.source[order.hop],
-        target=hops.target[order.hop],
-        chunk=order.item,
-        is_reduced=np.zeros(len(order.item), dtype=bool),
-        channel=np.array([arc.channel for arc in arcs])[order.hop],
-        indptr=np.concatenate([[0], np.cumsum(waits)]),
-        indices=order.previous[waits],
+        parts=packing.trees_per_root * pieces,
+        root=packing.roots[0],
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import Arc
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.legs import HopGraph, HopOrder, Legs, ordered, remaining_s
 from foreshard.comm.synthesis.quotient import Shifts
@@ -146,26 +145,6 @@ def demands_of(collective: str, num_ranks: int, parts: int) -> np.ndarray:
     every = np.arange(num_ranks)
     pairs = np.stack([np.repeat(every, num_ranks), np.tile(every, num_ranks)], axis=1)
     return np.repeat(pairs, parts, axis=0)
-
-
-def schedule_of_hops(
-    order: HopOrder, hops: HopGraph, arcs: list[Arc], collective: str, parts: int
-) -> Schedule:
-    """Return the schedule of chunks on a network as it is."""
-    waits = order.previous >= 0
-    return Schedule(
-        collective=collective,
-        algorithm="even paths",
-        num_ranks=hops.num_places,
-        chunks=tuple(chunks_of(collective, hops.num_places, parts)),
-        source=hops.source[order.hop],
-        target=hops.target[order.hop],
-        chunk=order.item,
-        is_reduced=np.zeros(len(order.item), dtype=bool),
-        channel=np.array([arc.channel for arc in arcs])[order.hop],
-        indptr=np.concatenate([[0], np.cumsum(waits)]),
-        indices=order.previous[waits],
-    )
 
 
 def all_to_all_of_shifts(order: HopOrder, hops: HopGraph, shifts: Shifts, parts: int) -> Schedule:

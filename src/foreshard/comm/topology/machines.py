@@ -93,39 +93,23 @@ def meshed(
     return build
 
 
-def pcie_box(
-    num_devices: int = 8,
-    bytes_per_s: float = PCIE_4,
-    *,
-    switches_per_socket: int = 2,
-    num_sockets: int = 2,
-    socket_bytes_per_s: float = _SOCKETS_5,
-    num_nics: int = 2,
-    nic_bytes_per_s: float = 25e9,
-    nic_s: float = NIC_S,
-) -> Machine:
-    """Return a machine without device links: a tree of PCIe switches below each CPU, CPUs joined.
+def pcie_box() -> Machine:
+    """Return a machine without device links: two CPUs, two PCIe 4 switches below each, eight devices.
 
-    Devices and NICs are spread over the switches in order.
+    Devices, and two NICs of 200 Gb/s, are spread over the switches in order.
     """
 
     def build(draft: Draft, node: int) -> tuple[Port, ...]:
-        devices = _devices(draft, node, num_devices)
-        switches = _pcie_tree(draft, node, num_sockets, switches_per_socket, bytes_per_s, socket_bytes_per_s)
+        devices = _devices(draft, node, 8)
+        switches = _pcie_tree(draft, node, PCIE_4, _SOCKETS_5)
         for i, device in enumerate(devices):
-            draft.join(device, switches[i * len(switches) // num_devices], bytes_per_s, PCIE_S)
-        at = [switches[i * len(switches) // num_nics] for i in range(num_nics)]
-        return _pcie_nics(draft, node, at, bytes_per_s, nic_bytes_per_s, nic_s)
+            draft.join(device, switches[i // 2], PCIE_4, PCIE_S)
+        return _pcie_nics(draft, node, switches[::2], PCIE_4, 25e9)
 
     return build
 
 
-def cube_mesh(
-    lane_bytes_per_s: float = 25e9,
-    *,
-    nic_switches: Sequence[int] = (0, 1, 2, 3),
-    nic_bytes_per_s: float = 12.5e9,
-) -> Machine:
+def cube_mesh(*, nic_switches: Sequence[int] = (0, 1, 2, 3)) -> Machine:
     """Return a DGX-1 or NDv2: eight V100 in a hybrid cube mesh, and PCIe to the NICs.
 
     A lane is 25 GB/s by datasheet (NVLink 2); NCCL counts 20.0 (topo.h, SM70_NVLINK_BW) and TACCL measured
@@ -135,11 +119,11 @@ def cube_mesh(
     def build(draft: Draft, node: int) -> tuple[Port, ...]:
         devices = _devices(draft, node, 8)
         for one, other, lanes in lanes_of(CUBE_MESH):
-            draft.join(devices[one], devices[other], lanes * lane_bytes_per_s, NVLINK_S)
-        switches = _pcie_tree(draft, node, 2, 2, PCIE_3, _SOCKETS_3)
+            draft.join(devices[one], devices[other], lanes * 25e9, NVLINK_S)
+        switches = _pcie_tree(draft, node, PCIE_3, _SOCKETS_3)
         for i, device in enumerate(devices):
             draft.join(device, switches[i // 2], PCIE_3, PCIE_S)
-        return _pcie_nics(draft, node, [switches[i] for i in nic_switches], PCIE_3, nic_bytes_per_s, NIC_S)
+        return _pcie_nics(draft, node, [switches[i] for i in nic_switches], PCIE_3, 12.5e9)
 
     return build
 
@@ -191,34 +175,26 @@ def _devices(draft: Draft, node: int, num_devices: int) -> list[int]:
     return [draft.vertex("device", f"node{node}.gpu{i}", node=node) for i in range(num_devices)]
 
 
-def _pcie_tree(
-    draft: Draft,
-    node: int,
-    num_sockets: int,
-    switches_per_socket: int,
-    bytes_per_s: float,
-    socket_bytes_per_s: float,
-) -> list[int]:
-    """Add CPUs, joined pair by pair, with PCIe switches below them; return the switches."""
-    cpus = [draft.vertex("cpu", f"node{node}.cpu{i}", node=node) for i in range(num_sockets)]
-    for one, other, _ in full_lanes(num_sockets):
-        draft.join(cpus[one], cpus[other], socket_bytes_per_s, PCIE_S)
+def _pcie_tree(draft: Draft, node: int, bytes_per_s: float, socket_bytes_per_s: float) -> list[int]:
+    """Add two CPUs, joined, with two PCIe switches below each; return the switches."""
+    cpus = [draft.vertex("cpu", f"node{node}.cpu{i}", node=node) for i in range(2)]
+    draft.join(cpus[0], cpus[1], socket_bytes_per_s, PCIE_S)
     switches = []
-    for i, cpu in enumerate(cpu for cpu in cpus for _ in range(switches_per_socket)):
+    for i in range(4):
         switches.append(draft.switch(f"node{node}.pcie{i}", node=node))
-        draft.join(switches[-1], cpu, bytes_per_s, PCIE_S)
+        draft.join(switches[-1], cpus[i // 2], bytes_per_s, PCIE_S)
     return switches
 
 
 def _pcie_nics(
-    draft: Draft, node: int, switches: Sequence[int], pcie: float, bytes_per_s: float, latency_s: float
+    draft: Draft, node: int, switches: Sequence[int], pcie: float, bytes_per_s: float
 ) -> tuple[Port, ...]:
     """Add one NIC below each of the PCIe switches."""
     ports = []
     for i, switch in enumerate(switches):
         nic = draft.vertex("nic", f"node{node}.nic{i}", node=node)
         draft.join(nic, switch, pcie, PCIE_S)
-        ports.append(Port(vertex=nic, bytes_per_s=bytes_per_s, latency_s=latency_s))
+        ports.append(Port(vertex=nic, bytes_per_s=bytes_per_s, latency_s=NIC_S))
     return tuple(ports)
 
 

@@ -51,8 +51,6 @@ def topology_of(
     *,
     rates: Rates = "datasheet",
     nics_per_node: int | None = None,
-    nodes_per_leaf: int | None = None,
-    nccl: str = "2.2x",
 ) -> Topology:
     """Return the topology of a cluster; rank r of the cluster is rank r of it.
 
@@ -72,10 +70,6 @@ def topology_of(
         Link rates and latencies of datasheets, or those that rings reach (``comm/fabric.py``).
     nics_per_node : int, optional
         One for each device unless given.
-    nodes_per_leaf : int, optional
-        That of the cluster's network unless given.
-    nccl : str
-        Era of the library for fitted rates.
 
     Returns
     -------
@@ -88,25 +82,25 @@ def topology_of(
     """
     if rates not in ("datasheet", "fitted"):
         raise unknown("rates", str(rates), ("datasheet", "fitted"), key="rates")
-    for key, count in (("nics_per_node", nics_per_node), ("nodes_per_leaf", nodes_per_leaf)):
-        if count is not None and count < 1:
-            raise SpecError(f"{key} {count}", key=key, value=count, rule="It is at least 1")
+    if nics_per_node is not None and nics_per_node < 1:
+        what, rule = f"nics_per_node {nics_per_node}", "It is at least 1"
+        raise SpecError(what, key="nics_per_node", value=nics_per_node, rule=rule)
     draft = Draft()
     nodes: list[_Node] = []
     for g, group in enumerate(cluster.nodes):
-        speeds = _speeds(group, rates, nccl)
+        speeds = _speeds(group, rates)
         if cluster.num_nodes > 1 and not speeds.nic_bytes_per_s:
             rule = "Nodes of a cluster of several have a NIC"
             raise SpecError(f"nodes[{g}] has none", key=f"nodes[{g}].nic", value=0.0, rule=rule)
         nodes += _group(draft, group, speeds, first=len(nodes), nics_per_node=nics_per_node or group.per_node)
-    _join_nodes(draft, cluster, nodes, nodes_per_leaf or cluster.network.nodes_per_leaf)
+    _join_nodes(draft, cluster, nodes, cluster.network.nodes_per_leaf)
     return draft.topology(cluster.name)
 
 
-def _speeds(group: NodeGroup, rates: Rates, nccl: str) -> _Speeds:
+def _speeds(group: NodeGroup, rates: Rates) -> _Speeds:
     """Return the rates of a group's links: of the datasheet, or as far as rings reach them."""
     ideal = rates == "datasheet"
-    fabric = fabric_of(group, nccl=nccl, fidelity="datasheet" if ideal else "zero-shot")
+    fabric = fabric_of(group, fidelity="datasheet" if ideal else "zero-shot")
     device = fabric.intra_bytes_per_s if ideal else _reached(fabric)
     pcie = group.device.pcie_bytes_per_s
     return _Speeds(

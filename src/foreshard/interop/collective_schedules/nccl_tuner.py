@@ -1,4 +1,4 @@
-"""Choices of algorithms as the CSV that NCCL's example tuner plugin reads, and back.
+"""Choices of algorithms as the CSV that NCCL's example tuner plugin reads.
 
 The plugin makes a choice cheap; what NCCL cannot run it then skips, without a word. So combinations that
 NCCL's model skips are refused here. Source: NVIDIA/nccl ext-tuner/example (README.md) for the fields,
@@ -28,7 +28,6 @@ FIELDS = (
     "numPipeOps",
     "regBuff",
 )
-_MIN_FIELDS = 8  # the last two came later
 PROTOCOLS = ("ll", "ll128", "simple")
 ALGORITHMS_OF = {
     "broadcast": ("ring",),
@@ -38,8 +37,6 @@ ALGORITHMS_OF = {
     "allreduce": ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree"),
 }
 """Algorithms that NCCL's model has a time for."""
-NCCL_NAME = {"double-tree": "tree", "nvls-tree": "nvls_tree", "sharp": "collnet_direct"}
-"""NCCL's names of algorithms whose names differ here."""
 _TUNER_NAME = {
     "Ring": "ring",
     "Tree": "tree",
@@ -212,45 +209,4 @@ def _overlap(one: TunerChoice, other: TunerChoice) -> bool:
         and meet(one.num_ranks, other.num_ranks)
         and meet(one.num_pipe_ops, other.num_pipe_ops)
         and meet(one.registered, other.registered)
-    )
-
-
-def tuner_choices(text: str, *, file: str | None = None) -> list[TunerChoice]:
-    """Return the choices of a tuner file; comments and empty lines are left out."""
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        row = line.strip()
-        if not row or row.startswith("#") or row == ",".join(FIELDS):
-            continue
-        cells = row.split(",")
-        try:
-            found.append(_choice(cells))
-        except SpecError as error:
-            error.file, error.key = file, f"line {number}.{error.key}"
-            raise
-    return found
-
-
-def _choice(cells: list[str]) -> TunerChoice:
-    """Return the choice of one line."""
-    if not _MIN_FIELDS <= len(cells) <= len(FIELDS):
-        rule = f"A line has {_MIN_FIELDS} to {len(FIELDS)} fields"
-        raise SpecError(f"{len(cells)} fields", key="fields", value=len(cells), rule=rule)
-    numbers = {}
-    for key, cell in zip(FIELDS, cells, strict=False):
-        if key not in ("collective_type", "algorithm", "protocol"):
-            if not cell.lstrip("-").isdecimal() or len(cell) > len(str(MAX_BYTES)) + 1:
-                raise SpecError(f"{key} is {cell[:40]!r}", key=key, value=cell[:40], rule="A whole number")
-            numbers[key] = int(cell)
-    return TunerChoice(
-        collective=cells[0],
-        min_bytes=numbers["min_bytes"],
-        max_bytes=numbers["max_bytes"],
-        algorithm=cells[3],
-        protocol=cells[4],
-        channels=numbers["channels"],
-        num_nodes=numbers["nNodes"],
-        num_ranks=numbers["nRanks"],
-        num_pipe_ops=numbers.get("numPipeOps", -1),
-        registered=numbers.get("regBuff", -1),
     )

@@ -58,7 +58,6 @@ class StageTimes:
     head: tuple[Any, Any, Any]
     params: np.ndarray  # trained parameters of a rank, dense and expert
     expert_params: np.ndarray
-    all_params: np.ndarray
 
 
 def stage_times(batch: Batch) -> StageTimes:
@@ -72,7 +71,7 @@ def stage_times(batch: Batch) -> StageTimes:
     shape = batch.multiplicity.shape
     parts = {name: np.zeros(shape) for name in TIME_PARTS}
     forward, later, host = (np.zeros(shape) for _ in range(3))
-    params, experts, every = (np.zeros(shape) for _ in range(3))
+    params, experts = np.zeros(shape), np.zeros(shape)
     layers: list[LayerTimes] = []
     for kind, count in zip(batch.kinds, batch.counts, strict=True):
         as_wide = not np.count_nonzero(kind.hidden - p.hidden)
@@ -87,14 +86,12 @@ def stage_times(batch: Batch) -> StageTimes:
         trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
-        every += count * (times.dense_params + times.expert_params)
     _add_ends(parts, batch, ends)
     forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
     forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
     table = p.hidden * p.vocab / machine.rank.tp
     matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
     params = params + matrices * table * (1.0 - p.head_frozen)
-    every = every + matrices * table
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
     later += _reduce_tables(parts, batch, table, ends, dense)
     computed = np.asarray(sum(parts.values()))
@@ -148,7 +145,6 @@ def stage_times(batch: Batch) -> StageTimes:
         ),
         params=params,
         expert_params=experts,
-        all_params=every,
     )
 
 

@@ -50,7 +50,7 @@ class Stretch:
 def critical_tasks(program: Program, times: TaskTimes) -> list[int]:
     """Return the tasks of one longest chain, first to last; of equal ones, that of the lowest numbers.
 
-    The end of each is the start of the next, but for a lag between them.
+    The end of each is the start of the next.
     """
     before_on_resource = np.full(program.num_tasks, -1)
     for r in range(len(program.resource_names)):
@@ -61,8 +61,7 @@ def critical_tasks(program: Program, times: TaskTimes) -> list[int]:
     while True:
         low, high = int(program.indptr[task]), int(program.indptr[task + 1])
         before = program.indices[low:high]
-        ready = times.end_s[before] + (program.lag_s[low:high] if len(program.lag_s) else 0.0)
-        candidates = list(zip(ready.tolist(), before.tolist(), strict=True))
+        candidates = list(zip(times.end_s[before].tolist(), before.tolist(), strict=True))
         if before_on_resource[task] >= 0:
             last = int(before_on_resource[task])
             candidates.append((float(times.end_s[last]), last))

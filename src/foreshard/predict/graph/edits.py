@@ -49,15 +49,17 @@ def words_of(name: str) -> str:
     return CLASSES.get(name) or KERNELS[name]
 
 
-def checked_speeds(speeds: Mapping[str, float], *, key: str = "speeds") -> dict[str, float]:
+def checked_speeds(speeds: Mapping[str, float]) -> dict[str, float]:
     """Return speeds by class; raise for an unknown class, or a factor that is not above 0."""
     for name, factor in speeds.items():
         if name not in CLASSES and name not in KERNELS:
             rule = f"Classes of tasks are {', '.join((*CLASSES, *KERNELS))}"
-            raise SpecError(f"unknown class {name!r}", key=key, value=name, rule=rule)
+            raise SpecError(f"unknown class {name!r}", key="speeds", value=name, rule=rule)
         if not factor > 0.0:
             rule, fix = "A speed is a factor above 0, inf for free", "Write it like 2 or inf"
-            raise SpecError(f"{name} {factor:g} times as fast", key=key, value=factor, rule=rule, fix=fix)
+            raise SpecError(
+                f"{name} {factor:g} times as fast", key="speeds", value=factor, rule=rule, fix=fix
+            )
     return dict(speeds)
 
 

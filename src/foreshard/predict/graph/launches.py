@@ -54,7 +54,7 @@ def with_launches(
         micro_batch=program.micro_batch,
     )
     waiting, before = np.repeat(np.arange(program.num_tasks), np.diff(program.indptr)), program.indices
-    builder.depend(waiting, before, program.lag_s if len(program.lag_s) else 0.0)
+    builder.depend(waiting, before)
     launch_of = np.full(program.num_tasks, -1)
     added = []
     for name, tasks, seconds in streams:

@@ -91,10 +91,6 @@ class LayerSums:
             self._upto[name] = np.concatenate((np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)))
         return self._upto[name]
 
-    def upto_saved_bytes(self, samples: int) -> np.ndarray:
-        """Return the bytes that the first layers keep of a micro-batch, shape (layers + 1,)."""
-        return np.cumsum([0.0, *(layer.saved_bytes(samples) for layer in self._layers)])
-
     def upto_seconds(self, name: str, samples: Any) -> np.ndarray:
         """Return the seconds of the first layers for samples, shape (layers + 1, *samples)."""
         sizes = self._layers[0].timed_sizes

@@ -38,7 +38,6 @@ class Moved:
     """The cost of a migration for a rank."""
 
     bytes_in: int
-    bytes_out: int
     seconds: float
 
 
@@ -84,11 +83,10 @@ def migrate(
     place, began_s = {rank: i for i, rank in enumerate(ranks)}, clock.now()
     state.keep_optimizer_state()
     sending: list[tuple[Any, Tensor]] = []
-    bytes_out = bytes_in = 0
+    bytes_in = 0
     for number, move in enumerate(moves):
         if move.source == state.rank:
             described, flat = _payload(state, move)
-            bytes_out += flat.numel()
             arrival_s = clock.sent(flat.numel(), move.source, move.target)
             for part, tensor in enumerate(_messages(described, flat, arrival_s)):
                 work = group.send([tensor], place[move.target], _TAG + number * _TAGS_PER_MOVE + part)
@@ -103,7 +101,7 @@ def migrate(
         work.wait()
     for key, tensor in received:
         state.put(key, tensor)
-    return Moved(bytes_in=bytes_in, bytes_out=bytes_out, seconds=clock.now() - began_s)
+    return Moved(bytes_in=bytes_in, seconds=clock.now() - began_s)
 
 
 def _payload(state: RankState, move: ItemMove) -> tuple[list[list[Any]], Tensor]:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.graph import Topology
-from foreshard.comm.topology.machines import CUBE_MESH, MI250_LINKS, lanes_of
+from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
+from foreshard.comm.topology.machines import MI250_LINKS
 
 
 class Published(NamedTuple):
@@ -23,7 +24,7 @@ class Published(NamedTuple):
     all_gather_bytes_per_s: float
 
 
-def forestcoll_a100(num_nodes: int) -> Topology:
+def forestcoll_a100(num_nodes: int, latency_s: float = 0.0) -> Topology:
     """Return ForestColl's nodes of eight A100.
 
     Source: liangyuRain/ForestColl topologies.py (fc693e2): 300 GB/s from each device to the NVSwitch; with
@@ -34,14 +35,14 @@ def forestcoll_a100(num_nodes: int) -> Topology:
         devices = [draft.vertex("device", f"node{node}.gpu{i}", node=node) for i in range(8)]
         switch = draft.switch(f"node{node}.nvswitch", node=node)
         for device in devices:
-            draft.join(device, switch, 300e9)
+            draft.join(device, switch, 300e9, latency_s)
     if num_nodes > 1:
         fabric = [draft.switch(f"ib{i}") for i in range(2)]
         for node in range(num_nodes):
             for i in range(8):
                 nic = draft.vertex("nic", f"node{node}.mlx5_{i}", node=node)
-                draft.join(9 * node + i, nic, 25e9)  # a node is eight devices and their switch
-                draft.join(nic, fabric[i % 2], 25e9)
+                draft.join(9 * node + i, nic, 25e9, latency_s)  # a node is eight devices and their switch
+                draft.join(nic, fabric[i % 2], 25e9, latency_s)
     return draft.topology(f"ForestColl A100 x{num_nodes}")
 
 
@@ -61,47 +62,6 @@ def forestcoll_mi250(num_nodes: int) -> Topology:
         for die in range(16 * num_nodes):
             draft.join(die, fabric, 16e9)
     return draft.topology(f"ForestColl MI250 x{num_nodes}")
-
-
-def teccl_dgx2() -> Topology:
-    """Return TE-CCL's two DGX-2.
-
-    Source: microsoft/TE-CCL teccl/topologies/dgx2.py (8d954b3): 125 GB/s and 0.35 us between a device and the
-    switch; every odd device sends to the even one before it in the other chassis, 12.5 GB/s and 2.6 us.
-    """
-    draft = Draft()
-    for node in range(2):
-        devices = [draft.vertex("device", f"node{node}.gpu{i}", node=node) for i in range(16)]
-        switch = draft.switch(f"node{node}.nvswitch", node=node)
-        for device in devices:
-            draft.join(device, switch, 125e9, 0.35e-6)
-    for node in range(2):
-        for i in range(1, 16, 2):
-            draft.send(17 * node + i, 17 * (1 - node) + i - 1, 12.5e9, 2.6e-6)
-    return draft.topology("TE-CCL DGX-2 x2")
-
-
-def teccl_ndv2(num_nodes: int) -> Topology:
-    """Return TE-CCL's NDv2.
-
-    Source: microsoft/TE-CCL teccl/topologies/ndv2.py (8d954b3), whose matrices are transposed before use:
-    lanes of 25 GB/s and 0.7 us; device 0 sends at 12.5 GB/s and 1.3 us to device 1 of the other chassis, and
-    with more than two chassis into a switch from which the device 1 of each receives.
-    """
-    draft = Draft()
-    for node in range(num_nodes):
-        devices = [draft.vertex("device", f"node{node}.gpu{i}", node=node) for i in range(8)]
-        for one, other, lanes in lanes_of(CUBE_MESH):
-            draft.join(devices[one], devices[other], lanes * 25e9, 0.7e-6)
-    if num_nodes == 2:
-        draft.send(0, 8 + 1, 12.5e9, 1.3e-6)
-        draft.send(8, 1, 12.5e9, 1.3e-6)
-    elif num_nodes > 2:
-        switch = draft.switch("ib")
-        for node in range(num_nodes):
-            draft.send(8 * node, switch, 12.5e9, 1.3e-6)
-            draft.send(switch, 8 * node + 1, 12.5e9, 1.3e-6)
-    return draft.topology(f"TE-CCL NDv2 x{num_nodes}")
 
 
 PUBLISHED: Mapping[str, Published] = {
