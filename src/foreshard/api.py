@@ -929,6 +929,8 @@ def predict_traced(
 
 def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:
     """Return the best plans for a traced module: `planner.measured.plans.plan_measured`."""
+    from functools import partial
+
     from foreshard.planner.measured.plans import plan_measured as planned
     from foreshard.predict.measured.traced import traced_costs
 
@@ -936,7 +938,15 @@ def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **
     optimizer = asked.get("optimizer", "adamw")
     sizes = (1, max(2, min(global_batch, 128)))
     costs = traced_costs(module, devices, micro_batches=sizes, optimizer=optimizer)
-    return planned(costs, cluster, global_batch=global_batch, seq_len=1, precision=module.precision, **asked)
+    return planned(
+        costs,
+        cluster,
+        global_batch=global_batch,
+        seq_len=1,
+        precision=module.precision,
+        predicted=partial(predict_traced, module, cluster),
+        **asked,
+    )
 
 
 def validate(

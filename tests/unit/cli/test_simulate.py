@@ -75,6 +75,26 @@ def test_a_budget_of_a_policy_that_needs_one_is_refused(capsys, tmp_path):
     assert code == 2 and "needs budgets itself" in json.loads(out)["error"]["what"]
 
 
+def test_a_budget_of_what_a_policy_spends_where_no_device_holds_the_model_is_refused(capsys, tmp_path):
+    text = """
+    model = "llama3.2-1b"
+    global_batch = 16
+    seq_len = 512
+    precision = "fp16"
+    [cluster]
+    nodes = [{count = 2, device = "t4", per_node = 1, usd_per_h = 1.0}]
+    [[budget]]
+    name = "power"
+    kind = "joule"
+    of = "equal-share"
+    share = 0.4
+    """
+    (tmp_path / "s.toml").write_text(text)
+    code, out, _ = ask(capsys, tmp_path / "s.toml", "--slots", 20, "--json")
+    error = json.loads(out)["error"]
+    assert code == 3 and "holds the model" in error["what"] and error["rule"] and error["fix"]
+
+
 def test_the_report_holds_the_figures_and_loads_nothing(capsys, tmp_path, monkeypatch):
     from foreshard.simulate import sweeps
 
