@@ -114,7 +114,7 @@ def varying_options() -> list[click.Option]:
         ),
         click.Option(
             ["--restart-s"],
-            type=Amount(dimension="s"),
+            type=Amount(dimension="s", zero=True),
             help="Seconds from a failure to the first new step, without loading the checkpoint.",
         ),
         click.Option(
@@ -124,7 +124,7 @@ def varying_options() -> list[click.Option]:
         ),
         click.Option(
             ["--checkpoint-s"],
-            type=Amount(dimension="s"),
+            type=Amount(dimension="s", zero=True),
             help="Seconds training stands still to save (default: bytes over bandwidth).",
         ),
         click.Option(

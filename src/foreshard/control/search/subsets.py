@@ -135,6 +135,17 @@ class SubsetClasses:
                 found[:, i] = self._of_worker(budget)
         return found
 
+    def over(self, budgets: Sequence[Budget], saved: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Return by what part of an allowance a batch is above it and the savings, shape (subsets,).
+
+        The largest of the budgets, minus infinity where there are none; `saved` is of each, in its unit.
+        """
+        found, costs = np.full(len(self.time_s), -np.inf), self.column(budgets)
+        for i, (budget, spare) in enumerate(zip(budgets, saved, strict=True)):
+            allowed = budget.allowance(1.0) * (1.0 if budget.per == "step" else self.time_s)
+            found = np.maximum(found, (costs[:, i] - spare) / allowed - 1.0)
+        return found
+
     def _of_worker(self, budget: Budget) -> np.ndarray:
         """Return the busy seconds of one device, which is a kind of its own."""
         if budget.kind != "duty":
