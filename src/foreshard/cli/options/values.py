@@ -78,7 +78,8 @@ def _dollars(text: str) -> str:
 class Amount(click.ParamType):  # type: ignore[type-arg]
     """A finite number above zero, or from `low` to `high`; of a dimension also with a unit, as 5 min.
 
-    With `zero` it may be 0. `unit` is the one of numbers without a unit. Tokens and dollars may be counted in k, M, B and T.
+    With `zero` it may be 0. `unit` is the one of numbers without a unit. Tokens and dollars may be counted in
+    k, M, B and T.
     """
 
     name = "X"
