@@ -911,8 +911,14 @@ def predict_traced(
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.memory import counts_of
-    from foreshard.predict.measured.traced import check_degrees, check_rules, traced_costs
+    from foreshard.predict.measured.traced import (
+        check_degrees,
+        check_precision,
+        check_rules,
+        traced_costs,
+    )
 
+    check_precision(module, plan)
     check_degrees(module, plan)
     check_rules(plan)
     sizes = {

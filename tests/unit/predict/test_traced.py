@@ -253,6 +253,12 @@ def test_the_planner_gives_faster_devices_more_samples(resnet):
     assert again == sorted(again)
 
 
+def test_a_plan_in_another_precision_than_the_trace_is_refused(resnet):
+    plan = replace(plan_of(resnet, 1), precision="fp32")
+    with pytest.raises(SpecError, match="a plan in fp32 of a module traced in fp16"):
+        predict_traced(resnet, load_cluster("1x1xrtx-3090"), plan)
+
+
 def test_a_precision_that_a_device_lacks_is_refused(resnet):
     bf16 = replace(resnet, precision="bf16")
     with pytest.raises(SpecError, match="has no bf16"):
