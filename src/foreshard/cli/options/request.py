@@ -63,7 +63,9 @@ def _run_options() -> list[click.Option]:
             ["--micro-batch"], type=Count(), help="Samples per data-parallel rank and pass (default 1)."
         ),
         click.Option(
-            ["--global-batch"], type=Count(), help="Samples per step (default dp x pp, in whole micro-batches)."
+            ["--global-batch"],
+            type=Count(),
+            help="Samples per step (default dp x pp in whole micro-batches).",
         ),
         click.Option(
             ["--seq", "seq_len"],
