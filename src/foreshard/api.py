@@ -890,8 +890,14 @@ def predict_traced(
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.memory import counts_of
-    from foreshard.predict.measured.traced import check_degrees, check_rules, traced_costs
+    from foreshard.predict.measured.traced import (
+        check_degrees,
+        check_precision,
+        check_rules,
+        traced_costs,
+    )
 
+    check_precision(module, plan)
     check_degrees(module, plan)
     check_rules(plan)
     sizes = {
@@ -908,6 +914,8 @@ def predict_traced(
 
 def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:
     """Return the best plans for a traced module: `planner.measured.plans.plan_measured`."""
+    from functools import partial
+
     from foreshard.planner.measured.plans import plan_measured as planned
     from foreshard.predict.measured.traced import traced_costs
 
@@ -915,7 +923,15 @@ def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **
     optimizer = asked.get("optimizer", "adamw")
     sizes = (1, max(2, min(global_batch, 128)))
     costs = traced_costs(module, devices, micro_batches=sizes, optimizer=optimizer)
-    return planned(costs, cluster, global_batch=global_batch, seq_len=1, precision=module.precision, **asked)
+    return planned(
+        costs,
+        cluster,
+        global_batch=global_batch,
+        seq_len=1,
+        precision=module.precision,
+        predicted=partial(predict_traced, module, cluster),
+        **asked,
+    )
 
 
 def validate(

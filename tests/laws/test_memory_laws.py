@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreshard import api
 from foreshard.catalog.shipped import shipped
 from foreshard.cost.memory import StageLoad, stage_memory
 from foreshard.cost.memory_activations import Recompute, recompute_of
@@ -177,3 +178,15 @@ def test_one_rank_alone_gathers_nothing(load, framework):
     alone = replace(load, dp=1, shard_size=1, expert_dp=1)
     peaks = [float(stage_memory(replace(alone, zero=zero), framework).peak) for zero in (2, 3)]
     assert peaks[1] <= peaks[0]
+
+
+def test_stages_hold_each_parameter_once_and_a_tied_table_twice():
+    """Learned positions are the embedding's: stages behind it held them too."""
+    asked = api.request(api.load_model("gpt2-medium"), api.load_cluster("1x4xa100-sxm-40gb"), pp=4)
+    held = [parts["parameters"] / 2.0 for parts in asked.stage_memory()[0]]
+    model = asked.model
+    block = model.blocks[0].num_params * model.num_layers / 4
+    assert held[1] == held[2] == block
+    padded = -(-model.vocab // 128) * 128
+    assert held[0] == block + (padded + model.learned_positions) * model.hidden
+    assert held[3] == pytest.approx(block + padded * model.hidden, rel=1e-4)  # and the last norm

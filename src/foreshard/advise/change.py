@@ -55,7 +55,7 @@ _RATES = {"link": "link_bytes_per_s", "memory_bandwidth": "memory_bytes_per_s"}
 """Rates of a device that a change names: of its links to other devices, one direction, and of its memory."""
 _HARDWARE = ("device", "nic", "nodes", *_RATES)
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
-_SWITCHES = ("sp", *COMM_OPTIONS)
+_SWITCHES = ("sp", "compile", *COMM_OPTIONS)
 _SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not in ("bubble", "straggler"))
 _OTHERS = (*OVERRIDES, "buckets", "prefetch", "wrap", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)

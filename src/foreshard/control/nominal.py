@@ -7,26 +7,31 @@ run whose costs were not measured starts from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from foreshard.catalog.memory_profiles import profile_of
 from foreshard.catalog.stacks import attention_on
 from foreshard.control.slots import J_PER_KWH, Chain, State
 from foreshard.cost.energy import WAITING_POWER
-from foreshard.cost.memory import StageLoad, optimizer_state_bytes, stage_memory, table_state_bytes
+from foreshard.cost.memory import StageLoad, stage_memory
+from foreshard.cost.memory_activations import recompute_of, stage_activations
+from foreshard.cost.memory_states import stage_states
 from foreshard.errors import SpecError
 from foreshard.planner.pricing.stage_options import StageKind
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
 from foreshard.spec.cluster import Cluster, NodeGroup
-
-_WIDE_PRECISIONS = ("fp32", "tf32")
-"""Precisions whose activations take 4 bytes an element; all others take 2."""
+from foreshard.spec.device import Device
+from foreshard.spec.model import Block, Model
 
 
 def predicted_chain(request: PlanRequest, micro_batch: int) -> Chain:
     """Return the layers of a model on every device of a cluster, as predicted.
+
+    What a stage holds beside its layers (buffers, work space, what the device and its allocator keep) is
+    taken off the memory of a device: the most of the whole model and of its halves.
 
     Raises
     ------
@@ -35,13 +40,19 @@ def predicted_chain(request: PlanRequest, micro_batch: int) -> Chain:
     """
     cluster, model = request.cluster, request.model
     seconds = [_layer_s(request, g, micro_batch) for g in range(len(cluster.nodes))]
-    devices = [(g, group.device) for g, group in enumerate(cluster.nodes) for _ in range(group.num_devices)]
-    element_bytes = 4.0 if request.precision in _WIDE_PRECISIONS else 2.0
+    layers = _layer_bytes(request, micro_batch)
+    memory = [
+        group.device.capacity_bytes - _beside_bytes(request, g, micro_batch, layers)
+        for g, group in enumerate(cluster.nodes)
+    ]
+    groups = [g for g, group in enumerate(cluster.nodes) for _ in range(group.num_devices)]
     return Chain(
-        layer_s=np.array([seconds[g] for g, _ in devices]),
-        boundary_bytes=np.full(model.num_layers + 1, 2.0 * model.hidden * request.seq_len * element_bytes),
-        memory_bytes=np.array([device.capacity_bytes for _, device in devices]),
-        **_layer_bytes(request, micro_batch),
+        layer_s=np.array([seconds[g] for g in groups]),
+        boundary_bytes=np.full(
+            model.num_layers + 1, 2.0 * model.hidden * request.seq_len * request.setup.element_bytes
+        ),
+        memory_bytes=np.array([memory[g] for g in groups]),
+        **layers,
     )
 
 
@@ -97,50 +108,67 @@ def _layer_s(request: PlanRequest, group: int, micro_batch: int) -> np.ndarray:
     return np.array([row[problem.types[i, i + 1]] for i in range(places)]) / micro_batch
 
 
-def _layer_bytes(request: PlanRequest, micro_batch: int) -> Mapping[str, np.ndarray]:
-    """Return the bytes of every layer."""
-    model, framework = request.model, request.framework
-    layers = model.num_layers + 2
-    kinds = model.block_kinds()
-    counts = np.zeros((len(kinds), layers))
-    for i, (block, _) in enumerate(kinds):
-        counts[i, 1:-1] = [other == block for other in model.blocks]
-    ends = np.eye(layers)[[0, -1]]
-    unfused = any(attention_on(framework, device) == "unfused" for device in request.cluster.devices)
-
-    def load(depth: float) -> StageLoad:
-        return StageLoad(
-            kinds=tuple((block, counts[i]) for i, (block, _) in enumerate(kinds)),
-            has_embedding=ends[0],
-            has_head=ends[1],
-            hidden=model.hidden,
-            vocab=float(model.vocab),
-            tied=float(model.tied_embeddings),
-            in_flight=depth,
-            num_micro_batches=1e6,
-            num_stages=2.0,
-            micro_batch=float(micro_batch),
-            seq_len=float(request.seq_len),
-            dp=2.0,
-            expert_dp=2.0,
-            zero=0.0,
-            unfused=float(unfused),
-            activation_bytes_per_element=4.0 if request.precision in _WIDE_PRECISIONS else 2.0,
-            state_bytes=optimizer_state_bytes(request.optimizer, framework.moment_bytes),
-            table_state_bytes=table_state_bytes(request.optimizer, framework.moment_bytes),
-            outer_params=model.learned_positions * model.hidden * ends[0],
-            embedding_trainable=float(not model.embedding_frozen),
-            head_trainable=float(not model.head_frozen),
-        )
-
-    single, double = stage_memory(load(1.0), framework), stage_memory(load(2.0), framework)
-    wide = np.ones(layers)
-    saved = np.maximum(double.activations - single.activations, 0.0) * wide
+def _layer_bytes(request: PlanRequest, micro_batch: int) -> dict[str, np.ndarray]:
+    """Return the bytes of every layer: what lasts through a step, and what each micro-batch keeps."""
+    layers, framework = request.model.num_layers + 2, request.framework
+    each = [(layer, layer + 1) for layer in range(layers)]
+    single, double = (_load(request, each, request.cluster.devices, micro_batch, n) for n in (1.0, 2.0))
+    profile, wide = profile_of(framework), np.ones(layers)
+    states = stage_states(single, framework, profile)
+    one, two = (stage_activations(load, framework, profile).saved for load in (single, double))
     return {
-        "sync_bytes": single.gradients * wide,
-        "state_bytes": (single.parameters + single.gradients + single.optimizer) * wide,
-        "saved_bytes": saved / micro_batch,
+        "sync_bytes": states.gradients * wide,
+        "state_bytes": (states.parameters + states.gradients + states.optimizer) * wide,
+        "saved_bytes": np.maximum(two - one, 0.0) * wide / micro_batch,
     }
+
+
+def _beside_bytes(
+    request: PlanRequest, group: int, micro_batch: int, layers: Mapping[str, np.ndarray]
+) -> float:
+    """Return the most that a stage on the devices of a node group holds beside the bytes of its layers."""
+    last, middle = request.model.num_layers + 2, request.model.num_layers // 2 + 1
+    stages = [(0, last), (0, middle), (middle, last)]
+    load = _load(request, stages, (request.cluster.nodes[group].device,), micro_batch, 1.0)
+    peak = stage_memory(load, request.framework).peak
+    own = layers["state_bytes"] + micro_batch * layers["saved_bytes"]
+    return float(np.max(peak - [own[start:stop].sum() for start, stop in stages]))
+
+
+def _load(
+    request: PlanRequest,
+    stages: Sequence[tuple[int, int]],
+    devices: Sequence[Device],
+    micro_batch: int,
+    in_flight: float,
+) -> StageLoad:
+    """Return what a rank holds of each of some stages, layers [start, stop), as a prediction takes it."""
+    model, setup = request.model, request.setup
+    last = model.num_layers + 2
+    counts = [
+        np.array([sum(other == block for other in _blocks(model, stage)) for stage in stages], float)
+        for block, _ in model.block_kinds()
+    ]
+    ends = np.array([(start == 0, stop == last) for start, stop in stages], float).T
+    unfused = [device for device in devices if attention_on(request.framework, device) == "unfused"]
+    alone = {"tp": 1.0, "cp": 1.0, "ep": 1.0, "etp": 1.0, "sp": 0.0, "shard": 1.0}
+    return setup.load(
+        setup.rank(**alone, dp=2.0, zero=0.0, micro_batch=float(micro_batch)),
+        counts=counts,
+        has_embedding=ends[0],
+        has_head=ends[1],
+        in_flight=in_flight,
+        num_micro_batches=1e6,
+        num_stages=np.where(ends.all(0), 1.0, 2.0),
+        devices=(*unfused, *devices)[:1],
+        recompute=recompute_of("none", 1),
+    )
+
+
+def _blocks(model: Model, stage: tuple[int, int]) -> Sequence[Block]:
+    """Return the blocks of a stage; its layers count the embedding and the head."""
+    start, stop = stage
+    return model.blocks[max(start - 1, 0) : max(stop - 1, 0)]
 
 
 def _links(cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -243,7 +243,7 @@ class RunSetup:
             wrap=float(self.framework.wrap),
             state_bytes=optimizer_state_bytes(self.optimizer, self.framework.moment_bytes),
             table_state_bytes=table_state_bytes(self.optimizer, self.framework.moment_bytes),
-            outer_params=float(model.learned_positions * model.hidden),
+            outer_params=model.learned_positions * model.hidden * np.asarray(has_embedding, float),
             embedding_trainable=float(not model.embedding_frozen),
             head_trainable=float(not model.head_frozen),
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from foreshard.control.moves import move, move_costs
 from foreshard.control.search.pricing import evaluate
-from foreshard.control.search.subsets import COSTS, SubsetClasses, data_parallel, sample_s
+from foreshard.control.search.subsets import COSTS, SubsetClasses, data_parallel, replica_holders, sample_s
 from foreshard.control.slots import State, Structure
 from foreshard.simulate.dynamics import Path
 from foreshard.simulate.workload import Workload
@@ -54,16 +54,23 @@ class Environment:
             )
         return self._memo[key]  # type: ignore[return-value]
 
+    def replicas(self, pattern: int) -> np.ndarray:
+        """Return which devices of a pattern hold the whole model, shape (devices,).
+
+        Raises
+        ------
+        InfeasibleError
+            When none does.
+        """
+        return self._holders(self.path.available[pattern])
+
     @property
     def holds(self) -> np.ndarray:
         """Return which devices hold the whole model, shape (devices,)."""
-        chain = self.work.chain
-        need = chain.before_state[-1] + self.work.micro_batch * chain.before_saved[-1]
-        return np.asarray(need <= chain.memory_bytes)
+        return self._holders(np.ones(self.work.num_devices, dtype=bool))
 
-    def replicas(self, pattern: int) -> np.ndarray:
-        """Return which devices of a pattern hold the whole model, shape (devices,)."""
-        return np.asarray(self.path.available[pattern] & self.holds)
+    def _holders(self, available: np.ndarray) -> np.ndarray:
+        return replica_holders(self.work.chain, available, micro_batch=self.work.micro_batch)
 
     def subsets(self, condition: int, pattern: int) -> SubsetClasses:
         """Return every subset of the devices of a state, with least time and costs."""

@@ -370,6 +370,15 @@ def _budget(scenario: Scenario, index: int, spent: Mapping[str, Run]) -> Budget:
         run = spent[table.of]
         mean = float(run.costs[budget.key].mean()) / budget.allowance(float(run.time_s.mean()))
         limit = (table.share or 1.0) * mean
+        if limit == 0.0:
+            raise SpecError(
+                f"{table.of} spends nothing of budget {table.name}",
+                file=scenario.file,
+                key=f"budget[{index}].of",
+                value=table.of,
+                rule="A budget is above 0",
+                fix="State its limit, or name a policy that spends some",
+            )
     assert limit is not None
     return replace(budget, limit=limit)
 

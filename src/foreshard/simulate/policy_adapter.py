@@ -10,7 +10,7 @@ import numpy as np
 from foreshard.control import orders
 from foreshard.control.controller import Controller
 from foreshard.control.search.slot_search import solve_slot
-from foreshard.control.search.subsets import balanced_shares
+from foreshard.control.search.subsets import SubsetClasses, balanced_shares
 from foreshard.control.slots import DP_OVER_MP, J_PER_KWH, MP_OVER_DP, Budget, Structure
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.reference_policies import Decision
@@ -32,6 +32,9 @@ from foreshard.spec.scenario import Scenario
 
 MOST_STAGES = 4
 """Stages of a pipeline in scenarios: those of the controller's default."""
+
+FIRST_EXCESS = 0.05
+"""Part of a run's budget that its first batch may exceed its own by: what the controller works off."""
 
 
 class PolicyAdapter:
@@ -141,10 +144,20 @@ def _probed(environment: Environment) -> tuple[tuple[int, int], ...]:
     return tuple(tuple(np.argwhere(link_of == k)[0].tolist()) for k in range(environment.path.link.shape[1]))  # type: ignore[return-value]
 
 
-def first_plan(environment: Environment, scenario: Scenario) -> Plan:
-    """Return the plan that a run starts with: a replica on every device that holds it, by stated speeds."""
+def first_plan(environment: Environment, scenario: Scenario, budgets: Sequence[Budget] = ()) -> Plan:
+    """Return the plan that a run starts with, by stated speeds, prices and rates.
+
+    Replicas on the fastest devices whose batch leaves the run's budgets whole, but for `FIRST_EXCESS`; or on
+    those that exceed them least. What runs is measured, so that a dear start tells more than a cheap one.
+    """
     work = environment.work
-    ranks = np.flatnonzero(environment.holds)
+    subsets = SubsetClasses.of(
+        work.chain, work.state, work.batch, micro_batch=work.micro_batch, apart=environment.apart
+    )
+    over = subsets.over(budgets, np.zeros(len(budgets)))
+    kept = over <= FIRST_EXCESS * environment.path.num_slots * scenario.batches
+    chosen = np.argmin(np.where(kept, subsets.time_s, np.inf) if kept.any() else over)
+    ranks = np.array(subsets.devices(int(chosen)))
     shares = balanced_shares(work.chain.before_s[ranks, -1], work.batch)
     groups = tuple(
         Group(
@@ -153,6 +166,7 @@ def first_plan(environment: Environment, scenario: Scenario) -> Plan:
             micro_batch=work.micro_batch,
         )
         for rank, share in zip(ranks.tolist(), shares, strict=True)
+        if share
     )
     return Plan(
         global_batch=work.batch,
@@ -199,7 +213,9 @@ def controller_rule(
     """Return the controller of the runtime on data-parallel plans, pipelines or stages; more is its own."""
     max_stages = MOST_STAGES if reading == MP_OVER_DP else max_stages
     is_cut = max_stages > 1
-    plan = staged_plan(environment, scenario, reading) if is_cut else first_plan(environment, scenario)
+    plan = (
+        staged_plan(environment, scenario, reading) if is_cut else first_plan(environment, scenario, budgets)
+    )
     controller = Controller(
         environment.work.chain,
         environment.work.state,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from foreshard.control.policies import replicas_by_speed
-from foreshard.control.search.subsets import SubsetClasses, even_shares
+from foreshard.control.search.subsets import even_shares
 from foreshard.control.slots import Budget, Structure
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.slot_loop import Observation, Rule, SlotOutcome
@@ -213,23 +213,14 @@ class BankedBudget(_Simple):
     def decide(self, seen: Observation) -> Decision:
         """Return the fastest subset that can be paid."""
         subsets = self.environment.subsets(seen.condition, seen.pattern)
-        paid = self._over(subsets, self._saved) <= 0.0
-        plain = self._over(subsets, np.zeros(len(self.budgets)))
+        paid = subsets.over(self.budgets, self._saved) <= 0.0
+        plain = subsets.over(self.budgets, np.zeros(len(self.budgets)))
         paid = paid if paid.any() else plain <= 0.0
         best = int(np.argmin(np.where(paid, subsets.time_s, np.inf)) if paid.any() else np.argmin(plain))
         kept = subsets.subset(self._now)
         if kept is None or not paid[kept] or subsets.time_s[kept] > SLOWED * subsets.time_s[best]:
             self._now = subsets.devices(best, self._now)
         return self.balanced(self._now, self.environment.sample_s(seen.condition))
-
-    def _over(self, subsets: SubsetClasses, saved: np.ndarray) -> np.ndarray:
-        """Return by how much of an allowance the batch of each subset is above it and the savings."""
-        over = np.full(len(subsets.time_s), -np.inf)
-        costs = subsets.column(self.budgets)
-        for i, (budget, spare) in enumerate(zip(self.budgets, saved, strict=True)):
-            allowed = budget.allowance(1.0) * (1.0 if budget.per == "step" else subsets.time_s)
-            over = np.maximum(over, (costs[:, i] - spare) / allowed - 1.0)
-        return over
 
     def learn(self, happened: SlotOutcome) -> None:
         """Add up what was saved."""

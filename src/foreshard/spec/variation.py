@@ -209,7 +209,7 @@ class Reliability:
     loader_tokens_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no positive number, and failures of which something is not known."""
+        """Refuse what is no such number, and failures of which something is not known."""
         flags = {
             "mtbf_h": "--mtbf-h",
             "node_mtbf_h": "--node-mtbf-h",
@@ -221,13 +221,14 @@ class Reliability:
         }
         for name, flag in flags.items():
             value = getattr(self, name)
-            if value is not None and not _is_positive(value):
-                rule = "Must be a finite number above 0"
+            zero = name in _MAY_BE_ZERO
+            if value is not None and not (_is_positive(value) or (zero and value == 0.0)):
+                rule = f"Must be a finite number {'of at least' if zero else 'above'} 0"
                 raise invalid(value, rule, key=flag, name=flag.strip("-"), fix="Leave it out, or give one")
         fails = self.mtbf_h is not None or self.node_mtbf_h is not None
         saves = self.checkpoint_s is not None or self.checkpoint_bytes_per_s is not None
         _needs(
-            fails or not (saves or self.restart_s or self.checkpoint_every_s),
+            fails or not (saves or self.restart_s is not None or self.checkpoint_every_s),
             "--mtbf-h",
             "checkpoints and restarts without failures",
             "Hours between failures of a device (--mtbf-h) or a node (--node-mtbf-h) say how often",
@@ -236,6 +237,8 @@ class Reliability:
         _needs(not fails or saves, "--checkpoint-bandwidth", *_UNKNOWN_SAVING)
 
 
+_MAY_BE_ZERO = ("restart_s", "checkpoint_s")
+"""What takes no time where a spare stands by, and where training goes on while a copy is saved."""
 _UNKNOWN_RESTART = ("failures without the time of a restart", "A failure costs a restart and lost steps")
 _UNKNOWN_SAVING = (
     "failures without the time of a checkpoint",

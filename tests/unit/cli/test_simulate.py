@@ -75,6 +75,63 @@ def test_a_budget_of_a_policy_that_needs_one_is_refused(capsys, tmp_path):
     assert code == 2 and "needs budgets itself" in json.loads(out)["error"]["what"]
 
 
+def test_a_budget_of_what_a_policy_spends_where_no_device_holds_the_model_is_refused(capsys, tmp_path):
+    text = """
+    model = "llama3.2-1b"
+    global_batch = 16
+    seq_len = 512
+    precision = "fp16"
+    [cluster]
+    nodes = [{count = 2, device = "t4", per_node = 1, usd_per_h = 1.0}]
+    [[budget]]
+    name = "power"
+    kind = "joule"
+    of = "equal-share"
+    share = 0.4
+    """
+    (tmp_path / "s.toml").write_text(text)
+    code, out, _ = ask(capsys, tmp_path / "s.toml", "--slots", 20, "--json")
+    error = json.loads(out)["error"]
+    assert code == 3 and "holds the model" in error["what"] and error["rule"] and error["fix"]
+
+
+BESIDE_A_DEAR_LINK = """
+model = "opt-350m"
+global_batch = 32
+seq_len = 128
+egress_usd_per_gb = 0.1
+batches = 4
+[cluster]
+nodes = [
+    {count = 1, device = "rtx-3090", per_node = 1, nic = "100 Gb/s", usd_per_h = 1.0, rack = "a"},
+    {count = 2, device = "h100-sxm", per_node = 2, nic = "1 Gb/s", usd_per_h = 1.0, rack = "b"},
+]
+links = [{between = ["a", "b"], bandwidth = "1 Gb/s", latency = "1 ms"}]
+[[budget]]
+name = "money"
+kind = "KIND"
+of = "greedy-fastest"
+share = 0.95
+"""
+
+
+def test_a_run_does_not_begin_with_what_its_budget_never_pays(capsys, tmp_path):
+    """A step on all devices moves gradients for 4,000 budgets of a step: no later step pays for it."""
+    (tmp_path / "s.toml").write_text(BESIDE_A_DEAR_LINK.replace("KIND", "usd"))
+    code, out, _ = ask(capsys, tmp_path / "s.toml", "--slots", 60, "--policy", "lyapunov", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["bound"]["feasible"]
+    assert found["policies"]["lyapunov"]["violation"] <= 0.1  # 24 budgets of a step: within its bet
+
+
+def test_a_part_of_nothing_is_no_budget(capsys, tmp_path):
+    """The fastest devices share a node, and send nothing between racks."""
+    (tmp_path / "s.toml").write_text(BESIDE_A_DEAR_LINK.replace("KIND", "egress_usd"))
+    code, out, _ = ask(capsys, tmp_path / "s.toml", "--slots", 20, "--json")
+    error = json.loads(out)["error"]
+    assert code == 2 and error["key"] == "budget[0].of" and "money" in error["what"] and error["fix"]
+
+
 def test_the_report_holds_the_figures_and_loads_nothing(capsys, tmp_path, monkeypatch):
     from foreshard.simulate import sweeps
 

@@ -1,13 +1,19 @@
 """The job of a scenario: seconds and bytes are the predictor's, rates and prices the cluster's."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
+from foreshard.control.nominal import predicted_chain
 from foreshard.errors import SpecError
+from foreshard.planner.request import checked_request
+from foreshard.predict import predict
 from foreshard.simulate.workload import cluster_of, model_of, workload
+from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.scenario import Scenario
 
 TWO_RACKS = {
@@ -50,6 +56,41 @@ def test_bytes_are_those_of_the_memory_model():
     assert work.chain.sync_bytes[1] == pytest.approx(4 * block)
     assert work.chain.state_bytes[1] == pytest.approx(18 * block)
     assert work.chain.boundary_bytes[0] == 2 * 2 * model.hidden * 1024
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "precision", "micro_batch", "seq_len"),
+    [
+        ("gpt2-medium", "v100-sxm-16gb", "fp16", 1, 1024),
+        ("gpt-neo-1.3b", "a100-sxm-80gb", "bf16", 4, 2048),
+        ("llama3.2-1b", "a100-sxm-40gb", "bf16", 1, 512),
+        ("llama3-8b", "h200-sxm", "bf16", 1, 4096),
+        ("bert-large", "l4", "bf16", 8, 512),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_stage_that_the_chain_has_room_for_fits_as_predicted(
+    model, device, precision, micro_batch, seq_len, stages
+):
+    """What is left of a device by the chain is never more than by the prediction of the same plan."""
+    known, cluster = load_model(model), load_cluster(f"{stages}x1x{device}@100Gb/s")
+    asked = checked_request(known, cluster, global_batch=64, seq_len=seq_len, precision=precision)
+    chain = predicted_chain(asked, micro_batch)
+    ends = np.linspace(0, chain.num_layers, stages + 1).astype(int).tolist()
+    group = Group(
+        share=64,
+        micro_batch=micro_batch,
+        stages=tuple(Stage(ranks=(i,), layers=(cut,)) for i, cut in enumerate(pairwise(ends))),
+    )
+    plan = Plan(global_batch=64, seq_len=seq_len, groups=(group,), precision=precision)
+    peaks = predict(known, cluster, plan).memory.per_stage_peak_bytes[0]
+    for i, (start, stop) in enumerate(pairwise(ends)):
+        states = chain.before_state[stop] - chain.before_state[start]
+        saved = (stages - i) * micro_batch * (chain.before_saved[stop] - chain.before_saved[start])
+        left_by_chain = chain.memory_bytes[i] - states - saved
+        left = cluster.device_of(i).capacity_bytes - peaks[i]
+        assert left_by_chain <= left + 0.02 * peaks[i]
+        assert left_by_chain >= left - 0.35 * peaks[i]
 
 
 def test_rates_delays_prices_and_egress_are_those_of_the_links():

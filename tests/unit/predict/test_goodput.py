@@ -130,6 +130,16 @@ def test_failures_make_a_run_longer_and_dearer_and_steps_wait_for_data():
     assert slow.goodput == pytest.approx(0.5) and slow.run.lost["loading_data"] == pytest.approx(0.5)
 
 
+def test_a_spare_that_stands_by_and_saving_beside_training_take_no_time():
+    """Restarts and saves of no time leave what is done again, and loads; with every step saved only these."""
+    free = predicted(1, restart_s=0.0, checkpoint_s=0.0).run
+    assert free.lost["checkpoints"] == 0.0 and free.checkpoint_every_steps == 1
+    assert free.restart_s == free.load_s > 0.0
+    dearer = predicted(1, restart_s=1.0, checkpoint_s=0.1)
+    assert dearer.goodput < free.goodput < 1.0
+    assert free.goodput + sum(free.lost.values()) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     "stated",
     [

@@ -4,12 +4,14 @@ from foreshard import api
 from foreshard.advise import advice
 from foreshard.advise import nearest_fit as nearest_fit_module
 from foreshard.advise.advice import improvements
-from foreshard.advise.change import apply, effect
+from foreshard.advise.change import KEYS, apply, effect
 from foreshard.advise.nearest_fit import nearest_fit, verdict
+from foreshard.advise.request import DEGREES, OPTIONS
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError
+from foreshard.spec.framework import OVERRIDES
 from foreshard.spec.plan import COMM_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("stand_in")
@@ -203,3 +205,15 @@ def test_a_change_to_16_bits_leaves_the_recipe_of_8_bits_behind():
     asked = ask("llama3-8b", "8xh100-sxm", precision="fp8", fp8_recipe="blockwise")
     fresh = ask("llama3-8b", "8xh100-sxm", precision="bf16").predict()
     assert apply(asked, "dtype=bf16").predict().step_time_s == fresh.step_time_s
+
+
+def test_every_degree_and_option_of_a_prediction_can_be_changed():
+    """But for `overrides`, whose keys are changed each by itself."""
+    assert {*DEGREES, *OPTIONS, *OVERRIDES} - {"overrides"} <= {*KEYS}
+
+
+@pytest.mark.parametrize(("word", "on"), [("on", True), ("off", False)])
+def test_compiling_by_a_change_is_compiling_by_the_flag(word, on):
+    plain = ask("llama3-8b", "1x8xh100-sxm", framework="torchtitan")
+    asked = ask("llama3-8b", "1x8xh100-sxm", framework="torchtitan", compile=on)
+    assert apply(plain, f"compile={word}").to_plan() == asked.to_plan()

@@ -118,7 +118,9 @@ _RUN = (
     click.option("--zero", type=Level(), help="ZeRO level 0-3 (default: the framework's, 1)."),
     click.option("--shard-size", type=Count(), help="Ranks that share one copy (hybrid sharding)."),
     micro_batch,
-    click.option("--global-batch", type=Count(), help="Samples per step (default dp x pp x micro-batch)."),
+    click.option(
+        "--global-batch", type=Count(), help="Samples per step (default dp x pp in whole micro-batches)."
+    ),
     seq_len,
     click.option(
         "--recompute",

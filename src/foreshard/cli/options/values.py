@@ -78,7 +78,8 @@ def _dollars(text: str) -> str:
 class Amount(click.ParamType):  # type: ignore[type-arg]
     """A finite number above zero, or from `low` to `high`; of a dimension also with a unit, as 5 min.
 
-    `unit` is the one of numbers without a unit. Tokens and dollars may be counted in k, M, B and T.
+    With `zero` it may be 0. `unit` is the one of numbers without a unit. Tokens and dollars may be counted in
+    k, M, B and T.
     """
 
     name = "X"
@@ -90,8 +91,10 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
         *,
         dimension: str | None = None,
         unit: str | None = None,
+        zero: bool = False,
     ):
         self.low, self.high, self.dimension, self.unit = low, high, dimension, unit or dimension
+        self.zero = zero
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or fail."""
@@ -106,10 +109,16 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
         elif math.isnan(number) and self.dimension is not None:
             with suppress(SpecError):
                 number = parse(text, self.dimension) / parse(f"1 {self.unit}", self.dimension)
-        if number > 0 and self.low <= number <= self.high:
+        if (number > 0 or (self.zero and number == 0)) and self.low <= number <= self.high:
             return number
         hint = _suffix_hint(text) if self.dimension is None else f". Write it like {self._example}"
-        limits = f"from {self.low:g} to {self.high:g}" if self.low else "above zero"
+        limits = (
+            f"from {self.low:g} to {self.high:g}"
+            if self.low
+            else "of at least zero"
+            if self.zero
+            else "above zero"
+        )
         if self.dimension in ("usd", "usd_per_h") and re.search(r"eur|€|gbp|£|cny|¥|jpy", str(value).lower()):
             hint = ". Write it in USD: rates of exchange are not known here"
         self.fail(f"{str(value)[:40]!r} is not a number {limits}{hint}", param, ctx)

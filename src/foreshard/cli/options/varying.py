@@ -105,7 +105,7 @@ VARYING_OPTIONS = (
     ),
     click.option(
         "--restart-s",
-        type=Amount(dimension="s"),
+        type=Amount(dimension="s", zero=True),
         help="Seconds from a failure to the first new step, without loading the checkpoint.",
     ),
     click.option(
@@ -116,7 +116,7 @@ VARYING_OPTIONS = (
     ),
     click.option(
         "--checkpoint-s",
-        type=Amount(dimension="s"),
+        type=Amount(dimension="s", zero=True),
         help="Seconds training stands still to save (default: bytes over bandwidth).",
     ),
     click.option(

@@ -135,6 +135,17 @@ class SubsetClasses:
                 found[:, i] = self._of_worker(budget)
         return found
 
+    def over(self, budgets: Sequence[Budget], saved: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Return by what part of an allowance a batch is above it and the savings, shape (subsets,).
+
+        The largest of the budgets, minus infinity where there are none; `saved` is of each, in its unit.
+        """
+        found, costs = np.full(len(self.time_s), -np.inf), self.column(budgets)
+        for i, (budget, spare) in enumerate(zip(budgets, saved, strict=True)):
+            allowed = budget.allowance(1.0) * (1.0 if budget.per == "step" else self.time_s)
+            found = np.maximum(found, (costs[:, i] - spare) / allowed - 1.0)
+        return found
+
     def _of_worker(self, budget: Budget) -> np.ndarray:
         """Return the busy seconds of one device, which is a kind of its own."""
         if budget.kind != "duty":
@@ -169,19 +180,31 @@ class SubsetClasses:
         return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
 
 
-def _members(
-    chain: Chain, state: State, micro_batch: int, apart: frozenset[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Group the available devices that hold the model and that no subset can tell apart."""
-    holds = chain.before_state[-1] + micro_batch * chain.before_saved[-1] <= chain.memory_bytes
-    there = np.flatnonzero(state.available & holds)
-    if not len(there):
+def replica_holders(chain: Chain, available: np.ndarray, *, micro_batch: int = 1) -> np.ndarray:
+    """Return which of the devices that are there hold the whole model, shape (devices,).
+
+    Raises
+    ------
+    InfeasibleError
+        When none does.
+    """
+    needed_bytes = chain.before_state[-1] + micro_batch * chain.before_saved[-1]
+    holders = np.asarray(available & (needed_bytes <= chain.memory_bytes))
+    if not holders.any():
         raise InfeasibleError(
             "no device that is there holds the model",
             key="model",
             rule="Each device of a subset holds a whole replica",
             fix="Name a smaller model",
         )
+    return holders
+
+
+def _members(
+    chain: Chain, state: State, micro_batch: int, apart: frozenset[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Group the available devices that hold the model and that no subset can tell apart."""
+    there = np.flatnonzero(replica_holders(chain, state.available, micro_batch=micro_batch))
     # Devices that could change places; bytes between those of a class are counted as free.
     places = link_kinds(state)
     paid = (state.usd_per_byte > 0.0) & (np.array(places)[:, None] == places)

@@ -8,7 +8,7 @@ micro-batches and cuts are moved while a step gets shorter.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -28,6 +28,7 @@ from foreshard.predict.measured.memory import least_bytes
 from foreshard.predict.step_source import MeasuredSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.prediction import Prediction
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _REACH = 2
@@ -56,6 +57,7 @@ def plan_measured(
     top: int = 5,
     budget_s: float = 10.0,
     tokens: float | None = None,
+    predicted: Callable[[Plan], Prediction] | None = None,
 ) -> PlanResult:
     """Return the best plans found and a bound that no plan beats.
 
@@ -71,6 +73,9 @@ def plan_measured(
     budget_s : float
     tokens : float, optional
         Of the whole run.
+    predicted : callable, optional
+        What a plan is predicted to take where `costs` are lines through what it would say at every
+        micro-batch. The plans that are returned are ordered by it.
 
     Raises
     ------
@@ -119,17 +124,10 @@ def plan_measured(
     ranked = judged.ranked([*better, *found, *equal])
     if not ranked:
         return _infeasible(costs, bound_s, started)
-    best_s = judged.seconds(ranked[0])
-    shown = [
-        Ranked(
-            plan=plan,
-            prediction=source.predict(plan, tokens=tokens),
-            why=_why(judged.seconds(plan), best_s),
-        )
-        for plan in _shown(ranked, equal, top)
-    ]
+    predicted = predicted or partial(source.predict, tokens=tokens)
+    shown = _timed([(plan, predicted(plan)) for plan in _shown(ranked, equal, top)])
     return PlanResult(
-        plans=tuple(shown),
+        plans=shown,
         lower_bound_step_time_s=bound_s,
         evaluated=sum(solution.evaluated for solution in solutions) + len(judged),
         pruned=sum(solution.excluded for solution in solutions),
@@ -265,6 +263,16 @@ def _blocks(costs: MeasuredCosts, places: Places, tp: int) -> Iterator[tuple[int
         taken = {rank for block in together for rank in block}
         yield from together
         yield from (block for block in places.blocks(kind, 1) if block[0] not in taken)
+
+
+def _timed(plans: Sequence[tuple[Plan, Prediction]]) -> tuple[Ranked, ...]:
+    """Return plans with their predictions, fastest first."""
+    ordered = sorted(plans, key=lambda found: found[1].step_time_s)
+    best_s = ordered[0][1].step_time_s
+    return tuple(
+        Ranked(plan=plan, prediction=prediction, why=_why(prediction.step_time_s, best_s))
+        for plan, prediction in ordered
+    )
 
 
 def _why(seconds: float, best_s: float) -> str:

@@ -20,6 +20,7 @@ from foreshard.errors import SpecError
 from foreshard.predict.measured.links import MeasuredLinks
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import Range, Size, invalid, load_written
+from foreshard.spec.plan import PRECISIONS
 
 Number = Annotated[float, Range(0.0)]
 Line = tuple[Number, Number]
@@ -324,7 +325,7 @@ Layers = Annotated[tuple[LayerCost, ...], Size(1)]
 class TiedLayers:
     """Layers that share a parameter, and its bytes."""
 
-    layers: tuple[int, ...]
+    layers: tuple[Annotated[int, Range(0)], ...]
     bytes: Number
 
 
@@ -336,10 +337,10 @@ class CostsFile:
     schema_version: Literal[1]
     layers: Layers
     devices: Mapping[str, Annotated[float, Range(1e-9, 1e9)]]
-    spread: tuple[float, float]
-    clock: str
-    tokens_per_sample: float
-    samples: Annotated[tuple[int, ...], Size(1)]
+    spread: tuple[Number, Number]
+    clock: Literal["cpu", "wall", "table"]
+    tokens_per_sample: Annotated[float, Range(1e-9)]
+    samples: Annotated[tuple[Annotated[int, Range(1)], ...], Size(1)]
     links: MeasuredLinks | None = None
     tables: Mapping[str, Layers] = field(default_factory=dict)
     tensor: Mapping[str, Mapping[str, Layers]] = field(default_factory=dict)
@@ -365,6 +366,17 @@ def load_costs(path: str) -> MeasuredCosts:
             raise invalid(len(table), rule, key=f"tables.{name}", fix=fix, file=path)
     for layer in (*file.layers, *(row for table in file.tables.values() for row in table)):
         _check_sizes(layer, path, fix)
+    if file.spread[0] > file.spread[1]:
+        rule = "It is the least and the largest step over the predicted one"
+        raise invalid(list(file.spread), rule, key="spread", fix=fix, file=path)
+    for tie in file.tied:
+        if max(tie.layers, default=0) >= len(file.layers):
+            rule = f"Layers are 0 to {len(file.layers) - 1}"
+            raise invalid(list(tie.layers), rule, key="tied.layers", fix=fix, file=path)
+    precision = file.fingerprint.get("precision", "fp32")
+    if precision not in PRECISIONS:
+        rule = f"It is one of {', '.join(PRECISIONS)}"
+        raise invalid(precision, rule, key="fingerprint.precision", fix=fix, file=path)
     return MeasuredCosts(
         layers=file.layers,
         tables=file.tables,
@@ -376,7 +388,7 @@ def load_costs(path: str) -> MeasuredCosts:
         links=file.links or MeasuredLinks(),
         model=file.model,
         machine=file.machine,
-        precision=file.fingerprint.get("precision", "fp32"),
+        precision=precision,
         largest=max(file.samples),
         tied=tuple((tie.layers, tie.bytes) for tie in file.tied),
         parts={

@@ -161,6 +161,18 @@ def check_degrees(module: TracedModule, plan: Plan) -> None:
             )
 
 
+def check_precision(module: TracedModule, plan: Plan) -> None:
+    """Raise SpecError for a plan in another precision than the module was traced in."""
+    if plan.precision != module.precision:
+        raise SpecError(
+            f"a plan in {plan.precision} of a module traced in {module.precision}",
+            key="--dtype",
+            value=plan.precision,
+            rule="Sizes and seconds of operations are those of the precision of the trace",
+            fix=f"Trace it with precision={plan.precision!r}, or plan in {module.precision}",
+        )
+
+
 def check_rules(plan: Plan) -> None:
     """Raise SpecError for a choice that needs less than a whole layer, forward or backward."""
     rules = {stage.recompute for group in plan.groups for stage in group.stages}
