@@ -206,6 +206,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     optimizer = lasting * (1 - load.offload_optimizer)
 
     copied = trained if as_read else everything
+    if not any(block.every_expert for block, _ in load.kinds):  # autocast knows no grouped product
+        copied = copied - (have.expert_trained if as_read else have.expert)
     cached = profile.autocast_bytes * copied * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     num_layers = sum(np.asarray(count) for _, count in load.kinds)

@@ -126,7 +126,7 @@ def _short(group: Group) -> str:
 def _eager(case: PlannedRun) -> Iterator[str]:
     """Yield what transformers does for a model that it has no fused attention for."""
     code = memory_profile(case.framework.memory).eager_norm
-    if not (code and any(block.eager_attention for block, _ in case.model.block_kinds())):
+    if not (code and any(block.attention_code for block, _ in case.model.block_kinds())):
         return
     if case.framework.attention == "unfused":
         yield f"transformers runs no fused attention for {case.model.name}: scores are kept"

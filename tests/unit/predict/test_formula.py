@@ -544,7 +544,7 @@ def test_a_layer_of_a_hybrid_casts_what_its_own_products_read():
 
 def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs_it():
     model = api.load_model("gpt2")
-    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu="") for block in model.blocks))
+    kernel = replace(model, blocks=tuple(replace(block, spelled_activation="") for block in model.blocks))
     for framework, counts in (("ddp", (76 - 4, 118 - 6)), ("megatron-core", (0, 0)), ("torchtitan", (0, 0))):
         spelled, fused = (batch_of(m, framework=framework, zero=0)[1] for m in (model, kernel))
         layer, machine = spelled.kinds[0], spelled.machine
@@ -579,7 +579,7 @@ def test_bytes_of_gelu_by_its_formulas_are_those_of_transformers_code(name, form
     from foreshard.profile.tracing.trace import trace_module
 
     model = api.load_model(name)
-    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu="") for block in model.blocks))
+    kernel = replace(model, blocks=tuple(replace(block, spelled_activation="") for block in model.blocks))
     batches = [batch_of(m, framework=framework, zero=0 if autocast else 3)[1] for m in (model, kernel)]
     (layer, plain), machine = (batch.kinds[0] for batch in batches), batches[0].machine
     rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
