@@ -13,6 +13,7 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.memory_activations import recompute_of
+from foreshard.errors import SpecError
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.machine import sustained
 from foreshard.predict.rates import model_flops, recomputed_flops
@@ -713,8 +714,8 @@ def test_weights_gathered_in_8_bit_are_half_the_bytes():
         for on in (False, True)
     )
     assert (wide.traits.param_bytes, narrow.traits.param_bytes) == (2.0, 1.0)
-    other = batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)[1].machine
-    assert other.traits.param_bytes == 2.0, "products in 16 bit read weights in 16 bit"
+    with pytest.raises(SpecError, match="products run in bf16"):
+        batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)
 
 
 def eff_of(machine, kernels):
@@ -774,3 +775,19 @@ def test_kernels_that_torchscript_fuses_move_what_fused_ones_do():
     _, batch = batch_of("gpt3-1.3b", "1x8xa100-sxm-80gb", "megatron-lm", tp=1)
     _, eager = batch_of("gpt3-1.3b", "1x8xa100-sxm-80gb", "torchtitan", tp=1)
     assert batch.machine.traits.eager.item() == 0.0 and eager.machine.traits.eager.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "switch", "said"),
+    [
+        ("llama3-8b", "expert_overlap", "--expert-overlap: llama3-8b has no experts"),
+        ("llama3-8b", "shared_overlap", "--shared-overlap: llama3-8b has no shared experts"),
+        ("mixtral-8x7b", "shared_overlap", "--shared-overlap: mixtral-8x7b has no shared experts"),
+        ("llama3-8b", "narrow_gather", "--narrow-gather: weights are gathered in 8 bit"),
+    ],
+)
+def test_a_switch_with_nothing_to_hide_is_an_error(model, switch, said):
+    with pytest.raises(SpecError) as error:
+        batch_of(model, **{switch: True})
+    assert said in str(error.value) and "eave out --" in str(error.value)
+    batch_of(model, **{switch: False})
