@@ -1,7 +1,7 @@
 """Parameters of a tensor-parallel rank against what DTensor leaves of transformers' own layers.
 
 Products are split as Megatron-core and torchtitan split them: by columns into attention and MLP, by rows out
-of them; all else is whole on every rank. Sinks of attention go with their heads, which no style of torch says.
+of them; all else is whole on every rank. Sinks go with their heads, which no style of torch says.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def _replicated(block: Block) -> float:
     Source
     ------
     Megatron-LM d98e8a6 core/tensor_parallel/layers.py RowParallelLinear, core/transformer/moe/
-    shared_experts.py, moe_layer.py (latent projections are duplicated), dot_product_attention.py softmax_offset; torch 2.13
-    distributed/tensor/parallel/style.py RowwiseParallel.
+    shared_experts.py, moe_layer.py (latent projections are duplicated), core/transformer/
+    dot_product_attention.py softmax_offset; torch 2.13 distributed/tensor/parallel/style.py RowwiseParallel.
     """
     down = (block.kv_lora > 0) * block.hidden * (block.q_lora + block.kv_lora + block.rope_head_dim)
     heads = (block.kv_lora == 0) * block.qkv_bias * (block.query_width + block.kv_width)

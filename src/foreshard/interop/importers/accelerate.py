@@ -78,7 +78,7 @@ def _fsdp(config: ConfigTable) -> StatedRun:
     shard = degrees.whole("parallelism_config_dp_shard_size")
     if shard == 1 and choices["cp"] == 1:
         choices["zero"], copies = 0, 1
-    notes = ("FSDP1 is predicted as composer, which uses it.",) if version == 1 else ()
+    notes: tuple[str, ...] = ("FSDP1 is predicted as composer, which uses it.",) if version == 1 else ()
     if choices["zero"] >= 2:
         found, said = _units(fsdp, version)
         choices, notes = choices | found, notes + said

@@ -16,7 +16,7 @@ _UNSTATED = ("seq_len", "recompute")
 _ELSEWHERE = ("pipeline", "moe", "compression_training", "curriculum_learning", "data_efficiency")
 
 
-_UNREAD = {
+_UNREAD: dict[str, dict[str, Any]] = {
     "": {
         "communication_data_type": None,
         "prescale_gradients": False,

@@ -23,7 +23,7 @@ _LOOPED = ("interleaved",)
 _MODES = ("none", "selective", "full")
 
 
-_UNREAD = {
+_UNREAD: dict[str, dict[str, Any]] = {
     "optimizer": {"implementation": "fused", "early_step_in_backward": False},
     "parallelism": {
         "disable_loss_parallel": False,
