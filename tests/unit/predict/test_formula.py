@@ -14,6 +14,7 @@ from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s,
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.errors import SpecError
+from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.machine import sustained
 from foreshard.predict.rates import model_flops, recomputed_flops
@@ -33,6 +34,7 @@ from foreshard.predict.tasks.kernels import (
     attention_times,
     cast_s,
     elementwise_times,
+    expert_sizes,
     linear_sizes,
     linear_times,
     weight_cast_s,
@@ -791,3 +793,14 @@ def test_a_switch_with_nothing_to_hide_is_an_error(model, switch, said):
         batch_of(model, **{switch: True})
     assert said in str(error.value) and "eave out --" in str(error.value)
     batch_of(model, **{switch: False})
+
+
+def test_transformers_sends_every_token_through_all_experts_of_llama_4():
+    """16 times the products of experts; torchtitan routes tokens to one."""
+    options = {"cluster": "32x8xh100-sxm", "zero": 3, "micro_batch": 1}
+    _, plain = batch_of("llama4-scout", framework="torchtitan", **options)
+    case, all_of_them = batch_of("llama4-scout", framework="hf", **options)
+    sent, routed = (expert_sizes(batch.kinds[0], batch.machine)[0].item() for batch in (all_of_them, plain))
+    assert sent == 16 * routed
+    said = [text for text in assumptions(case) if "all 16 experts" in text]
+    assert len(said) == 1
