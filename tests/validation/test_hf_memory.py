@@ -160,3 +160,14 @@ def test_which_models_have_no_fused_attention(kind):
     table = shipped("architectures.toml")["decoders"]
     own = bool(inherited(kind, table).get("attention_code"))
     assert own == (not made._supports_sdpa or kind == "gptj")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["falcon", "gemma2", "gpt_oss"])
+def test_a_single_sample_of_many_tokens_keeps_what_autograd_keeps(kind, autocast, monkeypatch):
+    """One head of keys of one sample is broadcast, not copied; scores outweigh the rest."""
+    monkeypatch.setitem(MODELS, kind, MODELS[kind] | {"num_key_value_heads": None if kind == "falcon" else 1})
+    monkeypatch.setattr(f"{__name__}.SAMPLES", 1)
+    monkeypatch.setattr(f"{__name__}.SEQ", 96)
+    expected = kept_bytes(kind, 2, autocast=autocast) - kept_bytes(kind, 1, autocast=autocast)
+    assert counted_bytes(kind, autocast=autocast) == pytest.approx(expected, rel=0.02)

@@ -121,7 +121,7 @@ def _attention_saved(
     keep = n.element * (block.query_width + block.kv_width) + output
     turned = block.query_width + block.num_kv_heads * block.head_dim
     if profile.eager_norm:
-        keep = keep + unfused * _copied_heads(block, n, turned, profile)
+        keep = keep + unfused * _copied_heads(block, n, turned, load, profile)
     if block.qk_norm:  # their norms read queries and keys before they are normed and turned
         keep = keep + _norm_input(block, n, profile, residual=False) * turned
     if profile.eager_norm and block.rotary and block.attention_code != "math":
@@ -162,15 +162,22 @@ def _score_bytes(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
     beside = {"capped": 6.0, "sinks": 0.0, "math": 2.0}.get(block.attention_code, 4.0)
     if profile.compiled and block.attention_code != "math":
         beside = 4.0
+    elif block.attention_code == "sinks":  # autocast runs any softmax in 32 bit
+        beside = np.where(_autocasts(block, n, profile), 4.0, beside)
     return n.element + drop + beside * wide + n.element * drop * (1 - wide)
 
 
-def _copied_heads(block: Block, n: _Tokens, turned: int, profile: MemoryProfile) -> Any:
-    """Return the bytes per token of copies of queries, keys and values that separate kernels read."""
-    every = n.element * (_every_head(block) - block.kv_width)
+def _copied_heads(block: Block, n: _Tokens, turned: int, load: StageLoad, profile: MemoryProfile) -> Any:
+    """Return the bytes per token of copies of queries, keys and values that separate kernels read.
+
+    One head of one sample is broadcast without a copy.
+    """
+    copied = np.maximum(block.num_kv_heads > 1, np.asarray(load.micro_batch) > 1)
+    every = n.element * copied * (_every_head(block) - block.kv_width)
     wide = np.maximum(4.0 - n.element, 0.0)
     if block.attention_code == "math":
-        return every + wide * (block.query_width + _every_head(block))
+        read = np.where(copied, _every_head(block), block.kv_width)
+        return every + wide * (block.query_width + read)
     return every * (not profile.compiled) + wide * turned * (block.attention_code == "wide")
 
 
