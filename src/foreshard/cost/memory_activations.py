@@ -159,7 +159,7 @@ def _score_bytes(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
     """
     drop = _drops(block, profile)
     wide = profile.eager_norm * (np.asarray(n.element) < 4)
-    beside = {"capped": 6.0, "sinks": 0.0, "math": 2.0}.get(block.attention_code, 4.0)
+    beside: Any = {"capped": 6.0, "sinks": 0.0, "math": 2.0}.get(block.attention_code, 4.0)
     if profile.compiled and block.attention_code != "math":
         beside = 4.0
     elif block.attention_code == "sinks":  # autocast runs any softmax in 32 bit
