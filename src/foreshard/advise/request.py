@@ -226,6 +226,7 @@ class Request:
 
         choices = {name: value for name, value in self.choices.items() if value is not None}
         comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
+        _check_overlaps(comm, self.model)
         algorithm, buckets = choices.pop("collectives", "auto"), choices.pop("buckets", None)
         one_of(algorithm, ALGORITHMS, key="--collectives", name="collectives", exact=True)
         prefetch, wrap = choices.pop("prefetch", None), choices.pop("wrap", None)
@@ -234,6 +235,7 @@ class Request:
         of_framework = checked_of_framework({name: choices.pop(name, None) for name in OF_FRAMEWORK})
         choices.setdefault("seq_len", self.model.max_seq_len)
         choices.setdefault("precision", self.cluster.default_precision())
+        _check_narrow_gather(comm, choices["precision"])
         if "framework" in choices:
             framework = self.framework
             choices.setdefault("zero", framework.default_zero)
@@ -431,3 +433,32 @@ def stated_degrees(plan: Plan) -> dict[str, int]:
         "etp": stage.etp,
         "vpp": group.num_chunks,
     }
+
+
+def _check_overlaps(comm: Mapping[str, Any], model: Model) -> None:
+    """Raise where tokens on their way to experts are to be hidden in a model that has no such experts."""
+    needs = {
+        "expert_overlap": ("experts", any(block.num_experts for block, _ in model.block_kinds())),
+        "shared_overlap": ("shared experts", any(block.shared_ffn for block, _ in model.block_kinds())),
+    }
+    for name, (what, there) in needs.items():
+        if comm.get(name) is True and not there:
+            raise SpecError(
+                f"{model.name} has no {what}",
+                key=flag_of(name),
+                value=True,
+                rule=f"It hides the exchange of tokens with experts, and needs {what}",
+                fix=f"Leave out {flag_of(name)}",
+            )
+
+
+def _check_narrow_gather(comm: Mapping[str, Any], precision: Any) -> None:
+    """Raise where weights are to be gathered in 8 bit though products run in a wider precision."""
+    if comm.get("narrow_gather") is True and precision in ("bf16", "fp16", "fp32"):
+        raise SpecError(
+            f"weights are gathered in 8 bit, but products run in {precision}",
+            key="--narrow-gather",
+            value=True,
+            rule="It gathers weights as 8-bit products read them",
+            fix="Add --dtype fp8, or leave out --narrow-gather",
+        )

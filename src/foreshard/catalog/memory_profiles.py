@@ -23,7 +23,7 @@ class MemoryProfile:
 
     dummy_wgrads : TransformerEngine caches one 16-bit gradient of each distinct weight shape
     weights_are_master : weights are kept in fp32 and are the master copy (FSDP shards, DDP with autocast)
-    autocast_bytes : 16-bit copy of every weight that autocast caches until the backward is over
+    autocast_bytes : 16-bit copy of every weight but experts' that autocast caches until the backward is over
     lazy_gradients : gradients exist from their backward to the step only
     extra_gradient_bytes : bytes per parameter of a second, lasting copy of the gradients, with replicas
     backward_gradient_bytes : 16-bit gradients of the running backward beside fp32 main gradients

@@ -88,7 +88,7 @@ def of_model(framework: Framework, model: Model) -> Framework:
     Model code of transformers asks torch for a fused kernel (``sdpa``) where the model's class allows it, and
     keeps the scores of the others.
     """
-    eager = any(block.eager_attention for block, _ in model.block_kinds())
+    eager = any(block.attention_code for block, _ in model.block_kinds())
     if framework.attention == "sdpa" and eager and memory_profile(framework.memory).eager_norm:
         return replace(framework, attention="unfused")
     return framework

@@ -248,9 +248,12 @@ def _moments(
 def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Any:
     """Return context, NCCL buffers and userbuffers."""
     peers = np.minimum(np.asarray(load.ep) - 1, MAX_ALL_TO_ALL_PEERS)
-    exchange = (
-        deepep_bytes(load, framework) if framework.dispatcher == "deepep" else ALL_TO_ALL_PAIR_BYTES * peers
-    )
+    if framework.dispatcher == "deepep":
+        exchange = deepep_bytes(load, framework)
+    elif framework.dispatcher == "hybridep":
+        exchange = hybridep_bytes(load)
+    else:
+        exchange = ALL_TO_ALL_PAIR_BYTES * peers
     buffers = _communicators_bytes(load, profile) + exchange
     return profile.context_bytes + buffers + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
 
@@ -265,6 +268,28 @@ def deepep_bytes(load: StageLoad, framework: Framework) -> Any:
     near = np.minimum(ranks, DEEPEP_NODE) * tokens
     far = np.where(ranks > DEEPEP_NODE, 2.0 * ranks / DEEPEP_NODE * DEEPEP_RDMA_TOKENS, 0.0)
     return (ranks > 1) * framework.dispatch_sms / 2 * (near + far) * hidden
+
+
+def hybridep_bytes(load: StageLoad) -> Any:
+    """Return the buffer of HybridEP inside a link domain, which has room for all tokens of its group.
+
+    A token comes with a probability for each expert of the domain and a scale of each 128 channels. Dispatch
+    and combine share it. What waits for other domains is left out: a quarter of it for 8 domains of 8.
+
+    Source
+    ------
+    deepseek-ai/DeepEP 2540b8a (branch hybrid-ep) csrc/hybrid_ep/buffer/intranode.cu; Megatron-LM d98e8a6
+    core/transformer/moe/fused_a2a.py init_hybrid_ep_buffer (tokens of a rank, 16 bit).
+    """
+    ranks = np.asarray(load.ep, dtype=float) * load.etp
+    tokens = np.asarray(load.micro_batch) * load.seq_len / load.cp / load.tp * ranks
+    most = 0.0
+    for block, count in load.kinds:
+        experts = block.num_experts / np.asarray(load.ep, dtype=float) * np.minimum(ranks, DEEPEP_NODE)
+        hidden = block.expert_hidden or block.hidden
+        token = 2.0 * hidden + 4.0 * experts + 4.0 * hidden / 128
+        most = np.maximum(most, token * (block.num_experts > 0) * (np.asarray(count) > 0))
+    return (ranks > 1) * tokens * most
 
 
 def communicators_bytes(sizes: Iterable[tuple[float, Any]], channels: Any = CHANNELS) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -122,22 +122,23 @@ def _attention_saved(
         output = np.where(n.low > 0, profile.attention_output_bytes * out, output)
     keep = n.element * (block.query_width + block.kv_width) + output
     turned = block.query_width + block.num_kv_heads * block.head_dim
+    if profile.eager_norm:
+        keep = keep + unfused * _copied_heads(block, n, turned, load, profile)
     if block.qk_norm:  # their norms read queries and keys before they are normed and turned
         keep = keep + _norm_input(block, n, profile, residual=False) * turned
-    if profile.eager_norm and block.rotary:
+    if profile.eager_norm and block.rotary and block.attention_code != "math":
         # Values keep the product that they are cut from; heads that were joined anew are copied behind.
-        joined = block.rotary < 1 or block.fused_projections
-        keep = keep + n.element * (block.fused_projections * turned + joined * out)
+        copied = profile.compiled and block.num_kv_heads < block.num_heads  # values go to every head
+        fused = block.fused_projections and not copied
+        joined = block.rotary < 1 or (block.fused_projections and not profile.compiled)
+        keep = keep + n.element * (fused * turned + joined * out)
     if profile.eager_norm and profile.compiled:  # traced with a mask: keys and values go to every head
         keep = keep + n.element * np.where(unfused, 0.0, _every_head(block) - block.kv_width)
     if "o" in block.lora_targets and not profile.compiled:  # cast for the adapter, as in `_norms_saved`
         keep = keep + _adapts(block, n, profile) * n.element * out
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
-    drop = _drops(block, profile)
-    # Softmax is kept as products read it; model code of transformers keeps one in 32 bit, too.
-    wide = profile.eager_norm * (np.asarray(n.element) < 4)
-    score = n.element + drop + 4 * wide + n.element * drop * (1 - wide)
+    score = _score_bytes(block, n, profile)
     core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
     core = core * (1 + block.cross_attention)
     saved = n.split * (keep * (1 + block.cross_attention) + core)
@@ -149,6 +150,37 @@ def _attention_saved(
         norm = _norm_input(block, n, profile, residual=False)
         saved = saved + n.norm * ((norm + n.element) * latent + turns)
     return saved, n.split * core
+
+
+def _score_bytes(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
+    """Return the bytes of a score that attention without a fused kernel keeps.
+
+    Softmax is kept as products read it; model code of transformers keeps one in 32 bit, too, and what else
+    `ATTENTION_CODES` says: a tanh in 16 bit; or one softmax alone, in 16 bit of sinks, in 32 of torch's
+    fallback.
+    """
+    drop = _drops(block, profile)
+    wide = profile.eager_norm * (np.asarray(n.element) < 4)
+    beside: Any = {"capped": 6.0, "sinks": 0.0, "math": 2.0}.get(block.attention_code, 4.0)
+    if profile.compiled and block.attention_code != "math":
+        beside = 4.0
+    elif block.attention_code == "sinks":  # autocast runs any softmax in 32 bit
+        beside = np.where(_autocasts(block, n, profile), 4.0, beside)
+    return n.element + drop + beside * wide + n.element * drop * (1 - wide)
+
+
+def _copied_heads(block: Block, n: _Tokens, turned: int, load: StageLoad, profile: MemoryProfile) -> Any:
+    """Return the bytes per token of copies of queries, keys and values that separate kernels read.
+
+    One head of one sample is broadcast without a copy.
+    """
+    copied = np.maximum(block.num_kv_heads > 1, np.asarray(load.micro_batch) > 1)
+    every = n.element * copied * (_every_head(block) - block.kv_width)
+    wide = np.maximum(4.0 - n.element, 0.0)
+    if block.attention_code == "math":
+        read = np.where(copied, _every_head(block), block.kv_width)
+        return every + wide * (block.query_width + read)
+    return every * (not profile.compiled) + wide * turned * (block.attention_code == "wide")
 
 
 def _every_head(block: Block) -> int:
@@ -171,13 +203,16 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     """Return what one MLP of that width saves beyond its input, and its activation output alone."""
     element = n.gemm_input if profile.fp8_mlp_input else n.element
     inner = element * (1 + block.gated) + n.element * (profile.eager_mlp and block.gated)
-    spelled = block.spelled_gelu * (profile.eager_norm and not profile.compiled)
+    spelled = block.spelled_activation * (profile.eager_norm and not profile.compiled)
     if spelled == "gelu_new":
         # Saved by its formula: half of the input, the tanh, one more than it; of autocast a wide input.
         inner = inner + np.where(_autocasts(block, n, profile), 12.0, 3.0 * n.element)
     elif spelled == "gelu_fast":
         # both operands of each product, the tanh; Bloom's keeps its input alone
         inner = inner + 6.0 * n.element
+    elif spelled == "gpt_oss":
+        # gate and up as the product made them and as they were clamped, a sigmoid, one more than up, the gate
+        inner = inner + 3.0 * n.element
     read = _input_bytes(block, n, "down")
     if block.relu:
         inner = n.element * (np.asarray(read) != n.element)
@@ -232,8 +267,12 @@ def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfi
     if profile.eager_norm and not profile.compiled:  # under autocast every product keeps its cast input
         apart, adapted = not block.fused_projections, set(block.lora_targets)
         attends, feeds = block.num_heads > 0, block.ffn > 0 or block.num_experts > 0
-        casts = attends * (1 + 2 * apart) * (1 + block.cross_attention) * qkv
-        casts = casts + feeds * (1 + block.gated * apart) * up
+        reads = 1 + (block.q_lora > 0) if block.kv_lora else 1 + 2 * apart
+        casts = attends * reads * (1 + block.cross_attention) * qkv
+        # A router, and what shares the experts' input; the experts themselves read a copy in 32 bit.
+        beside = (block.shared_ffn > 0) * (1 + block.gated) + block.shared_gate
+        inner = 1 + beside if block.num_experts else 1 + block.gated * apart
+        casts = casts + feeds * inner * up
         outputs = np.where(_autocasts(block, n, profile), casts, outputs)
         own = n.element * len({"q", "k", "v", "gate", "up"} & adapted)
         outputs = np.where(_adapts(block, n, profile), own, outputs)
@@ -279,30 +318,48 @@ def _combined(
     """
     routed, outputs, inner = saved
     wide = 4.0 * outputs
-    reads_wide = profile.combined_bytes >= 4.0 or block.kv_lora > 0
+    reads_wide = profile.combined_bytes >= 4.0 or (block.wide_router and np.asarray(n.element) < 4)
     router = reads_wide * (4.0 - n.element * (not block.shared_ffn)) * block.hidden * n.norm
     scaled = 3.0 * wide
     weights = n.element * (not block.frozen) * block.num_experts * block.expert_params / 3
-    kept, indices = profile.combined_bytes * outputs, 32.0 * routed
+    kept = np.maximum(profile.combined_bytes, profile.eager_norm * n.element) * outputs
+    indices = 32.0 * routed
     through = (1 + block.gated) * inner - kept + weights / (np.asarray(load.ep) * load.etp)
     return router + kept + indices, np.maximum(scaled, through) + _passed_on(block, n, load)
+
+
+def _expert_tokens(block: Block, n: _Tokens, profile: MemoryProfile) -> _Tokens:
+    """Return tokens as experts read them: in 32 bit under autocast, which knows no grouped product.
+
+    Source
+    ------
+    torch 2.13 autocast_mode.h (mm and bmm, no _grouped_mm); transformers 5.24 integrations/moe.py
+    _grouped_mm: inputs take the dtype of the weights.
+    """
+    if not profile.eager_norm or block.every_expert:
+        return n
+    wide = _autocasts(block, n, profile)
+    return replace(n, element=np.where(wide, 4.0, n.element), gemm_input=np.where(wide, 4.0, n.gemm_input))
 
 
 def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) -> tuple[Any, Any]:
     """Return what router, experts and shared experts save, and the temporaries of their backward."""
     rule, width = load.recompute, block.expert_ffn / load.etp
-    routed = block.top_k * n.split * load.etp
-    inner, act = _mlp_saved(block, n, width, routed, profile)
+    own, every = _expert_tokens(block, n, profile), block.every_expert and profile.eager_norm
+    routed = (block.num_experts if every else block.top_k) * n.split * load.etp
+    inner, act = _mlp_saved(block, own, width, routed, profile)
     hidden = block.expert_hidden or block.hidden
-    inputs = routed * (_input_bytes(block, n, "gate", "up") * hidden + 4)
+    inputs = routed * (_input_bytes(block, own, "gate", "up") * hidden + 4)
     kept = inputs + 8 * block.num_experts * n.norm + inner - rule.moe_act * act
     shared, _ = _mlp_saved(block, n, block.shared_ffn, n.split, profile)
     # A gate scales the output of the shared experts, which is kept for it.
     shared = shared + block.shared_gate * n.element * block.hidden * n.norm
-    gradients = n.element * ((2 + block.gated) * width + hidden) * routed
-    if profile.combined_bytes:
-        parts = routed, hidden * routed, n.element * width * routed
-        more, gradients = _combined(block, n, load, profile, parts)
+    gradients = own.element * ((2 + block.gated) * width + hidden) * routed
+    if every:  # scores scale the copies that experts read
+        kept = kept + np.where(_autocasts(block, n, profile), 4.0, n.element) * hidden * routed
+    elif profile.combined_bytes:
+        parts = routed, hidden * routed, own.element * width * routed
+        more, gradients = _combined(block, own, load, profile, parts)
         kept = kept + more
     saved = (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
     return saved, gradients + rule.moe * (kept + shared)

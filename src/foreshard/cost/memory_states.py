@@ -95,10 +95,25 @@ class _Elements:
 
 
 def _replicated(block: Block) -> float:
-    """Return what every tensor-parallel rank holds whole: norms, router, biases, latent down-projections."""
+    """Return what every tensor-parallel rank holds whole.
+
+    These are norms, router, the gate of shared experts, biases of products that are split by rows, and
+    projections to latents. Biases of queries, keys and values, and sinks, go with their heads.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/tensor_parallel/layers.py RowParallelLinear, core/transformer/moe/
+    shared_experts.py, moe_layer.py (latent projections are duplicated), core/transformer/
+    dot_product_attention.py softmax_offset; torch 2.13 distributed/tensor/parallel/style.py RowwiseParallel.
+    """
     down = (block.kv_lora > 0) * block.hidden * (block.q_lora + block.kv_lora + block.rope_head_dim)
-    other = block.attention_params - block.attention_matmul_params
-    return block.norm_total_params + block.router_params + other + down
+    heads = (block.kv_lora == 0) * block.qkv_bias * (block.query_width + block.kv_width)
+    heads = heads * (1 + block.cross_attention)
+    sinks = (block.attention_code == "sinks") * block.other_params
+    other = block.attention_params - block.attention_matmul_params - heads - sinks
+    rows = block.mlp_bias * block.hidden * ((block.ffn > 0) * 1 + (block.shared_ffn > 0))
+    shared = block.shared_gate * block.hidden + block.latent_params
+    return block.norm_total_params + block.router_params + other + down + rows + shared
 
 
 def _elements(load: StageLoad) -> _Elements:
@@ -206,6 +221,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     optimizer = lasting * (1 - load.offload_optimizer)
 
     copied = trained if as_read else everything
+    if not any(block.every_expert for block, _ in load.kinds):  # autocast knows no grouped product
+        copied = copied - (have.expert_trained if as_read else have.expert)
     cached = profile.autocast_bytes * copied * (np.asarray(element) < 4)
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     num_layers = sum(np.asarray(count) for _, count in load.kinds)

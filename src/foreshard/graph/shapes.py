@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.spec.block import GELU_FORMULAS, Block
+from foreshard.spec.block import ACTIVATION_FORMULAS, Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,11 @@ class LayerShape:
     scale_norm: Any  # norms have a scale and no bias: RMSNorm
     ffn: Any
     gated: Any
-    spelled_gelu: Any  # place in `GELU_FORMULAS`
+    spelled_activation: Any  # place in `ACTIVATION_FORMULAS`
     fused_projections: Any
     num_experts: Any
     top_k: Any
+    every_expert: Any  # transformers: all tokens go through all experts
     expert_groups: Any
     top_groups: Any
     expert_ffn: Any
@@ -100,10 +101,11 @@ def layer_shape(block: Block) -> LayerShape:
         "scale_norm": block.norm_params == 1 and block.norm_code != "kernel",
         "ffn": block.ffn,
         "gated": block.gated,
-        "spelled_gelu": GELU_FORMULAS.index(block.spelled_gelu),
+        "spelled_activation": ACTIVATION_FORMULAS.index(block.spelled_activation),
         "fused_projections": block.fused_projections,
         "num_experts": block.num_experts,
         "top_k": block.top_k,
+        "every_expert": block.every_expert,
         "expert_groups": block.expert_groups,
         "top_groups": block.top_groups,
         "expert_ffn": block.expert_ffn,

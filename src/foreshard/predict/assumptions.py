@@ -22,8 +22,8 @@ _ROUTING = {
 
 
 _EXPERTS_UNDER_AUTOCAST = (
-    "experts in 16 bit; transformers 5 runs them in fp32 where weights are in fp32, since autocast knows no "
-    "grouped_mm: load them in bf16, or shard the model with fully_shard"
+    "time of experts in 16 bit, memory in fp32; transformers 5 runs them in fp32 where weights are in fp32, "
+    "since autocast knows no grouped_mm: load them in bf16, or shard the model with fully_shard"
 )
 _CASTS_COMPILED = (
     "casts to 8 bit are compiled (torch.compile); eager ones took some 20 times as long on an H200, and the "
@@ -66,6 +66,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         f"{8 * framework.grad_bytes}-bit main gradients, "
         f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
         *_eager(case),
+        *_every_expert(case),
         *([_ONE_SHARD] if framework.name == "hf" and zero > 1 and len(plan.ranks) == 1 else ()),
         *stack_warnings(framework, devices),
         *not_offered(plan, framework),
@@ -123,10 +124,21 @@ def _short(group: Group) -> str:
     return f"{which} of a group is short: {part}; not every framework takes that"
 
 
+def _every_expert(case: PlannedRun) -> Iterator[str]:
+    """Yield what transformers does for a model whose experts it does not route tokens to."""
+    kinds = [block for block, _ in case.model.block_kinds() if block.every_expert]
+    if kinds and memory_profile(case.framework.memory).eager_norm:
+        experts, used = kinds[0].num_experts, kinds[0].top_k
+        yield (
+            f"transformers sends every token through all {experts} experts of {case.model.name}, "
+            f"zeros to those it is not routed to: {experts // used} times their work"
+        )
+
+
 def _eager(case: PlannedRun) -> Iterator[str]:
     """Yield what transformers does for a model that it has no fused attention for."""
     code = memory_profile(case.framework.memory).eager_norm
-    if not (code and any(block.eager_attention for block, _ in case.model.block_kinds())):
+    if not (code and any(block.attention_code for block, _ in case.model.block_kinds())):
         return
     if case.framework.attention == "unfused":
         yield f"transformers runs no fused attention for {case.model.name}: scores are kept"

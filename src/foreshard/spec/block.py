@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GELU_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom")
-"""GELU by a tanh formula, as transformers names it; the first is a kernel of torch."""
+ACTIVATION_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom", "gpt_oss")
+"""Activations that transformers spells, as it names them; the first is a kernel of torch."""
+
+ATTENTION_CODES = ("", "eager", "capped", "sinks", "wide", "math")
+"""What transformers runs for attention: a fused kernel, or operations that keep the scores.
+
+`capped` scores go through a tanh, `sinks` get one more column and stay in 16 bit, `wide` queries and keys
+are cast to 32 bit; `math` is torch's own fallback, all of it in 32 bit.
+"""
 
 NORM_CODES = ("", "kernel", "spelled")
 """How transformers runs a norm: a layer norm that only scales is a kernel, or one operation after another."""
@@ -30,12 +37,12 @@ class Block:
     value_head_dim: int
     ffn: int  # width of the dense MLP; 0 in a block that has experts only
     gated: bool  # three matrices per MLP and per expert instead of two
-    spelled_gelu: str = ""  # of `GELU_FORMULAS`: what transformers runs operation by operation
+    spelled_activation: str = ""  # of `ACTIVATION_FORMULAS`: what transformers runs operation by operation
     relu: bool = False  # its output, which the next product reads, is all that its backward needs
     norm_code: str = ""  # of `NORM_CODES`, where `norm_params` do not tell it
     wide_norms: bool = False  # transformers scales what a norm returns in 32 bit
     fused_projections: bool = False  # transformers: one product of queries, keys, values; one of gate and up
-    eager_attention: bool = False  # transformers runs no fused kernel: scores are kept
+    attention_code: str = ""  # of `ATTENTION_CODES`
     num_experts: int = 0
     top_k: int = 0
     expert_groups: int = 1  # equal groups of experts; a token's are in the best `top_groups` of them
@@ -43,6 +50,8 @@ class Block:
     expert_ffn: int = 0
     shared_ffn: int = 0  # total width of the shared experts
     shared_gate: bool = False  # the shared expert is scaled by a learned scalar
+    wide_router: bool = False  # transformers: the router reads and multiplies in 32 bit
+    every_expert: bool = False  # transformers: all tokens go through all experts, most of them as zeros
     window: int = 0  # 0: full attention
     causal: bool = True
     cross_attention: bool = False

@@ -213,14 +213,14 @@ def test_gelu_is_spelled_where_transformers_has_no_kernel_for_it(kind, activatio
         "n_positions": 8,
     }
     config |= {"n_positions": 8} | ({"activation_function": activation} if activation else {})
-    assert model_from_config(config, name="x").blocks[0].spelled_gelu == formula
+    assert model_from_config(config, name="x").blocks[0].spelled_activation == formula
 
 
 def test_formulas_of_gelu_by_family():
     """T5 v1.1 takes gelu_new, GPT-NeoX-20B gelu_fast, BLOOM its own; Pythia a kernel."""
     names = {"t5-v1.1-base": "gelu_new", "t5-base": "", "gpt-neox-20b": "gelu_fast", "bloom-560m": "bloom"}
     for name, formula in (names | {"pythia-1b": ""}).items():
-        assert {block.spelled_gelu for block in load_model(name).blocks} == {formula}, name
+        assert {block.spelled_activation for block in load_model(name).blocks} == {formula}, name
 
 
 def test_layers_without_rotary_positions_turn_nothing():

@@ -14,6 +14,7 @@ from foreshard.cost.memory import (
     StageLoad,
     communicators_bytes,
     deepep_bytes,
+    hybridep_bytes,
     optimizer_state_bytes,
     stage_memory,
 )
@@ -455,6 +456,16 @@ def test_deepep_keeps_buffers_of_its_group():
     load = middle(LATENT, ep=np.array([1, 8, 64]))
     near, far = 10 * 8 * 288 * token, 10 * 8 * 128 * token * 2
     assert deepep_bytes(load, trainer) == pytest.approx([0, 10 * 8 * 256 * token, near + far])
+
+
+def test_hybridep_has_room_for_all_tokens_of_its_group():
+    """Buffers of intranode.cu by hand: every rank's tokens, 8 ranks of a domain, of 256 experts in all."""
+    load = middle(LATENT, ep=np.array([1, 8, 64]), micro_batch=2)
+    token = np.array([0, 2 * 7168 + 4 * 256 + 4 * 56, 2 * 7168 + 4 * 32 + 4 * 56])
+    assert hybridep_bytes(load) == pytest.approx(2 * 1024 * np.array([1, 8, 64]) * token)
+    sent = [replace(load_framework("megatron-core"), dispatcher=name) for name in ("alltoall", "hybridep")]
+    plain, hybrid = (stage_memory(load, framework).outside for framework in sent)
+    assert plain[0] == hybrid[0] and all(plain[1:] != hybrid[1:])
 
 
 def test_deepspeed_gathers_ahead_up_to_its_limit_and_copies_its_bucket():

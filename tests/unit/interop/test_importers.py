@@ -126,8 +126,11 @@ def test_an_export_is_read_back_as_the_plan_it_came_from(target, tmp_path):
             stated["optimizer"] = plan.optimizer
             if plan.precision == "tf32":
                 continue
-        back, _ = import_plan(str(tmp_path / made.name), target.partition("@")[0], MODEL, CLUSTER, **stated)
+        back, notes = import_plan(
+            str(tmp_path / made.name), target.partition("@")[0], MODEL, CLUSTER, **stated
+        )
         assert meaning(back, target) == meaning(plan, target), made.text
+        assert "Not predicted" not in " ".join(notes), made.text
         read += 1
         if read == 20:
             break
@@ -311,3 +314,71 @@ def test_the_dispatcher_of_a_launch_script(tmp_path, flags, dispatcher):
     model, cluster = load_model("qwen3-30b-a3b"), load_cluster("2x8xh100-sxm")
     made, _ = import_plan(str(script), "megatron", model, cluster)
     assert made.dispatcher == dispatcher
+
+
+def noted(tmp_path, text: str, source: str, **stated) -> tuple[Plan, str]:
+    file = tmp_path / "config"
+    file.write_text(text, encoding="utf-8")
+    plan, notes = import_plan(str(file), source, MODEL, CLUSTER, **stated)
+    return plan, " ".join(notes)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--no-gradient-accumulation-fusion",
+        "--moe-expert-capacity-factor 1.25",
+        "--ddp-bucket-size 1000000",
+        "--fine-grained-activation-offloading",
+        "--attention-backend unfused",
+        "--disable-tp-comm-bulk-wgrad",
+        "--no-tp-comm-bulk-wgrad",
+    ],
+)
+def test_flags_of_megatron_that_change_time_or_memory_are_named(tmp_path, flag):
+    base = "--tensor-model-parallel-size 2 --micro-batch-size 1 --bf16 "
+    _, plain = noted(tmp_path, base, "megatron")
+    _, said = noted(tmp_path, base + flag, "megatron")
+    assert flag.split()[0] in said and "Not predicted" not in plain
+
+
+FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("  fsdp_backward_prefetch: NO_PREFETCH", "prefetch", 0),
+        ("  fsdp_backward_prefetch: BACKWARD_PRE", "prefetch", None),
+        ("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "wrap", None),
+        ("  fsdp_auto_wrap_policy: NO_WRAP", "wrap", "model"),
+        ("dynamo_config:\n  dynamo_backend: INDUCTOR", "compile", True),
+    ],
+)
+def test_units_of_fsdp_are_those_of_accelerate(tmp_path, line, field, value):
+    plan, said = noted(tmp_path, FSDP + line + "\n", "accelerate", micro_batch=1)
+    assert getattr(plan, field) == value and "Not predicted" not in said
+
+
+def test_units_by_size_are_said_to_be_blocks(tmp_path):
+    text = FSDP + "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 2000\n"
+    plan, said = noted(tmp_path, text, "accelerate", micro_batch=1)
+    assert plan.wrap is None and "2,000 parameters (SIZE_BASED_WRAP)" in said
+
+
+def test_keys_of_deepspeed_and_torchtitan_that_are_not_predicted_are_named(tmp_path):
+    zero = {"stage": 3, "reduce_bucket_size": 2e8, "sub_group_size": 1e9, "round_robin_gradients": True}
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    _, said = noted(tmp_path, json.dumps(config), "deepspeed")
+    assert "zero_optimization.reduce_bucket_size" in said and "sub_group_size" not in said
+    toml = "[parallelism]\ndisable_loss_parallel = true\ntensor_parallel_degree = 2\n"
+    toml += "[optimizer]\nimplementation = 'fused'\n"
+    _, said = noted(tmp_path, toml, "torchtitan")
+    assert "parallelism.disable_loss_parallel" in said and "implementation" not in said
+
+
+def test_a_gather_in_8_bit_of_torchtitan_is_read(tmp_path):
+    toml = "[model]\nconverters = ['quantize.linear.float8']\n[quantize.linear.float8]\n"
+    on = toml + "enable_fsdp_float8_all_gather = true\n"
+    assert imported(tmp_path, on, "torchtitan").comm["narrow_gather"]
+    assert not imported(tmp_path, toml, "torchtitan").comm.get("narrow_gather")

@@ -13,6 +13,8 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.memory_activations import recompute_of
+from foreshard.errors import SpecError
+from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.machine import sustained
 from foreshard.predict.rates import model_flops, recomputed_flops
@@ -32,6 +34,7 @@ from foreshard.predict.tasks.kernels import (
     attention_times,
     cast_s,
     elementwise_times,
+    expert_sizes,
     linear_sizes,
     linear_times,
     weight_cast_s,
@@ -544,7 +547,7 @@ def test_a_layer_of_a_hybrid_casts_what_its_own_products_read():
 
 def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs_it():
     model = api.load_model("gpt2")
-    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu="") for block in model.blocks))
+    kernel = replace(model, blocks=tuple(replace(block, spelled_activation="") for block in model.blocks))
     for framework, counts in (("ddp", (76 - 4, 118 - 6)), ("megatron-core", (0, 0)), ("torchtitan", (0, 0))):
         spelled, fused = (batch_of(m, framework=framework, zero=0)[1] for m in (model, kernel))
         layer, machine = spelled.kinds[0], spelled.machine
@@ -579,7 +582,7 @@ def test_bytes_of_gelu_by_its_formulas_are_those_of_transformers_code(name, form
     from foreshard.profile.tracing.trace import trace_module
 
     model = api.load_model(name)
-    kernel = replace(model, blocks=tuple(replace(block, spelled_gelu="") for block in model.blocks))
+    kernel = replace(model, blocks=tuple(replace(block, spelled_activation="") for block in model.blocks))
     batches = [batch_of(m, framework=framework, zero=0 if autocast else 3)[1] for m in (model, kernel)]
     (layer, plain), machine = (batch.kinds[0] for batch in batches), batches[0].machine
     rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
@@ -713,8 +716,8 @@ def test_weights_gathered_in_8_bit_are_half_the_bytes():
         for on in (False, True)
     )
     assert (wide.traits.param_bytes, narrow.traits.param_bytes) == (2.0, 1.0)
-    other = batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)[1].machine
-    assert other.traits.param_bytes == 2.0, "products in 16 bit read weights in 16 bit"
+    with pytest.raises(SpecError, match="products run in bf16"):
+        batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)
 
 
 def eff_of(machine, kernels):
@@ -774,3 +777,30 @@ def test_kernels_that_torchscript_fuses_move_what_fused_ones_do():
     _, batch = batch_of("gpt3-1.3b", "1x8xa100-sxm-80gb", "megatron-lm", tp=1)
     _, eager = batch_of("gpt3-1.3b", "1x8xa100-sxm-80gb", "torchtitan", tp=1)
     assert batch.machine.traits.eager.item() == 0.0 and eager.machine.traits.eager.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "switch", "said"),
+    [
+        ("llama3-8b", "expert_overlap", "--expert-overlap: llama3-8b has no experts"),
+        ("llama3-8b", "shared_overlap", "--shared-overlap: llama3-8b has no shared experts"),
+        ("mixtral-8x7b", "shared_overlap", "--shared-overlap: mixtral-8x7b has no shared experts"),
+        ("llama3-8b", "narrow_gather", "--narrow-gather: weights are gathered in 8 bit"),
+    ],
+)
+def test_a_switch_with_nothing_to_hide_is_an_error(model, switch, said):
+    with pytest.raises(SpecError) as error:
+        batch_of(model, **{switch: True})
+    assert said in str(error.value) and "eave out --" in str(error.value)
+    batch_of(model, **{switch: False})
+
+
+def test_transformers_sends_every_token_through_all_experts_of_llama_4():
+    """16 times the products of experts; torchtitan routes tokens to one."""
+    options = {"cluster": "32x8xh100-sxm", "zero": 3, "micro_batch": 1}
+    _, plain = batch_of("llama4-scout", framework="torchtitan", **options)
+    case, all_of_them = batch_of("llama4-scout", framework="hf", **options)
+    sent, routed = (expert_sizes(batch.kinds[0], batch.machine)[0].item() for batch in (all_of_them, plain))
+    assert sent == 16 * routed
+    said = [text for text in assumptions(case) if "all 16 experts" in text]
+    assert len(said) == 1

@@ -230,7 +230,7 @@ def _falcon(reader: Reader, block: Entry) -> dict[str, Any]:
     rotary = 0.0 if reader.flag("alibi", False) else block["rotary"]
     found = {"parallel": parallel or grouped, "num_norms": norms, "num_kv_heads": kv_heads}
     # One head of keys is broadcast over the queries, which no fused kernel of torch takes.
-    return found | {"rotary": rotary, "eager_attention": shared}
+    return found | {"rotary": rotary, "attention_code": "math" if shared else ""}
 
 
 def _multi_query(reader: Reader, block: Entry) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def t5(reader: Reader) -> Model:
         ffn=reader.size("d_ff"),
         gated=activation.startswith("gated"),
         # transformers configuration_t5.py: gated-gelu is gelu_new
-        spelled_gelu="gelu_new" if activation in ("gated-gelu", "gelu_new", "gated-gelu_new") else "",
+        spelled_activation="gelu_new" if activation in ("gated-gelu", "gelu_new", "gated-gelu_new") else "",
         relu=activation == "relu",
         rotary=0.0,
         causal=False,

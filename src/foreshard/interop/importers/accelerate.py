@@ -10,7 +10,7 @@ from typing import Any
 
 from foreshard.interop.importers import deepspeed
 from foreshard.interop.importers.mappings import parsed
-from foreshard.interop.importers.stated_run import ConfigTable, StatedRun
+from foreshard.interop.importers.stated_run import ConfigTable, StatedRun, unread
 from foreshard.spec.plan import WHOLE_MODEL
 
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
@@ -22,6 +22,10 @@ _NUMBERED = dict(
         strict=True,
     )
 )
+_WRAPS = {"transformer_based_wrap": 1, "no_wrap": WHOLE_MODEL, "size_based_wrap": None}
+_PREFETCHES = {"backward_pre": None, "backward_post": None, "no_prefetch": 0}
+_UNREAD = {"fsdp_forward_prefetch": False, "fsdp_ignored_modules": ""}
+"""Keys of FSDP that change time or memory and no plan states, with their defaults."""
 _UNSTATED = ("micro_batch", "global_batch", "seq_len")
 _DEGREES = {
     "cp": "parallelism_config_cp_size",
@@ -39,7 +43,7 @@ def read(text: str, file: str) -> StatedRun:
         return _deepspeed(config)
     if kind in ("MULTI_GPU", "NO"):
         precision = config.word("mixed_precision", _PRECISIONS, default="no")
-        choices = {"framework": "ddp", "zero": 0, "precision": precision}
+        choices = {"framework": "ddp", "zero": 0, "precision": precision} | _compile(config)
         unstated = (*_UNSTATED, "recompute")
         return StatedRun(choices=choices, num_devices=_devices(config), unstated=unstated)
     raise config.invalid("distributed_type", "Must be FSDP, DEEPSPEED, MULTI_GPU or NO")
@@ -57,6 +61,7 @@ def _fsdp(config: ConfigTable) -> StatedRun:
         "precision": config.word("mixed_precision", _PRECISIONS, default="no"),
         "recompute": "full" if fsdp.switch("fsdp_activation_checkpointing") else "none",
         "sp": False,
+        **_compile(config),
     }
     if fsdp.switch("fsdp_offload_params"):
         raise fsdp.cannot("fsdp_offload_params", "offload of weights")
@@ -73,12 +78,39 @@ def _fsdp(config: ConfigTable) -> StatedRun:
     shard = degrees.whole("parallelism_config_dp_shard_size")
     if shard == 1 and choices["cp"] == 1:
         choices["zero"], copies = 0, 1
-    if str(fsdp.get("fsdp_auto_wrap_policy")).upper() == "NO_WRAP" and choices["zero"] >= 2:
-        choices["wrap"] = WHOLE_MODEL
-    notes = ("FSDP1 is predicted as composer, which uses it.",) if version == 1 else ()
+    notes: tuple[str, ...] = ("FSDP1 is predicted as composer, which uses it.",) if version == 1 else ()
+    if choices["zero"] >= 2:
+        found, said = _units(fsdp, version)
+        choices, notes = choices | found, notes + said
     return StatedRun(
         choices=choices, shard_instances=copies, num_devices=_devices(config), unstated=_UNSTATED, notes=notes
     )
+
+
+def _compile(config: ConfigTable) -> dict[str, bool]:
+    """Return whether the modules are compiled: by any backend but debugging ones."""
+    backend = str(config.table("dynamo_config").get("dynamo_backend") or "NO").upper()
+    return {"compile": True} if backend == "INDUCTOR" else {}
+
+
+def _units(fsdp: ConfigTable, version: int | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return units of FSDP and how far they are gathered ahead, and what is not predicted of them.
+
+    FSDP2 has no backward_prefetch: it gathers the next unit ahead.
+    """
+    found: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
+    wrap = fsdp.word("fsdp_auto_wrap_policy", _WRAPS, default="TRANSFORMER_BASED_WRAP")
+    if wrap is None:
+        size = fsdp.whole("fsdp_min_num_params", default=100_000_000, least=0)
+        notes = (f"Units of at least {size:,} parameters (SIZE_BASED_WRAP) are predicted as single blocks.",)
+    elif wrap != 1:
+        found["wrap"] = wrap
+    if version == 1:
+        ahead = fsdp.word("fsdp_backward_prefetch", _PREFETCHES, default="BACKWARD_PRE")
+        if ahead is not None:
+            found["prefetch"] = ahead
+    return found, notes + unread(*fsdp.unlike(_UNREAD))
 
 
 def _strategy(fsdp: ConfigTable) -> int:

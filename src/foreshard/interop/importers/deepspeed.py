@@ -9,11 +9,49 @@ from __future__ import annotations
 from typing import Any
 
 from foreshard.interop.importers.mappings import parsed
-from foreshard.interop.importers.stated_run import ConfigTable, StatedRun
+from foreshard.interop.importers.stated_run import ConfigTable, StatedRun, unread
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "sgd": "sgd"}
 _UNSTATED = ("seq_len", "recompute")
 _ELSEWHERE = ("pipeline", "moe", "compression_training", "curriculum_learning", "data_efficiency")
+
+
+_UNREAD: dict[str, dict[str, Any]] = {
+    "": {
+        "communication_data_type": None,
+        "prescale_gradients": False,
+        "sparse_gradients": False,
+        "zenflow": None,
+        "amp": None,
+        "torch_autocast": None,
+        "compile": None,
+    },
+    "zero_optimization": {
+        "reduce_bucket_size": 5e8,
+        "allgather_bucket_size": 5e8,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "round_robin_gradients": False,
+        "use_multi_rank_bucket_allreduce": True,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_prefetch_bucket_size": 5e7,
+        "stage3_param_persistence_threshold": 1e5,
+        "sub_group_size": 1e9,
+        "mics_shard_size": -1,
+        "zero_quantized_weights": False,
+        "zero_quantized_gradients": False,
+        "zero_quantized_nontrainable_weights": False,
+    },
+    "activation_checkpointing": {"partition_activations": False, "contiguous_memory_optimization": False},
+    "data_types": {"grad_accum_dtype": None},
+}
+"""Keys that change time or memory and no plan states, with their defaults.
+
+Source: DeepSpeed 0.19.8 runtime/constants.py, runtime/zero/config.py,
+runtime/activation_checkpointing/config.py.
+"""
 
 
 def read(text: str, file: str) -> StatedRun:
@@ -94,4 +132,6 @@ def _notes(config: ConfigTable, choices: dict[str, Any]) -> list[str]:
     found = [name for name in _ELSEWHERE if config.get(name)]
     if found:
         notes.append(f"Not read: {', '.join(found)}.")
-    return notes
+    tables = ((config if not name else config.table(name), keys) for name, keys in _UNREAD.items())
+    stated = [key for table, keys in tables for key in table.unlike(keys)]
+    return [*notes, *unread(*stated)]

@@ -107,6 +107,14 @@ class ConfigTable:
             raise self.invalid(name, f"Must be one of {', '.join(meanings)}")
         return known[value.lower()]
 
+    def unlike(self, defaults: Mapping[str, Any]) -> list[str]:
+        """Return the full names of keys whose values are stated and not these defaults."""
+        return [
+            self.key(name)
+            for name, usual in defaults.items()
+            if self.get(name) is not None and _same_kind(self.get(name), usual) != usual
+        ]
+
     def invalid(self, name: str, rule: str, fix: str | None = None) -> SpecError:
         """Return the error of a value, to be raised."""
         value = self.values.get(name)
@@ -121,3 +129,22 @@ class ConfigTable:
         value = self.values.get(name)
         what = f"no plan expresses {what}"
         return SpecError(what, file=self.file, key=self.key(name), value=value, rule=rule, fix=fix)
+
+
+def unread(*found: str) -> tuple[str, ...]:
+    """Return the note on keys that change time or memory and no plan states."""
+    return (f"Not predicted: {', '.join(found)}.",) if found else ()
+
+
+def _same_kind(value: Any, usual: Any) -> Any:
+    """Return a value as the kind of its default: numbers and switches may be written as text."""
+    if isinstance(value, str) and isinstance(usual, bool):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if isinstance(value, str) and isinstance(usual, str):
+        return value.lower()
+    if isinstance(value, str) and isinstance(usual, int | float):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.interop.importers.mappings import parsed_toml
-from foreshard.interop.importers.stated_run import ConfigTable, StatedRun
+from foreshard.interop.importers.stated_run import ConfigTable, StatedRun, unread
 
 _SCHEDULES = {
     "1F1B": "1f1b",
@@ -21,6 +21,21 @@ _SCHEDULES = {
 }
 _LOOPED = ("interleaved",)
 _MODES = ("none", "selective", "full")
+
+
+_UNREAD: dict[str, dict[str, Any]] = {
+    "optimizer": {"implementation": "fused", "early_step_in_backward": False},
+    "parallelism": {
+        "disable_loss_parallel": False,
+        "context_parallel_load_balancer": "headtail",
+        "context_parallel_rotate_method": "allgather",
+        "pipeline_parallel_first_stage_less_layers": 1,
+        "pipeline_parallel_last_stage_less_layers": 1,
+    },
+    "compile": {"components": ["model", "loss"]},
+    "debug": {"moe_force_load_balance": False},
+}
+"""Keys that change time or memory and no plan states, with their defaults (job_config.py of 0.2.2)."""
 
 
 def read(text: str, file: str) -> StatedRun:
@@ -38,6 +53,7 @@ def read(text: str, file: str) -> StatedRun:
         scaled = config.table("quantize").table("linear").table("float8")
         recipes = {"tensorwise": "tensorwise", "rowwise": "rowwise"}
         choices["fp8_recipe"] = scaled.word("recipe_name", recipes, default="tensorwise")
+        choices["narrow_gather"] = scaled.switch("enable_fsdp_float8_all_gather")
     if (choices["ep"] or 1) > 1:
         backends = {"standard": "alltoall", "deepep": "deepep"}
         choices["dispatcher"] = parallel.word("expert_parallel_comm_backend", backends, default="standard")
@@ -163,4 +179,6 @@ def _block_counts(parallel: ConfigTable) -> tuple[int, ...] | None:
 
 def _notes(config: ConfigTable) -> tuple[str, ...]:
     name, flavor = config.table("model").get("name"), config.table("model").get("flavor")
-    return (f"The file trains {name} {flavor}.",) if name and flavor else ()
+    trains = (f"The file trains {name} {flavor}.",) if name and flavor else ()
+    stated = [key for table, keys in _UNREAD.items() for key in config.table(table).unlike(keys)]
+    return trains + unread(*stated)

@@ -45,12 +45,15 @@ _PARTLY, _AUTOCAST_PARTLY, _LESS_PARTLY = (4.0, 14.0), (12.0, 26.0), (4.0, 12.0)
 # gradient.
 _OPERAND, _OPERAND_SUM = 6.0, 12.0
 _PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL = (6.0, 6.0), (10.0, 18.0)
-# SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By its formulas (`GELU_FORMULAS`) it is nine in
+# SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By `ACTIVATION_FORMULAS` it is nine in
 # 16 bit; autocast takes the power of the first, and what follows, in 32 bit: a product with it moves 4 more.
+# gpt-oss clamps gate and up 8, scales 4, sigmoid 4, adds one 4, two products 12; backward: products 24,
+# sigmoid 6, scale 4, sum 6, clamps 12, both put back at their places 28; less what a plain gate has beyond a
+# GELU.
 _PLAIN_GATE, _GELU = (10.0, 18.0), (4.0, 6.0)
-_SPELLED = np.array([_GELU, (36.0, 60.0), (42.0, 72.0), (42.0, 88.0)])
-_AUTOCAST_SPELLED = np.array([_GELU, (76.0, 118.0), (42.0, 72.0), (42.0, 88.0)])
-_WIDE_GATE = np.array([0.0, 4.0, 0.0, 0.0])
+_SPELLED = np.array([_GELU, (36.0, 60.0), (42.0, 72.0), (42.0, 88.0), (26.0, 68.0)])
+_AUTOCAST_SPELLED = np.array([_GELU, (76.0, 118.0), (42.0, 72.0), (42.0, 88.0), (26.0, 68.0)])
+_WIDE_GATE = np.array([0.0, 4.0, 0.0, 0.0, 0.0])
 # Heads are joined behind attention by a copy.
 _JOIN_HEADS = 4.0
 # The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
@@ -213,11 +216,22 @@ def adapter_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any]:
     return count * (down + up + add), count * (2.0 * (down + up) + add_back)
 
 
+def experts_of_token(layer: LayerShape, machine: Machine) -> Any:
+    """Return experts that a token goes through; for Llama 4 transformers sends zeros to those not chosen.
+
+    Source
+    ------
+    transformers 5.24 modeling_llama4.py Llama4TextMoe: hidden states are repeated for every expert.
+    """
+    others = layer.every_expert * (layer.num_experts - layer.top_k)
+    return layer.top_k + machine.traits.plain_code * others
+
+
 def expert_sizes(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any, Any]:
     """Return tokens routed to a rank, its experts, the width of their first product and of the second's."""
     rank = machine.rank
     # Each tensor-parallel rank routes its own part of the tokens; etp ranks then share an expert.
-    routed = layer.top_k * tokens_of(machine) / rank.tp * rank.etp
+    routed = experts_of_token(layer, machine) * tokens_of(machine) / rank.tp * rank.etp
     local = np.maximum(1.0, layer.num_experts / rank.ep)
     width = layer.expert_ffn / rank.etp
     return routed, local, (1.0 + layer.gated) * width, width
@@ -344,7 +358,7 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     norm = layer.num_norms * wide + layer.qk_norm * turned
     drop = 2.0 * _drops(layer, machine) * wide * _DROPOUT
     rope = turned * _ROPE * (np.asarray(layer.rotary) > 0)
-    routed = layer.top_k * tokens / rank.tp
+    routed = experts_of_token(layer, machine) * tokens / rank.tp
     # The kernel of a scan applies its gate.
     dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
     inner = tokens * dense / rank.tp + routed * layer.expert_ffn
@@ -370,7 +384,7 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     expert = split * routed * layer.expert_ffn * 2.0 * (gate + 1.0)
     moved = [factor * count for count in (forward, back, wide_norms * norm_forward, expert)]
     turns = (np.asarray(layer.rotary) > 0) * (np.asarray(layer.num_heads) > 0)
-    spelled = np.asarray(layer.spelled_gelu) > 0
+    spelled = np.asarray(layer.spelled_activation) > 0
     own_kernels = np.maximum(np.maximum(layer.scale_norm, spelled), turns)  # others run torch's
     plain = traits.plain_code * np.maximum(np.asarray(own_kernels, dtype=float), traits.autocasts)
     if np.count_nonzero(plain):
@@ -394,10 +408,10 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     tokens, tp = tokens_of(machine), machine.rank.tp
     wide, gated = own_tokens(machine) * layer.hidden, np.asarray(layer.gated, dtype=float)
     turned = tokens * (layer.query_width + layer.key_width) / tp
-    routed = layer.top_k * tokens / tp * layer.expert_ffn
+    routed = experts_of_token(layer, machine) * tokens / tp * layer.expert_ffn
     dense = layer.ffn * (np.asarray(layer.scan_state) == 0) + layer.shared_ffn
     inner = tokens * dense / tp + routed
-    formula = np.asarray(layer.spelled_gelu, dtype=int)
+    formula = np.asarray(layer.spelled_activation, dtype=int)
     attends, scans = np.asarray(layer.num_heads) > 0, np.asarray(layer.scan_state) > 0
     feeds = dense + layer.top_k * layer.expert_ffn > 0
     # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
