@@ -60,10 +60,19 @@ def lab(devices="abc", memory_bytes=None):
     ).cluster()
 
 
+def virtual_stage(schedule, count, stage, chunk):
+    """Return which virtual stage a chunk is: under V-shaped schedules the second ones go back to the first."""
+    return 2 * count - 1 - stage if chunk and schedule in ("zbv", "dualpipev") else stage + chunk * count
+
+
 def pipeline(cuts, ranks, share=6, micro_batch=2, schedule="1f1b", chunks=1):
     spans = list(pairwise(cuts))
     stages = tuple(
-        Stage(ranks=(rank,), layers=tuple(spans[s + c * len(ranks)] for c in range(chunks)), zero=0)
+        Stage(
+            ranks=(rank,),
+            layers=tuple(spans[virtual_stage(schedule, len(ranks), s, c)] for c in range(chunks)),
+            zero=0,
+        )
         for s, rank in enumerate(ranks)
     )
     return Group(share=share, micro_batch=micro_batch, schedule=schedule, stages=stages)
@@ -92,8 +101,12 @@ def played(told, cluster, group):
     ]
     clock, done, free, arrived = [0.0] * count, [0] * count, {}, {}
     last = count * chunks - 1
+    place = {virtual_stage(group.schedule, count, s, c): (s, c) for s in range(count) for c in range(chunks)}
 
     def send(s, to, what, span, size, key):
+        if to == s:  # the turn of a V
+            arrived[key] = clock[s]
+            return
         num_bytes = told.layers[span[1] - 1].boundary_bytes_per_sample * size
         leaves = max(clock[s], free.get((s, to, what), 0.0)) + num_bytes / RATE + LATENCY
         free[s, to, what] = leaves
@@ -105,7 +118,7 @@ def played(told, cluster, group):
             if done[s] == len(orders[s]):
                 continue
             op, chunk, m = orders[s][done[s]]
-            virtual = chunk * count + s
+            virtual = virtual_stage(group.schedule, count, s, chunk)
             need = None
             if op == Op.FORWARD and virtual > 0:
                 need = ("F", virtual, m)
@@ -126,10 +139,10 @@ def played(told, cluster, group):
                 Op.BACKWARD_WEIGHT: whole - inputs,
             }[op]
             if op == Op.FORWARD and virtual < last:
-                send(s, (s + 1) % count, "F", span, sizes[m], ("F", virtual + 1, m))
+                send(s, place[virtual + 1][0], "F", span, sizes[m], ("F", virtual + 1, m))
             elif op in (Op.BACKWARD, Op.BACKWARD_INPUT) and virtual > 0:
-                before = group.stages[(s - 1) % count].layers[(virtual - 1) // count]
-                send(s, (s - 1) % count, "B", before, sizes[m], ("B", virtual - 1, m))
+                to, its = place[virtual - 1]
+                send(s, to, "B", group.stages[to].layers[its], sizes[m], ("B", virtual - 1, m))
             done[s] += 1
             moved = True
         assert moved, "the schedule waits for itself"
@@ -137,7 +150,16 @@ def played(told, cluster, group):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+    ("schedule", "chunks"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("zb-h1", 1),
+        ("zb-h2", 1),
+        ("interleaved", 2),
+        ("zbv", 2),
+        ("dualpipev", 2),
+    ],
 )
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
@@ -150,7 +172,10 @@ def test_pipelines_end_when_a_second_reading_of_the_schedule_says(schedule, chun
     told, cluster = costs(), lab("abc"[:count])
     told = replace(told, layers=layers)
     cuts = [0, *sorted(data.draw(st.permutations(range(1, len(layers))))[: count * chunks - 1]), len(layers)]
-    share = 2 * count * data.draw(st.integers(1, 3))  # whole micro-batches: messages are priced by the first
+    fewest = 2 if schedule == "dualpipev" else 1  # micro-batches of each stage
+    share = (
+        2 * count * data.draw(st.integers(fewest, 3))
+    )  # whole micro-batches: messages are priced by the first
     group = pipeline(cuts, range(count), share=share, schedule=schedule, chunks=chunks)
     found = rank_times(told, cluster, plan(group))
     ends = [r.compute_s + r.waiting_s for r in found]
@@ -370,3 +395,8 @@ def test_ranks_that_cut_the_sequence_hand_on_their_part_of_it():
     assert set(assumed[1]) - set(assumed[0]) == {
         "sp: work and memory of layers as timed without it; messages between stages in parts"
     }
+
+
+def test_two_copies_of_every_layer_are_refused():
+    with pytest.raises(SpecError, match="schedule dualpipe with measured costs"):
+        predict_measured(costs(), lab("ab"), plan(pipeline([0, 2, 4], [0, 1], schedule="dualpipe")))

@@ -88,6 +88,7 @@ def predict_measured(
     started = time.perf_counter()
     _check(costs, cluster, plan)
     _check_engine(engine, noise)
+    _check_schedules(plan)
     step = lower_measured(costs, cluster, plan)
     times, distribution = _executed(step, engine), None
     critical = max(_rank_times(step, times), key=lambda r: (r.end_s, -r.rank))
@@ -166,6 +167,17 @@ def _check_engine(engine: str, noise: Noise | None) -> None:
         )
     one_of(engine, ENGINES, key="--engine", name="engine", exact=True)
     check_noise(noise, engine)
+
+
+def _check_schedules(plan: Plan) -> None:
+    if any(group.schedule == "dualpipe" for group in plan.groups):
+        raise SpecError(
+            "schedule dualpipe with measured costs",
+            key="schedule",
+            value="dualpipe",
+            rule="It keeps two copies of every layer, whose gradients measured and traced layers do not sum",
+            fix="Use dualpipev or zbv, which keep one",
+        )
 
 
 def _executed(step: MeasuredStep, engine: str) -> critical_path.TaskTimes:

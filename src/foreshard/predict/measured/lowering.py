@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_shape
 from foreshard.graph.program import Kind, Program, ProgramBuilder
@@ -117,16 +116,14 @@ def _add_group(
             overlap_p2p=True,
             overlap_warm_up=True,
         )
-        backward_s: dict[str, Any] = {"backward_s": passes.backward}
-        if group.schedule == "zb-h1":
-            weight_s = passes.backward - passes.backward_input
-            backward_s = {"backward_input_s": passes.backward_input, "backward_weight_s": weight_s}
         seconds = pipeline_durations(
             shape,
             forward_s=passes.forward,
+            backward_s=passes.backward,
+            backward_input_s=passes.backward_input,
+            backward_weight_s=passes.backward - passes.backward_input,
             send_forward_s=_sends(costs, cluster, group, passes.sizes[0], forward=True),
             send_backward_s=_sends(costs, cluster, group, passes.sizes[0], forward=False),
-            **backward_s,
         )
         ops = add_pipeline(builder, shape, seconds, group=g).ops
         for s, stage in enumerate(group.stages):
