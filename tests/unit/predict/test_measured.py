@@ -61,7 +61,7 @@ def lab(devices="abc", memory_bytes=None):
 
 
 def virtual_stage(schedule, count, stage, chunk):
-    """Return which virtual stage a chunk is: under V-shaped schedules the second ones go back to the first."""
+    """Return which virtual stage a chunk is: V-shaped schedules go back with the second."""
     return 2 * count - 1 - stage if chunk and schedule in ("zbv", "dualpipev") else stage + chunk * count
 
 
