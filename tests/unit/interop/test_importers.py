@@ -350,6 +350,7 @@ def test_flags_of_megatron_that_state_its_defaults_are_not_named(tmp_path, flag)
     assert "Not predicted" not in said
 
 
+EXPERTS = "--num-experts 8 --expert-model-parallel-size 8 --micro-batch-size 1 --bf16"
 FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 1\n"
 
 
@@ -409,3 +410,16 @@ def test_a_gather_in_8_bit_of_torchtitan_is_read(tmp_path):
     on = toml + "enable_fsdp_float8_all_gather = true\n"
     assert imported(tmp_path, on, "torchtitan").comm["narrow_gather"]
     assert not imported(tmp_path, toml, "torchtitan").comm.get("narrow_gather")
+    wide = imported(tmp_path, on, "torchtitan", precision="bf16")
+    assert wide.precision == "bf16" and not wide.comm.get("narrow_gather")
+
+
+def test_a_script_may_overlap_shared_experts_that_the_model_has_not(tmp_path):
+    """Megatron asks for no shared experts with the flag, and starts."""
+    script = tmp_path / "script"
+    script.write_text(f"{EXPERTS} --moe-shared-expert-overlap", encoding="utf-8")
+    cluster = load_cluster("2x8xh100-sxm")
+    made, _ = import_plan(str(script), "megatron", load_model("mixtral-8x7b"), cluster)
+    assert not made.comm.get("shared_overlap")
+    made, _ = import_plan(str(script), "megatron", load_model("qwen2-57b-a14b"), cluster)
+    assert made.comm["shared_overlap"]
