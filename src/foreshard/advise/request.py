@@ -23,6 +23,7 @@ from foreshard.spec.plan import (
     AUTO,
     COMM_OPTIONS,
     OF_FRAMEWORK,
+    PRECISIONS,
     Plan,
     checked_buckets,
     checked_of_framework,
@@ -453,12 +454,12 @@ def _check_overlaps(comm: Mapping[str, Any], model: Model) -> None:
 
 
 def _check_narrow_gather(comm: Mapping[str, Any], precision: Any) -> None:
-    """Raise where weights are to be gathered in 8 bit though products run in a wider precision."""
-    if comm.get("narrow_gather") is True and precision in ("bf16", "fp16", "fp32"):
+    """Raise where weights are to be gathered in 8 bit though products do not read them so."""
+    if comm.get("narrow_gather") is True and precision in PRECISIONS and precision != "fp8":
         raise SpecError(
             f"weights are gathered in 8 bit, but products run in {precision}",
             key="--narrow-gather",
             value=True,
-            rule="It gathers weights as 8-bit products read them",
+            rule="It gathers weights as products in fp8 read them",
             fix="Add --dtype fp8, or leave out --narrow-gather",
         )

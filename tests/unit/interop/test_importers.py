@@ -342,6 +342,15 @@ def test_flags_of_megatron_that_change_time_or_memory_are_named(tmp_path, flag):
     assert flag.split()[0] in said and "Not predicted" not in plain
 
 
+@pytest.mark.parametrize("flag", ["--attention-backend auto", "--transformer-impl transformer_engine"])
+def test_flags_of_megatron_that_state_its_defaults_are_not_named(tmp_path, flag):
+    _, said = noted(
+        tmp_path, f"--tensor-model-parallel-size 2 --micro-batch-size 1 --bf16 {flag}", "megatron"
+    )
+    assert "Not predicted" not in said
+
+
+EXPERTS = "--num-experts 8 --expert-model-parallel-size 8 --micro-batch-size 1 --bf16"
 FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 1\n"
 
 
@@ -350,6 +359,11 @@ FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_vers
     [
         ("  fsdp_backward_prefetch: NO_PREFETCH", "prefetch", 0),
         ("  fsdp_backward_prefetch: BACKWARD_PRE", "prefetch", None),
+        ("  fsdp_backward_prefetch: 1", "prefetch", None),
+        ("  fsdp_backward_prefetch: null", "prefetch", 0),
+        ("  fsdp_auto_wrap_policy: null", "wrap", "model"),
+        ("dynamo_config:\n  dynamo_backend: NO", "compile", None),
+        ("dynamo_config:\n  dynamo_backend: AOT_EAGER", "compile", None),
         ("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "wrap", None),
         ("  fsdp_auto_wrap_policy: NO_WRAP", "wrap", "model"),
         ("dynamo_config:\n  dynamo_backend: INDUCTOR", "compile", True),
@@ -358,6 +372,13 @@ FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_vers
 def test_units_of_fsdp_are_those_of_accelerate(tmp_path, line, field, value):
     plan, said = noted(tmp_path, FSDP + line + "\n", "accelerate", micro_batch=1)
     assert getattr(plan, field) == value and "Not predicted" not in said
+
+
+def test_other_compilers_of_accelerate_are_named(tmp_path):
+    _, said = noted(
+        tmp_path, FSDP + "dynamo_config:\n  dynamo_backend: TENSORRT\n", "accelerate", micro_batch=1
+    )
+    assert "Not predicted: dynamo_config.dynamo_backend." in said
 
 
 def test_units_by_size_are_said_to_be_blocks(tmp_path):
@@ -371,6 +392,13 @@ def test_keys_of_deepspeed_and_torchtitan_that_are_not_predicted_are_named(tmp_p
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     _, said = noted(tmp_path, json.dumps(config), "deepspeed")
     assert "zero_optimization.reduce_bucket_size" in said and "sub_group_size" not in said
+    off = {"amp": {"enabled": False}, "compile": {"deepcompile": False}, "torch_autocast": {"enabled": False}}
+    off |= {"curriculum_learning": {"enabled": False}, "pipeline": False}
+    config["zero_optimization"] = {"stage": 3, "reduce_bucket_size": "auto"}
+    _, said = noted(tmp_path, json.dumps(config | off), "deepspeed")
+    assert "Not" not in said
+    _, said = noted(tmp_path, json.dumps(config | off | {"amp": {"enabled": True}}), "deepspeed")
+    assert "Not predicted: amp." in said
     toml = "[parallelism]\ndisable_loss_parallel = true\ntensor_parallel_degree = 2\n"
     toml += "[optimizer]\nimplementation = 'fused'\n"
     _, said = noted(tmp_path, toml, "torchtitan")
@@ -382,3 +410,16 @@ def test_a_gather_in_8_bit_of_torchtitan_is_read(tmp_path):
     on = toml + "enable_fsdp_float8_all_gather = true\n"
     assert imported(tmp_path, on, "torchtitan").comm["narrow_gather"]
     assert not imported(tmp_path, toml, "torchtitan").comm.get("narrow_gather")
+    wide = imported(tmp_path, on, "torchtitan", precision="bf16")
+    assert wide.precision == "bf16" and not wide.comm.get("narrow_gather")
+
+
+def test_a_script_may_overlap_shared_experts_that_the_model_has_not(tmp_path):
+    """Megatron asks for no shared experts with the flag, and starts."""
+    script = tmp_path / "script"
+    script.write_text(f"{EXPERTS} --moe-shared-expert-overlap", encoding="utf-8")
+    cluster = load_cluster("2x8xh100-sxm")
+    made, _ = import_plan(str(script), "megatron", load_model("mixtral-8x7b"), cluster)
+    assert not made.comm.get("shared_overlap")
+    made, _ = import_plan(str(script), "megatron", load_model("qwen2-57b-a14b"), cluster)
+    assert made.comm["shared_overlap"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,12 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import frameworks, load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.offers import offers_of
+from foreshard.planner.mixed.interleaving import loosest
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest, checked_request
+from foreshard.planner.solver.enumeration import all_templates
 from foreshard.planner.solver.problem import (
     Arrangement,
     Problem,
@@ -344,3 +347,32 @@ def test_full_stages_at_usual_prices_fit_beside_each_other():
         tried += 1
         assert missing_bytes(request, plan) == 0.0
     assert tried >= 5
+
+
+def test_chunks_for_which_fewer_pipelines_have_room_are_bounded_together():
+    """A device has room for chunks of one layer only where they are two: more pipelines are side by side."""
+    request = asked("llama3-8b", "32x1xt4+4x1xp100-pcie-16gb", 1024, "fp16")
+    by_chunks = {chunks: price_stages(request, (0,), every=True, chunks=chunks) for chunks in (4, 2)}
+    assert by_chunks[4].copies != by_chunks[2].copies
+    loose = loosest(by_chunks)
+    for problem in by_chunks.values():
+        runs = problem.max_in_flight > 0
+        for number in loose.copies:
+            tail_s = problem.tail_between((number, number))
+            assert (loose.tail_between((number, number))[runs] <= tail_s[runs]).all()
+
+
+def test_stages_without_a_price_are_compared_without_warnings():
+    """Of the stages without room, which have no price, none is worth a try."""
+    request = asked("llama3.2-1b", "1x1xrtx-3090+1x1xa100-sxm-40gb@10Gb/s", 1024, "bf16")
+    problem = price_stages(request, (0, 1), by_domain=True)
+    without_room = problem.max_in_flight == 0
+    assert np.isinf(problem.time_s[without_room]).all() and without_room.any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = all_templates(problem, every=False)
+    assert found
+    options, types = zip(
+        *((part.option, problem.types[part.start, part.stop]) for one in found for part in one), strict=True
+    )
+    assert np.isfinite(problem.time_s[options, types]).all()

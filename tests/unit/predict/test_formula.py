@@ -716,8 +716,9 @@ def test_weights_gathered_in_8_bit_are_half_the_bytes():
         for on in (False, True)
     )
     assert (wide.traits.param_bytes, narrow.traits.param_bytes) == (2.0, 1.0)
-    with pytest.raises(SpecError, match="products run in bf16"):
-        batch_of(framework="torchtitan@0.2", zero=3, narrow_gather=True)
+    for precision in ("bf16", "tf32", "mxfp8"):
+        with pytest.raises(SpecError, match=f"products run in {precision}"):
+            batch_of(framework="torchtitan@0.2", precision=precision, zero=3, narrow_gather=True)
 
 
 def eff_of(machine, kernels):

@@ -23,7 +23,9 @@ _NUMBERED = dict(
     )
 )
 _WRAPS = {"transformer_based_wrap": 1, "no_wrap": WHOLE_MODEL, "size_based_wrap": None}
-_PREFETCHES = {"backward_pre": None, "backward_post": None, "no_prefetch": 0}
+_PREFETCHES = {"backward_pre": None, "backward_post": None, "1": None, "2": None, "no_prefetch": 0}
+_EAGER = ("NO", "FALSE", "EAGER", "AOT_EAGER")
+"""Values of dynamo_backend with which no kernels are made; YAML reads NO as false."""
 _UNREAD = {"fsdp_forward_prefetch": False, "fsdp_ignored_modules": ""}
 """Keys of FSDP that change time or memory and no plan states, with their defaults."""
 _UNSTATED = ("micro_batch", "global_batch", "seq_len")
@@ -43,9 +45,10 @@ def read(text: str, file: str) -> StatedRun:
         return _deepspeed(config)
     if kind in ("MULTI_GPU", "NO"):
         precision = config.word("mixed_precision", _PRECISIONS, default="no")
-        choices = {"framework": "ddp", "zero": 0, "precision": precision} | _compile(config)
+        compiled, notes = _compile(config)
+        choices = {"framework": "ddp", "zero": 0, "precision": precision} | compiled
         unstated = (*_UNSTATED, "recompute")
-        return StatedRun(choices=choices, num_devices=_devices(config), unstated=unstated)
+        return StatedRun(choices=choices, num_devices=_devices(config), unstated=unstated, notes=notes)
     raise config.invalid("distributed_type", "Must be FSDP, DEEPSPEED, MULTI_GPU or NO")
 
 
@@ -56,12 +59,13 @@ def _devices(config: ConfigTable) -> int | None:
 def _fsdp(config: ConfigTable) -> StatedRun:
     fsdp, degrees = config.table("fsdp_config"), config.table("parallelism_config")
     version = fsdp.whole("fsdp_version", default=1)
+    compiled, notes = _compile(config)
     choices: dict[str, Any] = {
         "framework": "torchtitan" if version == 2 else "composer",
         "precision": config.word("mixed_precision", _PRECISIONS, default="no"),
         "recompute": "full" if fsdp.switch("fsdp_activation_checkpointing") else "none",
         "sp": False,
-        **_compile(config),
+        **compiled,
     }
     if fsdp.switch("fsdp_offload_params"):
         raise fsdp.cannot("fsdp_offload_params", "offload of weights")
@@ -78,7 +82,8 @@ def _fsdp(config: ConfigTable) -> StatedRun:
     shard = degrees.whole("parallelism_config_dp_shard_size")
     if shard == 1 and choices["cp"] == 1:
         choices["zero"], copies = 0, 1
-    notes: tuple[str, ...] = ("FSDP1 is predicted as composer, which uses it.",) if version == 1 else ()
+    if version == 1:
+        notes = ("FSDP1 is predicted as composer, which uses it.", *notes)
     if choices["zero"] >= 2:
         found, said = _units(fsdp, version)
         choices, notes = choices | found, notes + said
@@ -87,27 +92,35 @@ def _fsdp(config: ConfigTable) -> StatedRun:
     )
 
 
-def _compile(config: ConfigTable) -> dict[str, bool]:
-    """Return whether the modules are compiled: by any backend but debugging ones."""
-    backend = str(config.table("dynamo_config").get("dynamo_backend") or "NO").upper()
-    return {"compile": True} if backend == "INDUCTOR" else {}
+def _compile(config: ConfigTable) -> tuple[dict[str, bool], tuple[str, ...]]:
+    """Return whether TorchInductor compiles the modules, and that another compiler is not predicted."""
+    dynamo = config.table("dynamo_config")
+    backend = str(dynamo.get("dynamo_backend") or "NO").upper()
+    if backend == "INDUCTOR":
+        return {"compile": True}, ()
+    return {}, () if backend in _EAGER else unread(dynamo.key("dynamo_backend"))
 
 
 def _units(fsdp: ConfigTable, version: int | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return units of FSDP and how far they are gathered ahead, and what is not predicted of them.
 
     FSDP2 has no backward_prefetch: it gathers the next unit ahead.
+
+    Source
+    ------
+    accelerate 1.15 utils/dataclasses.py FullyShardedDataParallelPlugin.__post_init__: without a policy the
+    model is one unit, and FSDP1 gathers none ahead.
     """
     found: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
-    wrap = fsdp.word("fsdp_auto_wrap_policy", _WRAPS, default="TRANSFORMER_BASED_WRAP")
+    wrap = fsdp.word("fsdp_auto_wrap_policy", _WRAPS, default="NO_WRAP")
     if wrap is None:
         size = fsdp.whole("fsdp_min_num_params", default=100_000_000, least=0)
         notes = (f"Units of at least {size:,} parameters (SIZE_BASED_WRAP) are predicted as single blocks.",)
     elif wrap != 1:
         found["wrap"] = wrap
     if version == 1:
-        ahead = fsdp.word("fsdp_backward_prefetch", _PREFETCHES, default="BACKWARD_PRE")
+        ahead = fsdp.word("fsdp_backward_prefetch", _PREFETCHES, default="NO_PREFETCH")
         if ahead is not None:
             found["prefetch"] = ahead
     return found, notes + unread(*fsdp.unlike(_UNREAD))

@@ -129,7 +129,7 @@ def _notes(config: ConfigTable, choices: dict[str, Any]) -> list[str]:
     notes = []
     if any(config.table(name).values.get("enabled") == "auto" for name in ("bf16", "fp16")):
         notes.append(f"'auto' was read as {choices['precision']}; --dtype states another.")
-    found = [name for name in _ELSEWHERE if config.get(name)]
+    found = config.unlike(dict.fromkeys(_ELSEWHERE))
     if found:
         notes.append(f"Not read: {', '.join(found)}.")
     tables = ((config if not name else config.table(name), keys) for name, keys in _UNREAD.items())

@@ -178,6 +178,8 @@ _UNREAD = {
     "steps of Muon": ("--muon-num-ns-steps", "--muon-tp-mode", "--muon-no-split-qkv"),
 }
 """Flags that change time or memory and no plan states, by what they change; --disable- is read as --no-."""
+_USUAL = {"--attention-backend": "auto", "--transformer-impl": "transformer_engine"}
+"""Values of them that Megatron has without the flag (d98e8a6), which scripts state all the same."""
 _PART = re.compile(r"\(([A-Za-z|]+)\)\*(\d+)|([A-Za-z])(?:\*(\d+))?|\|")
 
 
@@ -388,7 +390,11 @@ def _layout(text: str, flags: LaunchFlags) -> tuple[int, ...]:
 def _notes(flags: LaunchFlags) -> tuple[str, ...]:
     """Return what the script sets and no plan states, though the step's time or memory depend on it."""
     notes = ["Not read: the file that --yaml-cfg names."] if "--yaml-cfg" in flags else []
-    stated = {flag.replace("--disable-", "--no-", 1): flag for flag in flags.values}
+    stated = {
+        flag.replace("--disable-", "--no-", 1): flag
+        for flag, values in flags.values.items()
+        if values != (_USUAL.get(flag),)
+    }
     for what, names in _UNREAD.items():
         given = [stated[name] for name in names if name in stated]
         if given:

@@ -36,6 +36,10 @@ def plan_of(
         When the run does not fit the model or the cluster.
     """
     choices = {**run.choices, **stated}
+    if not any(block.shared_ffn for block, _ in model.block_kinds()):
+        choices.pop("shared_overlap", None)  # Megatron takes the flag, which then hides nothing
+    if "precision" in stated and stated["precision"] != "fp8":
+        choices.pop("narrow_gather", None)  # a switch of the precision that was replaced
     _same_sizes(run, model, cluster, file)
     choices |= _batches(run, choices, stated, cluster, file)
     if run.shard_instances > 1 and "shard_size" not in choices:

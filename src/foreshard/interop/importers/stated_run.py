@@ -137,7 +137,13 @@ def unread(*found: str) -> tuple[str, ...]:
 
 
 def _same_kind(value: Any, usual: Any) -> Any:
-    """Return a value as the kind of its default: numbers and switches may be written as text."""
+    """Return a value as the kind of its default: numbers and switches may be written as text.
+
+    Without a default, what is false or empty states nothing, nor does a table whose switch is off.
+    """
+    if usual is None:
+        on = value.get("enabled", any(value.values())) if isinstance(value, Mapping) else value
+        return value if on and str(on).lower() != "false" else None
     if isinstance(value, str) and isinstance(usual, bool):
         return {"true": True, "false": False}.get(value.lower(), value)
     if isinstance(value, str) and isinstance(usual, str):

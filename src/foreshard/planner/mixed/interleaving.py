@@ -79,28 +79,41 @@ def loosest(problems: Mapping[int, Problem]) -> Problem:
     some = list(problems.values())
     runs = [np.isfinite(one.time_s) & (one.max_in_flight > 0) for one in some]
 
-    def least(name: str, otherwise: float = 0.0) -> np.ndarray:
-        own = [np.where(able, getattr(one, name), np.inf) for able, one in zip(runs, some, strict=True)]
+    def least(values: Sequence[np.ndarray], otherwise: float = 0.0) -> np.ndarray:
+        own = [np.where(able, value, np.inf) for able, value in zip(runs, values, strict=True)]
         found = np.min(own, axis=0)
         return np.where(np.isfinite(found), found, otherwise)
 
+    def stated(name: str) -> list[np.ndarray]:
+        return [getattr(one, name) for one in some]
+
+    by_domain = all(one.leave_s is not None for one in some)
+    copies = max((one.copies for one in some), key=len)  # the others are their first ones
+    tails_s = [one.tail_s[[one.row_of(n) for n in copies]] for one in some]
+    if not by_domain:  # any pipeline may be one that leaves its domain
+        tails_s = [
+            tail if one.leave_tail_s is None else tail + np.minimum(one.leave_tail_s, 0.0)
+            for tail, one in zip(tails_s, some, strict=True)
+        ]
     loose = replace(
         some[0],
-        time_s=least("time_s", np.inf),
-        tail_s=least("tail_s"),
-        shortest=least("shortest"),
-        max_in_flight=np.max([one.max_in_flight for one in some], axis=0),
-        forward_s=None if some[0].forward_s is None else least("forward_s"),
-        backward_s=None if some[0].backward_s is None else least("backward_s"),
+        time_s=least(stated("time_s"), np.inf),
+        copies=copies,
+        tail_s=least(tails_s),
+        hop_s=np.min(stated("hop_s"), axis=0),
+        shortest=least(stated("shortest")),
+        max_in_flight=np.max(stated("max_in_flight"), axis=0),
+        forward_s=None if some[0].forward_s is None else least(stated("forward_s")),
+        backward_s=None if some[0].backward_s is None else least(stated("backward_s")),
         leave_s=None,
         leave_tail_s=None,
         domains=(),
     )
-    if all(one.leave_s is not None for one in some):
+    if by_domain:
         loose = replace(
             loose,
-            leave_s=least("far_s") - np.where(np.any(runs, axis=0), loose.time_s, 0.0),
-            leave_tail_s=least("leave_tail_s"),
+            leave_s=least(stated("far_s")) - np.where(np.any(runs, axis=0), loose.time_s, 0.0),
+            leave_tail_s=least(stated("leave_tail_s")),
             domains=some[0].domains,
         )
     return scaled(loose, max(problems))

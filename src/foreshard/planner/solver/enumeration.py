@@ -145,7 +145,7 @@ def _stage_costs(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
     if problem.leave_tail_s is not None:
         values += [tail + problem.leave_tail_s for tail in problem.tail_s]
     if problem.shortest is not None:
-        values.append(problem.shortest * problem.time_s)
+        values.append(problem.shortest * np.where(runs, problem.time_s, 0.0))
     costs = np.where(runs, np.array(values), np.inf)
     _, alike = np.unique(
         np.column_stack([problem.takes, problem.micro_batch, problem.grain]), axis=0, return_inverse=True
