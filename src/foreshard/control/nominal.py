@@ -7,6 +7,7 @@ run whose costs were not measured starts from them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,12 +27,15 @@ from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
 from foreshard.spec.model import Block, Model
 
+_PARTS = (1, 2, 4, 8, 16)
+"""Parts of a model that stages are weighed at for what they hold beside their layers."""
+
 
 def predicted_chain(request: PlanRequest, micro_batch: int) -> Chain:
     """Return the layers of a model on every device of a cluster, as predicted.
 
     What a stage holds beside its layers (buffers, work space, what the device and its allocator keep) is
-    taken off the memory of a device: the most of the whole model and of its halves.
+    taken off the memory of a device: the most of the stages that it has room for.
 
     Raises
     ------
@@ -126,13 +130,24 @@ def _layer_bytes(request: PlanRequest, micro_batch: int) -> dict[str, np.ndarray
 def _beside_bytes(
     request: PlanRequest, group: int, micro_batch: int, layers: Mapping[str, np.ndarray]
 ) -> float:
-    """Return the most that a stage on the devices of a node group holds beside the bytes of its layers."""
-    last, middle = request.model.num_layers + 2, request.model.num_layers // 2 + 1
-    stages = [(0, last), (0, middle), (middle, last)]
-    load = _load(request, stages, (request.cluster.nodes[group].device,), micro_batch, 1.0)
-    peak = stage_memory(load, request.framework).peak
+    """Return the most that a stage on the devices of a node group holds beside the bytes of its layers.
+
+    Of the stages that fit, and of one that fills the device: what an allocator keeps grows with a stage.
+    """
+    blocks, device = request.model.num_layers, request.cluster.nodes[group].device
     own = layers["state_bytes"] + micro_batch * layers["saved_bytes"]
-    return float(np.max(peak - [own[start:stop].sum() for start, stop in stages]))
+    most = 0.0
+    parts = [part for part in reversed(_PARTS) if part <= blocks]
+    first = [(0, 1 + blocks // n) for n in parts[:-1]]
+    last = [(1 + blocks - math.ceil(blocks / n), blocks + 2) for n in parts[:-1]]
+    for ends in (first, last):
+        stages = [*ends, (0, blocks + 2)]
+        peak = stage_memory(_load(request, stages, (device,), micro_batch, 1.0), request.framework).peak
+        beside = peak - [own[start:stop].sum() for start, stop in stages]
+        fits = peak <= device.capacity_bytes
+        full = np.interp(device.capacity_bytes, peak, beside)
+        most = max(most, float(full), float(beside[fits].max(initial=0.0)))
+    return most
 
 
 def _load(

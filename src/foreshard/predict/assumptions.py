@@ -83,12 +83,12 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
     else:
         waiting = f"{WAITING_POWER:.0%} of it while waiting (assumed, no measurement shipped)"
         said.append(f"energy: devices at their power limit while computing, {waiting}")
-    if any(block.num_experts for block, _ in case.model.block_kinds()):
+    if _routes(case):
         said.append(_ROUTING[framework.routing])
+        if _autocasts(case):
+            said.append(_EXPERTS_UNDER_AUTOCAST)
     if any(stage.ep > 1 for group in plan.groups for stage in group.stages):
         said.append(f"tokens are sent to experts by {_SENT_BY[framework.dispatcher]}")
-        if framework.name == "ddp" and plan.precision in ("bf16", "fp16"):
-            said.append(_EXPERTS_UNDER_AUTOCAST)
     if plan.compile:
         said.append(_COMPILED)
     if plan.precision == "fp8" and framework.fp8_recipe in ("tensorwise", "rowwise"):
@@ -122,6 +122,20 @@ def _short(group: Group) -> str:
     which = f"the last of {count} micro-batches" if count > 1 else "the only micro-batch"
     part = f"{samples} of {group.micro_batch} samples"
     return f"{which} of a group is short: {part}; not every framework takes that"
+
+
+def _routes(case: PlannedRun) -> bool:
+    """Return whether tokens are routed to some experts, not through all of them."""
+    plain = memory_profile(case.framework.memory).eager_norm
+    return any(
+        block.num_experts and not (plain and block.every_expert) for block, _ in case.model.block_kinds()
+    )
+
+
+def _autocasts(case: PlannedRun) -> bool:
+    """Return whether weights are in 32 bit and products cast them; adapters leave them in 16."""
+    casts = memory_profile(case.framework.memory).autocast_bytes > 0
+    return casts and case.plan.lora is None and case.plan.precision in ("bf16", "fp16")
 
 
 def _every_expert(case: PlannedRun) -> Iterator[str]:

@@ -804,4 +804,14 @@ def test_transformers_sends_every_token_through_all_experts_of_llama_4():
     sent, routed = (expert_sizes(batch.kinds[0], batch.machine)[0].item() for batch in (all_of_them, plain))
     assert sent == 16 * routed
     said = [text for text in assumptions(case) if "all 16 experts" in text]
-    assert len(said) == 1
+    assert len(said) == 1 and not any("a learned router" in text for text in assumptions(case))
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "warned"),
+    [("mixtral-8x7b", "ddp", 1), ("mixtral-8x7b", "hf", 0), ("llama4-scout", "ddp", 0), ("gpt2", "ddp", 0)],
+)
+def test_experts_in_32_bit_under_autocast_are_warned_of(model, framework, warned):
+    """DDP alone trains with autocast, and Llama 4's products of all experts are cast."""
+    case, _ = batch_of(model, "1x8xh100-sxm", framework, micro_batch=1, tp=1)
+    assert sum("autocast knows no" in text for text in assumptions(case)) == warned
