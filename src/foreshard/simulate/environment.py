@@ -9,7 +9,14 @@ import numpy as np
 
 from foreshard.control.moves import move, move_costs
 from foreshard.control.search.pricing import evaluate
-from foreshard.control.search.subsets import COSTS, SubsetClasses, data_parallel, replica_holders, sample_s
+from foreshard.control.search.subsets import (
+    COSTS,
+    SubsetClasses,
+    data_parallel,
+    holds_replica,
+    replica_holders,
+    sample_s,
+)
 from foreshard.control.slots import State, Structure
 from foreshard.simulate.dynamics import Path
 from foreshard.simulate.workload import Workload
@@ -62,15 +69,13 @@ class Environment:
         InfeasibleError
             When none does.
         """
-        return self._holders(self.path.available[pattern])
+        available = self.path.available[pattern]
+        return replica_holders(self.work.chain, available, micro_batch=self.work.micro_batch)
 
     @property
     def holds(self) -> np.ndarray:
         """Return which devices hold the whole model, shape (devices,)."""
-        return self._holders(np.ones(self.work.num_devices, dtype=bool))
-
-    def _holders(self, available: np.ndarray) -> np.ndarray:
-        return replica_holders(self.work.chain, available, micro_batch=self.work.micro_batch)
+        return holds_replica(self.work.chain, micro_batch=self.work.micro_batch)
 
     def subsets(self, condition: int, pattern: int) -> SubsetClasses:
         """Return every subset of the devices of a state, with least time and costs."""

@@ -180,6 +180,12 @@ class SubsetClasses:
         return int(np.ravel_multi_index(tuple(counts), shape)) - 1 if len(workers) else None
 
 
+def holds_replica(chain: Chain, *, micro_batch: int = 1) -> np.ndarray:
+    """Return which devices have room for the whole model, shape (devices,)."""
+    needed_bytes = chain.before_state[-1] + micro_batch * chain.before_saved[-1]
+    return np.asarray(needed_bytes <= chain.memory_bytes)
+
+
 def replica_holders(chain: Chain, available: np.ndarray, *, micro_batch: int = 1) -> np.ndarray:
     """Return which of the devices that are there hold the whole model, shape (devices,).
 
@@ -188,8 +194,7 @@ def replica_holders(chain: Chain, available: np.ndarray, *, micro_batch: int = 1
     InfeasibleError
         When none does.
     """
-    needed_bytes = chain.before_state[-1] + micro_batch * chain.before_saved[-1]
-    holders = np.asarray(available & (needed_bytes <= chain.memory_bytes))
+    holders = available & holds_replica(chain, micro_batch=micro_batch)
     if not holders.any():
         raise InfeasibleError(
             "no device that is there holds the model",
