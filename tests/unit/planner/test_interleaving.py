@@ -96,7 +96,8 @@ def test_usual_prices_know_how_long_a_chunk_goes_round_over_slow_links():
     request = checked_request(
         load_model("llama3-70b"), load_cluster("4x8xh100-sxm@45Gb/s"), global_batch=128, seq_len=8192
     )
-    problem = scaled(price_stages(request, (0,), by_domain=True, chunks=4, stages=4, apart=True), 4)
+    roomy = {"reserve_bytes": -1e12}  # memory is no matter here
+    problem = scaled(price_stages(request, (0,), by_domain=True, chunks=4, stages=4, apart=True, **roomy), 4)
     tensor = [name.tp == 8 and name.inner_dp == 1 and name.recompute == "none" for name in problem.names]
     for option in np.flatnonzero(np.array(tensor) & (problem.micro_batch <= 2)):
         stops = [21, 41, 61, 82]
