@@ -97,7 +97,7 @@ def _one_by_one(
             )
             result = _stated(request, search(asked), setting)
             searched.results.append((setting, result))
-            if result.stopped or (result.interrupted and result.wall_s < part_s):
+            if result.stopped:
                 searched.missing += chosen[i + 1 :]
                 break
     except KeyboardInterrupt:

@@ -202,6 +202,18 @@ def test_time_that_is_over_leaves_settings_by_name():
     assert bounded.notes[-1] == "Time left no plan for fp8: the bound counts their computation alone"
 
 
+def test_a_search_that_its_time_ended_early_leaves_the_others_theirs():
+    """It keeps a part of its seconds for what it shows, and may need less: nobody stopped it."""
+    request = _asked()
+
+    def search(asked):
+        result = plan(asked.model, asked.cluster, global_batch=64, seq_len=2048, precision=asked.precision)
+        return replace(result, interrupted=True, wall_s=0.9 * asked.budget_s)
+
+    found = search_settings(request, tuple(settings(request, ("bf16", "fp8"), ())), search)
+    assert found.plans[0].plan.precision == "fp8"
+
+
 def test_an_interrupt_keeps_what_other_settings_found():
     request, calls = _asked(), []
 
