@@ -49,7 +49,8 @@ class Problem:
     shortest : ndarray, shape (options, types), or None
         Part of a micro-batch's time that the shortest takes: the host launches as much for it.
     time_s : ndarray, shape (options, types)
-        Forward and backward of one micro-batch with all that recurs with it; inf where it cannot run.
+        Forward and backward of one micro-batch with all that recurs with it; inf where it cannot run. The
+        other tables say nothing of such a stage.
     copies : tuple of int
         Numbers of pipelines from which on each row of `tail_s` holds, rising from 1.
     tail_s : ndarray, shape (len(copies), options, types)
