@@ -419,7 +419,8 @@ def seen_without(system: str, table: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {**table[name], **changed[name]} for name in FITTED}
 
 
-def build(data: Sequence[Points]) -> dict[str, Any]:
+def build(data: Sequence[Points], left_out: Iterable[str] = tuple(sorted(SYSTEMS))) -> dict[str, Any]:
+    """Return the table of constants, with what changes in it where each of some systems is left out."""
     harness = fit_harness(data)
     links = fit_rows(data, harness)
     return {
@@ -428,7 +429,7 @@ def build(data: Sequence[Points]) -> dict[str, Any]:
         "harness": harness,
         "network": {**STATED_NETWORK, "ring_eff": network_ring_eff()},
         "nccl": nccl_tables(),
-        "left_out": {family_of(system): without(system, links, harness, data) for system in sorted(SYSTEMS)},
+        "left_out": {family_of(system): without(system, links, harness, data) for system in left_out},
     }
 
 
@@ -519,11 +520,12 @@ def report(table: Mapping[str, Any], data: Sequence[Points]) -> None:
 
 REFIT_ERROR = 1e-4
 """Part by which a refitted constant may differ: other processors stop the minimiser elsewhere (6e-6 seen)."""
-LEFT_OUT_ERROR = 0.01
+LEFT_OUT_ERROR = 0.03
 """Part by which times predicted with a system left out may differ after a refit, median over its rows.
 
 Where two algorithms are equally fast the error has a kink, and a fit with a system left out may stop on one.
-Where on it depends on the last bit: a start moved by 1e-7 moves constants by 7e-3, another processor by 9e-4.
+Where on it depends on the last bit: a start moved by 1e-7 moves constants by 7e-3, and another processor
+moved the times of one system by 1.3 %.
 """
 
 

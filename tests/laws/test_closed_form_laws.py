@@ -105,11 +105,11 @@ def port_s(case):
 def test_the_closed_form_is_within_three_percent_of_the_graph(part):
     """Interleaved plans in 9 of 10 cases, never by more than an eighth; the last part has sharded weights."""
     plain, cut, sharded = [], [], part == 3
-    for seed in range(100 * part, 100 * part + 100):
+    for seed in range(100 * part, 100 * part + 50):
         for case, seconds in drawn(seed, "torchtitan" if sharded else "megatron-core"):
             if sharded or case.plan.groups[0].stages[0].zero < 2:
                 (cut if is_interleaved(case) else plain).append(abs(seconds / graph_s(case) - 1.0))
-    assert len(plain) > 50 and len(cut) > 50
+    assert len(plain) > 25 and len(cut) > 25
     assert np.mean(np.array(plain) < 0.03) > 0.98 and max(plain) < 0.15
     assert np.mean(np.array(cut) < 0.03) > (0.83 if sharded else 0.9) and max(cut) < 0.12
 
@@ -285,7 +285,7 @@ def unequal(seed, num_groups):
 def test_unequal_pipelines_take_as_long_as_by_the_graph(num_groups):
     """With short last micro-batches, messages between unlike stages, and gradients of unlike cuts."""
     off = []
-    for seed in range(120):
+    for seed in range(60):
         case = unequal(seed, num_groups)
         times = step_times(build_batch([case], training_constants()), joined=True)
         off.append(sum(slowest_parts(times).values()) / graph_s(case) - 1.0)
@@ -309,13 +309,13 @@ def test_stages_that_are_priced_alone_know_nothing_of_each_other():
 @pytest.mark.parametrize("part", range(2))
 def test_no_step_is_shorter_than_the_bytes_that_leave_a_node(part):
     tight = 0
-    for seed in range(1000 + 100 * part, 1100 + 100 * part):
+    for seed in range(1000 + 100 * part, 1050 + 100 * part):
         for case, seconds in drawn(seed):
             least = port_s(case)
             tight += least > 0.3 * seconds
             assert seconds >= least * (1.0 - 1e-9)
             assert graph_s(case) >= least * (1.0 - 1e-9)
-    assert tight > 5
+    assert tight > 2
 
 
 def test_a_tied_table_is_summed_where_its_ends_lie():

@@ -75,7 +75,7 @@ def private(phases: Phases, network: SharedNetwork) -> tuple[Phases, SharedNetwo
     return replace(phases, route=route), own
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(crowded, SWITCHES)
 def test_transfers_that_share_nothing_take_what_the_closed_forms_say(run, comm):
     case = case_of(run, comm)
@@ -90,7 +90,7 @@ def test_transfers_that_share_nothing_take_what_the_closed_forms_say(run, comm):
     np.testing.assert_allclose(alone.end_s, expected.end_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(crowded, SWITCHES)
 def test_sharing_never_shortens_a_step(run, comm):
     case = case_of(run, comm)
@@ -101,7 +101,7 @@ def test_sharing_never_shortens_a_step(run, comm):
         np.testing.assert_allclose(shared.run.times.end_s, closed.end_s, rtol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(crowded, SWITCHES)
 def test_no_resource_carries_more_than_its_rate(run, comm):
     _, shared = shared_run(case_of(run, comm))
@@ -110,7 +110,7 @@ def test_no_resource_carries_more_than_its_rate(run, comm):
     assert shared.run.flows.utilisation.max() <= 1.0 + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(crowded, SWITCHES)
 def test_parts_sum_to_the_step_and_classes_are_never_faster(run, comm):
     case = case_of(run, comm)
@@ -126,7 +126,7 @@ def test_parts_sum_to_the_step_and_classes_are_never_faster(run, comm):
 
 
 @pytest.mark.parametrize("what", ["nic", "link"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(crowded, SWITCHES, st.sampled_from([1.01, 1.5, 4.0]))
 def test_a_faster_network_is_never_slower(what, run, comm, factor):
     case = case_of(run, comm)

@@ -13,6 +13,8 @@ import fit_comm
 
 from foreshard.validation.tables import measured_folder
 
+LEFT_OUT = ("h100_sxm", "a100_sxm")
+
 
 @pytest.fixture(scope="module")
 def fitting():
@@ -59,7 +61,9 @@ def test_median_error_with_systems_left_out(fitting, data, shipped):
 
 
 def test_shipped_constants_are_the_refit(fitting, data, shipped):
-    refit = fitting.build(data)
+    refit = fitting.build(data, LEFT_OUT)  # `make check` refits without each of the others too
+    shipped = {**shipped, "left_out": {name: shipped["left_out"][name] for name in LEFT_OUT}}
+    data = [points for points in data if points.system in LEFT_OUT]
     assert fitting.moved(shipped, refit, data) == []
     # The comparison sees one constant that moved, in the fit and with a system left out.
     row = refit["links"]["hopper-nvlink"]

@@ -122,8 +122,11 @@ def test_other_units_and_more_of_them_ahead(sizes, units):
     assert predicted(sizes, FULL, "2024", **units) == pytest.approx(measured, rel=LIMIT)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("sizes", "recompute"),
+    [(DENSE, "none"), (DENSE, SELECTIVE), (EXPERTS, SELECTIVE), (EXPERTS, FULL)],
+    ids=["dense-none", "dense-selective", "experts-selective", "experts-full"],
+)
 @pytest.mark.parametrize(("stages", "stage", "count"), [(2, 0, 2), (2, 1, 4), (4, 1, 5)])
 def test_stage_of_a_pipeline(sizes, recompute, stages, stage, count):
     measured = stage_peak(sizes, recompute, num_stages=stages, stage=stage, num_micro_batches=count)

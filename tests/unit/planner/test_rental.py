@@ -53,7 +53,8 @@ def test_a_limit_on_hours_costs_more(cheapest):
 
 
 def test_limits_that_nothing_meets():
-    result = rent(load_model("llama3-8b"), objective="time", max_hours=0.01, **RUN)
+    few = RUN | {"instances": SOME[:2], "max_devices": 8}
+    result = rent(load_model("llama3-8b"), objective="time", max_hours=0.01, **few)
     assert isinstance(result.infeasible, LimitError)
     assert result.to_dict()["error"]["code"] == 4
 
@@ -74,7 +75,8 @@ def test_spot_prices_and_what_is_available_decide(cheapest):
     assert first.price_date is None
     assert first.usd_per_h == pytest.approx(0.01 * first.num_nodes)
     assert max(one.num_nodes for one in spot.offers if one.instance == name) <= 2
-    none = rent(load_model("llama3-8b"), objective="cost", max_nodes={name: 0}, **RUN)
+    few = RUN | {"instances": ("aws-p5.48xlarge", name), "max_devices": 8}
+    none = rent(load_model("llama3-8b"), objective="cost", max_nodes={name: 0}, **few)
     assert name in none.left_out
 
 

@@ -27,9 +27,9 @@ from foreshard.predict.step import predict
 from foreshard.spec.plan import COMM_OPTIONS, acting
 
 SPACES = (
-    ("llama3-8b", "1x4xh100-sxm", "megatron-core", 4, 2048, ("bf16", "fp8")),
-    ("gpt2-xl", "1x4xa100-sxm-40gb", "torchtitan", 4, 1024, ("bf16",)),
-    ("deepseek-v2-lite", "1x4xh200-sxm", "nemo", 2, 1024, ("bf16",)),
+    ("llama3-8b", "1x2xh100-sxm", "megatron-core", 2, 2048, ("bf16", "fp8")),
+    ("gpt2-xl", "1x2xa100-sxm-40gb", "torchtitan", 4, 1024, ("bf16",)),
+    ("olmoe-1b-7b", "1x2xh200-sxm", "nemo", 2, 1024, ("bf16",)),
     ("llama3-8b", "1x2xh100-sxm", "deepspeed", 6, 2048, ("bf16", "fp16")),
 )
 
@@ -79,7 +79,7 @@ def test_search_equals_pricing_every_setting(space):
         comm="all",
         engine="analytical",
         memory_margin=0.0,  # as `fits` in `_least`
-        budget_s=60.0,  # a proof ends it, also where others keep the machine busy
+        budget_s=600.0,  # a proof ends it, however slow the machine is
     )
     least = _least(space)
     assert found.plans[0].prediction.step_time_s == pytest.approx(least, rel=1e-9)
@@ -98,7 +98,7 @@ def test_the_file_of_a_plan_predicts_what_the_search_said(nodes, engine):
         seq_len=1024,
         precision=("bf16", "fp16"),
         engine=engine,
-        budget_s=8.0,
+        budget_s=4.0,
         comm=("grad_overlap", "param_gather_overlap", "tp_overlap"),
     )
     assert any(one.plan.comm for one in found.plans)

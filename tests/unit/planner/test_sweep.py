@@ -183,6 +183,7 @@ def _rent(**options):
         tokens=1e10,
         seq_len=2048,
         max_devices=16,
+        tp=4,
         instances=instances,
         **options,
     )
