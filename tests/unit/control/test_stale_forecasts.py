@@ -129,14 +129,14 @@ def test_a_budget_per_hour_is_spent_where_steps_are_far_longer_than_stated(cases
 
 def test_an_excess_stays_near_v_where_a_budget_leaves_next_to_nothing(cases):
     """No plan keeps the budget in every window, and no forecast is worth anything."""
-    truth, steps = Truth(cases), 4000
+    truth, steps = Truth(cases), 2000
     path = PATHS["independent"](np.random.default_rng(0), steps)
     rows = truth.fixed(path)
     _, excess = played(truth, path, 1.05 * rows[:, :, 1].mean(1).min())
     assert excess <= weight_for(0.01, steps) + WINDOW
 
 
-@pytest.mark.parametrize(("odd", "steps"), [(1.0, 2000), (1.3, 10_000)])
+@pytest.mark.parametrize(("odd", "steps"), [(1.0, 2000), (1.3, 5000)])
 def test_a_truth_above_the_forecast_breaks_no_budget(cases, odd, steps):
     """All steps take 1.5 times what the model says, with rank 0 even more; speeds say nothing of it."""
     prices = np.array([7200.0, 7200.0, 1800.0, 1800.0])
