@@ -429,6 +429,64 @@ def test_torchtitan_gets_the_parts_of_a_pipeline_that_turns_in_model_order(sched
     assert names == [f"layers.{i}" for i in range(32)]
 
 
+def flags_of_model(model):
+    made = plan_from_degrees(model.num_layers, 16, global_batch=64, seq_len=2048, zero=1)
+    return export(made, "megatron", model=model, cluster=CLUSTER).text
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("nemotron4-15b", ("--squared-relu",)),
+        ("deepseek-v2-lite", ("--qk-layernorm", "--moe-router-pre-softmax")),
+        ("qwen3-30b-a3b", ()),
+        (
+            "deepseek-v3",
+            (
+                "--qk-layernorm",
+                "--moe-router-score-function sigmoid",
+                "--moe-router-enable-expert-bias",
+                "--moe-router-topk-scaling-factor 2.5",
+                "--moe-router-num-groups 8",
+                "--moe-router-group-topk 4",
+            ),
+        ),
+    ],
+)
+def test_activation_norms_of_latents_and_router_reach_megatron(name, flags):
+    """As transformers' modeling_nemotron.py, modeling_deepseek_v2.py and _v3.py compute them.
+
+    Megatron's gpt_layer_specs.py norms the latents under --qk-layernorm only; its routers are those of
+    moe_utils.py, topk_routing_with_score_function.
+    """
+    text = flags_of_model(load_model(name))
+    assert all(f"  {flag}\n" in text for flag in flags)
+    routed = [line for line in text.splitlines() if line.startswith("  --moe-router-")]
+    stated = [flag for flag in flags if flag.startswith("--moe-router-")]
+    assert len(routed) == len(stated) + ("--num-experts" in text), "--moe-router-topk besides"
+
+
+def test_a_gate_on_shared_experts_reaches_megatron():
+    model = replace(load_model("qwen1.5-moe-a2.7b"), rope_base=1e6)
+    text = flags_of_model(model)
+    assert "--moe-shared-expert-gate\n" in text and "--moe-router-pre-softmax\n" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (load_model("opt-1.3b"), "the activation relu"),
+        (replace(load_model("llama3-8b"), activation="gelu"), "the activation gelu"),
+        (replace(load_model("mixtral-8x7b"), router=None), "what weighs the experts of mixtral-8x7b"),
+        (replace(load_model("deepseek-v2"), rope_base=1e4), "groups of experts"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else case.name,
+)
+def test_activations_and_routers_that_megatron_has_not_are_refused(model, reason):
+    with pytest.raises(SpecError, match=reason):
+        flags_of_model(model)
+
+
 def test_the_dispatcher_reaches_megatron_and_torchtitan():
     experts = load_model("qwen3-30b-a3b")
     spread = replace(make_plan(experts, CLUSTER, tp=1, ep=8, dp=16, zero=1), dispatcher="hybridep")

@@ -157,7 +157,7 @@ def t5(reader: Reader) -> Model:
     """T5: blocks of the encoder, then of the decoder; relative positions in the first block of each."""
     hidden, vocab = reader.size("d_model", "hidden_size"), reader.size("vocab_size")
     heads, width = reader.size("num_heads", "num_attention_heads"), reader.size("d_kv")
-    activation = reader.text("feed_forward_proj", "relu")
+    activation = reader.text("feed_forward_proj", default="relu")
     encoder = Block(
         hidden=hidden,
         num_heads=heads,
