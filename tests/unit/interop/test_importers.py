@@ -316,6 +316,16 @@ def test_the_dispatcher_of_a_launch_script(tmp_path, flags, dispatcher):
     assert made.dispatcher == dispatcher
 
 
+@pytest.mark.parametrize(
+    ("backend", "kernel"),
+    [("fused", "cudnn"), ("unfused", "unfused"), ("local", "unfused"), ("auto", None), ("flash", None)],
+)
+def test_the_kernel_of_attention_of_a_launch_script(tmp_path, backend, kernel):
+    """AttnBackend of Megatron-LM d98e8a6 core/transformer/enums.py; local is its own unfused attention."""
+    made, _ = noted(tmp_path, f"--micro-batch-size 1 --bf16 --attention-backend {backend}", "megatron")
+    assert made.attention == kernel
+
+
 def noted(tmp_path, text: str, source: str, **stated) -> tuple[Plan, str]:
     file = tmp_path / "config"
     file.write_text(text, encoding="utf-8")
@@ -330,7 +340,7 @@ def noted(tmp_path, text: str, source: str, **stated) -> tuple[Plan, str]:
         "--moe-expert-capacity-factor 1.25",
         "--ddp-bucket-size 1000000",
         "--fine-grained-activation-offloading",
-        "--attention-backend unfused",
+        "--attention-backend flash",
         "--disable-tp-comm-bulk-wgrad",
         "--no-tp-comm-bulk-wgrad",
     ],
