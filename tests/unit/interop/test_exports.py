@@ -429,6 +429,18 @@ def test_torchtitan_gets_the_parts_of_a_pipeline_that_turns_in_model_order(sched
     assert names == [f"layers.{i}" for i in range(32)]
 
 
+def test_experts_are_not_hidden_behind_a_pipeline_where_the_plan_hides_none():
+    """torchtitan 0.2.2 does by default, and refuses it with any recomputing (dual_pipe_v.py)."""
+    model = load_model("deepseek-v2-lite")
+    cluster = load_cluster("2x8xh100-sxm")
+    asked = {"framework": "torchtitan", "pp": 2, "ep": 2, "zero": 2, "global_batch": 32, "recompute": "full"}
+    for schedule, is_stated in (("dualpipev", True), ("zbv", False)):
+        made = make_plan(model, cluster, schedule=schedule, **asked)
+        stated = tomllib.loads(export(made, "torchtitan@0.2", model=model, cluster=cluster).text)
+        found = stated["parallelism"].get("pipeline_parallel_expert_parallel_overlap")
+        assert found is (False if is_stated else None)
+
+
 def flags_of_model(model):
     made = plan_from_degrees(model.num_layers, 16, global_batch=64, seq_len=2048, zero=1)
     return export(made, "megatron", model=model, cluster=CLUSTER).text

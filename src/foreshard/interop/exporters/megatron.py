@@ -321,8 +321,9 @@ def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> list[str]:
     if _as_set(plan).cross_entropy == "te":
         held = LOGIT_BYTES["native"] - LOGIT_BYTES["te"]
         notes.append(
-            "Megatron 0.19 refuses the fused loss of Transformer Engine that was predicted: its native one is "
-            f"written, which holds {held:g} bytes more of each logit (--set cross_entropy=native predicts it)."
+            "Megatron 0.19 refuses the fused loss of Transformer Engine that was predicted: its native one "
+            f"is written, and holds {held:g} bytes more of each logit (predicted by --set "
+            "cross_entropy=native)."
         )
     if plan.precision == "tf32":
         notes.append("tf32 has no flag: set NVIDIA_TF32_OVERRIDE=1.")

@@ -203,6 +203,9 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
     parallelism = _parallelism(degrees, "output")
     parallelism["expert_tensor_parallel_degree"] = degrees.etp
     parallelism["enable_async_tensor_parallel"] = _async_tp(plan, degrees)
+    if degrees.schedule == "dualpipev" and degrees.ep > 1:
+        # On by default, and refused with any recomputing (dual_pipe_v.py); no plan of it hides experts.
+        parallelism["pipeline_parallel_expert_parallel_overlap"] = False
     if plan.dispatcher == "deepep":
         parallelism["expert_parallel_comm_backend"] = "deepep"
     model: dict[str, Any] = {"name": family, "flavor": flavor}
