@@ -241,6 +241,8 @@ def test_what_a_target_cannot_say_is_refused(target, degrees, reason):
         ("deepseek-v3", "torchtitan@0.2", {}, "next-token layers of deepseek-v3"),
         ("deepseek-v3", "torchtitan@0.3", {"pp": 2}, "next-token layers of deepseek-v3 under pp or cp"),
         ("mixtral-8x7b", "torchtitan@0.3", {}, "mixtral-8x7b .it ships"),
+        ("qwen3-4b-2507", "torchtitan@0.3", {}, "base 5,000,000 .its 4B has 1,000,000"),
+        ("qwen3-235b-a22b", "torchtitan@0.2", {}, "base 1,000,000 .its 235B-A22B has 5,000,000"),
     ],
 )
 def test_models_that_a_release_of_torchtitan_cannot_train_so_are_refused(name, target, degrees, reason):
@@ -439,6 +441,18 @@ def test_experts_are_not_hidden_behind_a_pipeline_where_the_plan_hides_none():
         stated = tomllib.loads(export(made, "torchtitan@0.2", model=model, cluster=cluster).text)
         found = stated["parallelism"].get("pipeline_parallel_expert_parallel_overlap")
         assert found is (False if is_stated else None)
+
+
+def test_facts_that_a_flavor_of_torchtitan_has_otherwise_are_noted_or_refused():
+    """torchtitan 0.2.2 and 0.3.0 models/llama3/__init__.py: Llama 3.1's scaling, whatever the length."""
+    for name, says in (("llama3-8b", True), ("llama3.1-8b", False)):
+        model = load_model(name)
+        made = make_plan(model, CLUSTER, framework="torchtitan", zero=3, recompute="full")
+        for target in ("torchtitan@0.2", "torchtitan@0.3"):
+            notes = export(made, target, model=model, cluster=CLUSTER).notes
+            assert any("scales rotary positions by 8" in note for note in notes) == says
+    with pytest.raises(SpecError, match="tied embeddings"):
+        export(made, "torchtitan@0.3", model=replace(model, tied_embeddings=True), cluster=CLUSTER)
 
 
 def flags_of_model(model):
