@@ -99,8 +99,6 @@ def _latent_attention(reader: Reader) -> dict[str, Any]:
 def _ffn(reader: Reader, entry: Entry, hidden: int) -> int:
     """Return the width of the dense MLP, 0 of a model that has experts only."""
     factor, keys = entry.get("ffn_over_hidden"), entry.get("ffn", ())
-    if "expansion" in entry:
-        return reader.size(entry["expansion"], default=factor) * hidden
     if factor:
         return reader.size(*keys, default=factor * hidden) if keys else factor * hidden
     return reader.size(*keys) if keys else 0
@@ -256,6 +254,10 @@ def _mpt(reader: Reader, block: Entry) -> dict[str, Any]:
     if not reader.flag("no_bias", True):
         rule = "Published MPT models have none"
         raise reader.error("no_bias", False, "MPT with biases is not modelled", rule)
+    ratio = reader.size("expansion_ratio", default=4)
+    if ratio != 4:
+        rule = "transformers makes the MLP of every MPT four times as wide as the model"
+        raise reader.error("expansion_ratio", ratio, f"an MLP {ratio} times as wide is not modelled", rule)
     return {}
 
 

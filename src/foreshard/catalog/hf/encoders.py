@@ -137,15 +137,17 @@ def bart(reader: Reader) -> Model:
         stacks += [block] * reader.layers(f"{side}_layers")
     positions = reader.positions("max_position_embeddings", default=1024)
     rows = positions + 2  # two spare rows, as in OPT
+    tied = reader.flag("tie_word_embeddings", True)
+    tables = 1 if tied else 3  # that of both sides, which nothing reads then, and one of each
     return _model(
         reader,
         tuple(stacks),
         "encoder and decoder sequences are equally long",
         vocab=vocab,
-        tied_embeddings=reader.flag("tie_word_embeddings", True),
+        tied_embeddings=tied,
         max_seq_len=positions,
         learned_positions=rows,
-        embedding_params=vocab * hidden + 2 * rows * hidden + 4 * hidden,
+        embedding_params=tables * vocab * hidden + 2 * rows * hidden + 4 * hidden,
         head_params=vocab * hidden,
         head_matmul_params=vocab * hidden,
         final_norm_params=0,
