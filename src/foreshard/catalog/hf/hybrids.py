@@ -165,6 +165,7 @@ def nemotron_h(reader: Reader) -> Model:
         scan_groups=reader.size("n_groups", "mamba_n_groups", default=8),
         ffn=reader.size("intermediate_size") if "-" in pattern else 0,
         num_next_token=reader.layers("num_nextn_predict_layers", default=0, minimum=0),
+        tied=False,
         router_bias=False,
         **(experts if routed else {}),
         **_said(reader),
