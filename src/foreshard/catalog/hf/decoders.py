@@ -256,7 +256,7 @@ def _mpt(reader: Reader, block: Entry) -> dict[str, Any]:
         raise reader.error("no_bias", False, "MPT with biases is not modelled", rule)
     ratio = reader.size("expansion_ratio", default=4)
     if ratio != 4:
-        rule = "transformers makes the MLP of every MPT four times as wide as the model"
+        rule = "The MLP of every MPT is four times as wide as the model in transformers"
         raise reader.error("expansion_ratio", ratio, f"an MLP {ratio} times as wide is not modelled", rule)
     return {}
 
