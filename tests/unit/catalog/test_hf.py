@@ -309,3 +309,8 @@ def test_activations_and_routers_are_those_of_the_published_configurations(name,
 def test_logits_of_command_r_are_scaled_whether_or_not_the_file_says_so(name):
     """CohereConfig and Cohere2Config of transformers 5.24: logit_scale is 0.0625 by default."""
     assert load_model(name).scaled
+
+
+def test_smollm3_has_the_rotary_base_of_the_published_file():
+    """HuggingFaceTB/SmolLM3-3B config.json: 5,000,000, where transformers' class has 2,000,000."""
+    assert load_model("smollm3-3b").rope_base == 5e6
