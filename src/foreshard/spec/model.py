@@ -14,8 +14,13 @@ from typing import Any
 from foreshard.errors import SpecError
 from foreshard.spec.block import Block
 
-__all__ = ["LORA_TARGETS", "Block", "Model", "decoder", "freeze", "lora"]
+__all__ = ["LORA_TARGETS", "ROUTERS", "Block", "Model", "decoder", "freeze", "lora"]
 
+ROUTERS = ("softmax", "softmax_all", "sigmoid")
+"""Weights of experts: softmax of the chosen ones or of all, or sigmoids that are made to sum to 1.
+
+By sigmoids experts are chosen with a learned correction of their load (arXiv 2408.15664).
+"""
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -54,6 +59,8 @@ class Model:
     rope_scaling: tuple[float | str, ...] | None = None  # kind, factor; of yarn also its mscales
     norm_eps: float | None = None
     scaled: bool = False  # fixed factors on embeddings, residuals, attention scores or logits
+    activation: str = ""  # as transformers names it; that of most: SiLU of gated MLPs, GELU of others
+    router: tuple[str, float] | None = None  # one of ROUTERS, and a factor on the weights of experts
 
     def __repr__(self) -> str:
         """Return name and sizes on one line; fields and `block_kinds` have the rest."""

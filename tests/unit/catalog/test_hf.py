@@ -232,3 +232,85 @@ def test_layers_without_rotary_positions_turn_nothing():
     assert {load_model(name).rope_base for name in ("llama-7b", "llama-65b", "gpt-j-6b")} == {1e4}
     minimax = load_model("minimax-m2")
     assert (minimax.rope_base, minimax.blocks[0].rotary) == (5e6, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_params"),
+    [
+        (
+            {
+                "model_type": "bart",
+                "d_model": 64,
+                "max_position_embeddings": 128,
+                **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+                **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+                **{f"{side}_ffn_dim": 128 for side in ("encoder", "decoder")},
+                "tie_word_embeddings": False,
+            },
+            440_320,
+        ),
+        (
+            {
+                "model_type": "nemotron_h",
+                "hidden_size": 64,
+                "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
+                "num_attention_heads": 4,
+                "head_dim": 16,
+                "num_key_value_heads": 2,
+                "intermediate_size": 128,
+                "mamba_num_heads": 8,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 16,
+                "n_groups": 2,
+                "tie_word_embeddings": True,
+            },
+            203_672,
+        ),
+    ],
+    ids=lambda case: case["model_type"] if isinstance(case, dict) else "",
+)
+def test_tables_that_are_tied_otherwise_than_usual_are_those_of_transformers(config, num_params):
+    """``num_parameters`` of transformers 5.24: BartForConditionalGeneration, NemotronHForCausalLM.
+
+    BART has a table of its own on each side then, beside the common one; Nemotron-H ties nothing.
+    """
+    assert model_from_config({"vocab_size": 1000, **config}, name="x").num_params == num_params
+
+
+def test_a_wider_mlp_of_mpt_is_refused_which_transformers_does_not_make():
+    """modeling_mpt.py of transformers 5.24, MptMLP: 4 * hidden_size."""
+    mpt = next(case["config"] for case in GOLDEN["cases"] if case["config"]["model_type"] == "mpt")
+    with pytest.raises(SpecError, match="MLP 3 times as wide is not modelled"):
+        model_from_config(mpt | {"expansion_ratio": 3}, name="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "router"),
+    [
+        ("nemotron4-15b", "relu2", None),
+        ("llama3-8b", "", None),
+        ("gemma-2b", "gelu_pytorch_tanh", None),
+        ("mixtral-8x7b", "", ("softmax", 1.0)),
+        ("qwen3-30b-a3b", "", ("softmax", 1.0)),
+        ("qwen2-57b-a14b", "", ("softmax_all", 1.0)),
+        ("deepseek-v2-lite", "", ("softmax_all", 1.0)),
+        ("deepseek-v3", "", ("sigmoid", 2.5)),
+        ("kimi-k2", "", ("sigmoid", 2.827)),
+        ("glm-4.5-355b-a32b", "", ("sigmoid", 2.5)),
+    ],
+)
+def test_activations_and_routers_are_those_of_the_published_configurations(name, activation, router):
+    """Defaults of transformers 5.24's classes; norm_topk_prob and routed_scaling_factor of config.json."""
+    model = load_model(name)
+    assert (model.activation, model.router) == (activation, router)
+
+
+@pytest.mark.parametrize("name", ["command-r-plus-104b", "command-r7b"])
+def test_logits_of_command_r_are_scaled_whether_or_not_the_file_says_so(name):
+    """CohereConfig and Cohere2Config of transformers 5.24: logit_scale is 0.0625 by default."""
+    assert load_model(name).scaled
+
+
+def test_smollm3_has_the_rotary_base_of_the_published_file():
+    """HuggingFaceTB/SmolLM3-3B config.json: 5,000,000, where transformers' class has 2,000,000."""
+    assert load_model("smollm3-3b").rope_base == 5e6

@@ -241,6 +241,8 @@ def test_what_a_target_cannot_say_is_refused(target, degrees, reason):
         ("deepseek-v3", "torchtitan@0.2", {}, "next-token layers of deepseek-v3"),
         ("deepseek-v3", "torchtitan@0.3", {"pp": 2}, "next-token layers of deepseek-v3 under pp or cp"),
         ("mixtral-8x7b", "torchtitan@0.3", {}, "mixtral-8x7b .it ships"),
+        ("qwen3-4b-2507", "torchtitan@0.3", {}, "base 5,000,000 .its 4B has 1,000,000"),
+        ("qwen3-235b-a22b", "torchtitan@0.2", {}, "base 1,000,000 .its 235B-A22B has 5,000,000"),
     ],
 )
 def test_models_that_a_release_of_torchtitan_cannot_train_so_are_refused(name, target, degrees, reason):
@@ -426,6 +428,88 @@ def test_torchtitan_gets_the_parts_of_a_pipeline_that_turns_in_model_order(sched
     assert stated["pipeline_parallel_schedule"] == theirs and len(parts) == 8
     names = [name for part in parts for name in part if name.startswith("layers.")]
     assert names == [f"layers.{i}" for i in range(32)]
+
+
+def test_experts_are_not_hidden_behind_a_pipeline_where_the_plan_hides_none():
+    """torchtitan 0.2.2 does by default, and refuses it with any recomputing (dual_pipe_v.py)."""
+    model = load_model("deepseek-v2-lite")
+    cluster = load_cluster("2x8xh100-sxm")
+    asked = {"framework": "torchtitan", "pp": 2, "ep": 2, "zero": 2, "global_batch": 32, "recompute": "full"}
+    for schedule, is_stated in (("dualpipev", True), ("zbv", False)):
+        made = make_plan(model, cluster, schedule=schedule, **asked)
+        stated = tomllib.loads(export(made, "torchtitan@0.2", model=model, cluster=cluster).text)
+        found = stated["parallelism"].get("pipeline_parallel_expert_parallel_overlap")
+        assert found is (False if is_stated else None)
+
+
+def test_facts_that_a_flavor_of_torchtitan_has_otherwise_are_noted_or_refused():
+    """torchtitan 0.2.2 and 0.3.0 models/llama3/__init__.py: Llama 3.1's scaling, whatever the length."""
+    for name, says in (("llama3-8b", True), ("llama3.1-8b", False)):
+        model = load_model(name)
+        made = make_plan(model, CLUSTER, framework="torchtitan", zero=3, recompute="full")
+        for target in ("torchtitan@0.2", "torchtitan@0.3"):
+            notes = export(made, target, model=model, cluster=CLUSTER).notes
+            assert any("scales rotary positions by 8" in note for note in notes) == says
+    with pytest.raises(SpecError, match="tied embeddings"):
+        export(made, "torchtitan@0.3", model=replace(model, tied_embeddings=True), cluster=CLUSTER)
+
+
+def flags_of_model(model):
+    made = plan_from_degrees(model.num_layers, 16, global_batch=64, seq_len=2048, zero=1)
+    return export(made, "megatron", model=model, cluster=CLUSTER).text
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("nemotron4-15b", ("--squared-relu",)),
+        ("deepseek-v2-lite", ("--qk-layernorm", "--moe-router-pre-softmax")),
+        ("qwen3-30b-a3b", ()),
+        (
+            "deepseek-v3",
+            (
+                "--qk-layernorm",
+                "--moe-router-score-function sigmoid",
+                "--moe-router-enable-expert-bias",
+                "--moe-router-topk-scaling-factor 2.5",
+                "--moe-router-num-groups 8",
+                "--moe-router-group-topk 4",
+            ),
+        ),
+    ],
+)
+def test_activation_norms_of_latents_and_router_reach_megatron(name, flags):
+    """As transformers' modeling_nemotron.py, modeling_deepseek_v2.py and _v3.py compute them.
+
+    Megatron's gpt_layer_specs.py norms the latents under --qk-layernorm only; its routers are those of
+    moe_utils.py, topk_routing_with_score_function.
+    """
+    text = flags_of_model(load_model(name))
+    assert all(f"  {flag}\n" in text for flag in flags)
+    routed = [line for line in text.splitlines() if line.startswith("  --moe-router-")]
+    stated = [flag for flag in flags if flag.startswith("--moe-router-")]
+    assert len(routed) == len(stated) + ("--num-experts" in text), "--moe-router-topk besides"
+
+
+def test_a_gate_on_shared_experts_reaches_megatron():
+    model = replace(load_model("qwen1.5-moe-a2.7b"), rope_base=1e6)
+    text = flags_of_model(model)
+    assert "--moe-shared-expert-gate\n" in text and "--moe-router-pre-softmax\n" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (load_model("opt-1.3b"), "the activation relu"),
+        (replace(load_model("llama3-8b"), activation="gelu"), "the activation gelu"),
+        (replace(load_model("mixtral-8x7b"), router=None), "what weighs the experts of mixtral-8x7b"),
+        (replace(load_model("deepseek-v2"), rope_base=1e4), "groups of experts"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else case.name,
+)
+def test_activations_and_routers_that_megatron_has_not_are_refused(model, reason):
+    with pytest.raises(SpecError, match=reason):
+        flags_of_model(model)
 
 
 def test_the_dispatcher_reaches_megatron_and_torchtitan():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from foreshard.api import import_plan
+from foreshard.api import import_plan, make_plan
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
@@ -316,6 +316,16 @@ def test_the_dispatcher_of_a_launch_script(tmp_path, flags, dispatcher):
     assert made.dispatcher == dispatcher
 
 
+@pytest.mark.parametrize(
+    ("backend", "kernel"),
+    [("fused", "cudnn"), ("unfused", "unfused"), ("local", "unfused"), ("auto", None), ("flash", None)],
+)
+def test_the_kernel_of_attention_of_a_launch_script(tmp_path, backend, kernel):
+    """AttnBackend of Megatron-LM d98e8a6 core/transformer/enums.py; local is its own unfused attention."""
+    made, _ = noted(tmp_path, f"--micro-batch-size 1 --bf16 --attention-backend {backend}", "megatron")
+    assert made.attention == kernel
+
+
 def noted(tmp_path, text: str, source: str, **stated) -> tuple[Plan, str]:
     file = tmp_path / "config"
     file.write_text(text, encoding="utf-8")
@@ -330,7 +340,7 @@ def noted(tmp_path, text: str, source: str, **stated) -> tuple[Plan, str]:
         "--moe-expert-capacity-factor 1.25",
         "--ddp-bucket-size 1000000",
         "--fine-grained-activation-offloading",
-        "--attention-backend unfused",
+        "--attention-backend flash",
         "--disable-tp-comm-bulk-wgrad",
         "--no-tp-comm-bulk-wgrad",
     ],
@@ -403,6 +413,64 @@ def test_keys_of_deepspeed_and_torchtitan_that_are_not_predicted_are_named(tmp_p
     toml += "[optimizer]\nimplementation = 'fused'\n"
     _, said = noted(tmp_path, toml, "torchtitan")
     assert "parallelism.disable_loss_parallel" in said and "implementation" not in said
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ("bf16", "bf16_optimizer_states"),
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("zero_optimization", "zenflow"),
+    ],
+)
+def test_states_of_deepspeed_in_16_bit_and_zenflow_are_named(tmp_path, table, key):
+    """DeepSpeed 0.19.8 runtime/precision_config.py and runtime/zero/config.py."""
+    kind = table if table != "zero_optimization" else "bf16"
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, kind: {"enabled": True}}
+    config[table] = config[table] | {key: {"topk_ratio": 0.1} if key == "zenflow" else True}
+    _, said = noted(tmp_path, json.dumps(config), "deepspeed")
+    assert f"Not predicted: {table}.{key}." in said
+
+
+@pytest.mark.parametrize("name", ["Lion", "Muon"])
+def test_optimizers_of_deepspeed(tmp_path, name):
+    """DEEPSPEED_OPTIMIZERS of DeepSpeed 0.19.8 runtime/config.py."""
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": name}}
+    assert imported(tmp_path, json.dumps(config), "deepspeed").optimizer == name.lower()
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_pipelines_of_torchtitan_that_turn_are_read_as_they_are_written(tmp_path, schedule):
+    made = make_plan(
+        MODEL, CLUSTER, framework="torchtitan@0.2", pp=4, zero=2, schedule=schedule, global_batch=32
+    )
+    written = export(made, "torchtitan@0.2", model=MODEL, cluster=CLUSTER).text
+    read = imported(tmp_path, written, "torchtitan")
+    assert [stage.layers for stage in read.groups[0].stages] == [
+        stage.layers for stage in made.groups[0].stages
+    ]
+    assert read.groups[0].schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ep", "line", "is_named"),
+    [
+        ("DualPipeV", 2, "", True),
+        ("DualPipeV", 2, "pipeline_parallel_expert_parallel_overlap = false", False),
+        ("DualPipeV", 1, "", False),
+        ("ZBVZeroBubble", 2, "", False),
+    ],
+)
+def test_experts_that_dualpipev_hides_are_named(tmp_path, schedule, ep, line, is_named):
+    """get_dual_pipe_v_flag of torchtitan 0.2.2: with experts over ranks and this schedule, on by default."""
+    path = tmp_path / "train.toml"
+    path.write_text(
+        f"[parallelism]\npipeline_parallel_degree = 2\nexpert_parallel_degree = {ep}\n"
+        f"pipeline_parallel_schedule = '{schedule}'\n{line}\n[training]\nlocal_batch_size = 4\n"
+    )
+    _, notes = import_plan(str(path), "torchtitan", load_model("qwen3-30b-a3b"), CLUSTER)
+    key = "parallelism.pipeline_parallel_expert_parallel_overlap"
+    assert (key in " ".join(notes)) == is_named
 
 
 def test_a_gather_in_8_bit_of_torchtitan_is_read(tmp_path):

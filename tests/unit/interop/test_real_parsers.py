@@ -96,6 +96,9 @@ MEGATRON = (
     ("mixtral-8x7b", {"ep": 8, "pp": 2, "vpp": 2, "comm": {"expert_overlap": True}}),
     ("deepseek-v2-lite", {"ep": 8, "pp": 2, "recompute": "selective:mla_up_proj+moe_act"}),
     ("deepseek-v2-lite", {"ep": 8, "comm": {"shared_overlap": True}}),
+    ("deepseek-v3", {"ep": 16}),
+    ("qwen3-30b-a3b", {"ep": 8, "tp": 2}),
+    ("nemotron4-15b", {"tp": 8}),
     ("llama3-8b", {"tp": 2, "zero": 1, "optimizer": "muon"}),
     ("llama3-8b", {"tp": 2, "zero": 0, "optimizer": "lion"}),
 )
@@ -126,6 +129,13 @@ def _megatron_has(made: Plan, model: Model, arguments, config) -> None:
     )
     assert arguments.seq_length == made.seq_len
     assert config.num_layers == model.num_layers and config.hidden_size == model.hidden
+    usual = "silu" if model.blocks[0].gated else "gelu"
+    assert config.activation_func.__name__ == ("squared_relu" if model.activation == "relu2" else usual)
+    kind, factor = model.router or ("softmax", 1.0)
+    assert config.moe_router_score_function == kind.partition("_")[0]
+    assert config.moe_router_pre_softmax == (kind == "softmax_all")
+    assert (config.moe_router_topk_scaling_factor or 1.0) == factor
+    assert config.qk_layernorm == (model.blocks[0].qk_norm or model.blocks[0].kv_lora > 0)
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         blocks = [[sum(one.name == "decoder" for one in chunk) for chunk in rank] for rank in layout.layout]

@@ -111,6 +111,18 @@ def test_without_costs_the_model_s_prediction_tells_layers_apart(cluster, measur
         starting_costs(plan, cluster, model=load_model("gpt2-small"))
 
 
+def test_the_prediction_is_of_the_plan_s_framework_and_what_it_sets_of_it(cluster, measured_job):
+    """Eager kernels keep what those of Megatron do not; unfused attention keeps its scores besides."""
+    _, file = measured_job(fast=1.0)
+    plan, model = load_plan(file), replace_layers(load_model("gpt2-small"))
+    ddp = replace(plan, framework="ddp")
+    saved = [
+        starting_costs(run, cluster, model=model).sizes.saved_bytes[1]
+        for run in (plan, ddp, replace(ddp, attention="unfused"))
+    ]
+    assert saved[0] < saved[1] < saved[2]
+
+
 def steered(config, sample_s, steps, *, first=0):
     """Let steps pass in which ranks take so long a sample; return the steering and what it proposed."""
     orders: list = []

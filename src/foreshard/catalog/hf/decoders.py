@@ -16,6 +16,7 @@ from foreshard.spec.model import Block, Model, decoder
 Entry = Mapping[str, Any]
 _SIZES = {"hidden", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "ffn"}
 _FIELDS = {field.name for field in fields(Block)} - _SIZES
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def decoder_of(reader: Reader, entry: Entry) -> Model:
@@ -45,6 +46,9 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
     positions = reader.positions(*entry["positions"], default=entry["positions_default"] or None)
     if entry.get("scaled"):
         ends["scaled"] = True
+    ends["activation"] = reader.text(*_ACTIVATIONS, default=entry.get("activation", ""))
+    if "experts" in entry:
+        ends["router"] = _router(reader, entry)
     if "learned_positions" in entry:
         ends["learned_positions"] = positions + entry["learned_positions"]
     return decoder(
@@ -95,8 +99,6 @@ def _latent_attention(reader: Reader) -> dict[str, Any]:
 def _ffn(reader: Reader, entry: Entry, hidden: int) -> int:
     """Return the width of the dense MLP, 0 of a model that has experts only."""
     factor, keys = entry.get("ffn_over_hidden"), entry.get("ffn", ())
-    if "expansion" in entry:
-        return reader.size(entry["expansion"], default=factor) * hidden
     if factor:
         return reader.size(*keys, default=factor * hidden) if keys else factor * hidden
     return reader.size(*keys) if keys else 0
@@ -185,6 +187,17 @@ def experts_of(reader: Reader, entry: Entry) -> dict[str, Any]:
     return found | {name: reader.value(experts[name]) for name in _FIELDS & experts.keys()}
 
 
+def _router(reader: Reader, entry: Entry) -> tuple[str, float] | None:
+    """Return what weighs experts, and the factor on it; None where no rule of `ROUTERS` does."""
+    kind = entry.get("router")
+    summed = reader.flag("norm_topk_prob", kind != "softmax_all")  # the weights of the chosen sum to 1
+    if kind == "softmax_all" and summed:
+        kind = "softmax"
+    if kind is None or (kind == "sigmoid" and not summed):
+        return None
+    return kind, reader.number("routed_scaling_factor", default=entry.get("router_scaling", 1.0))
+
+
 def _expert_layers(reader: Reader, experts: Entry, layers: int) -> list[bool]:
     """Return whether each layer has experts, by the rule of the entry."""
     match experts["layers"]:
@@ -241,6 +254,10 @@ def _mpt(reader: Reader, block: Entry) -> dict[str, Any]:
     if not reader.flag("no_bias", True):
         rule = "Published MPT models have none"
         raise reader.error("no_bias", False, "MPT with biases is not modelled", rule)
+    ratio = reader.size("expansion_ratio", default=4)
+    if ratio != 4:
+        rule = "The MLP of every MPT is four times as wide as the model in transformers"
+        raise reader.error("expansion_ratio", ratio, f"an MLP {ratio} times as wide is not modelled", rule)
     return {}
 
 

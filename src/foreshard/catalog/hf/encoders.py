@@ -137,15 +137,17 @@ def bart(reader: Reader) -> Model:
         stacks += [block] * reader.layers(f"{side}_layers")
     positions = reader.positions("max_position_embeddings", default=1024)
     rows = positions + 2  # two spare rows, as in OPT
+    tied = reader.flag("tie_word_embeddings", True)
+    tables = 1 if tied else 3  # that of both sides, which nothing reads then, and one of each
     return _model(
         reader,
         tuple(stacks),
         "encoder and decoder sequences are equally long",
         vocab=vocab,
-        tied_embeddings=reader.flag("tie_word_embeddings", True),
+        tied_embeddings=tied,
         max_seq_len=positions,
         learned_positions=rows,
-        embedding_params=vocab * hidden + 2 * rows * hidden + 4 * hidden,
+        embedding_params=tables * vocab * hidden + 2 * rows * hidden + 4 * hidden,
         head_params=vocab * hidden,
         head_matmul_params=vocab * hidden,
         final_norm_params=0,
@@ -157,7 +159,7 @@ def t5(reader: Reader) -> Model:
     """T5: blocks of the encoder, then of the decoder; relative positions in the first block of each."""
     hidden, vocab = reader.size("d_model", "hidden_size"), reader.size("vocab_size")
     heads, width = reader.size("num_heads", "num_attention_heads"), reader.size("d_kv")
-    activation = reader.text("feed_forward_proj", "relu")
+    activation = reader.text("feed_forward_proj", default="relu")
     encoder = Block(
         hidden=hidden,
         num_heads=heads,

@@ -146,6 +146,10 @@ def nemotron_h(reader: Reader) -> Model:
         "expert_hidden": reader.size("moe_latent_size", default=0, minimum=0),
     }
     hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    if reader.flag("tie_word_embeddings", False):
+        reader.assumptions.append(
+            "embedding and head are not tied, as transformers 5 does with every Nemotron-H"
+        )
     return hybrid_model(
         reader.name,
         pattern=pattern,
@@ -161,7 +165,7 @@ def nemotron_h(reader: Reader) -> Model:
         scan_groups=reader.size("n_groups", "mamba_n_groups", default=8),
         ffn=reader.size("intermediate_size") if "-" in pattern else 0,
         num_next_token=reader.layers("num_nextn_predict_layers", default=0, minimum=0),
-        tied=reader.flag("tie_word_embeddings", False),
+        tied=False,
         router_bias=False,
         **(experts if routed else {}),
         **_said(reader),

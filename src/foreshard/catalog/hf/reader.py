@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,9 +83,16 @@ class Reader:
         self._checked(key, value, good, "is not a rate", f"{key} is in [0, 1)")
         return float(value)
 
-    def text(self, key: str, default: Any = _ABSENT) -> str:
+    def number(self, *keys: str, default: float) -> float:
+        """Return a finite number."""
+        key, value = self._find(keys, default)
+        good = type(value) in (int, float) and math.isfinite(value)
+        self._checked(key, value, good, "is not a number", f"{key} is a finite number")
+        return float(value)
+
+    def text(self, *keys: str, default: Any = _ABSENT) -> str:
         """Return a string."""
-        _, value = self._find((key,), default)
+        key, value = self._find(keys, default)
         self._checked(key, value, isinstance(value, str), "is not a string", f"{key} is a name")
         return str(value)
 

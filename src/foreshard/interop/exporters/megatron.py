@@ -12,6 +12,7 @@ from itertools import groupby
 from shlex import quote
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.cost.memory_activations import LOGIT_BYTES
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
 from foreshard.interop.exporters.uniform import Uniform, option_gaps, required_uniform
@@ -200,8 +201,8 @@ def _override_gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
         narrow = plan.precision not in ("fp32", "tf32")
         if sizes != (4, 4) and not (narrow and sizes == (2, 2)):
             yield f"grad_bytes {sizes[0]} and grad_reduce_bytes {sizes[1]} in {plan.precision}"
-    if stated.cross_entropy not in (None, "unfused", "native", "te"):
-        yield f"cross_entropy {stated.cross_entropy} (it has unfused, native, te)"
+    if stated.cross_entropy not in (None, "unfused", "native"):
+        yield f"cross_entropy {stated.cross_entropy} (it has unfused and native, and no more te)"
     if stated.routing == "dropped":
         yield "routing dropped (its capacity factor is not in the plan)"
     if stated.cuda_graphs == "partial":
@@ -214,7 +215,12 @@ def _override_gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
 
 
 def _override_flags(plan: Plan) -> list[Flag]:
-    """Return the flags of dtypes, graphs and fused kernels, as the plan's framework or the plan sets them."""
+    """Return the flags of dtypes, graphs and fused kernels, as the plan's framework or the plan sets them.
+
+    Source
+    ------
+    Megatron-LM core_v0.19.0 arguments.py validate_args: the fused loss of Transformer Engine is refused.
+    """
     own = _as_set(plan)
     flags: list[Flag] = []
     if plan.precision == "fp16":
@@ -222,7 +228,7 @@ def _override_flags(plan: Plan) -> list[Flag]:
     elif plan.overrides.grad_reduce_bytes == 2:
         flags.append(("--grad-reduce-in-bf16",))
     if own.cross_entropy in ("native", "te"):
-        flags += [("--cross-entropy-loss-fusion",), ("--cross-entropy-fusion-impl", own.cross_entropy)]
+        flags += [("--cross-entropy-loss-fusion",), ("--cross-entropy-fusion-impl", "native")]
     if plan.overrides.fp8_params:
         flags.append(("--fp8-param-gather",))
     if plan.overrides.routing == "balanced":
@@ -311,6 +317,13 @@ def _notes(plan: Plan, degrees: Uniform, model: Model | None) -> list[str]:
         unknown = "the epsilon of its norms and " if model.norm_eps is None else ""
         notes.append(
             f"Yours to add: data, tokenizer, learning rate, and of the model {unknown}the initialisation."
+        )
+    if _as_set(plan).cross_entropy == "te":
+        held = LOGIT_BYTES["native"] - LOGIT_BYTES["te"]
+        notes.append(
+            "Megatron 0.19 refuses the fused loss of Transformer Engine that was predicted: its native one "
+            f"is written, and holds {held:g} bytes more of each logit (predicted by --set "
+            "cross_entropy=native)."
         )
     if plan.precision == "tf32":
         notes.append("tf32 has no flag: set NVIDIA_TF32_OVERRIDE=1.")

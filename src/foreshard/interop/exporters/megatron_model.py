@@ -10,6 +10,19 @@ from foreshard.spec.model import Model
 
 Flag = tuple[str, ...]
 
+_PLAIN_ACTIVATIONS: dict[str, tuple[Flag, ...]] = {
+    **dict.fromkeys(("", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), ()),
+    "relu2": (("--squared-relu",),),
+}
+"""Flags of what MLPs without a gate apply; those with one apply SiLU, by --swiglu."""
+_GATES = ("", "silu", "swish")
+_ROUTERS: dict[str, tuple[Flag, ...]] = {
+    "softmax": (),
+    "softmax_all": (("--moe-router-pre-softmax",),),
+    "sigmoid": (("--moe-router-score-function", "sigmoid"), ("--moe-router-enable-expert-bias",)),
+}
+"""Flags of what weighs experts: core/transformer/moe/moe_utils.py, topk_routing_with_score_function."""
+
 
 def model_gaps(model: Model) -> Iterator[str]:
     """Yield what of the model no flag of ``pretrain_gpt.py`` builds."""
@@ -39,6 +52,9 @@ def model_gaps(model: Model) -> Iterator[str]:
         yield "norms of each head or of all heads together, sinks, tables of positions"
     if len({_attention(block) for block in kinds}) > 1:
         yield "attention that differs between layers"
+    if any(model.activation not in (_GATES if block.gated else _PLAIN_ACTIVATIONS) for block in kinds):
+        yield f"the activation {model.activation}"
+    yield from _router_gaps(model, kinds)
     for part in ("dense", "expert"):
         if len({_mlp(block) for block in kinds if bool(block.num_experts) == (part == "expert")}) > 1:
             yield f"{part} MLPs that differ between layers"
@@ -59,6 +75,16 @@ def _position_gaps(model: Model, kinds: list[Block]) -> Iterator[str]:
     kind = model.rope_scaling[0] if model.rope_scaling else "llama3"
     if kind not in (("yarn",) if latent and model.rope_scaling else ("llama3",)):
         yield f"rotary positions scaled as {kind}"
+
+
+def _router_gaps(model: Model, kinds: list[Block]) -> Iterator[str]:
+    """Yield what is not known of how experts are weighed, or what no flag says of it."""
+    if not any(block.num_experts for block in kinds):
+        return
+    if model.router is None:
+        yield f"what weighs the experts of {model.name}, which is not known"
+    elif model.router[0] != "sigmoid" and any(block.expert_groups > 1 for block in kinds):
+        yield "groups of experts that are chosen by their best expert (it sums several)"
 
 
 def _attention(block: Block) -> tuple[object, ...]:
@@ -107,9 +133,10 @@ def model_flags(model: Model, framework: Framework) -> list[Flag]:
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,
         "--disable-bias-linear": not (block.mlp_bias or block.proj_bias),
         "--add-qkv-bias": block.qkv_bias and not (block.mlp_bias or block.proj_bias),
-        "--qk-layernorm": block.qk_norm,
+        "--qk-layernorm": block.qk_norm or block.kv_lora > 0,  # of latent attention: norms of the latents
     }
     flags += [(name,) for name, on in switches.items() if on]
+    flags += () if block.gated else _PLAIN_ACTIVATIONS[model.activation]
     if expert is not None:
         flags += _experts(model, expert, framework)
     if model.num_next_token:
@@ -170,7 +197,26 @@ def _experts(model: Model, expert: Block, framework: Framework) -> list[Flag]:
         flags.append(("--moe-grouped-gemm",))
     if expert.shared_ffn:
         flags.append(("--moe-shared-expert-intermediate-size", str(expert.shared_ffn)))
+    if expert.shared_gate:
+        flags.append(("--moe-shared-expert-gate",))
+    flags += _router(model, expert)
     pattern = [int(block.num_experts > 0) for block in model.blocks]
     if not all(pattern):
         flags.append(("--moe-layer-freq", f"[{','.join(map(str, pattern))}]"))
+    return flags
+
+
+def _router(model: Model, expert: Block) -> list[Flag]:
+    """Return the flags of what weighs and chooses experts."""
+    if model.router is None:
+        return []
+    kind, factor = model.router
+    flags = list(_ROUTERS[kind])
+    if factor != 1:
+        flags.append(("--moe-router-topk-scaling-factor", f"{factor:g}"))
+    if expert.expert_groups > 1:
+        flags += [
+            ("--moe-router-num-groups", str(expert.expert_groups)),
+            ("--moe-router-group-topk", str(expert.top_groups)),
+        ]
     return flags

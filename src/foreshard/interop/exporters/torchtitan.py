@@ -37,12 +37,17 @@ def export_toml(request: ExportRequest) -> tuple[str, list[str]]:
     lines = [f"# {request.version}, {len(degrees.ranks)} ranks; add data, tokenizer, learning rate and steps"]
     for name, values in _sections_02(request.plan, degrees, family, flavor).items():
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    return "\n".join(lines) + "\n", _NOTES
+    return "\n".join(lines) + "\n", _notes(request)
 
 
 def export_recipe(request: ExportRequest) -> tuple[str, list[str]]:
     """Return ``foreshard_recipe.py`` for ``--module foreshard_recipe --config planned`` of torchtitan 0.3."""
-    return _recipe(request, *_known(request, _gaps_03)), _NOTES
+    return _recipe(request, *_known(request, _gaps_03)), _notes(request)
+
+
+def _notes(request: ExportRequest) -> list[str]:
+    assert request.model is not None
+    return [*_NOTES, *_facts_notes(request.model)]
 
 
 def flavor_of(model: Model) -> tuple[str, str] | None:
@@ -52,7 +57,7 @@ def flavor_of(model: Model) -> tuple[str, str] | None:
     sizes += [first.ffn, last.num_experts, last.top_k, last.expert_ffn]
     for family, flavors in shipped("flavors.toml", "foreshard.interop.exporters").items():
         for flavor, known in flavors.items():
-            if sizes == known and last.qk_norm == (family == "qwen3"):
+            if sizes == known[: len(sizes)] and last.qk_norm == (family == "qwen3"):
                 return family, flavor
     return None
 
@@ -73,6 +78,42 @@ def model_gaps(model: Model) -> Iterator[str]:
     """Yield why no plan of a model can be trained."""
     if flavor_of(model) is None:
         yield f"{model.name} (it ships Llama 3, Qwen 3, DeepSeek V2 and V3, and gpt-oss)"
+    yield from _facts_gaps(model)
+
+
+def _facts_gaps(model: Model) -> Iterator[str]:
+    """Yield facts of the model that the flavor of its sizes has otherwise."""
+    named = flavor_of(model)
+    if named is None:
+        return
+    tied, base, *_ = _facts(named)
+    if model.tied_embeddings != tied:
+        yield f"{'tied' if model.tied_embeddings else 'untied'} embeddings (its {named[1]} has others)"
+    if model.rope_base not in (None, base):
+        yield f"rotary positions of base {model.rope_base:,.0f} (its {named[1]} has {base:,})"
+
+
+def _facts_notes(model: Model) -> list[str]:
+    """Return in which factor of rotary positions and epsilon of norms the flavor differs."""
+    named = flavor_of(model)
+    assert named is not None
+    _, _, factor, epsilon = _facts(named)
+    notes = []
+    own = float(model.rope_scaling[1]) if model.rope_scaling else 1.0
+    if own != factor:
+        notes.append(f"Its {named[1]} scales rotary positions by {factor}, {model.name} by {own:g}.")
+    if model.norm_eps not in (None, epsilon):
+        notes.append(
+            f"Its {named[1]} has an epsilon of {epsilon:g} in norms, {model.name} {model.norm_eps:g}."
+        )
+    return notes
+
+
+def _facts(named: tuple[str, str]) -> list[Any]:
+    """Return tied embeddings, base and factor of rotary positions, and epsilon of norms of a flavor."""
+    family, flavor = named
+    known: list[Any] = shipped("flavors.toml", "foreshard.interop.exporters")[family][flavor]
+    return known[-4:]
 
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
@@ -203,6 +244,9 @@ def _sections_02(plan: Plan, degrees: Uniform, family: str, flavor: str) -> dict
     parallelism = _parallelism(degrees, "output")
     parallelism["expert_tensor_parallel_degree"] = degrees.etp
     parallelism["enable_async_tensor_parallel"] = _async_tp(plan, degrees)
+    if degrees.schedule == "dualpipev" and degrees.ep > 1:
+        # On by default, and refused with any recomputing (dual_pipe_v.py); no plan of it hides experts.
+        parallelism["pipeline_parallel_expert_parallel_overlap"] = False
     if plan.dispatcher == "deepep":
         parallelism["expert_parallel_comm_backend"] = "deepep"
     model: dict[str, Any] = {"name": family, "flavor": flavor}

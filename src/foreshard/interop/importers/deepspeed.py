@@ -11,7 +11,10 @@ from typing import Any
 from foreshard.interop.importers.mappings import parsed
 from foreshard.interop.importers.stated_run import ConfigTable, StatedRun, unread
 
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "sgd": "sgd"}
+_OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "adamw"),
+    **{name: name for name in ("sgd", "lion", "muon")},
+}
 _UNSTATED = ("seq_len", "recompute")
 _ELSEWHERE = ("pipeline", "moe", "compression_training", "curriculum_learning", "data_efficiency")
 
@@ -21,12 +24,19 @@ _UNREAD: dict[str, dict[str, Any]] = {
         "communication_data_type": None,
         "prescale_gradients": False,
         "sparse_gradients": False,
-        "zenflow": None,
         "amp": None,
         "torch_autocast": None,
         "compile": None,
     },
+    "bf16": {
+        "immediate_grad_update": False,
+        "bf16_master_weights_and_grads": False,
+        "bf16_optimizer_states": False,
+    },
+    "fp16": {"fp16_master_weights_and_grads": False},
     "zero_optimization": {
+        "zenflow": None,
+        "stage3_use_all_reduce_for_fetch_params": False,
         "reduce_bucket_size": 5e8,
         "allgather_bucket_size": 5e8,
         "allgather_partitions": True,
@@ -49,7 +59,7 @@ _UNREAD: dict[str, dict[str, Any]] = {
 }
 """Keys that change time or memory and no plan states, with their defaults.
 
-Source: DeepSpeed 0.19.8 runtime/constants.py, runtime/zero/config.py,
+Source: DeepSpeed 0.19.8 runtime/constants.py, runtime/precision_config.py, runtime/zero/config.py,
 runtime/activation_checkpointing/config.py.
 """
 

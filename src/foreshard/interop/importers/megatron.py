@@ -178,8 +178,10 @@ _UNREAD = {
     "steps of Muon": ("--muon-num-ns-steps", "--muon-tp-mode", "--muon-no-split-qkv"),
 }
 """Flags that change time or memory and no plan states, by what they change; --disable- is read as --no-."""
-_USUAL = {"--attention-backend": "auto", "--transformer-impl": "transformer_engine"}
-"""Values of them that Megatron has without the flag (d98e8a6), which scripts state all the same."""
+_ATTENTIONS = {"fused": "cudnn", "unfused": "unfused", "local": "unfused"}
+"""Kernels by --attention-backend; flash is one of several, which the device and what is installed choose."""
+_USUAL = {"--attention-backend": ("auto", *_ATTENTIONS), "--transformer-impl": ("transformer_engine",)}
+"""Values of them that are read, or that Megatron has without the flag (d98e8a6)."""
 _PART = re.compile(r"\(([A-Za-z|]+)\)\*(\d+)|([A-Za-z])(?:\*(\d+))?|\|")
 
 
@@ -206,6 +208,9 @@ def read(text: str, file: str) -> StatedRun:
         choices["fp8_recipe"] = _fp8_recipe(flags)
     if (choices["ep"] or 1) > 1:
         choices["dispatcher"] = _dispatcher(flags)
+    kernel = _ATTENTIONS.get(" ".join(flags.values.get("--attention-backend", ())))
+    if kernel is not None:
+        choices["attention"] = kernel
     choices["overrides"] = _overrides(flags, choices["precision"], experts=experts)
     optimizer = flags.choice("--optimizer", ("adam", "sgd", "muon", "dist_muon", "lion"), "adam")
     choices["optimizer"] = {"adam": "adamw", "dist_muon": "muon"}.get(optimizer, optimizer)
@@ -393,7 +398,7 @@ def _notes(flags: LaunchFlags) -> tuple[str, ...]:
     stated = {
         flag.replace("--disable-", "--no-", 1): flag
         for flag, values in flags.values.items()
-        if values != (_USUAL.get(flag),)
+        if values not in [(usual,) for usual in _USUAL.get(flag, ())]
     }
     for what, names in _UNREAD.items():
         given = [stated[name] for name in names if name in stated]

@@ -13,7 +13,7 @@ from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.degrees import spans_of
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import TURNING, Plan
 
 
 def plan_of(
@@ -106,6 +106,6 @@ def _recut(plan: Plan, counts: tuple[int, ...], model: Model, file: str) -> Plan
         fix = "Give the model that the file trains"
         raise SpecError(what, file=file, key="MODEL", value=model.name, rule="Every block once", fix=fix)
     (group,) = plan.groups
-    spans = spans_of(counts, len(group.stages))
+    spans = spans_of(counts, len(group.stages), turning=group.schedule in TURNING)
     stages = tuple(replace(stage, layers=tuple(cut)) for stage, cut in zip(group.stages, spans, strict=True))
     return replace(plan, groups=(replace(group, stages=stages),))

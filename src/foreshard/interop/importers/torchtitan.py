@@ -18,8 +18,10 @@ _SCHEDULES = {
     "1F1B": "1f1b",
     "GPipe": "gpipe",
     "Interleaved1F1B": "interleaved",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
 }
-_LOOPED = ("interleaved",)
+_LOOPED = ("interleaved", "zbv", "dualpipev")
 _MODES = ("none", "selective", "full")
 
 
@@ -181,4 +183,17 @@ def _notes(config: ConfigTable) -> tuple[str, ...]:
     name, flavor = config.table("model").get("name"), config.table("model").get("flavor")
     trains = (f"The file trains {name} {flavor}.",) if name and flavor else ()
     stated = [key for table, keys in _UNREAD.items() for key in config.table(table).unlike(keys)]
-    return trains + unread(*stated)
+    return trains + unread(*stated, *_hidden_experts(config.table("parallelism")))
+
+
+def _hidden_experts(parallel: ConfigTable) -> list[str]:
+    """Return the key by which DualPipeV sends tokens to experts beside another micro-batch, if it does.
+
+    Source
+    ------
+    torchtitan 0.2.2 distributed/dual_pipe_v.py, get_dual_pipe_v_flag.
+    """
+    name = "pipeline_parallel_expert_parallel_overlap"
+    spread = (parallel.whole("expert_parallel_degree", default=1) or 1) > 1
+    turns = str(parallel.get("pipeline_parallel_schedule")).lower() == "dualpipev"
+    return [parallel.key(name)] if spread and turns and parallel.switch(name, default=True) else []

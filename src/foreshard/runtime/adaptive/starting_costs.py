@@ -20,7 +20,7 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.runtime.adaptive.pass_times import PassTimes
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import OF_FRAMEWORK, Plan
 
 _STATES_PER_PARAMETER = 4.0
 """Bytes of a layer's state over those of its parameters in an unknown job: gradients and two moments."""
@@ -131,6 +131,8 @@ def _predicted(plan: Plan, cluster: Cluster, model: Model) -> Chain:
         seq_len=plan.seq_len,
         precision=plan.precision,
         optimizer=plan.optimizer,
+        framework=plan.framework,
+        **{name: getattr(plan, name) for name in OF_FRAMEWORK},
     )
     return predicted_chain(request, max(group.micro_batch for group in plan.groups))
 
