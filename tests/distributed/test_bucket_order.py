@@ -19,7 +19,8 @@ from small_plans import ALONE, PLANS
 from foreshard.comm.fusion.priority import sends_in_order
 from foreshard.errors import SpecError
 from foreshard.runtime.engine import bucket_sums
-from foreshard.runtime.engine.bucket_order import AgreedOrder, bucket_urgency
+from foreshard.runtime.engine.bucket_order import AgreedOrder
+from foreshard.runtime.engine.bucket_urgency import bucket_urgency
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.gradient_sums import GradientSums, check_order
 from foreshard.runtime.state.buckets import Bucket

@@ -121,7 +121,7 @@ def test_the_command_sums_by_a_name_and_goes_on_when_a_rank_is_lost(tmp_path: Pa
     flags = ("--collectives", "hierarchical:per_node=2", "--buckets", "32", "--steps", "6")
     found = run(tmp_path, DIES, replicas(4), *flags, "--max-starts", "1", local=4)
     (tmp_path / "plain").mkdir()
-    plain = run(tmp_path / "plain", {}, replicas(4), "--steps", "6", local=4)
+    plain = run(tmp_path / "plain", {}, replicas(1), "--steps", "6", local=1)
     assert found.code == plain.code == 0, found.stderr
     assert found.losses.keys() == plain.losses.keys()
     assert all(abs(found.losses[step] / plain.losses[step] - 1.0) < 1e-5 for step in plain.losses)

@@ -21,7 +21,7 @@ from rehearsal import gradients, plan_of, rehearse, worst_error
 from small_jobs import JOBS
 from small_plans import ALONE, PLANS
 
-from foreshard.runtime.engine.clock import CudaClock
+from foreshard.runtime.engine.cuda_clock import CudaClock
 
 EXAMPLE = Path(__file__).parents[2] / "examples/jobs/gpt_job.py"
 COMMAND_PLANS = {

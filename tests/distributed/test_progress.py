@@ -51,10 +51,9 @@ HELD = "import re; re.match('(a+)+$', 'a' * 64 + 'b')"  # in C: no other thread 
     ("parts", "plan"),
     [
         ({"model": SLOW_LAYER}, pipeline()),
-        ({"model": SLOW_LAYER}, replicas(2)),
-        ({"dataset": SLOW_READ}, pipeline()),
+        ({"dataset": SLOW_READ}, replicas(2)),
     ],
-    ids=["a slow last stage", "slow replicas", "slow reads"],
+    ids=["a slow last stage", "slow reads"],
 )
 def test_a_slow_rank_is_never_suspected(tmp_path: Path, parts: dict[str, str], plan: object) -> None:
     found = run(tmp_path, parts, plan, "--steps", "3", "--detect-s", "1")
@@ -63,7 +62,7 @@ def test_a_slow_rank_is_never_suspected(tmp_path: Path, parts: dict[str, str], p
     assert not events(found, kinds)
 
 
-@pytest.mark.parametrize("how", [LOOP, LOCK, HELD], ids=["a loop", "a lock", "inside of C"])
+@pytest.mark.parametrize("how", [LOCK, HELD], ids=["a lock", "inside of C"])
 def test_who_hangs_is_named_and_restarted_and_no_sample_is_lost(tmp_path: Path, how: str) -> None:
     more = {"environment": {"MARK": str(tmp_path / "mark")}}
     flags = ["--steps", "12", "--detect-s", "2", "--progress-s", "3"]

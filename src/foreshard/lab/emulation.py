@@ -8,7 +8,7 @@ from pathlib import Path
 from foreshard.errors import SpecError
 from foreshard.lab.lab import load_lab
 from foreshard.lab.network import LabNetwork
-from foreshard.runtime.hardware import Emulation
+from foreshard.runtime.emulation import Emulation
 
 
 def emulation_of(file: str, *, ranks: int, network: LabNetwork | None = None) -> Emulation:

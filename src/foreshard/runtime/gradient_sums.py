@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from foreshard.comm.compression.methods import compression_method
 from foreshard.comm.schedules.selection import BACKEND, all_reduce_selection
 from foreshard.errors import SpecError
-from foreshard.runtime.engine.bucket_order import KEY, bucket_urgency
-from foreshard.runtime.state.optimizer_sharding import shares_updates
+from foreshard.runtime.engine.bucket_urgency import KEY, bucket_urgency
+from foreshard.runtime.state.layout import shares_updates
 from foreshard.spec.plan import AUTO, Plan
 
 _ALGORITHM_OF = {AUTO: None, "ring": "ring", "tree": "double-tree"}

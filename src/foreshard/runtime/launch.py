@@ -13,10 +13,9 @@ from typing import Any
 
 from foreshard.errors import SpecError
 from foreshard.profile.address import interface_address, own_address
-from foreshard.runtime.adaptive.controller_config import config_of
 from foreshard.runtime.checkpoint.folders import steps_in
+from foreshard.runtime.emulation import Emulation
 from foreshard.runtime.gradient_sums import check_order, check_sums, check_warm_up, gradient_sums
-from foreshard.runtime.hardware import Emulation
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
 from foreshard.runtime.membership.secret import VARIABLE, awaited_secret, checked_secret, make_secret
@@ -93,6 +92,8 @@ def launch(
     folder = Path(out).resolve()
     options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, test_bed=test_bed)
     if options is not None:
+        from foreshard.runtime.adaptive.controller_config import config_of
+
         config = config_of(options, plan, test_bed.cluster, steps=steps, out=folder)
         _check_ranks(plan, config.cluster.num_devices, "--cluster")
         config.check()

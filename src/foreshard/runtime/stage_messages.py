@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.selection import BACKEND, KEYS, schedule_selection
 from foreshard.errors import SpecError
-from foreshard.runtime.engine.exchange import receiver_counts
 from foreshard.runtime.records.durable_jsonl import OnEvent
+from foreshard.runtime.state.layout import receiver_counts
 from foreshard.spec.plan import Plan
-from foreshard.transport.stage_message import ScheduleFor
+
+if TYPE_CHECKING:
+    from foreshard.transport.stage_message import ScheduleFor
 
 _KEY = KEYS["broadcast"]
 

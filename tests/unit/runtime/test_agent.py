@@ -1,6 +1,8 @@
 """What starts ranks says what is wrong with the folder it starts them in."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -35,3 +37,9 @@ def test_a_rank_that_is_started_again_in_a_folder_that_is_gone_ends_the_run_by_n
         with pytest.raises(ForeshardError, match="folder of the run is gone"):
             start()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_starts_a_run_does_not_load_torch():
+    """The ranks load it, at the same time: a run would begin two seconds later."""
+    words = "import sys, foreshard.runtime.launch, foreshard.lab.lab; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], check=False).returncode == 0

@@ -10,7 +10,8 @@ from foreshard.comm.compression.methods import compression_method
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.schedules.selection import BACKEND, ScheduleSelection, all_reduce_selection
 from foreshard.errors import SpecError
-from foreshard.runtime.engine.bucket_order import AgreedOrder, bucket_urgency
+from foreshard.runtime.engine.bucket_order import AgreedOrder
+from foreshard.runtime.engine.bucket_urgency import bucket_urgency
 from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import OnEvent

@@ -20,7 +20,7 @@ from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock
 from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
 from foreshard.runtime.tensor.ranks import peers_of, ranks_of
-from foreshard.spec.plan import Group, Plan, Stage
+from foreshard.spec.plan import Group, Stage
 from foreshard.transport.stage_message import ScheduleFor, StageMessages
 
 _DTYPES = (
@@ -295,27 +295,6 @@ def channels_of(layout: RankLayout) -> list[Channel]:
         for source, target in _forward_pairs(group):
             found |= {(source, target, False), (target, source, True)}
     return sorted(found)
-
-
-def receiver_counts(plan: Plan) -> tuple[int, ...]:
-    """Return how many ranks need the same tensor of a message between stages, in rising order.
-
-    Examples
-    --------
-    >>> from foreshard.spec.plan_file import parse_plan
-    >>> ends = [{"ranks": [0], "layers": [[0, 1]]}, {"ranks": [1, 2], "tp": 2, "layers": [[1, 2]]}]
-    >>> groups = [{"share": 4, "stages": ends}]
-    >>> receiver_counts(parse_plan({"global_batch": 4, "seq_len": 1, "groups": groups}))
-    (1, 2)
-    """
-    found = set()
-    for group in plan.groups:
-        count = len(group.stages)
-        for virtual in range(count * group.num_chunks - 1):
-            degrees = group.stages[virtual % count].tp, group.stages[(virtual + 1) % count].tp
-            parts = group.sp and degrees[0] == degrees[1] > 1
-            found |= {1} if parts else set(degrees)
-    return tuple(sorted(found))
 
 
 def _forward_pairs(group: Group) -> Iterator[tuple[int, int]]:

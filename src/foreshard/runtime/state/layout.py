@@ -229,3 +229,29 @@ def _unsupported(key: str, value: object, rule: str) -> SpecError:
         rule=rule,
         fix="Change the plan, or export it to a framework (foreshard export)",
     )
+
+
+def shares_updates(stage: Stage) -> bool:
+    """Return whether each rank of a stage updates only some of its parameters."""
+    return stage.zero >= 1 and stage.inner_dp > 1
+
+
+def receiver_counts(plan: Plan) -> tuple[int, ...]:
+    """Return how many ranks need the same tensor of a message between stages, in rising order.
+
+    Examples
+    --------
+    >>> from foreshard.spec.plan_file import parse_plan
+    >>> ends = [{"ranks": [0], "layers": [[0, 1]]}, {"ranks": [1, 2], "tp": 2, "layers": [[1, 2]]}]
+    >>> groups = [{"share": 4, "stages": ends}]
+    >>> receiver_counts(parse_plan({"global_batch": 4, "seq_len": 1, "groups": groups}))
+    (1, 2)
+    """
+    found = set()
+    for group in plan.groups:
+        count = len(group.stages)
+        for virtual in range(count * group.num_chunks - 1):
+            degrees = group.stages[virtual % count].tp, group.stages[(virtual + 1) % count].tp
+            parts = group.sp and degrees[0] == degrees[1] > 1
+            found |= {1} if parts else set(degrees)
+    return tuple(sorted(found))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from foreshard.runtime.state.layout import RankLayout
+from foreshard.runtime.state.layout import RankLayout, shares_updates
 from foreshard.runtime.state.parameters import Parameters
 from foreshard.runtime.state.shard_keys import ParameterKey, Shards
 from foreshard.runtime.state.slices import Interval, common, parse_name, slice_name
@@ -159,8 +159,3 @@ def _memory_of(stage: Stage, memory_bytes: Mapping[int, float | None]) -> dict[i
 def shard_peers(stage: Stage, tensor: int) -> tuple[int, ...]:
     """Return the ranks of a stage that hold the same parts of weights: one of each data-parallel part."""
     return stage.ranks[tensor :: stage.tp]
-
-
-def shares_updates(stage: Stage) -> bool:
-    """Return whether each rank of a stage updates only some of its parameters."""
-    return stage.zero >= 1 and stage.inner_dp > 1
