@@ -14,6 +14,7 @@ from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ExtraMissingError, SpecError, unknown
+from foreshard.file_replacement import replace_file
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.profile.networks.catalog import is_traced, near_networks, network, network_name
@@ -369,7 +370,7 @@ def report(
     fits = prediction.memory.fits
     advice = improvements(asked, prediction) if fits else ()
     fit = None if fits else nearest_fit(asked, prediction)
-    Path(path).write_bytes(page(page_data(asked, prediction, timeline, advice, fit)).encode("utf-8"))
+    replace_file(path, page(page_data(asked, prediction, timeline, advice, fit)))
     return prediction
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 
 import click
@@ -129,7 +130,8 @@ def _usage_error(error: click.ClickException) -> SpecError:
 def _fail(error: ForeshardError, args: Sequence[str]) -> int:
     """Say what went wrong, as an object under --json, and return the exit code."""
     if "--json" in args:
-        click.echo(dump({"schema_version": 1, "error": error.to_dict()}))
+        with suppress(OSError):  # a full disk or a closed pipe takes no answer; the reason is said below
+            click.echo(dump({"schema_version": 1, "error": error.to_dict()}))
     click.echo(f"foreshard: {error}", err=True)
     return error.exit_code
 
