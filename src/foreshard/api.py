@@ -462,7 +462,8 @@ def import_plan(
     from foreshard.spec.codec import read_text
 
     known_model, known_cluster = _loaded(model, cluster)
-    return plan_of(read_run(read_text(file), source, file), known_model, known_cluster, stated, file)
+    run = read_run(read_text(file), source, str(file))
+    return plan_of(run, known_model, known_cluster, stated, str(file))
 
 
 def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult:
