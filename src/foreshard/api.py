@@ -14,6 +14,7 @@ from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ExtraMissingError, SpecError, unknown
+from foreshard.file_replacement import replace_file
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
 from foreshard.profile.networks.catalog import is_traced, near_networks, network, network_name
@@ -369,7 +370,7 @@ def report(
     fits = prediction.memory.fits
     advice = improvements(asked, prediction) if fits else ()
     fit = None if fits else nearest_fit(asked, prediction)
-    Path(path).write_bytes(page(page_data(asked, prediction, timeline, advice, fit)).encode("utf-8"))
+    replace_file(path, page(page_data(asked, prediction, timeline, advice, fit)))
     return prediction
 
 
@@ -461,7 +462,8 @@ def import_plan(
     from foreshard.spec.codec import read_text
 
     known_model, known_cluster = _loaded(model, cluster)
-    return plan_of(read_run(read_text(file), source, file), known_model, known_cluster, stated, file)
+    run = read_run(read_text(file), source, str(file))
+    return plan_of(run, known_model, known_cluster, stated, str(file))
 
 
 def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult:

@@ -111,8 +111,11 @@ def _cut_layers(module: TracedModule, pp: int) -> int:
     """Return the layers between the first and the last, which the cuts of a pipeline count."""
     most = max(len(module.layers) - 2, 1)
     if pp > most:
-        rule = f"{module.name} can be cut into {number_of(len(module.layers), 'layer')}"
-        raise SpecError(f"pp {pp}", key="--pp", value=pp, rule=rule, fix=f"Use at most {most}")
+        chain = number_of(len(module.layers), "layer")
+        what = f"{number_of(pp, 'stage')} of {module.name}, a chain of {chain}"
+        rule = "--pp gives every stage a layer beside the first and the last of the chain"
+        fix = f"Use at most {most}, or give --plan, whose stages may hold any layers"
+        raise SpecError(what, key="--pp", value=pp, rule=rule, fix=fix)
     return most
 
 

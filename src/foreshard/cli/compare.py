@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard import quantity
-from foreshard.cli.options.answer import give, must_be_writable, save, say, write_text
+from foreshard.cli.options.answer import give, must_be_writable, save_page, say, write_text
 from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
 from foreshard.cli.options.sources import verb_command
 from foreshard.errors import ForeshardError, SpecError
@@ -135,7 +135,7 @@ def _benchmark(
         old = path.read_text(encoding="utf-8") if path.exists() else ""
         write_text(str(picture), benchmark_picture(found))
         text = benchmark_document(found, old, picture.name)
-        save(report, "report", lambda: path.write_text(text, encoding="utf-8"))
+        save_page(report, text)
     give(found.to_dict(), lambda: benchmark_screen(found))
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 
 import click
@@ -97,6 +98,15 @@ def _near_option(error: click.NoSuchOption) -> str | None:
     return f"Did you mean {named[near[0]]!r}?" if near else None
 
 
+def _value_rule(message: str, param: click.Parameter, ctx: click.Context | None) -> tuple[str, str]:
+    """Return what is wrong with a value, and what the parameter takes, of the complaint of its type."""
+    said = re.fullmatch(r"('.*') is (?:not (an? .+|one of .+)|no (.+))", message.rstrip("."), re.DOTALL)
+    if said:
+        return f"{said[1]} is not valid", f"Must be {said[2] or f'a {said[3]}'}"
+    form = param.make_metavar(ctx or click.Context(click.Command("foreshard")))
+    return message, f"It is written as {form}"
+
+
 def _usage_error(error: click.ClickException) -> SpecError:
     """Return click's complaint as one of ours."""
     known = missing(error) if isinstance(error, click.MissingParameter) else None
@@ -120,7 +130,10 @@ def _usage_error(error: click.ClickException) -> SpecError:
     fix = f"Write {ours}" if ours else fix
     quoted = re.match(r"'([^']*)'", message)
     what = message[: said.start()] if said else message
-    made = SpecError(what, key=key, value=quoted[1] if quoted else None, fix=fix)
+    rule = None
+    if isinstance(error, click.BadParameter) and param is not None:
+        what, rule = _value_rule(what, param, ctx)
+    made = SpecError(what, key=key, value=quoted[1] if quoted else None, rule=rule, fix=fix)
     if ctx is not None:
         name_source(made, ctx)
     return made
@@ -129,7 +142,8 @@ def _usage_error(error: click.ClickException) -> SpecError:
 def _fail(error: ForeshardError, args: Sequence[str]) -> int:
     """Say what went wrong, as an object under --json, and return the exit code."""
     if "--json" in args:
-        click.echo(dump({"schema_version": 1, "error": error.to_dict()}))
+        with suppress(OSError):  # a full disk or a closed pipe takes no answer; the reason is said below
+            click.echo(dump({"schema_version": 1, "error": error.to_dict()}))
     click.echo(f"foreshard: {error}", err=True)
     return error.exit_code
 

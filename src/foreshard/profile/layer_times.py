@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from foreshard.errors import SpecError
+from foreshard.file_replacement import replace_file
 from foreshard.profile.timed_chain import Through, TimedChain, TimedPart, Trainable
 
 KIND = "profile"
@@ -172,9 +173,7 @@ def _same_machine(begun: Any, here: Mapping[str, Any], out: Path) -> None:
 
 def write_profile(out: Path, profile: dict[str, Any]) -> None:
     """Write a profile as a whole: who reads it sees the old one or the new one."""
-    new = out.with_suffix(out.suffix + ".new")
-    new.write_text(json.dumps(profile))
-    new.replace(out)
+    replace_file(out, json.dumps(profile))
 
 
 def _tied_bytes(modules: list[nn.Module], group: Sequence[tuple[int, str]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from foreshard.file_replacement import replace_file
 from foreshard.report.plan_words import place_of, plan_line
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
@@ -64,9 +65,7 @@ def trace_object(
 def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
     """Write the trace, compressed when the path ends in .gz, and return how many bytes it takes."""
     raw = encoded(trace_object(prediction, timeline), path)
-    with open(path, "wb") as stream:
-        stream.write(raw)
-    return len(raw)
+    return replace_file(path, raw)
 
 
 class _Tracks(dict[Event, tuple[int, int]]):

@@ -81,8 +81,13 @@ def virtual_stages(row: RowReading, num_blocks: int, pp: int) -> int:
         vpp = 1
         if pp > 1 and row.name in ("megatron_h100", "nemo_docs", "mlperf", "sc21", "korthikanti"):
             per_stage = num_blocks // pp
-            vpp = next(v for v in (per_stage // 2, per_stage, 1) if v and num_blocks % (pp * v) == 0)
-            row.note(f"vpp not stated with pp {pp}: interleaved, {num_blocks // (pp * vpp)} layers per chunk")
+            even = (v for v in (per_stage // 2, per_stage, 1) if v and num_blocks % (pp * v) == 0)
+            vpp = next(even, 0)
+            chunks = (
+                f"interleaved, {num_blocks // (pp * vpp)} layers per chunk" if vpp else "1, uneven stages"
+            )
+            row.note(f"vpp not stated with pp {pp}: {chunks}")
+            vpp = vpp or 1
     if pp == 1 and vpp > 1:
         row.note(f"vpp {vpp} with pp 1 has no meaning: 1")
         vpp = 1

@@ -64,13 +64,13 @@ def test_every_collective_has_a_time(shell, collective):
 @pytest.mark.parametrize(
     ("words", "key", "cause"),
     [
-        (("all-reduce", "0", "8x8xh100-sxm"), "SIZE", "not a number of bytes"),
-        (("all-reduce", "1Gb", "8x8xh100-sxm"), "SIZE", "not a number of bytes"),
-        (("all-reduce", "nan", "8x8xh100-sxm"), "SIZE", "not a number of bytes"),
+        (("all-reduce", "0", "8x8xh100-sxm"), "SIZE", "Must be a number of bytes"),
+        (("all-reduce", "1Gb", "8x8xh100-sxm"), "SIZE", "Must be a number of bytes"),
+        (("all-reduce", "nan", "8x8xh100-sxm"), "SIZE", "Must be a number of bytes"),
         (("all-reduce", "1GiB", "8x8xh100-sxm", "--ranks", "1"), "--ranks", "from 2"),
         (("all-reduce", "1GiB", "1x1xh100-sxm"), "--ranks", "at least two ranks"),
         (("all-reduce", "1GiB", "8x8xh100-sxm", "--ranks", "65"), "--ranks", "65 ranks on 64 devices"),
-        (("all-dance", "1GiB", "8x8xh100-sxm"), "COLLECTIVE", "is not one of all-reduce"),
+        (("all-dance", "1GiB", "8x8xh100-sxm"), "COLLECTIVE", "Must be one of all-reduce"),
         (("all-reduce", "1GiB", "8x8xh100-sxm", "--library", "rccl"), "--library", "unknown library"),
         (("all-reduce", "1GiB", "8x8xh100-sxm", "--library", "nccl@x"), "--library", "unknown library"),
     ],

@@ -167,7 +167,7 @@ def test_bad_files_end_with_2_and_their_cause(shell, tmp_path, old, new, key, ca
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (("--policy", "unfair"), "is not one of fair-share"),
+        (("--policy", "unfair"), "Must be one of fair-share"),
         (("--seeds", "0"), "from 1"),
         (("--seeds", "2"), "Seeds are those of a [draw] table"),
     ],

@@ -163,3 +163,19 @@ def test_flags_on_a_mixed_cluster_say_that_they_split_evenly(shell):
     mixed = shell("predict", "llama3-8b", "1x8xh100-sxm+1x8xa100-sxm-80gb", "--seq", "2048").out
     assert "Note: the cluster mixes devices" in mixed
     assert "mixes devices" not in shell("predict", "llama3-8b", "2x8xh100-sxm", "--seq", "2048").out
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (("--tp", "two"), "Must be a whole number from 1 to 2147483648"),
+        (("--tokens", "nan"), "Must be a number above zero"),
+        (("--dtype", "fp12"), "Must be one of fp32, tf32"),
+        (("--wrap", "none"), "Must be a number of blocks"),
+        (("--buckets", "3M"), "It is written as SIZE|AUTO"),
+    ],
+)
+def test_an_error_of_an_options_type_states_the_rule(words, rule, shell):
+    error = shell("predict", "llama3-8b", "1x8xh100-sxm", *words, "--json").json["error"]
+    assert error["key"] == words[0] and error["value"] == words[1] and error["rule"].startswith(rule)
+    assert error["fix"]

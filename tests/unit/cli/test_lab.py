@@ -46,7 +46,7 @@ def test_a_machine_that_cannot_enforce_a_lab_says_why(shell, monkeypatch, tmp_pa
     [
         (["--plan", "p.json"], "a job and a plan go together"),
         ([JOB], "a job and a plan go together"),
-        (["--plan", "p.json", "--steps", "0", JOB], "not a whole number from 1 to"),
+        (["--plan", "p.json", "--steps", "0", JOB], "Must be a whole number from 1 to"),
     ],
 )
 def test_what_does_not_go_together(shell, more, said):

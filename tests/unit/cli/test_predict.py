@@ -156,7 +156,7 @@ def test_a_full_disk_is_the_systems_fault(shell):
         (("--dtype", "e4m3"), "Did you mean 'fp8'?"),
         (("--vpp", "4"), "without a pipeline"),
         (("--framework", "lightning"), "torchtitan (FSDP2), deepspeed or ddp"),
-        (("--schedule", "chimera"), "is not one of gpipe, 1f1b, interleaved, zb-h1"),
+        (("--schedule", "chimera"), "Must be one of gpipe, 1f1b, interleaved, zb-h1"),
         (("--lora", "16:x"), "q, k, v, o"),
         (("--ep", "3"), "1, 2, 4, 8"),
     ],

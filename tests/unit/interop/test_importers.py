@@ -491,3 +491,43 @@ def test_a_script_may_overlap_shared_experts_that_the_model_has_not(tmp_path):
     assert not made.comm.get("shared_overlap")
     made, _ = import_plan(str(script), "megatron", load_model("qwen2-57b-a14b"), cluster)
     assert made.comm["shared_overlap"]
+
+
+_FLAGS = "--tensor-model-parallel-size 3 --pipeline-model-parallel-size 2 --micro-batch-size 1"
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "key"),
+    [
+        (
+            "megatron",
+            f"python pretrain_gpt.py {_FLAGS}",
+            "--tensor-model-parallel-size/--pipeline-model-parallel-size/--context-parallel-size",
+        ),
+        (
+            "torchtitan",
+            "[training]\nglobal_batch_size = 7\n[parallelism]\ntensor_parallel_degree = 2\n",
+            "training.global_batch_size",
+        ),
+        ("deepspeed", '{"tensor_parallel": {"autotp_size": 3}, "sequence_parallel_size": 2}', "autotp_size"),
+        (
+            "accelerate",
+            "distributed_type: FSDP\nparallelism_config:\n  parallelism_config_tp_size: 3\n",
+            "parallelism_config.parallelism_config_tp_size",
+        ),
+    ],
+)
+def test_an_error_about_what_the_file_states_names_its_key(tmp_path, source, text, key):
+    file = tmp_path / "config"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        import_plan(file, source, MODEL, CLUSTER, micro_batch=1)
+    assert caught.value.file == str(file) and key in caught.value.key and "--tp" not in caught.value.key
+
+
+def test_an_error_about_an_option_beside_the_file_names_the_option(tmp_path):
+    file = tmp_path / "script.sh"
+    file.write_text("python pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1")
+    with pytest.raises(SpecError) as caught:
+        import_plan(file, "megatron", MODEL, CLUSTER, global_batch=7)
+    assert caught.value.key == "--global-batch" and caught.value.file is None

@@ -47,6 +47,25 @@ def test_boxes_are_as_wide_as_their_layers(plan):
     assert widths[2] + 2 == pytest.approx(widths[0] + widths[1] + 4, rel=0.01)
 
 
+def advance_em(words):
+    """Return how wide words are in DejaVu Sans, in em, by its horizontal metrics."""
+    widths = {"m": 0.974, "w": 0.818, "+": 0.838, " ": 0.318, "-": 0.361, "s": 0.521, "x": 0.592, "a": 0.613}
+    return sum(widths.get(letter, 0.636) for letter in words)
+
+
+@pytest.mark.parametrize("device", ["a100-sxm-80gb", "h100-sxm", "mi300x", "v100-sxm-16gb"])
+def test_names_of_devices_stay_inside_their_boxes(device):
+    cluster = load_cluster(f"1x4x{device}+1x4xrtx-3090")
+    for end in range(1, 30):
+        cuts = (stage([0, 1, 2, 3], (0, end)), stage([4, 5, 6, 7], (end, 60)))
+        one = Plan(global_batch=8, seq_len=1024, groups=(Group(share=8, micro_batch=1, stages=cuts),))
+        picture = ET.fromstring(re.search(r"<svg.*?</svg>", plan_drawing.drawing(one, cluster), re.S)[0])
+        for box in picture.findall("g"):
+            right = max(float(r.get("x")) + float(r.get("width")) for r in box.findall("rect"))
+            words = [t for t in box.findall("text") if t.text in (f"4 {device}", "4 rtx-3090")]
+            assert all(float(t.get("x")) + 12 * advance_em(t.text) <= right for t in words), end
+
+
 def test_every_stage_says_what_it_holds(plan):
     picture, text = svg(plan)
     titles = [one.find("title").text for one in picture.findall("g")]

@@ -1,10 +1,13 @@
 """A bad cell costs its own row, and spelling costs none."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from foreshard.validation.collective_cases import collective_cases
 from foreshard.validation.kernel_cases import kernel_cases
 from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.row_cuts import virtual_stages
 from foreshard.validation.tables import read_table
 
 GEMM = "system,framework,device,dtype,m,n,k,latency_ms\n"
@@ -44,3 +47,11 @@ def test_a_mixed_run_without_devices_is_skipped_by_name(tmp_path):
     rows, skipped = mixed_rows(table(tmp_path, text))
     assert [row.id for row in rows] == ["some-1"]
     assert [row.reason for row in skipped] == ["no devices are stated", "a plan without devices or samples"]
+
+
+def test_unstated_virtual_stages_divide_the_blocks_or_are_one():
+    for blocks in range(1, 60):
+        for pp in range(2, 12):
+            row = SimpleNamespace(whole=lambda key: None, name="sc21", note=lambda *lines: None)
+            vpp = virtual_stages(row, blocks, pp)
+            assert vpp == 1 or blocks % (pp * vpp) == 0

@@ -12,6 +12,7 @@ from foreshard.cli.options.answer import give, say, write_text
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Word
 from foreshard.errors import SpecError
+from foreshard.file_replacement import replace_file
 from foreshard.report.screen import Screen
 
 FORMATS = ("msccl", "goal", "chakra", "json", "svg", "graph", "nccl-tuner")
@@ -98,7 +99,7 @@ def _write_chakra(what: str, size: float | None, output: str | None) -> None:
     traces = chakra_traces(schedule_file(what), _sized(size))
     for rank, trace in enumerate(traces):
         path = Path(f"{output}.{rank}.et")
-        save(str(path), f"rank {rank}", lambda path=path, trace=trace: path.write_bytes(trace))  # type: ignore[misc]
+        save(str(path), f"rank {rank}", lambda path=path, trace=trace: replace_file(path, trace))  # type: ignore[misc]
     data = {"schema_version": 1, "format": "chakra", "file": output, "ranks": len(traces)}
     give(data, lambda: Screen(header=(f"{Path(what).name} as {len(traces)} Chakra files",)))
 

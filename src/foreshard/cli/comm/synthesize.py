@@ -8,7 +8,7 @@ import click
 
 from foreshard import quantity
 from foreshard.cli.comm.inputs import RATES, check_ranks, load_loops, topology_at
-from foreshard.cli.options.answer import give, say
+from foreshard.cli.options.answer import give, save
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import ByteCount, Word
 from foreshard.comm.schedules.schedule import COLLECTIVES
@@ -62,8 +62,7 @@ def command(
     found = synthesize(collective, size, topology, budget=budget, seed=seed)
     output = ctx.meta.pop("foreshard.output", None)
     if output:
-        save_schedule(found.schedule, output)
-        say(f"schedule: {output}")
+        save(output, "schedule", lambda: save_schedule(found.schedule, output))
     route = routing_of(found.schedule, topology, forwarding="any")
     simulated_s = run_schedule(found.schedule, size, topology, route).seconds
     data = {

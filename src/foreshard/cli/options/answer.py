@@ -11,12 +11,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
 from foreshard.errors import ForeshardError, SpecError
+from foreshard.file_replacement import replace_file
 from foreshard.report.screen import Screen
 
 NOTHING_FITS = 3
@@ -83,11 +83,10 @@ def give(data: dict[str, Any], screen: Callable[[], Screen]) -> None:
         click.echo(render(screen()), nl=False)
 
 
-def write_text(path: str, text: str) -> None:
-    """Write a file the user named, or say why not."""
+def write_text(path: str, text: str) -> int:
+    """Write a file the user named and return its bytes, or say why not; the old one stays then."""
     try:
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        return replace_file(path, text)
     except OSError as error:
         raise cannot_write(path, error) from None
 
@@ -103,7 +102,7 @@ def save(path: str, what: str, write: Callable[[], int]) -> None:
 
 def save_page(path: str, text: str) -> None:
     """Write an HTML report, and say where it is."""
-    save(path, "report", lambda: Path(path).write_bytes(text.encode("utf-8")))
+    save(path, "report", lambda: replace_file(path, text))
 
 
 def cannot_write(path: str, error: OSError) -> ForeshardError:

@@ -15,6 +15,7 @@ import numpy as np
 from foreshard.comm.schedules.schedule import Chunk, Schedule
 from foreshard.comm.schedules.verify import malformed, verify
 from foreshard.errors import SpecError
+from foreshard.file_replacement import replace_file
 from foreshard.spec.codec import Range, Size, decode, parse_json, read_text
 
 SCHEMA_VERSION = 1
@@ -72,10 +73,10 @@ def schedule_object(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def save_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as JSON."""
+def save_schedule(schedule: Schedule, path: str | Path) -> int:
+    """Write a schedule as JSON, and return its bytes."""
     text = json.dumps(schedule_object(schedule), separators=(",", ":"))
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    return replace_file(path, text + "\n")
 
 
 def load_schedule(path: str | Path) -> Schedule:

@@ -33,6 +33,7 @@ _DEGREES = {
     "cp": "parallelism_config_cp_size",
     "tp": "parallelism_config_tp_size",
 }
+_KEYS = {degree: f"parallelism_config.{name}" for degree, name in _DEGREES.items()}
 
 
 def read(text: str, file: str) -> StatedRun:
@@ -88,7 +89,12 @@ def _fsdp(config: ConfigTable) -> StatedRun:
         found, said = _units(fsdp, version)
         choices, notes = choices | found, notes + said
     return StatedRun(
-        choices=choices, shard_instances=copies, num_devices=_devices(config), unstated=_UNSTATED, notes=notes
+        choices=choices,
+        keys=_KEYS,
+        shard_instances=copies,
+        num_devices=_devices(config),
+        unstated=_UNSTATED,
+        notes=notes,
     )
 
 

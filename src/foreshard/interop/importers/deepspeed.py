@@ -64,6 +64,15 @@ runtime/activation_checkpointing/config.py.
 """
 
 
+_KEYS = {
+    "tp": "tensor_parallel.autotp_size",
+    "cp": "sequence_parallel_size",
+    "zero": "zero_optimization.stage",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "global_batch": "train_batch_size",
+}
+
+
 def read(text: str, file: str) -> StatedRun:
     """Return the run of a DeepSpeed configuration; its data-parallel degree is left to the cluster."""
     return stated(ConfigTable(parsed(text, file), file))
@@ -96,7 +105,8 @@ def stated(config: ConfigTable) -> StatedRun:
         raise zero.cannot("zero_hpz_partition_size", "a second copy of the weights inside a node (ZeRO++)")
     choices |= _batch(config)
     passes = config.whole("gradient_accumulation_steps")
-    return StatedRun(choices=choices, passes=passes, unstated=_UNSTATED, notes=tuple(_notes(config, choices)))
+    notes = tuple(_notes(config, choices))
+    return StatedRun(choices=choices, keys=_KEYS, passes=passes, unstated=_UNSTATED, notes=notes)
 
 
 def _precision(config: ConfigTable) -> str:

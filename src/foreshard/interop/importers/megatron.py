@@ -185,6 +185,13 @@ _USUAL = {"--attention-backend": ("auto", *_ATTENTIONS), "--transformer-impl": (
 _PART = re.compile(r"\(([A-Za-z|]+)\)\*(\d+)|([A-Za-z])(?:\*(\d+))?|\|")
 
 
+_BATCH = {
+    "micro_batch": "--micro-batch-size",
+    "global_batch": "--global-batch-size",
+    "seq_len": "--seq-length",
+}
+
+
 def read(text: str, file: str) -> StatedRun:
     """Return the run that the flags of a launch script or a file of arguments state."""
     flags = read_flags(text, file)
@@ -222,6 +229,7 @@ def read(text: str, file: str) -> StatedRun:
     choices |= _virtual(flags, choices["pp"], blocks, counts)
     return StatedRun(
         choices=choices,
+        keys=_DEGREES | _BATCH | {"etp": "--expert-tensor-parallel-size"},
         num_blocks=blocks,
         block_counts=counts,
         passes=None if "global_batch" in choices else 1,  # a step of micro-batch x dp
@@ -231,12 +239,7 @@ def read(text: str, file: str) -> StatedRun:
 
 
 def _batch(flags: LaunchFlags) -> dict[str, int]:
-    names = {
-        "micro_batch": "--micro-batch-size",
-        "global_batch": "--global-batch-size",
-        "seq_len": "--seq-length",
-    }
-    found = {name: flags.whole(flag) for name, flag in names.items()}
+    found = {name: flags.whole(flag) for name, flag in _BATCH.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -44,15 +44,27 @@ def plan_of(
     choices |= _batches(run, choices, stated, cluster, file)
     if run.shard_instances > 1 and "shard_size" not in choices:
         choices["shard_size"] = _replicas(choices, cluster) // run.shard_instances
-    plan = Request(model=model, cluster=cluster, choices=choices).to_plan()
-    if run.block_counts is not None and not {"pp", "vpp"} & set(stated):
-        plan = _recut(plan, run.block_counts, model, file)
-    check_plan(plan, model, cluster)
+    try:
+        plan = Request(model=model, cluster=cluster, choices=choices).to_plan()
+        if run.block_counts is not None and not {"pp", "vpp"} & set(stated):
+            plan = _recut(plan, run.block_counts, model, file)
+        check_plan(plan, model, cluster)
+    except SpecError as error:
+        _name_keys(error, {name: key for name, key in run.keys.items() if name not in stated}, file)
+        raise
     missing = [name for name in run.unstated if name not in choices]
     if missing:
         flags = ", ".join(map(flag_of, missing))
         return plan, (f"The file does not state {flags}: defaults of predict were taken.", *run.notes)
     return plan, run.notes
+
+
+def _name_keys(error: SpecError, keys: Mapping[str, str], file: str) -> None:
+    """Let an error about options that the file states name the file and its keys."""
+    flags = {flag_of(name): key for name, key in keys.items()}
+    found = [flags[flag] for flag in (error.key or "").split("/") if flag in flags]
+    if error.file is None and found:
+        error.file, error.key = file, "/".join(found)
 
 
 def _same_sizes(run: StatedRun, model: Model, cluster: Cluster, file: str) -> None:

@@ -20,6 +20,8 @@ class StatedRun:
     choices : Mapping[str, Any]
         Degrees and options by the names of `advise.request`; what the file leaves to model and cluster is not
         in it.
+    keys : Mapping[str, str]
+        The file's key of a choice, which errors name.
     num_blocks : int or None
         Transformer blocks that the file states.
     block_counts : tuple[int, ...] or None
@@ -37,6 +39,7 @@ class StatedRun:
     """
 
     choices: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     num_blocks: int | None = None
     block_counts: tuple[int, ...] | None = None
     passes: int | None = None

@@ -40,6 +40,20 @@ _UNREAD: dict[str, dict[str, Any]] = {
 """Keys that change time or memory and no plan states, with their defaults (job_config.py of 0.2.2)."""
 
 
+_DEGREES = {
+    "tp": "tensor_parallel_degree",
+    "cp": "context_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+}
+_KEYS = {degree: f"parallelism.{name}" for degree, name in _DEGREES.items()} | {
+    "seq_len": "training.seq_len",
+    "micro_batch": "training.local_batch_size",
+    "global_batch": "training.global_batch_size",
+}
+
+
 def read(text: str, file: str) -> StatedRun:
     """Return the run of a torchtitan configuration; model and flavor are left to MODEL."""
     if re.search(r"^(import|from|def) ", text, re.MULTILINE):
@@ -94,6 +108,7 @@ def read(text: str, file: str) -> StatedRun:
         choices["zero"] = _zero(parallel)
     return StatedRun(
         choices=choices,
+        keys=_KEYS,
         block_counts=counts,
         passes=None if "global_batch" in choices else passes,
         shard_instances=replicas,
@@ -102,14 +117,7 @@ def read(text: str, file: str) -> StatedRun:
 
 
 def _degrees(parallel: ConfigTable) -> dict[str, Any]:
-    names = {
-        "tp": "tensor_parallel_degree",
-        "cp": "context_parallel_degree",
-        "pp": "pipeline_parallel_degree",
-        "ep": "expert_parallel_degree",
-        "etp": "expert_tensor_parallel_degree",
-    }
-    return {degree: parallel.whole(name, default=1) for degree, name in names.items()}
+    return {degree: parallel.whole(name, default=1) for degree, name in _DEGREES.items()}
 
 
 def _zero(parallel: ConfigTable) -> int:

@@ -26,7 +26,7 @@ COLOURS = (
 _MAX_ROWS = 48  # kinds of groups drawn: three screens
 _LABEL, _PIPE, _SHARE, _ROW, _GAP, _TOP = 150, 780, 190, 64, 10, 24
 _WIDTH = _LABEL + _PIPE + _SHARE
-_CHAR = 6.6  # of 12 px text
+_CHAR = 7.2  # of 12 px text: names of devices in DejaVu Sans, the widest that browsers take for the page
 
 
 def colours(cluster: Cluster) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from foreshard.errors import SpecError
+from foreshard.file_replacement import replace_file
 from foreshard.runtime.checkpoint.folders import steps_in
 from foreshard.runtime.checkpoint.format import damage_of, load, read_meta, write_tensors
 from foreshard.runtime.checkpoint.saving import tensor_key
@@ -43,7 +44,7 @@ def export_run(run: Path, target: str, out: Path, step: int | None = None) -> in
     if target == "safetensors":
         write_tensors(out / "model.safetensors", model, {"format": "pt"})
         if meta.get("config") is not None:
-            (out / "config.json").write_text(json.dumps(meta["config"], indent=2) + "\n")
+            replace_file(out / "config.json", json.dumps(meta["config"], indent=2) + "\n")
         return found
     optimizer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foreshard.file_replacement import replace_file
 from foreshard.spec.plan import Plan
 
 _FILE = "supervisor.json"
@@ -40,12 +40,7 @@ class SupervisorState:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace a file; a reader finds the old content or the new one, never a part."""
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    with new.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    replace_file(path, json.dumps(content), durable=True)
 
 
 def save_state(folder: Path, state: SupervisorState) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.file_replacement import replace_file
 from foreshard.spec.plan import Plan
 from foreshard.spec.trace_events import arrow, encoded, names, time_slice
 
@@ -242,7 +243,4 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: str | Path, trace: dict[str, Any]) -> int:
     raw, final = encoded(trace, str(path)), Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    part = final.with_name(final.name + ".part")
-    part.write_bytes(raw)
-    part.replace(final)
-    return len(raw)
+    return replace_file(final, raw)
