@@ -11,7 +11,8 @@ def replace_file(path: str | Path, content: str | bytes, *, durable: bool = Fals
     """Write a file beside the old one and put it in its place; return its bytes.
 
     The new file keeps the permissions of the old one, and a symbolic link its place. What is no file (a pipe,
-    /dev/stdout), and a file in a folder that takes no other, is written where it is.
+    /dev/stdout), and a file in a folder that takes no other, is written where it is; a file that may not be
+    written is not replaced either.
 
     Parameters
     ----------
@@ -33,7 +34,8 @@ def replace_file(path: str | Path, content: str | bytes, *, durable: bool = Fals
         mode = os.stat(final).st_mode
     except FileNotFoundError:
         mode = None
-    in_place = mode is not None and not (stat.S_ISREG(mode) and os.access(os.path.dirname(final), os.W_OK))
+    replaceable = all(os.access(one, os.W_OK) for one in (final, os.path.dirname(final)))
+    in_place = mode is not None and not (stat.S_ISREG(mode) and replaceable)
     if in_place:
         _write(str(path), raw, durable)
         return len(raw)

@@ -47,6 +47,15 @@ def test_a_file_keeps_its_permissions_and_a_link_its_place(tmp_path):
     assert link.is_symlink() and file.read_text("utf-8") == "é" and file.stat().st_mode & 0o777 == 0o640
 
 
+def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("old")
+    before = file.stat().st_ino
+    monkeypatch.setattr("os.access", lambda path, mode: path != str(file))  # opening it would refuse others
+    replace_file(file, "new")
+    assert file.stat().st_ino == before
+
+
 def test_an_error_whose_answer_finds_no_room_is_said_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout", open("/dev/full", "w", buffering=1))  # noqa: SIM115 - closed below
     code = run(["predict", "gpt2-medium", "1x1xh100-sxm", "--json"])
