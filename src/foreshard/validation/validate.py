@@ -144,7 +144,8 @@ def timed_rows(files: Iterable[str | Path], family: str | None = None) -> list[T
                 groups.setdefault((row.family, *row.config_key), []).append(row)
     families = sorted({rows[0].family for rows in groups.values()})
     if family is not None and family not in families:
-        raise unknown("family", family, families, key="--family", rule="The tables have steps of")
+        rule, fix = "The tables have steps of", "Leave out --family for all of them"
+        raise unknown("family", family, families, key="--family", rule=rule, otherwise=fix)
     if family is None and len(families) > 1:
         what, rule = f"steps of {', '.join(families)}", "Steps of one family are fitted together"
         raise SpecError(what, key="--family", rule=rule, fix="Name one of them")

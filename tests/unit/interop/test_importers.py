@@ -531,3 +531,20 @@ def test_an_error_about_an_option_beside_the_file_names_the_option(tmp_path):
     with pytest.raises(SpecError) as caught:
         import_plan(file, "megatron", MODEL, CLUSTER, global_batch=7)
     assert caught.value.key == "--global-batch" and caught.value.file is None
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "fix"),
+    [
+        ("deepspeed", '{"train_micro_batch_size_per_gpu": 0}', "Correct it in the file"),
+        ("deepspeed", '{"optimizer": {"type": "AdamX"}}', "Did you mean 'adam'?"),
+        ("megatron", "pretrain_gpt.py --num-layers two --micro-batch-size 1", "Correct it in the file"),
+        ("megatron", "pretrain_gpt.py --num-layers 32 --optimizer adm", "Did you mean 'adam'?"),
+    ],
+)
+def test_an_error_about_a_value_of_the_file_has_a_fix(tmp_path, source, text, fix):
+    file = tmp_path / "config"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        import_plan(file, source, MODEL, CLUSTER)
+    assert caught.value.fix == fix and caught.value.rule

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 
 _ASSIGNED = re.compile(
     r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;#]*)", re.MULTILINE
@@ -55,12 +55,12 @@ class LaunchFlags:
         """Return the value of a flag that takes one of some words."""
         word = self.word(flag, default)
         if word not in known:
-            raise self.invalid(flag, f"Must be one of {', '.join(known)}")
+            raise self.invalid(flag, f"Must be one of {', '.join(known)}", did_you_mean(str(word), known))
         return word
 
     def invalid(self, flag: str, rule: str, fix: str | None = None) -> SpecError:
         """Return the error of a flag's value, to be raised."""
-        value = " ".join(self.values.get(flag, ()))
+        value, fix = " ".join(self.values.get(flag, ())), fix or "Correct it in the file"
         return SpecError(
             f"{value!r:.80} is not valid", file=self.file, key=flag, value=value, rule=rule, fix=fix
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreshard.errors import SpecError
+from foreshard.errors import SpecError, did_you_mean
 
 Span = tuple[int, int]
 
@@ -107,7 +107,7 @@ class ConfigTable:
         value = str(self.get(name) if self.get(name) is not None else default)
         known = {word.lower(): meaning for word, meaning in meanings.items()}
         if value.lower() not in known:
-            raise self.invalid(name, f"Must be one of {', '.join(meanings)}")
+            raise self.invalid(name, f"Must be one of {', '.join(meanings)}", did_you_mean(value, meanings))
         return known[value.lower()]
 
     def unlike(self, defaults: Mapping[str, Any]) -> list[str]:
@@ -121,8 +121,7 @@ class ConfigTable:
     def invalid(self, name: str, rule: str, fix: str | None = None) -> SpecError:
         """Return the error of a value, to be raised."""
         value = self.values.get(name)
-        shown = f"{value!r:.80}"
-        what = f"{shown} is not valid"
+        what, fix = f"{value!r:.80} is not valid", fix or "Correct it in the file"
         return SpecError(what, file=self.file, key=self.key(name), value=value, rule=rule, fix=fix)
 
     def cannot(self, name: str, what: str) -> SpecError:
