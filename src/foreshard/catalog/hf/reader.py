@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreshard.catalog.model_dims import MAX_LAYERS
@@ -157,7 +157,7 @@ class Reader:
             )
         return kv_heads
 
-    def layer_windows(self, num_layers: int, window: int) -> list[int] | None:
+    def layer_windows(self, num_layers: int, window: int) -> Sequence[int] | None:
         """Return the attention window of each layer as `layer_types` says, None where the file has none."""
         types = self.list("layer_types")
         if types is None:
