@@ -367,3 +367,21 @@ def test_logits_of_command_r_are_scaled_whether_or_not_the_file_says_so(name):
 def test_smollm3_has_the_rotary_base_of_the_published_file():
     """HuggingFaceTB/SmolLM3-3B config.json: 5,000,000, where transformers' class has 2,000,000."""
     assert load_model("smollm3-3b").rope_base == 5e6
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("stablelm2-12b", 1e4),
+        ("stablelm2-1.6b", 1e4),
+        ("olmo-7b", 1e4),
+        ("olmo2-1b", 5e5),
+        ("olmo3-32b", 5e5),
+        ("phi3-medium", 1e4),
+    ],
+)
+def test_rotary_bases_are_those_of_the_code_that_trains_or_loads_the_model(name, base):
+    """StableLM 26cf639, OLMo-core, LitGPT 2685705 and transformers 5.24; each entry says which."""
+    model = load_model(name)
+    assert model.rope_base == base
+    assert any("rope_theta" in line for line in model.assumptions)
