@@ -7,6 +7,7 @@ import pytest
 from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
+from foreshard.interop.exporters.megatron_model import model_gaps
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/model_params.json").read_text("utf-8"))
 LLAMA = next(case["config"] for case in GOLDEN["cases"] if case["name"] == "llama3-8b")
@@ -198,6 +199,15 @@ def test_layers_of_exaone4_without_a_window_are_not_rotated_unless_none_has_one(
     assert [(block.window, block.rotary) for block in lettered] == [(0, 0)] + [(64, 1)] * 4
     full = exaone4(sliding_window=None, layer_types=["full_attention"] * 5)
     assert [(block.window, block.rotary) for block in full] == [(0, 1)] * 5
+
+
+@pytest.mark.parametrize("model_type", ["exaone4", "hunyuan_v1_dense"])
+def test_norms_that_megatron_places_otherwise_are_not_exported(model_type):
+    config = LLAMA | {"rope_theta": 1e6, "model_type": model_type, "sliding_window": None}
+    config |= {"layer_types": ["full_attention"] * LLAMA["num_hidden_layers"]}
+    assert [gap.partition(",")[0] for gap in model_gaps(model_from_config(config, name="x"))] == [
+        "norms behind attention and MLP"
+    ]
 
 
 def test_a_number_that_a_file_lists_for_each_layer_is_the_same_for_all():
