@@ -115,6 +115,15 @@ _DEEPSEEK = {
 }
 _GPTJ = {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 500}
 _SPARSE = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+_HUNYUAN = {**_LLAMA, "model_type": "hunyuan_v1_dense", "head_dim": 64}
+_ERNIE_MOE = {
+    **_LLAMA,
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 6,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_intermediate_size": 512,
+}
 _DISTILBERT = {
     "model_type": "distilbert",
     "dim": 256,
@@ -325,6 +334,67 @@ VARIANTS = {
         "lm_head_bias": True,
         "attention_bias": True,
     },
+    "iquestcoder": {**_LLAMA, "model_type": "iquestcoder"},
+    "seed_oss": {**_LLAMA, "model_type": "seed_oss"},
+    "seed_oss with other biases": {
+        **_LLAMA,
+        "model_type": "seed_oss",
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+    "arcee with biases": {**_LLAMA, "model_type": "arcee", "attention_bias": True, "mlp_bias": True},
+    "jais2": {**_LLAMA, "model_type": "jais2"},
+    "ernie4_5": {**_LLAMA, "model_type": "ernie4_5"},
+    "ernie4_5 with biases, untied": {
+        **_LLAMA,
+        "model_type": "ernie4_5",
+        "head_dim": 32,
+        "use_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "ernie4_5_moe in every other layer": {
+        **_ERNIE_MOE,
+        "moe_layer_interval": 2,
+        "moe_layer_start_index": 2,
+        "moe_num_shared_experts": 0,
+    },
+    "ernie4_5_moe up to a layer": {**_ERNIE_MOE, "moe_layer_end_index": 4, "tie_word_embeddings": False},
+    "hunyuan_v1_dense with biases": {**_HUNYUAN, "attention_bias": True},
+    "hunyuan_v1_moe": {**_HUNYUAN, "model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2, 2]},
+    "hyperclovax": {**_LLAMA, "model_type": "hyperclovax"},
+    "hyperclovax without norms behind": {**_LLAMA, "model_type": "hyperclovax", "use_post_norm": False},
+    "ministral3": {**_LLAMA, "model_type": "ministral3"},
+    "vaultgemma": {**_LLAMA, "model_type": "vaultgemma", "head_dim": 64},
+    "exaone4": {**_LLAMA, "model_type": "exaone4", "num_hidden_layers": 5},
+    "exaone_moe": {
+        **_MOE,
+        "model_type": "exaone_moe",
+        "num_shared_experts": 2,
+        "mlp_layer_types": ["sparse", "dense"] * 3,
+    },
+    "dots1 with biases": {
+        **_MOE,
+        "model_type": "dots1",
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 2,
+        "attention_bias": True,
+    },
+    "solar_open with biases": {
+        **_MOE,
+        "model_type": "solar_open",
+        "n_routed_experts": 8,
+        "attention_bias": True,
+    },
+    "glm4_moe_lite": {
+        **{key: size for key, size in _DEEPSEEK.items() if key != "first_k_dense_replace"},
+        "model_type": "glm4_moe_lite",
+        "q_lora_rank": 96,
+    },
+    "youtu with biases": {**_DEEPSEEK, "model_type": "youtu", "q_lora_rank": 96, "attention_bias": True},
+    "granitemoeshared": {**_SPARSE, "model_type": "granitemoeshared", "shared_intermediate_size": 300},
+    "flex_olmo": {**_SPARSE, "model_type": "flex_olmo", "num_experts": 4, "pad_token_id": 0},
     "minimax_m2": {**_SPARSE, "model_type": "minimax_m2", "head_dim": 96},
     "glm4": {**_GLM, "model_type": "glm4"},
     "glm4_moe with norms and biases": {

@@ -37,6 +37,10 @@ MODELS = {
     "phi3": {},
     "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
     "olmo2": {},
+    "arcee": {},
+    "hyperclovax": {},
+    "hunyuan_v1_dense": {},
+    "exaone4": {"layer_types": ["sliding_attention"], "sliding_window": 64},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0},
     "cohere": {"head_dim": None, "use_qk_norm": True},  # a layer norm operation by operation
     "olmo": {"head_dim": None},  # norms without weights, of a copy in 32 bit
@@ -46,6 +50,7 @@ MODELS = {
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     | {"head_dim": None, "shared_expert_intermediate_size": 128},
     "gemma2": {"attn_implementation": "eager"},  # capped scores
+    "vaultgemma": {"attn_implementation": "eager"},
     "falcon": {"head_dim": None, "intermediate_size": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     | {"num_key_value_heads": None},  # one head of keys: torch's fallback, in 32 bit
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": None},
@@ -56,6 +61,9 @@ MODELS = {
     | {"use_qk_norm": False},
     "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     | {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    | {"n_shared_experts": 1, "norm_topk_prob": True, "sliding_window": None},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "intermediate_size": 64},
     "deepseek_v3": {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 64}
     | {"num_experts_per_tok": 2, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1}
     | {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
@@ -64,7 +72,12 @@ MODELS = {
 A_LAYER = ("layer_types", "no_rope_layers")
 EAGER = ("bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "mpt")
 _OF_SIDE = {"attention_heads": 4, "ffn_dim": 352}
-SPELLED = {"phi"}  # autocast of the processor does not widen powers, that of CUDA does
+LEFT_OUT = {
+    "phi": "autocast of the processor does not widen powers, that of CUDA does",
+    "exaone4": "norms that read 16 bit alone under autocast are not modelled",
+    "hunyuan_v1_dense": "norms behind the rotation, which autocast widens, are not modelled",
+    "hunyuan_v1_moe": "as hunyuan_v1_dense",
+}
 
 
 def kept_bytes(kind: str, layers: int, *, autocast: bool, compiled: bool = False) -> int:
@@ -122,9 +135,9 @@ def kept_of(model, *, autocast: bool) -> int:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_block_keeps_what_autograd_keeps_of_it(kind, autocast):
-    if autocast and kind in SPELLED:
-        pytest.skip("powers are wide under CUDA's autocast only")
-    has_experts = "num_experts_per_tok" in MODELS[kind]
+    if autocast and kind in LEFT_OUT:
+        pytest.skip(LEFT_OUT[kind])
+    has_experts = "num_experts_per_tok" in MODELS[kind] or kind == "hunyuan_v1_moe"
     if has_experts and version(torch.__version__) < version("2.9"):
         pytest.skip("experts as CUDA runs them: one grouped product")
     expected = kept_bytes(kind, 2, autocast=autocast) - kept_bytes(kind, 1, autocast=autocast)

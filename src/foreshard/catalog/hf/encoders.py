@@ -89,7 +89,7 @@ def modernbert(reader: Reader) -> Model:
         mlp_bias=reader.flag("mlp_bias", False),
         causal=False,
     )
-    reach = reader.layer_windows(layers, window, [layer % every > 0 for layer in range(layers)])
+    reach = reader.layer_windows(layers, window) or [window * (layer % every > 0) for layer in range(layers)]
     kinds = {width: replace(block, window=width) for width in set(reach)}
     # the norm before the first attention is that of the embedding
     blocks = (replace(kinds[reach[0]], num_norms=1), *(kinds[width] for width in reach[1:]))

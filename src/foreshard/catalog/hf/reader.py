@@ -52,6 +52,16 @@ class Reader:
         self._checked(key, value, minimum <= value <= maximum, "is out of range", rule)
         return int(value)
 
+    def uniform_size(self, *keys: str) -> int:
+        """Return a size that the file may also list for each layer, the same for all."""
+        key, value = self._find(keys, _ABSENT)
+        if not isinstance(value, list) or not value:
+            return self.size(*keys)
+        self._checked(
+            key, value, value.count(value[0]) == len(value), "differ", f"{key} is one for all layers"
+        )
+        return Reader({key: value[0]}, self.name, self.file).size(key)
+
     def layers(self, *keys: str, **kwargs: Any) -> int:
         """Return a number of layers."""
         return self.size(*keys, maximum=MAX_LAYERS, **kwargs)
@@ -147,11 +157,11 @@ class Reader:
             )
         return kv_heads
 
-    def layer_windows(self, num_layers: int, window: int, sliding: Sequence[bool]) -> Sequence[int]:
-        """Return the attention window of each layer: `layer_types` where present, else the family's rule."""
+    def layer_windows(self, num_layers: int, window: int) -> Sequence[int] | None:
+        """Return the attention window of each layer as `layer_types` says, None where the file has none."""
         types = self.list("layer_types")
         if types is None:
-            return [window * slides for slides in sliding]
+            return None
         if len(types) != num_layers or any(not isinstance(entry, str) for entry in types):
             rule = f"layer_types names the attention of each of the {num_layers} layers"
             raise self.error("layer_types", _short(types), f"{len(types)} entries", rule)

@@ -46,6 +46,8 @@ def model_gaps(model: Model) -> Iterator[str]:
         yield "a token table narrower than the model"
     if any(block.num_norms != 2 for block in kinds):
         yield "more or fewer than two norms in a block"
+    if any(block.norm_place for block in kinds):
+        yield "norms behind attention and MLP, or of queries and keys that are turned"
     if any(block.norm_params == 0 for block in kinds):
         yield "norms without parameters"
     if any(block.other_params for block in kinds):
