@@ -115,7 +115,9 @@ def test_devices_idle_where_using_them_hurts():
 
 @pytest.mark.parametrize(("most", "used"), [(20, 20), (8, 8), (5, 5), (1, 1)])
 def test_at_most_so_many_devices(most, used):
-    result = _plan("gpt2-xl", "4x8xa100-sxm-80gb", global_batch=60, seq_len=1024, max_devices=most, budget_s=5.0)
+    result = _plan(
+        "gpt2-xl", "4x8xa100-sxm-80gb", global_batch=60, seq_len=1024, max_devices=most, budget_s=5.0
+    )
     assert len(result.plans[0].plan.ranks) <= used
     check_plan(result.plans[0].plan, load_model("gpt2-xl"), load_cluster("4x8xa100-sxm-80gb"))
 

@@ -70,6 +70,11 @@ class MixedFound:
         return self.best[0]
 
     @property
+    def known_s(self) -> float:
+        """Return the least step time known, of other searches too: a bound above it is of no use."""
+        return min(self.best_s, self.request.known_s)
+
+    @property
     def is_interleaved(self) -> bool:
         """Return whether the fastest plan so far is interleaved, and none of the grid."""
         plan = self.best[1]

@@ -179,7 +179,7 @@ class MixedSearch:
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
-                lowest = holding_down(self._subspaces, self.found.best_s) if self.found.timed else None
+                lowest = holding_down(self._subspaces, self.found.known_s) if self.found.timed else None
                 if chosen is None and lowest is None:
                     break
                 part = _PROVING if lowest is None or lowest.is_bounded else _PROVING_AT_FIRST
@@ -458,7 +458,7 @@ class MixedSearch:
         pruned += sum(one.result.pruned for one in self.even if one.result)
         open_ = any(one.promise_s(found.best_s) > 0.0 for one in self.by_set)
         open_ |= any(one.promise_s(found.best_s) > 0.0 for one in self.even)
-        open_ |= any(subspace.is_unproven(found.best_s) for subspace in self.by_set)
+        open_ |= any(subspace.is_unproven(found.known_s) for subspace in self.by_set)
         open_ |= any(one.result.interrupted for one in self.even if one.result)
         interrupted = self.stopped or (bool(found.timed) and open_)
         if not plans:
@@ -490,7 +490,7 @@ class MixedSearch:
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
-            lower_bound_step_time_s=min(bound, found.best_s),
+            lower_bound_step_time_s=min(bound, found.known_s),
             evaluated=evaluated,
             pruned=pruned,
             wall_s=request.budget_s - self.whole.left_s,
