@@ -77,6 +77,8 @@ _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _SHOWING = 0.05
 """Part of the budget that is left for timing the chosen plans by the engine asked for."""
+_TIMING = 0.25
+"""Part of the budget that is left at most for the engine asked for, however long it takes."""
 _EXPLAINING_S = 0.5
 """Seconds to look for what would make idle devices pay, at least."""
 _NEAREST = 4
@@ -178,6 +180,7 @@ class MixedSearch:
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
+                self._leave_time()
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
                 lowest = holding_down(self._subspaces, self.found.known_s) if self.found.timed else None
                 if chosen is None and lowest is None:
@@ -188,6 +191,7 @@ class MixedSearch:
                     self._proving_s += self._advance(lowest, share, proves=True)
                 elif chosen is not None:
                     self._finding_s += self._advance(chosen, share)
+            self._leave_time()
             self._change()
             if self.by_price or not self.found.timed:
                 self._offer_published(("hetpipe", "amp", "pipedream"))
@@ -200,7 +204,15 @@ class MixedSearch:
 
     def _is_over(self, searching: TimeBudget) -> bool:
         """Return whether time is over: with a plan that of the search, else all there is."""
-        return searching.is_over if self.found.timed else self.whole.is_past
+        over = searching.is_over or self.budget.is_over
+        return over if self.found.timed else self.whole.is_past
+
+    def _leave_time(self) -> None:
+        """End the search so early that the engine can time what is shown, by what it took so far."""
+        if self.request.chooses_later:
+            timing_s = min(SHOWN * self.found.graph_s, _TIMING * self.request.budget_s)
+            ends_at = self.whole.ends_at - timing_s
+            self.budget = TimeBudget(min(self.budget.ends_at, ends_at), self.budget.last_at)
 
     def _start(self) -> None:
         """Search grids, the most promising first, a while each; a single one to its end."""
@@ -268,7 +280,7 @@ class MixedSearch:
             own = max(group.num_chunks for group in best.groups)
             tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
             for made in chain.from_iterable(tried):
-                if self.budget.is_over or self.found.take_interleaved(made) < before_s:
+                if self.budget.is_over or self.found.take_interleaved(made, self.budget) < before_s:
                     break
 
     @property
@@ -364,7 +376,7 @@ class MixedSearch:
             self._tried.append(plan)
             for made in [plan] if plan in even else [interleaved(plan, chunks) for chunks in counts]:
                 if made is not None:
-                    found.take_interleaved(made)
+                    found.take_interleaved(made, self.budget)
         plain = found.plain(1) or found.timed[:1]
         for place, (chunks, stages) in enumerate(depths(request, plain[0][1])):
             if (chunks, stages) not in self._depths:
@@ -410,7 +422,7 @@ class MixedSearch:
 
     def _time_interleaved(self, problem: Problem, arrangement: Arrangement) -> float:
         plan = plan_in_chunks(self.request, problem, arrangement)
-        return np.inf if plan is None else self.found.take_interleaved(plan)
+        return np.inf if plan is None else self.found.take_interleaved(plan, self.budget)
 
     def _offer_published(self, names: Sequence[str], *, usual: bool = False) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""
