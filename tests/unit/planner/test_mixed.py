@@ -300,6 +300,24 @@ def test_the_most_pipelines_are_bounded_by_one_round_once_time_is_over():
     assert late >= whole > 0
 
 
+def test_depths_near_that_of_the_fastest_plan_are_the_likeliest(monkeypatch):
+    """With any number of chunks alike, and anew once a plan of another depth is faster."""
+    model = load_model("gpt2-xl")
+    search = MixedSearch(checked_request(model, load_cluster(NEAR), global_batch=16, seq_len=1024))
+    monkeypatch.setattr(MixedFound, "take_interleaved", lambda *_: np.inf)
+    for seconds, stages in ((2.0, 2), (1.0, 4)):
+        made = plan_from_degrees(
+            model.num_layers, 4, pp=stages, tp=4 // stages, global_batch=16, seq_len=1024
+        )
+        search.found.timed.append((seconds, made))
+        search._add_interleaved()
+        weights = {depth: subspace.weight for depth, subspace in search._depths.items()}
+        likeliest = {depth for depth, weight in weights.items() if weight == max(weights.values())}
+        assert likeliest == {(4, stages), (2, stages)}
+        assert all(weights[4, own] == weights[2, own] for _, own in weights)
+    assert len({id(one) for one in search.others}) == len(search.others)
+
+
 def test_time_is_left_for_the_graph_to_time_what_is_shown(monkeypatch):
     model, cluster = load_model("gpt2-xl"), load_cluster(NEAR)
     request = checked_request(model, cluster, global_batch=16, seq_len=1024, budget_s=100.0)

@@ -163,7 +163,7 @@ class MixedSearch:
         self.interleaved_bounds: list[Subspace] = []
         self._finding_s = self._proving_s = 0.0
         self._reserve_bytes = 0.0
-        self._depths: set[tuple[int, int]] = set()
+        self._depths: dict[tuple[int, int], Subspace] = {}
         self._tried: list[Plan] = []
         self._usual_problems: dict[tuple[int, ...], Problem] = {}
 
@@ -377,18 +377,7 @@ class MixedSearch:
             for made in [plan] if plan in even else [interleaved(plan, chunks) for chunks in counts]:
                 if made is not None:
                     found.take_interleaved(made, self.budget)
-        plain = found.plain(1) or found.timed[:1]
-        for place, (chunks, stages) in enumerate(depths(request, plain[0][1])):
-            if (chunks, stages) not in self._depths:
-                self._depths.add((chunks, stages))
-                self.others.append(
-                    Subspace(
-                        price=partial(self._interleaved, self.sets[0], chunks, stages),
-                        time_plans=self._time_interleaved,
-                        floor_s=self.by_set[0].floor_s,
-                        weight=_WEIGHT ** (place + 1),
-                    )
-                )
+        self._add_depths()
         if found.is_interleaved and not self.interleaved_bounds and request.max_devices is None:
             self.interleaved_bounds = [
                 Subspace(
@@ -401,6 +390,23 @@ class MixedSearch:
                 )
                 for place, use in enumerate(self.sets)
             ]
+
+    def _add_depths(self) -> None:
+        """Add interleaved pipelines of depths near that of the fastest plan, and weigh all by how near."""
+        best = self.found.best[1]
+        near = [] if best is None else list(depths(self.request, best))
+        for chunks, stages in near:
+            if (chunks, stages) not in self._depths:
+                self._depths[chunks, stages] = Subspace(
+                    price=partial(self._interleaved, self.sets[0], chunks, stages),
+                    time_plans=self._time_interleaved,
+                    floor_s=self.by_set[0].floor_s,
+                )
+                self.others.append(self._depths[chunks, stages])
+        order = list(dict.fromkeys(stages for _, stages in near))
+        for (_, stages), subspace in self._depths.items():
+            place = order.index(stages) if stages in order else len(order)
+            subspace.weight = _WEIGHT ** (place + 1)
 
     def _loosest_interleaved(self, use: tuple[int, ...]) -> Problem:
         """Return the problem whose bound holds for interleaved pipelines of any number of chunks."""
