@@ -60,7 +60,7 @@ RULES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "all rules": nullcontext,
     "subspaces in turn": _off(search, "next_subspace", _in_turn),
     "no interleaved pipelines": _off(search, "chunk_counts", lambda request: ()),
-    "no chunks laid out": _off(best_so_far, "laid_out", lambda request, plan: plan),
+    "no chunks laid out": _off(best_so_far, "laid_out", lambda request, plan, budget: plan),
     "no chunks on plans as they are": _off(search, "_NEAREST", 0),
     "no more room in memory": _off(search, "_ROOMIER", 0),
     "one round of duals": _off(bound_raising, "_DUAL_ROUNDS", 1),

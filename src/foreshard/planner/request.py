@@ -57,6 +57,7 @@ class PlanRequest:
     overall_s : seconds that all searches may take of which this one is a part
     memory_margin : the least probability of fitting that plans are asked for; `headroom` applies it
     beat_s : plans of this step time or more are of no interest, and no reason is looked for why there is none
+    known_s : the best step known from elsewhere: no bound has to be above it, slower plans are still shown
     tool, refusals : a tool that is to train the plan, and why it cannot train one, nothing where it can; then
         only equal replicas are searched, as tools lay them out
     """
@@ -91,6 +92,7 @@ class PlanRequest:
     choices: Choices = field(default_factory=Choices)
     memory_margin: float = 0.0
     beat_s: float = math.inf
+    known_s: float = math.inf
     overall_s: float = 0.0
     tool: str | None = None
     refusals: Callable[[Plan], tuple[str, ...]] = _nothing_refused

@@ -110,9 +110,15 @@ def settings(request: PlanRequest, precisions: Sequence[str], may: Sequence[str]
     either = [name for name in _EITHER if name in may and acts[name] and request.cluster.num_devices > 1]
     if len(request.cluster.nodes) > 1 and "expert_overlap" in either:
         either.remove("expert_overlap")  # its rules are those of one set of degrees
-    for precision in precisions:
+    for precision in sorted(precisions, key=lambda name: -_peak(request, name)):
         for values in product((True, False), repeat=len(either)):
             yield Setting(precision=precision, comm=always | dict(zip(either, values, strict=True)))
+
+
+def _peak(request: PlanRequest, precision: str) -> float:
+    """Return the FLOP/s of all devices at their peaks in a precision."""
+    able = [nodes for nodes in request.cluster.nodes if nodes.device.supports(precision)]
+    return sum(nodes.num_devices * nodes.device.peak(precision) for nodes in able)
 
 
 def left_out(request: PlanRequest, precisions: Sequence[str]) -> dict[str, str]:

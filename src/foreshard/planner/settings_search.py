@@ -94,6 +94,7 @@ def _one_by_one(
                 budget_s=part_s,
                 overall_s=request.budget_s,
                 beat_s=_beat_s(request, searched),
+                known_s=_known_s(request, searched),
             )
             result = _stated(request, search(asked), setting)
             searched.results.append((setting, result))
@@ -117,6 +118,14 @@ def _beat_s(request: PlanRequest, searched: _Searched) -> float:
         request, [ranked_plan.prediction for _, result in searched.results for ranked_plan in result.plans]
     )
     return shown[request.top - 1].step_time_s if len(shown) >= request.top else _ANY
+
+
+def _known_s(request: PlanRequest, searched: _Searched) -> float:
+    """Return the best step so far: the lowest bound of all settings is that of the answer."""
+    if request.objectives[0] != "time" or request.limits:
+        return math.inf
+    plans = [one for _, result in searched.results for one in result.plans]
+    return min((one.prediction.step_time_s for one in plans), default=math.inf)
 
 
 def _in_tasks(

@@ -65,6 +65,29 @@ def test_a_plan_laid_out_is_valid_and_not_slower(seed):
     assert seconds(laid) <= seconds(plan) * 1.002
 
 
+class Ending:
+    """A budget that is over once it was asked so often."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    @property
+    def is_over(self) -> bool:
+        self.times -= 1
+        return self.times < 0
+
+
+def test_a_layout_that_time_ends_is_the_best_so_far():
+    plan = two_kinds(1)
+    request = asked(plan.global_batch)
+    assert laid_out(request, plan, Ending(0)) == plan
+    ended = [laid_out(request, plan, Ending(times)) for times in (4, 40)]
+    assert ended[0] != laid_out(request, plan)
+    for laid in ended:
+        check_plan(laid, MODEL, CLUSTER)
+        assert seconds(laid) <= seconds(plan) * 1.002
+
+
 def test_unequal_chunks_are_found_that_save_several_percent():
     saved = [
         1.0 - seconds(laid_out(asked(plan.global_batch), plan)) / seconds(plan)

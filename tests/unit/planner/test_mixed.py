@@ -13,6 +13,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError
+from foreshard.planner.finalists import searching
 from foreshard.planner.mixed import best_so_far as found_module
 from foreshard.planner.mixed import search as search_module
 from foreshard.planner.mixed.best_so_far import MixedFound
@@ -26,6 +27,7 @@ from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.search import plan
 from foreshard.planner.solver import solve as solving
+from foreshard.planner.solver.search_state import SearchState
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.predict.step import predict
@@ -284,6 +286,55 @@ def test_an_interleaved_plan_is_chosen_as_soon_as_it_is_faster_by_the_graph(monk
         found = MixedFound(request=request, timed=[(best_s, plain)])
         assert found.take_interleaved(cut) <= graph_s * (1.0 + 1e-9)
         assert found.is_interleaved == (best_s > graph_s)
+        assert found.graph_s > 0.0
+
+
+def test_the_most_pipelines_are_bounded_by_one_round_once_time_is_over():
+    request = checked_request(load_model("gpt2-xl"), load_cluster(NEAR), global_batch=16, seq_len=1024)
+    problem = price_stages(request, (0, 1), every=True)
+    states = [
+        SearchState(problem=problem, budget=TimeBudget(0.0, end), target_gap=0.003) for end in (0.0, np.inf)
+    ]
+    late, whole = (solving._most_pipelines(state) for state in states)
+    assert states[0].evaluated == 1 < states[1].evaluated
+    assert late >= whole > 0
+
+
+def test_depths_near_that_of_the_fastest_plan_are_the_likeliest(monkeypatch):
+    """With any number of chunks alike, and anew once a plan of another depth is faster."""
+    model = load_model("gpt2-xl")
+    search = MixedSearch(checked_request(model, load_cluster(NEAR), global_batch=16, seq_len=1024))
+    monkeypatch.setattr(MixedFound, "take_interleaved", lambda *_: np.inf)
+    for seconds, stages in ((2.0, 2), (1.0, 4)):
+        made = plan_from_degrees(
+            model.num_layers, 4, pp=stages, tp=4 // stages, global_batch=16, seq_len=1024
+        )
+        search.found.timed.append((seconds, made))
+        search._add_interleaved()
+        weights = {depth: subspace.weight for depth, subspace in search._depths.items()}
+        likeliest = {depth for depth, weight in weights.items() if weight == max(weights.values())}
+        assert likeliest == {(4, stages), (2, stages)}
+        assert all(weights[4, own] == weights[2, own] for _, own in weights)
+    assert len({id(one) for one in search.others}) == len(search.others)
+
+
+def test_time_is_left_for_the_graph_to_time_what_is_shown(monkeypatch):
+    model, cluster = load_model("gpt2-xl"), load_cluster(NEAR)
+    request = checked_request(model, cluster, global_batch=16, seq_len=1024, budget_s=100.0)
+    search = MixedSearch(searching(request))
+    plain = plan_from_degrees(model.num_layers, 4, pp=4, global_batch=16, seq_len=1024)
+    search.found.timed.append((np.inf, plain))
+    before = search.budget.ends_at
+    for graph_s, left_s in ((0.0, None), (1.0, None), (4.0, 20.0), (50.0, 25.0)):
+        search.found.graph_s = graph_s
+        search._leave_time()
+        ends_at = before if left_s is None else search.whole.ends_at - left_s
+        assert search.budget.ends_at == pytest.approx(ends_at)
+    timing = []
+    monkeypatch.setattr(found_module, "predicted", lambda *_: timing.append(1))
+    late = TimeBudget.of(10.0)  # less than the graph takes
+    assert search.found.take_interleaved(interleaved(plain, 2), late) == np.inf
+    assert not timing
 
 
 def test_plans_a_little_over_the_memory_are_looked_for_with_more_room(monkeypatch):

@@ -16,7 +16,8 @@ from foreshard.errors import SpecError
 from foreshard.planner.grid.equal_nodes import least_step_s, search_homogeneous
 from foreshard.planner.grid.node_counts import part_of, sizes_of
 from foreshard.planner.grid.space import experts_overlap
-from foreshard.planner.mixed.subspaces import AIM
+from foreshard.planner.mixed.search import search_cluster
+from foreshard.planner.mixed.subspaces import AIM, Subspace
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
 from foreshard.planner.settings import Setting, left_out, settings, switches
@@ -182,6 +183,48 @@ def test_gathering_weights_is_hidden_only_where_gradients_are():
     assert both == [Setting(precision="bf16", comm={"grad_overlap": True, "param_gather_overlap": True})]
 
 
+def test_the_fastest_precision_is_searched_first():
+    chosen = settings(_asked(), ("fp32", "bf16", "fp16", "fp8"), ())
+    assert [one.precision for one in chosen] == ["fp8", "bf16", "fp16", "fp32"]
+
+
+def test_proofs_end_at_the_best_step_of_another_setting(monkeypatch):
+    """The lowest bound of all settings is that of the answer: no other has to be raised above it."""
+    steps, prove = [], Subspace.prove
+
+    def counted(self, *arguments):
+        steps.append(self)
+        prove(self, *arguments)
+
+    monkeypatch.setattr(Subspace, "prove", counted)
+    model, cluster = load_model("gpt2"), load_cluster("1x2xh100-sxm")
+    request = checked_request(
+        model, cluster, global_batch=4, seq_len=1024, engine="analytical", budget_s=600.0, memory_margin=0.0
+    )
+    alone, alone_steps = search_cluster(request), len(steps)
+    best_s = alone.plans[0].prediction.step_time_s
+    beside = search_cluster(replace(request, known_s=0.9 * best_s))
+    assert len(steps) - alone_steps < alone_steps
+    assert beside.plans[0].prediction.step_time_s == pytest.approx(best_s, rel=AIM)
+    assert 0.9 * best_s / (1.0 + AIM) <= beside.lower_bound_step_time_s * (1.0 + 1e-9)
+    assert beside.lower_bound_step_time_s <= best_s
+    assert not beside.interrupted
+
+
+@pytest.mark.parametrize("objective", ["time", "cost"])
+def test_later_settings_know_the_best_step_where_time_is_to_be_small(objective):
+    request, known = _asked(objective=objective, usd_per_device_hour=1.0), []
+    result = search_homogeneous(request)
+
+    def search(asked):
+        known.append(asked.known_s)
+        return result
+
+    search_settings(request, tuple(settings(request, ("bf16", "fp8"), ())), search)
+    best_s = result.plans[0].prediction.step_time_s
+    assert known == [np.inf, best_s if objective == "time" else np.inf]
+
+
 def test_time_that_is_over_leaves_settings_by_name():
     request = _asked(budget_s=1e-3)
     chosen = tuple(settings(request, ("bf16", "fp8"), ()))
@@ -191,15 +234,17 @@ def test_time_that_is_over_leaves_settings_by_name():
         return replace(result, wall_s=asked.budget_s + 1.0)
 
     found = search_settings(request, chosen, search)
-    assert found.plans[0].plan.precision == "bf16"
+    assert found.plans[0].plan.precision == "fp8"
     assert found.interrupted
-    assert found.notes[-1] == "Time left no plan for fp8: the bound does not speak of them"
-    assert found.space.endswith("in bf16")
+    assert found.notes[-1] == "Time left no plan for bf16: the bound does not speak of them"
+    assert found.space.endswith("in fp8")
     bounded = search_settings(request, chosen, search, least_step_s=least_step_s)
-    best = plan(request.model, request.cluster, global_batch=64, seq_len=2048, precision="fp8")
-    assert bounded.lower_bound_step_time_s <= best.plans[0].prediction.step_time_s
-    assert bounded.lower_bound_step_time_s < found.lower_bound_step_time_s
-    assert bounded.notes[-1] == "Time left no plan for fp8: the bound counts their computation alone"
+    assert bounded.lower_bound_step_time_s <= found.plans[0].prediction.step_time_s
+    assert bounded.notes[-1] == "Time left no plan for bf16: the bound counts their computation alone"
+    slower = search_settings(request, chosen[::-1], search, least_step_s=least_step_s)
+    assert slower.lower_bound_step_time_s <= found.plans[0].prediction.step_time_s
+    assert slower.lower_bound_step_time_s < slower.plans[0].prediction.step_time_s / (1.0 + AIM)
+    assert slower.notes[-1] == "Time left no plan for fp8: the bound counts their computation alone"
 
 
 def test_a_search_that_its_time_ended_early_leaves_the_others_theirs():
@@ -210,7 +255,7 @@ def test_a_search_that_its_time_ended_early_leaves_the_others_theirs():
         result = plan(asked.model, asked.cluster, global_batch=64, seq_len=2048, precision=asked.precision)
         return replace(result, interrupted=True, wall_s=0.9 * asked.budget_s)
 
-    found = search_settings(request, tuple(settings(request, ("bf16", "fp8"), ())), search)
+    found = search_settings(request, tuple(settings(request, ("bf16", "fp8"), ()))[::-1], search)
     assert found.plans[0].plan.precision == "fp8"
 
 
@@ -225,7 +270,7 @@ def test_an_interrupt_keeps_what_other_settings_found():
 
     found = search_settings(request, tuple(settings(request, ("bf16", "fp8"), ())), search)
     assert found.interrupted and found.plans
-    assert "fp8" in found.notes[-1]
+    assert "bf16" in found.notes[-1]
 
 
 def test_what_no_setting_fits_says_why():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
 from foreshard.predict.step import graph_takes
 from foreshard.spec.plan import Plan
@@ -32,6 +34,8 @@ class MixedFound:
         By node groups.
     even : list of Plan
         Of those timed, the plans of the grid.
+    graph_s : float
+        Least seconds that the graph took for a plan so far, 0 before the first.
     """
 
     request: PlanRequest
@@ -39,6 +43,7 @@ class MixedFound:
     missing_bytes: float = np.inf
     problems: dict[tuple[int, ...], Problem] = field(default_factory=dict)
     even: list[Plan] = field(default_factory=list)
+    graph_s: float = 0.0
 
     def problem(self, use: tuple[int, ...]) -> Problem:
         """Return the problem of some node groups, priced once."""
@@ -70,6 +75,11 @@ class MixedFound:
         return self.best[0]
 
     @property
+    def known_s(self) -> float:
+        """Return the least step time known, of other searches too: a bound above it is of no use."""
+        return min(self.best_s, self.request.known_s)
+
+    @property
     def is_interleaved(self) -> bool:
         """Return whether the fastest plan so far is interleaved, and none of the grid."""
         plan = self.best[1]
@@ -98,19 +108,26 @@ class MixedFound:
         if plan not in self.even and np.isfinite(self.take(plan)):
             self.even.append(plan)
 
-    def take_interleaved(self, plan: Plan) -> float:
+    def take_interleaved(self, plan: Plan, budget: TimeBudget = ENDLESS) -> float:
         """Keep an interleaved plan, its chunks laid out anew, if it fits and may be the fastest.
 
         The closed form knows nothing of chunks of unequal lengths: where it promises more, the graph decides.
+        Nothing is tried, once there is a plan, where time is left for neither chunks nor the graph.
         """
+        laying = TimeBudget(budget.ends_at - self.graph_s)
+        if self.timed and laying.is_over:
+            return np.inf
         if not self.request.choices.holds(plan) or not graph_takes(plan) or missing_bytes(self.request, plan):
             return np.inf
         if engine_seconds(self.request, [plan])[0] > self.best_s:
             return np.inf
-        laid = laid_out(self.request, plan)
+        laid = laid_out(self.request, plan, laying)
         if missing_bytes(self.request, laid) or not self.request.choices.holds(laid):
             laid = plan
+        started = time.perf_counter()
         seconds = predicted(replace(self.request, engine="graph", network="closed-form"), laid).step_time_s
+        took_s = time.perf_counter() - started
+        self.graph_s = min(self.graph_s or took_s, took_s)
         self.timed.append((seconds, laid))
         return seconds
 

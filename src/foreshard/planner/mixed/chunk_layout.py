@@ -17,6 +17,7 @@ import numpy as np
 
 from foreshard.graph.pipeline import program_of
 from foreshard.planner.request import PlanRequest
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.lowering import durations_of, shape_of
 from foreshard.predict.graph.prices import GroupPrices, first_of_equals, group_prices
@@ -30,7 +31,7 @@ _ROUNDS = 12
 first few are alike."""
 
 
-def laid_out(request: PlanRequest, plan: Plan) -> Plan:
+def laid_out(request: PlanRequest, plan: Plan, budget: TimeBudget = ENDLESS) -> Plan:
     """Return an interleaved plan with the layers of each stage in the chunks that make it fastest.
 
     Every stage keeps its layers. From each of three layouts (the longer chunks first, last or in the middle)
@@ -42,6 +43,8 @@ def laid_out(request: PlanRequest, plan: Plan) -> Plan:
     request : PlanRequest
     plan : Plan
         Returned as it is without numba: hundreds of schedules are executed.
+    budget : TimeBudget
+        After it the best so far is returned.
     """
     if find_spec("numba") is None:
         return plan
@@ -55,8 +58,8 @@ def laid_out(request: PlanRequest, plan: Plan) -> Plan:
     first = first_of_equals(case)
     priced = {one.index: one for one in group_prices(case, build_batch([case], request.constants))}
     pipelines = {index: _Pipeline(price) for index, price in priced.items()}
-    sizes = {index: _best_sizes(pipeline) for index, pipeline in pipelines.items()}
-    shares = _balanced(plan.groups, first, pipelines, sizes)
+    sizes = {index: _best_sizes(pipeline, budget) for index, pipeline in pipelines.items()}
+    shares = _balanced(plan.groups, first, pipelines, sizes, budget)
     groups = [
         replace(_with_sizes(group, sizes[index]), share=share)
         for group, index, share in zip(plan.groups, first, shares, strict=True)
@@ -90,19 +93,23 @@ class _Pipeline:
         return critical_path.run(program_of(shape, durations_of(shape, price)), compiled=True).makespan_s
 
 
-def _best_sizes(pipeline: _Pipeline) -> np.ndarray:
+def _best_sizes(pipeline: _Pipeline, budget: TimeBudget) -> np.ndarray:
     """Return the layers of each chunk, shape (stages, chunks), that end the pipeline first."""
+    if budget.is_over:
+        return pipeline.sizes
     group = pipeline.price.group
     share = min(group.share, _ROUNDS * len(group.stages) * group.micro_batch)
     best_s, best = pipeline.seconds(pipeline.sizes, share), pipeline.sizes
     for start in _layouts(pipeline.sizes):
-        seconds, sizes = _improved(pipeline, start, share)
+        seconds, sizes = _improved(pipeline, start, share, budget)
         if seconds < best_s * (1.0 - _GAIN):
             best_s, best = seconds, sizes
     return best
 
 
-def _improved(pipeline: _Pipeline, sizes: np.ndarray, share: int) -> tuple[float, np.ndarray]:
+def _improved(
+    pipeline: _Pipeline, sizes: np.ndarray, share: int, budget: TimeBudget
+) -> tuple[float, np.ndarray]:
     """Return seconds and layers of chunks after single layers went to other chunks as long as that helped."""
     seconds = pipeline.seconds(sizes, share)
     stages, chunks = sizes.shape
@@ -119,7 +126,7 @@ def _improved(pipeline: _Pipeline, sizes: np.ndarray, share: int) -> tuple[float
             changed_s = pipeline.seconds(changed, share)
             if changed_s < seconds * (1.0 - _GAIN):
                 seconds, sizes, in_vain = changed_s, changed, 0
-        if in_vain == len(changes):
+        if in_vain == len(changes) or budget.is_over:
             break
     return seconds, sizes
 
@@ -153,6 +160,7 @@ def _balanced(
     first: Sequence[int],
     pipelines: Mapping[int, _Pipeline],
     sizes: Mapping[int, np.ndarray],
+    budget: TimeBudget,
 ) -> list[int]:
     """Return the samples of each group, moved in whole rounds to where they end first."""
     shares = [group.share for group in groups]
@@ -165,7 +173,7 @@ def _balanced(
             known[place] = pipelines[first[g]].seconds(sizes[first[g]], share) if share > 0 else math.inf
         return known[place]
 
-    while True:
+    while not budget.is_over:
         slow = max(range(len(groups)), key=lambda g: seconds(g, shares[g]))
         slow_s = seconds(slow, shares[slow])
         best_s, best = slow_s * (1.0 - _GAIN), None
@@ -176,7 +184,8 @@ def _balanced(
                 if after_s < best_s:
                     best_s, best = after_s, (other, moved)
         if best is None:
-            return shares
+            break
         other, moved = best
         shares[slow] -= moved
         shares[other] += moved
+    return shares

@@ -26,7 +26,7 @@ _MOST_DOUBLINGS = 4
 
 
 def depths(request: PlanRequest, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Yield chunks and stages of pipelines to search, the likeliest first: near those of a good 1f1b plan.
+    """Yield chunks and stages of pipelines to search, the likeliest first: near those of a good plan.
 
     Micro-batches come in groups of as many as there are stages.
     """

@@ -77,6 +77,8 @@ _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _SHOWING = 0.05
 """Part of the budget that is left for timing the chosen plans by the engine asked for."""
+_TIMING = 0.25
+"""Part of the budget that is left at most for the engine asked for, however long it takes."""
 _EXPLAINING_S = 0.5
 """Seconds to look for what would make idle devices pay, at least."""
 _NEAREST = 4
@@ -161,7 +163,7 @@ class MixedSearch:
         self.interleaved_bounds: list[Subspace] = []
         self._finding_s = self._proving_s = 0.0
         self._reserve_bytes = 0.0
-        self._depths: set[tuple[int, int]] = set()
+        self._depths: dict[tuple[int, int], Subspace] = {}
         self._tried: list[Plan] = []
         self._usual_problems: dict[tuple[int, ...], Problem] = {}
 
@@ -178,8 +180,9 @@ class MixedSearch:
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
+                self._leave_time()
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
-                lowest = holding_down(self._subspaces, self.found.best_s) if self.found.timed else None
+                lowest = holding_down(self._subspaces, self.found.known_s) if self.found.timed else None
                 if chosen is None and lowest is None:
                     break
                 part = _PROVING if lowest is None or lowest.is_bounded else _PROVING_AT_FIRST
@@ -188,6 +191,7 @@ class MixedSearch:
                     self._proving_s += self._advance(lowest, share, proves=True)
                 elif chosen is not None:
                     self._finding_s += self._advance(chosen, share)
+            self._leave_time()
             self._change()
             if self.by_price or not self.found.timed:
                 self._offer_published(("hetpipe", "amp", "pipedream"))
@@ -200,7 +204,15 @@ class MixedSearch:
 
     def _is_over(self, searching: TimeBudget) -> bool:
         """Return whether time is over: with a plan that of the search, else all there is."""
-        return searching.is_over if self.found.timed else self.whole.is_past
+        over = searching.is_over or self.budget.is_over
+        return over if self.found.timed else self.whole.is_past
+
+    def _leave_time(self) -> None:
+        """End the search so early that the engine can time what is shown, by what it took so far."""
+        if self.request.chooses_later:
+            timing_s = min(SHOWN * self.found.graph_s, _TIMING * self.request.budget_s)
+            ends_at = self.whole.ends_at - timing_s
+            self.budget = TimeBudget(min(self.budget.ends_at, ends_at), self.budget.last_at)
 
     def _start(self) -> None:
         """Search grids, the most promising first, a while each; a single one to its end."""
@@ -268,7 +280,7 @@ class MixedSearch:
             own = max(group.num_chunks for group in best.groups)
             tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
             for made in chain.from_iterable(tried):
-                if self.budget.is_over or self.found.take_interleaved(made) < before_s:
+                if self.budget.is_over or self.found.take_interleaved(made, self.budget) < before_s:
                     break
 
     @property
@@ -364,19 +376,8 @@ class MixedSearch:
             self._tried.append(plan)
             for made in [plan] if plan in even else [interleaved(plan, chunks) for chunks in counts]:
                 if made is not None:
-                    found.take_interleaved(made)
-        plain = found.plain(1) or found.timed[:1]
-        for place, (chunks, stages) in enumerate(depths(request, plain[0][1])):
-            if (chunks, stages) not in self._depths:
-                self._depths.add((chunks, stages))
-                self.others.append(
-                    Subspace(
-                        price=partial(self._interleaved, self.sets[0], chunks, stages),
-                        time_plans=self._time_interleaved,
-                        floor_s=self.by_set[0].floor_s,
-                        weight=_WEIGHT ** (place + 1),
-                    )
-                )
+                    found.take_interleaved(made, self.budget)
+        self._add_depths()
         if found.is_interleaved and not self.interleaved_bounds and request.max_devices is None:
             self.interleaved_bounds = [
                 Subspace(
@@ -389,6 +390,23 @@ class MixedSearch:
                 )
                 for place, use in enumerate(self.sets)
             ]
+
+    def _add_depths(self) -> None:
+        """Add interleaved pipelines of depths near that of the fastest plan, and weigh all by how near."""
+        best = self.found.best[1]
+        near = [] if best is None else list(depths(self.request, best))
+        for chunks, stages in near:
+            if (chunks, stages) not in self._depths:
+                self._depths[chunks, stages] = Subspace(
+                    price=partial(self._interleaved, self.sets[0], chunks, stages),
+                    time_plans=self._time_interleaved,
+                    floor_s=self.by_set[0].floor_s,
+                )
+                self.others.append(self._depths[chunks, stages])
+        order = list(dict.fromkeys(stages for _, stages in near))
+        for (_, stages), subspace in self._depths.items():
+            place = order.index(stages) if stages in order else len(order)
+            subspace.weight = _WEIGHT ** (place + 1)
 
     def _loosest_interleaved(self, use: tuple[int, ...]) -> Problem:
         """Return the problem whose bound holds for interleaved pipelines of any number of chunks."""
@@ -410,7 +428,7 @@ class MixedSearch:
 
     def _time_interleaved(self, problem: Problem, arrangement: Arrangement) -> float:
         plan = plan_in_chunks(self.request, problem, arrangement)
-        return np.inf if plan is None else self.found.take_interleaved(plan)
+        return np.inf if plan is None else self.found.take_interleaved(plan, self.budget)
 
     def _offer_published(self, names: Sequence[str], *, usual: bool = False) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits."""
@@ -458,7 +476,7 @@ class MixedSearch:
         pruned += sum(one.result.pruned for one in self.even if one.result)
         open_ = any(one.promise_s(found.best_s) > 0.0 for one in self.by_set)
         open_ |= any(one.promise_s(found.best_s) > 0.0 for one in self.even)
-        open_ |= any(subspace.is_unproven(found.best_s) for subspace in self.by_set)
+        open_ |= any(subspace.is_unproven(found.known_s) for subspace in self.by_set)
         open_ |= any(one.result.interrupted for one in self.even if one.result)
         interrupted = self.stopped or (bool(found.timed) and open_)
         if not plans:
@@ -490,7 +508,7 @@ class MixedSearch:
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
-            lower_bound_step_time_s=min(bound, found.best_s),
+            lower_bound_step_time_s=min(bound, found.known_s),
             evaluated=evaluated,
             pruned=pruned,
             wall_s=request.budget_s - self.whole.left_s,

@@ -146,7 +146,7 @@ class Subspace:
             self.proof = self.search.proof()
         self.proof.follow(self.search)
         before_s = self.bound_s
-        self.is_proven = not self._step(self.proof, found, budget, found.best_s)
+        self.is_proven = not self._step(self.proof, found, budget, found.known_s)
         if budget.is_over and self.bound_s <= before_s:
             self.proof_slice_s *= 2.0
         self.time_fresh(found, budget)

@@ -384,7 +384,7 @@ def _most_pipelines(state: SearchState) -> int:
         state.columns[found] = None
         takes = state.table().takes
         mix = fractional_mix(takes, np.ones(takes.shape[1]), problem.counts, (0, sum(problem.counts)))
-        if mix is None or mix.samples >= bound - 1e-6:
+        if mix is None or mix.samples >= bound - 1e-6 or state.budget.is_past:
             break
         # Devices that are not scarce still count a little, so that the path has something to save.
         weights = mix.device_duals + 1e-9
