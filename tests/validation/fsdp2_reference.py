@@ -31,7 +31,7 @@ SELECTIVE, FULL = "selective:op", "full"
 class Sizes:
     """A decoder and a micro-batch; with `num_experts` every MLP is a layer of experts of that width."""
 
-    layers: int = 8
+    layers: int = 4
     hidden: int = 1024
     heads: int = 16
     kv_heads: int = 4
