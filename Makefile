@@ -71,6 +71,8 @@ demo: $(VENV)/.installed
 	$(BIN)/foreshard run $(JOB) --plan demo/even_plan.json --local 4 --lab $(LAB) --steps $(RUN_STEPS) --out demo/run_even
 	@$(BIN)/python scripts/demo_summary.py demo $(JOB)
 
+# Two tests run at a time: with a thread for each core in both they would wait for each other.
+test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules --ignore tests/distributed tests src/foreshard
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/distributed
