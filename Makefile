@@ -94,11 +94,13 @@ picture: $(VENV)/.installed
 bench: $(VENV)/.tested
 	$(BIN)/python scripts/doc_tables.py $(BENCH)
 
-# Ten minutes of seeded faults on four local ranks: no sample lost or trained twice, parameters as if in peace.
-# Then small clusters at random: no plan made by hand beats the planner's by a percent, or its bound.
+# The tests that `make test` leaves out since they are slow. Then ten minutes of seeded faults on four local ranks: no
+# sample lost or trained twice, parameters as if in peace. Then small clusters at random: no plan made by hand beats
+# the planner's by a percent, or its bound.
 SOAK_FLAGS ?= --minutes 10 --faults 200 --seed 0
 SOAK_PLANS_FLAGS ?= --cases 2000 --seed 0
 soak: $(VENV)/.tested
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow tests
 	rm -rf soak
 	$(BIN)/python scripts/soak.py --out soak $(SOAK_FLAGS)
 	$(BIN)/python scripts/soak_plans.py $(SOAK_PLANS_FLAGS)

@@ -19,6 +19,7 @@ def soak(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_hurt_run_is_the_run_in_peace(soak, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "KINDS", ("kill", "supervisor", "stop", "phase"))

@@ -130,6 +130,7 @@ def test_the_command_sums_by_a_name_and_goes_on_when_a_rank_is_lost(tmp_path: Pa
     assert "sum by the backend" in found.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_between_its_sums_leaves_nobody_waiting(tmp_path: Path) -> None:
     """The threads of the others wait for it in the middle of a schedule; the step is repeated."""
     sums = ("--collectives", "double-tree", "--buckets", "16", "--bucket-order", "forward")

@@ -70,6 +70,7 @@ def test_the_run_ends_with_the_error_and_its_place(tmp_path: Path, fault: str) -
     assert says in found.stderr and "job.py" in found.stderr and "line" in found.stderr
 
 
+@pytest.mark.slow
 def test_several_readers_train_the_same_and_a_killed_one_is_named(tmp_path: Path) -> None:
     slow = """
 import signal

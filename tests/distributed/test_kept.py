@@ -137,6 +137,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_never_applied(tmp_pat
     assert on.code == 0 and max(on.losses) == 11
 
 
+@pytest.mark.slow
 def test_half_precision_skips_infinite_gradients_and_ends_after_twenty_in_a_row(tmp_path: Path) -> None:
     """The gradient of steps 3 to 5 is infinite, then, from step 8 on, that of all."""
     broken = BROKEN.replace("len(calls) >= {0}", "3 <= len(calls) - 1 <= 5 or len(calls) > 8")

@@ -85,6 +85,7 @@ def told_of(out: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_another_host_takes_over_the_rendezvous_and_takes_the_lost_one_back(tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     (tmp_path / "job.py").write_text(

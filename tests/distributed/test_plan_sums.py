@@ -68,6 +68,7 @@ def trained(folder: Path, plan: Plan, *flags: str) -> dict[int, float]:
     return found.losses
 
 
+@pytest.mark.slow
 def test_the_command_sums_as_the_plan_states_unless_flags_say_otherwise(tmp_path: Path) -> None:
     stated = replace(replicas(2), collectives="tree", buckets=64)
     by_plan = trained(tmp_path / "plan", stated)

@@ -78,6 +78,7 @@ def test_who_hangs_is_named_and_restarted_and_no_sample_is_lost(tmp_path: Path, 
         assert "rank 1 hangs" in found.stderr, "said at once on the terminal"
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_for_ever_ends_by_name(tmp_path: Path) -> None:
     more = {"environment": {"MARK": str(tmp_path / "mark")}, "within_s": 180.0}
     always = hanging(False, LOOP).replace("== 5 and", ">= 3 and").replace(f"{RANK} == 1", "True")

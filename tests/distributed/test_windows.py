@@ -128,6 +128,7 @@ def test_killed_around_the_rename_of_a_checkpoint(
     check(run_of(tmp_path, "uneven replicas", faults), alone)
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_made_though_a_rank_dies_in_it(tmp_path: Path, alone: Any) -> None:
     check(run_of(tmp_path, "two uneven pipelines", {(3, 0): ("checkpoint", 2)}, every=4), alone)
     assert latest(tmp_path / "ckpt") == STEPS

@@ -60,6 +60,7 @@ def test_median_error_with_systems_left_out(fitting, data, shipped):
     assert np.median(np.abs(np.concatenate(signed))) <= 0.15
 
 
+@pytest.mark.slow
 def test_shipped_constants_are_the_refit(fitting, data, shipped):
     refit = fitting.build(data, LEFT_OUT)  # `make check` refits without each of the others too
     shipped = {**shipped, "left_out": {name: shipped["left_out"][name] for name in LEFT_OUT}}

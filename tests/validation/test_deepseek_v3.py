@@ -37,6 +37,7 @@ def test_what_dualpipe_hides_is_most_of_what_it_saves():
     assert step_s(schedule="dualpipe", framework="megatron-core") > step_s()
 
 
+@pytest.mark.slow
 def test_a_search_of_dualpipe_finds_the_degrees_of_the_report():
     asked = {name: RUN[name] for name in ("global_batch", "seq_len", "precision", "pp")}
     found = api.plan(

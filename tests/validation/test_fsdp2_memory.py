@@ -109,6 +109,7 @@ def test_loss_in_chunks(sizes):
     assert predicted(sizes, SELECTIVE, "0.3") == pytest.approx(measured, rel=LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "units"),
     [
@@ -134,6 +135,7 @@ def test_stage_of_a_pipeline(sizes, recompute, stages, stage, count):
     assert made == pytest.approx(measured, rel=LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "stages", "stage", "count"),
     [

@@ -155,6 +155,7 @@ def test_fp32_products():
     assert np.median(np.concatenate(errors)) < 0.20
 
 
+@pytest.mark.slow
 def test_shipped_constants_are_those_of_the_fit():
     pytest.importorskip("scipy")
     rows("kernel_mamf.csv")

@@ -93,6 +93,7 @@ def test_search_finds_a_plan_the_judge_accepts_within_its_bound():
     assert found.step_time_s < 1 / told
 
 
+@pytest.mark.slow
 def test_every_plan_is_no_faster_than_the_problem_of_its_band():
     counts = (32, 96)
     for _, group in [plans.their_plans()["32+96"], *((0, one) for (one,) in _alone(counts))]:

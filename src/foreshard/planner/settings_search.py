@@ -93,7 +93,7 @@ def _one_by_one(
                 setting.of(request),
                 budget_s=part_s,
                 overall_s=request.budget_s,
-                beat_s=_beat_s(request, searched),
+                beat_s=_beat_s(request, searched, setting.precision),
                 known_s=_known_s(request, searched),
             )
             result = _stated(request, search(asked), setting)
@@ -108,11 +108,16 @@ def _one_by_one(
     return searched
 
 
-def _beat_s(request: PlanRequest, searched: _Searched) -> float:
-    """Return the step time from which on no plan is shown any more; finite once a setting was searched."""
+def _beat_s(request: PlanRequest, searched: _Searched, precision: str) -> float:
+    """Return the step time from which on no plan is shown any more; finite once a setting was searched.
+
+    The best plan of each precision is named beside the chosen one.
+    """
     if not searched.results:
         return math.inf
     if request.objectives[0] != "time" or request.limits:
+        return _ANY
+    if not any(setting.precision == precision and result.plans for setting, result in searched.results):
         return _ANY
     shown = _distinct(
         request, [ranked_plan.prediction for _, result in searched.results for ranked_plan in result.plans]

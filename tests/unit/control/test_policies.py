@@ -112,6 +112,7 @@ def test_greedy_bounds_the_others():
         assert run.costs["usd"].mean() > cheapest.costs["usd"].mean()
 
 
+@pytest.mark.slow
 def test_ours_keeps_the_budget_near_the_bound_and_the_books_close():
     environment = environment_of(seed=1, slots=2000)
     budget = budget_of(environment)

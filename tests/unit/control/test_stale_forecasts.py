@@ -127,6 +127,7 @@ def test_a_budget_per_hour_is_spent_where_steps_are_far_longer_than_stated(cases
     assert excess <= EXCESS and mean_s <= 1.1 * rows[kept, :, 0].mean(1).min()
 
 
+@pytest.mark.slow
 def test_an_excess_stays_near_v_where_a_budget_leaves_next_to_nothing(cases):
     """No plan keeps the budget in every window, and no forecast is worth anything."""
     truth, steps = Truth(cases), 2000

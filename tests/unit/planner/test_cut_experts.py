@@ -119,6 +119,7 @@ def stages_of_best(request, found, within=0.1):
     return [stage for group in best.plan.groups for stage in group.stages]
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_is_planned_with_cut_experts(even_clock, monkeypatch):
     """Without, each rank of a stage holds all experts, and pipelines are as long as devices are many."""
     pytest.importorskip("scipy")
@@ -127,5 +128,5 @@ def test_a_mixture_of_experts_is_planned_with_cut_experts(even_clock, monkeypatc
         patch.setattr(solving, "_FEW_DEVICES", 0)
         solving.solve(random_problem(323), budget_s=30.0)
     # Half of the time goes into plans without: one that cuts experts is faster than what that found.
-    found = plan(request.model, request.cluster, global_batch=BATCH, seq_len=4096, budget_s=8.0)
+    found = plan(request.model, request.cluster, global_batch=BATCH, seq_len=4096, budget_s=16.0)
     assert any(stage.ep > 1 for stage in stages_of_best(request, found))

@@ -232,6 +232,7 @@ def _ranked(num_layers):
     return found.plans[0]
 
 
+@pytest.mark.slow
 def test_a_faster_interleaved_plan_is_chosen_and_the_bound_says_of_what_it_speaks(even_clock):
     """Four devices and sixteen micro-batches: a pipeline fills for a sixth of the step."""
     pytest.importorskip("scipy")

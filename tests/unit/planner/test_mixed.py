@@ -114,6 +114,7 @@ def test_no_more_devices_than_allowed():
     assert found.plans and all(len(one.plan.ranks) <= 6 for one in found.plans)
 
 
+@pytest.mark.slow
 def test_cost_counts_the_nodes_in_use(even_clock):
     fast = search("llama3.2-1b", SMALL, precision="fp16", budget_s=1.5)
     cheap = search("llama3.2-1b", SMALL, precision="fp16", objective=("cost",), budget_s=1.5)

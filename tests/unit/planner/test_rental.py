@@ -67,6 +67,7 @@ def test_a_model_that_no_instance_holds():
     assert set(result.left_out) == set(few["instances"])
 
 
+@pytest.mark.slow
 def test_spot_prices_and_what_is_available_decide(cheapest):
     name = cheapest.offers[-1].instance
     spot = rent(load_model("llama3-8b"), objective="cost", usd_per_h={name: 0.01}, max_nodes={name: 2}, **RUN)
@@ -92,6 +93,7 @@ def test_nodes_whose_network_nobody_knows_are_not_rented_together():
     assert "network" in found.left_out[name]
 
 
+@pytest.mark.slow
 def test_chips_for_inference_are_rented_by_name_only():
     asked = {key: value for key, value in RUN.items() if key != "instances"} | {"budget_s": 1e-3}
     assert rent(load_model("llama3-8b"), **asked).left_out["aws-inf2.48xlarge"] == "made for inference"

@@ -73,6 +73,7 @@ def test_front_holds_what_nothing_beats():
         )
 
 
+@pytest.mark.slow
 def test_limits_between_the_least_and_the_most_are_kept(fastest):
     hours = 3.0 * fastest.plans[0].prediction.run_time_s / 3600.0
     for objective in ("cost", "energy"):

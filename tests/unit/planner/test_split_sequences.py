@@ -137,6 +137,7 @@ def test_a_pipeline_of_split_sequences_alone_costs_about_what_the_engine_says():
     assert compared >= 10
 
 
+@pytest.mark.slow
 def test_long_sequences_are_planned_with_split_ones(even_clock):
     """Without, pipelines are longer than sixteen samples fill."""
     pytest.importorskip("scipy")

@@ -240,7 +240,7 @@ def _typed(reader: Reader, layers: int) -> list[bool]:
         dense = reader.layers("first_k_dense_replace", default=1, minimum=0)
         return [layer >= dense for layer in range(layers)]
     if len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
-        rule = f"mlp_layer_types names dense or sparse for each of the {layers} layers"
+        rule = f"Each of the {layers} layers is dense or sparse"
         raise reader.error("mlp_layer_types", str(types)[:60], f"{len(types)} entries", rule)
     return [kind == "sparse" for kind in types]
 
