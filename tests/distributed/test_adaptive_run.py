@@ -132,7 +132,10 @@ def single(tmp_path_factory):
         return [trainer.train_step().loss for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize(("policy", "costs"), [("lyapunov", True), ("lyapunov", False), ("lb-bsp", False)])
+@pytest.mark.parametrize(
+    ("policy", "costs"),
+    [("lyapunov", True), ("lyapunov", False), pytest.param("lb-bsp", False, marks=pytest.mark.slow)],
+)
 def test_shares_move_away_from_a_rank_that_becomes_slow(tmp_path, single, policy, costs):
     words = ("--cluster", "cluster.toml", "--policy", policy, "--budget", "usd_per_h=4")
     answer, lines = run(tmp_path / "here", *words, *(("--costs", "costs.json") if costs else ()))

@@ -197,6 +197,7 @@ def test_what_is_not_compressed_is_refused_by_name() -> None:
     assert "zero 2 or 3" in refused(PLANS["uneven data in both stages, zero 2"], "int8")
 
 
+@pytest.mark.slow
 def test_the_command_says_what_a_loss_drops(tmp_path: Path) -> None:
     found = run(tmp_path, DIES, replicas(3, batch=6), "--compress", "int8", "--steps", "5", local=3)
     assert found.code == 0, found.stderr

@@ -50,7 +50,9 @@ def export(folder: Path, target: str, out: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("kind", [LLAMA, GPT2], ids=["llama", "gpt2, tied"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(LLAMA, marks=pytest.mark.slow), GPT2], ids=["llama", "gpt2, tied"]
+)
 def test_transformers_loads_a_model_that_was_trained_in_parts(tmp_path: Path, kind: dict[str, str]) -> None:
     transformers = pytest.importorskip("transformers")
     parts = {**dict.fromkeys(JOB, ""), "model": HF.format(**kind)}

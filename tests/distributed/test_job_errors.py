@@ -60,7 +60,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = ("a barrier of the job's own", "an error in the update", "out of memory in the loss")
+"""Of those that are told from a lost peer where others are too."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FAULTS]
+)
 def test_the_run_ends_with_the_error_and_its_place(tmp_path: Path, fault: str) -> None:
     """Replicas and a pipeline take turns: a run takes seconds."""
     part, text, says = FAULTS[fault]

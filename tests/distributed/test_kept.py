@@ -79,7 +79,11 @@ def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -
     assert further.code == 0 and further.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize(("first", "last"), [(6, 11), (11, 60)], ids=["in between", "at the end"])
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(6, 11), pytest.param(11, 60, marks=pytest.mark.slow)],
+    ids=["in between", "at the end"],
+)
 def test_a_checkpoint_that_fails_is_said_and_written_when_there_is_room(
     tmp_path: Path, first: int, last: int
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_lab_of_two_ranks(tmp_path):
     _check_trace(json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())))
 
 
-@pytest.mark.parametrize("memory", ["100 KiB", "200 KiB"])
+@pytest.mark.parametrize("memory", [pytest.param("100 KiB", marks=pytest.mark.slow), "200 KiB"])
 def test_a_rank_that_holds_more_than_the_lab_states_ends_the_run_by_name(tmp_path, memory):
     """Parameters and gradients take 124 KiB, more than the lower limit; backwards need another 210 KiB."""
     lab = TWO_RANKS.replace("slow = 2", f'slow = 2\nmemory = "{memory}"')

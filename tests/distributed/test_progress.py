@@ -62,7 +62,9 @@ def test_a_slow_rank_is_never_suspected(tmp_path: Path, parts: dict[str, str], p
     assert not events(found, kinds)
 
 
-@pytest.mark.parametrize("how", [LOCK, HELD], ids=["a lock", "inside of C"])
+@pytest.mark.parametrize(
+    "how", [LOCK, pytest.param(HELD, marks=pytest.mark.slow)], ids=["a lock", "inside of C"]
+)
 def test_who_hangs_is_named_and_restarted_and_no_sample_is_lost(tmp_path: Path, how: str) -> None:
     more = {"environment": {"MARK": str(tmp_path / "mark")}}
     flags = ["--steps", "12", "--detect-s", "2", "--progress-s", "3"]
