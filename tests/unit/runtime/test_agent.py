@@ -1,6 +1,7 @@
 """What starts ranks says what is wrong with the folder it starts them in."""
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from foreshard.errors import ForeshardError
 from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.processes import start_supervisor
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan_file import parse_plan
 
@@ -43,3 +45,20 @@ def test_what_starts_a_run_does_not_load_torch():
     """The ranks load it, at the same time: a run would begin two seconds later."""
     words = "import sys, foreshard.runtime.launch, foreshard.lab.lab; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], check=False).returncode == 0
+
+
+def test_a_supervisor_is_started_by_a_process_of_many_open_files(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("the system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        process, port = start_supervisor([tmp_path / "no run"], tmp_path / "log")
+        process.kill()
+        process.wait()
+        assert port is None
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -52,8 +52,10 @@ def start_supervisor(arguments: Sequence[object], log: Path) -> tuple[Process, i
     """Start a supervisor; return its process, and its port once it listens or None if it does not."""
     module = "foreshard.runtime.membership.supervisor"
     process, reading = start([sys.executable, "-m", module, *map(str, arguments)], log)
-    with open(reading, "rb", buffering=0) as pipe:  # closed without a word by a process that ends at once
-        port = pipe.read(8) if select.select([pipe], [], [], _SUPERVISOR_S)[0] else b""
+    # closed without a word by a process that ends at once; select(2) refuses a process of many open files
+    with open(reading, "rb", buffering=0) as pipe, selectors.DefaultSelector() as ready:
+        ready.register(pipe, selectors.EVENT_READ)
+        port = pipe.read(8) if ready.select(_SUPERVISOR_S) else b""
     return process, int(port) if port else None
 
 
