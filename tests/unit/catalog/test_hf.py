@@ -234,7 +234,7 @@ def test_the_layers_with_experts_are_those_of_transformers():
     assert sparse("ernie4_5_moe", **ranged) == [False, False, False, True, False, False]
     assert sparse("exaone_moe", first_k_dense_replace=2) == [False] * 2 + [True] * 4
     assert sparse("exaone_moe", mlp_layer_types=["sparse", "dense"] * 3) == [True, False] * 3
-    with pytest.raises(SpecError, match="dense or sparse for each of the 6 layers"):
+    with pytest.raises(SpecError, match="Each of the 6 layers is dense or sparse"):
         sparse("exaone_moe", mlp_layer_types=["sparse"] * 5)
     with pytest.raises(SpecError, match="MoE with biases is not modelled"):
         sparse("ernie4_5_moe", use_bias=True)
