@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from foreshard.cost.tables import ATTENTION, COLUMNS
 from foreshard.cost.tables import SIZES as PRODUCT
 from foreshard.errors import SpecError
+from foreshard.file_replacement import replace_file
 from foreshard.profile.layer_times import processor_name
 
 KINDS = ("product", "experts", "attention", "stream")
@@ -247,13 +248,13 @@ def _begun(out: Path, told: dict[str, str]) -> set[tuple[str, ...]]:
     if not out.exists() or not out.stat().st_size:
         return set()
     text = out.read_text(encoding="utf-8")
-    if not text.endswith("\n"):  # written while it was interrupted
-        text = text[: text.rfind("\n") + 1]
-        out.write_text(text, encoding="utf-8")
-    rows = list(csv.DictReader(text.splitlines()))
     if not text.startswith(",".join(HEADER)):
         rule, fix = "profile writes a table of its own", "Name another file with -o"
         raise SpecError("is no table of timed kernels", file=str(out), key="-o", rule=rule, fix=fix)
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:  # written while it was interrupted
+        replace_file(out, whole)
+    rows = list(csv.DictReader(whole.splitlines()))
     for row in rows:
         for key, value in told.items():
             if row[key] != value:

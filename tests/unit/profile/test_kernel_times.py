@@ -86,12 +86,13 @@ def test_a_table_of_another_device_or_software_is_refused(tmp_path, key):
     assert out.read_text(encoding="utf-8") == text
 
 
-def test_another_file_is_not_written_over(tmp_path):
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "a,b\n1,2"])
+def test_another_file_is_not_written_over(tmp_path, text):
     out = tmp_path / "notes.csv"
-    out.write_text("a,b\n1,2\n", encoding="utf-8")
+    out.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match="no table of timed kernels"):
         timed(Machine(), out)
-    assert out.read_text(encoding="utf-8") == "a,b\n1,2\n"
+    assert out.read_text(encoding="utf-8") == text
 
 
 def test_the_processor_is_timed_and_a_missing_gpu_is_said(tmp_path, monkeypatch):
