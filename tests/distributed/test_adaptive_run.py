@@ -134,7 +134,11 @@ def single(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("policy", "costs"),
-    [("lyapunov", True), ("lyapunov", False), pytest.param("lb-bsp", False, marks=pytest.mark.slow)],
+    [
+        ("lyapunov", True),
+        pytest.param("lyapunov", False, marks=pytest.mark.slow),
+        pytest.param("lb-bsp", False, marks=pytest.mark.slow),
+    ],
 )
 def test_shares_move_away_from_a_rank_that_becomes_slow(tmp_path, single, policy, costs):
     words = ("--cluster", "cluster.toml", "--policy", policy, "--budget", "usd_per_h=4")

@@ -116,6 +116,7 @@ def test_what_no_schedule_sums_is_refused() -> None:
         selection.schedule_for(4)
 
 
+@pytest.mark.slow
 def test_the_command_sums_by_a_name_and_goes_on_when_a_rank_is_lost(tmp_path: Path) -> None:
     """Two nodes of two ranks; the three that are left are no equal nodes, and the run says who sums then."""
     flags = ("--collectives", "hierarchical:per_node=2", "--buckets", "32", "--steps", "6")

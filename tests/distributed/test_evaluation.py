@@ -91,6 +91,7 @@ class Run:
 """
 
 
+@pytest.mark.slow
 def test_hooks_of_a_job_are_called_and_a_rank_may_die_in_the_evaluation(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text(FAKE_WANDB)
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}

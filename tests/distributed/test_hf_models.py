@@ -42,6 +42,7 @@ def test_a_llama_of_eight_layers_with_tied_words_is_exact(plan: str, monkeypatch
     assert gradient_error(job, PLANS[plan]) <= 1e-13
 
 
+@pytest.mark.slow
 def test_foreshard_run_trains_it_on_an_uneven_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, cut behind the fifth of six layers, train what one alone does."""
     monkeypatch.setenv("LLAMA_DTYPE", "float64")

@@ -120,6 +120,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_used(tmp_path: Path)
     assert again.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
     run(tmp_path, {}, replicas(2), "--steps", "3")
     flags = ["--steps", "6", "--resume"]

@@ -91,6 +91,7 @@ there = true
 """
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_and_joins_at_the_steps_that_the_lab_says(tmp_path):
     """Rank 1 trains two steps alone: three samples of four layers at 6 ms, and 8 ms for the optimizer."""
     done = trained(

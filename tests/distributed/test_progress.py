@@ -51,7 +51,7 @@ HELD = "import re; re.match('(a+)+$', 'a' * 64 + 'b')"  # in C: no other thread 
     ("parts", "plan"),
     [
         ({"model": SLOW_LAYER}, pipeline()),
-        ({"dataset": SLOW_READ}, replicas(2)),
+        pytest.param({"dataset": SLOW_READ}, replicas(2), marks=pytest.mark.slow),
     ],
     ids=["a slow last stage", "slow reads"],
 )

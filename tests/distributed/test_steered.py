@@ -205,6 +205,7 @@ def test_samples_inside_stages_follow_the_speeds_of_real_ranks():
     assert [one.loss for one in done] == pytest.approx([one.loss for one in still[0][0]], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_one_pipeline_of_wide_stages_is_steered_whole_on_real_ranks():
     """Two stages of two ranks, rank 1 six times as slow as it says; dear ranks are left out for a budget."""
     plan = wide_stages()

@@ -244,6 +244,7 @@ def check(hosts: Hosts, steps: int) -> RunOutcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts_trains_what_one_process_trains(hosts: Hosts) -> None:
     words = prepared(hosts, PIPELINES, steps=5)
     for host in range(2):

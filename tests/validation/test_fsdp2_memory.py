@@ -128,7 +128,9 @@ def test_other_units_and_more_of_them_ahead(sizes, units):
     [(DENSE, "none"), (DENSE, SELECTIVE), (EXPERTS, SELECTIVE), (EXPERTS, FULL)],
     ids=["dense-none", "dense-selective", "experts-selective", "experts-full"],
 )
-@pytest.mark.parametrize(("stages", "stage", "count"), [(2, 0, 2), (2, 1, 4), (4, 1, 5)])
+@pytest.mark.parametrize(
+    ("stages", "stage", "count"), [pytest.param(2, 0, 2, marks=pytest.mark.slow), (2, 1, 4), (4, 1, 5)]
+)
 def test_stage_of_a_pipeline(sizes, recompute, stages, stage, count):
     measured = stage_peak(sizes, recompute, num_stages=stages, stage=stage, num_micro_batches=count)
     made = predicted(sizes, recompute, "2024", stages=stages, stage=stage, count=count)

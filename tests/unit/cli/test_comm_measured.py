@@ -92,6 +92,7 @@ def test_a_sweep_of_the_library_is_measured_costs_of_the_devices_it_ran_on(shell
     assert "has the all-reduce of no bucket" in notes[0]  # all are larger than 4 KiB
 
 
+@pytest.mark.slow
 def test_buckets_are_reduced_in_measured_times(shell, tmp_path):
     path = tmp_path / "a.log"
     ranks = "".join(f"#  Rank {i} on host device {i} [{i}] NVIDIA H100 80GB HBM3\n" for i in range(8))

@@ -92,6 +92,7 @@ def test_slow_device_beside_a_fast_one_is_used_or_left_idle_whichever_is_faster(
     assert found.gap < 0.02
 
 
+@pytest.mark.slow
 def test_device_without_the_precision_is_left_out_and_named(even_clock):
     found = search("llama3.2-1b", SMALL)
     assert all(rank >= 8 for one in found.plans for rank in one.plan.ranks)

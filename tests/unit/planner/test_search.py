@@ -84,7 +84,7 @@ def test_limits_between_the_least_and_the_most_are_kept(fastest):
         assert all(one.prediction.run_time_s <= 3600.0 * hours for one in result.plans)
 
 
-@pytest.mark.parametrize("objective", ["time", "energy"])
+@pytest.mark.parametrize("objective", ["time", pytest.param("energy", marks=pytest.mark.slow)])
 def test_a_limit_that_nothing_meets_names_the_least(fastest, objective):
     least = fastest.plans[0].prediction.run_time_s / 3600.0
     result = _plan(

@@ -149,6 +149,7 @@ def test_a_pipeline_alone_costs_about_what_the_engine_says(case, by_domain):
         compared += 1
 
 
+@pytest.mark.slow
 def test_usual_prices_are_nearer_to_what_plans_take_over_slow_links():
     """Half-node stages: at its best each has both neighbours in its node, which no pipeline of four can."""
     request = asked("llama3.2-1b", "2x4xa100-sxm-80gb+2x4xh100-sxm@10Gb/s", 512, "bf16")

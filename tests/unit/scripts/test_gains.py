@@ -123,6 +123,7 @@ def test_the_clairvoyant_bound_is_below_every_mixture_of_plans_within_the_budget
         assert bound <= ((1 - part) * means[cheap] + part * means[dear]) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_cuts_and_groups_carry_the_gain_where_memory_leaves_no_replicas():
     cuts, groups = special_regimes()[0], special_regimes()[2]
     told = played(cuts, steps=150, seed=1)["policies"]
