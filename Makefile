@@ -73,6 +73,8 @@ demo: $(VENV)/.installed
 
 # Two tests run at a time: with a thread for each core in both they would wait for each other.
 test: export OMP_NUM_THREADS ?= 1
+# Hundreds of tests start processes: each would compile the package anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules --ignore tests/distributed tests src/foreshard
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/distributed

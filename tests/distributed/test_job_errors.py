@@ -60,7 +60,13 @@ FAULTS = {
 }
 
 
-SLOW = ("a barrier of the job's own", "an error in the update", "out of memory in the loss")
+SLOW = (
+    "a barrier of the job's own",
+    "an error in the update",
+    "out of memory in the loss",
+    "out of memory in the update",
+    "words of gloo in the loss",
+)
 """Of those that are told from a lost peer where others are too."""
 
 

@@ -104,6 +104,7 @@ def test_a_checkpoint_that_fails_is_said_and_written_when_there_is_room(
         assert found.code == 1 and "the last checkpoint is not written" in found.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_used(tmp_path: Path) -> None:
     plan = replicas(2)
     found = run(tmp_path, {}, plan, "--steps", "9", "--checkpoint-every", "3", "--keep", "3")

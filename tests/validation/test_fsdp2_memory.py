@@ -87,17 +87,24 @@ def predicted(
     return float(parts.allocated[stage])
 
 
+ODD_SIZES = (WIDE_VOCABULARY, FEW_TOKENS, HEAD_HEAVY)
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
     "sizes",
-    [DENSE, EXPERTS, WIDE_VOCABULARY, FEW_TOKENS, HEAD_HEAVY],
+    [DENSE, EXPERTS, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ODD_SIZES)],
     ids=["dense", "experts", "wide vocabulary", "few tokens", "head heavy"],
 )
 def test_without_pipeline(sizes, recompute):
     assert predicted(sizes, recompute, "2024") == pytest.approx(flat_peak(sizes, recompute), rel=LIMIT)
 
 
-@pytest.mark.parametrize("sizes", [DENSE, EXPERTS, WIDE_VOCABULARY], ids=["dense", "experts", "vocabulary"])
+@pytest.mark.parametrize(
+    "sizes",
+    [DENSE, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (EXPERTS, WIDE_VOCABULARY))],
+    ids=["dense", "experts", "vocabulary"],
+)
 def test_gradients_of_several_micro_batches_are_summed_in_shards(sizes):
     measured = flat_peak(sizes, SELECTIVE, num_steps=2)
     assert predicted(sizes, SELECTIVE, "2024", count=2) == pytest.approx(measured, rel=LIMIT)
@@ -129,7 +136,8 @@ def test_other_units_and_more_of_them_ahead(sizes, units):
     ids=["dense-none", "dense-selective", "experts-selective", "experts-full"],
 )
 @pytest.mark.parametrize(
-    ("stages", "stage", "count"), [pytest.param(2, 0, 2, marks=pytest.mark.slow), (2, 1, 4), (4, 1, 5)]
+    ("stages", "stage", "count"),
+    [*(pytest.param(*some, marks=pytest.mark.slow) for some in ((2, 0, 2), (2, 1, 4))), (4, 1, 5)],
 )
 def test_stage_of_a_pipeline(sizes, recompute, stages, stage, count):
     measured = stage_peak(sizes, recompute, num_stages=stages, stage=stage, num_micro_batches=count)

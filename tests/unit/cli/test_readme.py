@@ -38,7 +38,8 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, place, shell):
-    answer = shell(*shlex.split(command)[1:])
+    short = ["--budget-s", "2"] if command.startswith("foreshard plan ") else []
+    answer = shell(*shlex.split(command)[1:], *short)
     assert answer.code in (0, 3) and answer.out, answer.err
 
 

@@ -145,7 +145,7 @@ def test_no_plan_is_priced_for_idle_devices_once_time_is_over(monkeypatch):
 
 def test_the_network_that_would_pay_does():
     model, cluster = api.load_model("gpt2-xl"), "1x2xh100-sxm{0}+1x2xa100-sxm-80gb{0}"
-    asked = {"global_batch": 24, "seq_len": 1024, "budget_s": 2.0, "top": 1}
+    asked = {"global_batch": 24, "seq_len": 1024, "budget_s": 60.0, "top": 1}  # ended by its proof
     slow = api.plan(model, cluster.format("@100Gb/s"), **asked)
     (note,) = [note for note in slow.notes if "a100-sxm-80gb stay idle" in note]
     rate = re.search(r"NICs of (\d+ Gb/s) on all nodes would pay", note)[1]
