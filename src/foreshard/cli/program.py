@@ -107,6 +107,17 @@ def _value_rule(message: str, param: click.Parameter, ctx: click.Context | None)
     return message, f"It is written as {form}"
 
 
+def _usage_rule(error: click.ClickException, command: str) -> str | None:
+    """Return the rule of a command line that words on it break, None where it is the rule of a value."""
+    if isinstance(error, click.NoSuchOption):
+        return f"Options are those of {command} --help"
+    if isinstance(error, click.BadOptionUsage):
+        return "A switch has no value, any other option has one"
+    if isinstance(error, click.UsageError) and not isinstance(error, click.BadParameter):
+        return f"Arguments are those of {command} --help, and an option's value follows it"
+    return None
+
+
 def _usage_error(error: click.ClickException) -> SpecError:
     """Return click's complaint as one of ours."""
     known = missing(error) if isinstance(error, click.MissingParameter) else None
@@ -130,7 +141,7 @@ def _usage_error(error: click.ClickException) -> SpecError:
     fix = f"Write {ours}" if ours else fix
     quoted = re.match(r"'([^']*)'", message)
     what = message[: said.start()] if said else message
-    rule = None
+    rule = _usage_rule(error, command)
     if isinstance(error, click.BadParameter) and param is not None:
         what, rule = _value_rule(what, param, ctx)
     made = SpecError(what, key=key, value=quoted[1] if quoted else None, rule=rule, fix=fix)

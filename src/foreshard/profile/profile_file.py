@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from foreshard.predict.measured.costs import TiedLayers, check_tied
 from foreshard.spec.codec import Range, Size, invalid, load_written
+from foreshard.spec.plan import Precision
 
 Number = Annotated[float, Range(0.0)]
 Seconds = Annotated[tuple[Number, ...], Size(2, 2)]
@@ -25,6 +27,7 @@ class Fingerprint:
     device: str
     processor: str
     accelerator: str
+    precision: Precision = "fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +110,14 @@ class ProfileFile:
     optimizer: tuple[LayerUpdate, ...]
     tensor: Mapping[str, TimedParts] = field(default_factory=dict)
     links: TimedLinks | None = None
+    tied: tuple[TiedLayers, ...] = ()
 
 
 def load_profile(path: str) -> dict[str, Any]:
     """Return a profile that is complete, as its file holds it."""
     file, data = load_written(ProfileFile, path, key="--profile", fix=_FIX)
     count = file.fingerprint.layers
+    check_tied(file.tied, count, path, _FIX)
     timed_layers: dict[str, ProfileFile | TimedParts] = {"": file}
     timed_layers |= {f"tensor.{degree}.": part for degree, part in file.tensor.items()}
     for where, timed in timed_layers.items():
@@ -124,8 +129,22 @@ def load_profile(path: str) -> dict[str, Any]:
             if len(layers) != count:
                 rule = f"It is a list for {count} layers"
                 raise invalid(len(layers), rule, key=where + key, fix=_FIX, file=path)
+        for size, times in timed.passes.items():
+            _check_counts(times, f"{where}passes.{size}.", path)
     found: dict[str, Any] = data
     return found
+
+
+def _check_counts(times: SizeTimes, where: str, path: str) -> None:
+    """Raise where phases were timed in unequally many passes, or rounds are of others than there are."""
+    count = len(times.forward)
+    for phase in ("backward", "backward_input"):
+        if len(getattr(times, phase)) != count:
+            rule = f"It has the {count} passes of {where}forward"
+            raise invalid(len(getattr(times, phase)), rule, key=where + phase, fix=_FIX, file=path)
+    if times.rounds and sum(times.rounds) != count:
+        rule = f"They sum to the {count} passes of {where}forward"
+        raise invalid(list(times.rounds), rule, key=f"{where}rounds", fix=_FIX, file=path)
 
 
 def _by_layer(timed: ProfileFile | TimedParts) -> Iterator[tuple[str, Sized]]:

@@ -252,3 +252,15 @@ def test_changes_and_objectives_are_read_in_other_words(shell):
     gains = [[change["gain"] for change in answer.json["effects"]] for answer in (theirs, ours)]
     assert len(gains[0]) == 3 and gains[0] == gains[1]
     assert Word("time", "cost", "energy").convert("cheapest", None, None) == "cost"
+
+
+@pytest.mark.parametrize("words", ["--foo", "--dtpye bf16", "--json=3", "one two three", "--dtype"])
+def test_every_refusal_of_a_word_has_a_rule_and_a_fix(words):
+    import click
+
+    from foreshard.cli.program import _usage_error, program
+
+    with pytest.raises(click.UsageError) as caught:
+        program.main(["predict", *words.split()], standalone_mode=False)
+    said = _usage_error(caught.value)
+    assert said.rule and said.fix and said.exit_code == 2

@@ -309,6 +309,11 @@ def set_at(data, key, value):
         ("date", 5, "date"),
         ("links", {"messages": []}, "links.launch_s"),
         ("tensor", {"2": {}}, "tensor.2.sums"),
+        ("tied", 7, "tied"),
+        ("tied", [{"layers": [0, 9], "bytes": 8.0}], "tied[0].layers"),
+        ("passes/1/backward", [], "passes.1.backward"),
+        ("passes/1/rounds", [9], "passes.1.rounds"),
+        ("fingerprint/precision", ["fp32"], "fingerprint.precision"),
     ],
 )
 def test_a_profile_that_is_not_whole_names_the_key(tmp_path, key, value, named):

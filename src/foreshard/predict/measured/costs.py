@@ -369,10 +369,7 @@ def load_costs(path: str) -> MeasuredCosts:
     if file.spread[0] > file.spread[1]:
         rule = "It is the least and the largest step over the predicted one"
         raise invalid(list(file.spread), rule, key="spread", fix=fix, file=path)
-    for tie in file.tied:
-        if max(tie.layers, default=0) >= len(file.layers):
-            rule = f"Layers are 0 to {len(file.layers) - 1}"
-            raise invalid(list(tie.layers), rule, key="tied.layers", fix=fix, file=path)
+    check_tied(file.tied, len(file.layers), path, fix)
     precision = file.fingerprint.get("precision", "fp32")
     if precision not in PRECISIONS:
         rule = f"It is one of {', '.join(PRECISIONS)}"
@@ -396,6 +393,14 @@ def load_costs(path: str) -> MeasuredCosts:
             for name, by_degree in file.tensor.items()
         },
     )
+
+
+def check_tied(tied: Sequence[TiedLayers], num_layers: int, path: str, fix: str) -> None:
+    """Raise for tied layers that a model of so many layers lacks."""
+    for place, tie in enumerate(tied):
+        if max(tie.layers, default=0) >= num_layers:
+            rule = f"Layers are 0 to {num_layers - 1}"
+            raise invalid(list(tie.layers), rule, key=f"tied[{place}].layers", fix=fix, file=path)
 
 
 def _check_sizes(layer: LayerCost, path: str, fix: str) -> None:
