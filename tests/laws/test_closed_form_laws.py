@@ -246,26 +246,20 @@ def test_interleaved_plans_of_few_micro_batches_are_within_three_percent_of_the_
 
 
 @pytest.mark.parametrize(
-    ("schedule", "within"), [("1f1b", 0.03), ("gpipe", 0.03), ("zb-h1", 0.05), ("zb-h2", 0.05)]
+    ("schedule", "within"), [("1f1b", 0.05), ("gpipe", 0.08), ("zb-h1", 0.015), ("zb-h2", 0.015)]
 )
 def test_an_idle_stage_waits_for_no_weights_of_the_pass_to_come(schedule, within):
-    """Sharded weights in pipelines of few micro-batches over slow networks: they were up to 15 % apart."""
+    """Sharded weights in pipelines over slow networks: the closed form was 9 to 20 % above the graph."""
     off = []
-    for name, framework, network in product(
-        ("llama3.2-1b", "llama3-8b"), ("megatron-core", "megatron-fsdp"), ("@50Gb/s", "@400Gb/s")
+    for name, nodes, rounds in product(
+        ("llama3.2-1b", "llama3-8b"), ("5x8xh100-sxm@50Gb/s", "6x4xrtx-4090@25Gb/s"), (4, 12)
     ):
-        model, cluster = api.load_model(name), api.load_cluster(f"4x8xh100-sxm{network}")
-        plan = api.make_plan(
-            model,
-            cluster,
-            pp=4,
-            zero=3,
-            framework=framework,
-            schedule=schedule,
-            global_batch=48,
-            seq_len=4096,
-        )
-        case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(framework))
+        model, cluster = api.load_model(name), api.load_cluster(nodes)
+        choices = {"framework": "megatron-core", "grad_overlap": True, "schedule": schedule}
+        choices |= {"pp": 4, "zero": 3, "seq_len": 2048, "global_batch": rounds * cluster.num_devices // 4}
+        plan = api.make_plan(model, cluster, **choices)
+        framework = load_framework(plan.framework)
+        case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
         batch = build_batch([case], training_constants())
         off.append(sum(slowest_parts(step_times(batch)).values()) / graph_s(case) - 1.0)
     assert max(map(abs, off)) < within, off
