@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -124,6 +124,9 @@ def zero_bubble_s(forward, backward, weight, send, passes):
         count=one,
         forward_s=column[0],
         backward_s=column[1],
+        after_forward_s=none,
+        after_backward_s=none,
+        behind_s=none,
         inside_s=none,
         after_s=after,
         wrap_s=np.zeros(1),
@@ -240,6 +243,26 @@ def test_interleaved_plans_of_few_micro_batches_are_within_three_percent_of_the_
         batch = build_batch([case], training_constants())
         off.append(sum(slowest_parts(step_times(batch)).values()) / graph_s(case) - 1.0)
     assert np.mean(np.abs(off) < 0.03) > 0.95 and max(map(abs, off)) < 0.06, sorted(off)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "within"), [("1f1b", 0.05), ("gpipe", 0.08), ("zb-h1", 0.015), ("zb-h2", 0.015)]
+)
+def test_an_idle_stage_waits_for_no_weights_of_the_pass_to_come(schedule, within):
+    """Sharded weights in pipelines over slow networks: the closed form was 9 to 20 % above the graph."""
+    off = []
+    for name, nodes, rounds in product(
+        ("llama3.2-1b", "llama3-8b"), ("5x8xh100-sxm@50Gb/s", "6x4xrtx-4090@25Gb/s"), (4, 12)
+    ):
+        model, cluster = api.load_model(name), api.load_cluster(nodes)
+        choices = {"framework": "megatron-core", "grad_overlap": True, "schedule": schedule}
+        choices |= {"pp": 4, "zero": 3, "seq_len": 2048, "global_batch": rounds * cluster.num_devices // 4}
+        plan = api.make_plan(model, cluster, **choices)
+        framework = load_framework(plan.framework)
+        case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
+        batch = build_batch([case], training_constants())
+        off.append(sum(slowest_parts(step_times(batch)).values()) / graph_s(case) - 1.0)
+    assert max(map(abs, off)) < within, off
 
 
 def unequal(seed, num_groups):

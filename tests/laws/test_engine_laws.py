@@ -234,7 +234,7 @@ def test_engines_agree_whatever_binds(framework):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zbv"])
 def test_a_single_stage_has_no_bubble_to_fill(engine, schedule):
     """Whatever the schedule, gradients are reduced beside the same backward."""
     model, cluster = model_of("llama3-8b"), cluster_of("4x8xh100-sxm@400Gb/s")

@@ -52,6 +52,11 @@ class PipelineRows:
     count: np.ndarray
     forward_s: np.ndarray
     backward_s: np.ndarray
+    # what holds a stage behind an op whose output has left, where another op follows at once
+    after_forward_s: np.ndarray
+    after_backward_s: np.ndarray
+    # what a forward takes longer behind a backward, of the period
+    behind_s: np.ndarray
     # messages one way over all boundaries between stages of the run
     inside_s: np.ndarray
     # message one way from the run's last stage to the stage after it, 0 after the last stage
@@ -163,7 +168,7 @@ def _longest_path(rows: PipelineRows) -> PipelineSpan:
         steady = rounds - 1.0 - place.warm_up
         round_trip_f = np.where(is_deepest, around_f, -np.inf)
         round_trip_b = np.where(is_deepest, around_b, -np.inf)
-        own_f = _later(place.down_busy, place.down + _pair(f + round_trip_f))
+        own_f = _later(place.down_busy, place.down + _pair(f + rows.after_forward_s[r] + round_trip_f))
         own_b = _later(place.up_busy, place.up + _pair(kept * (b + round_trip_b)))
         # Work that stage i puts off by i micro-batches: before its last forward, and from then to its last
         # backward.
@@ -222,8 +227,13 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
         present, more = count > 0, np.maximum(count - 1.0, 0.0)
         f, b, beside = rows.forward_s[r], rows.backward_s[r], rows.beside_s[r]
         kept, wait = rows.last_share[r], rows.wait_s[r]
-        slow_f = np.where(present, np.maximum(slow_f, np.maximum(f + beside, rows.widest_s[r])), slow_f)
-        slow_b = np.where(present, np.maximum(slow_b, np.maximum(b + beside, rows.widest_s[r])), slow_b)
+        after_f, after_b = rows.after_forward_s[r], rows.after_backward_s[r]
+        slow_f = np.where(
+            present, np.maximum(slow_f, np.maximum(f + after_f + beside, rows.widest_s[r])), slow_f
+        )
+        slow_b = np.where(
+            present, np.maximum(slow_b, np.maximum(b + after_b + beside, rows.widest_s[r])), slow_b
+        )
         gate, tail, late = _pair(rows.ready_s[r], data=True), _pair(rows.tail_s[r], data=True), rows.late_s[r]
         here_down, here_up = down, up
         for is_last in (False, True):
@@ -243,7 +253,9 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
                     call_s=call,
                     down=here_down + _pair(wait, data=True),
                     up=here_up,
-                    down_busy=here_down + _pair(wait, data=True) + _pair(first * f + warm_up * slow_f + call),
+                    down_busy=here_down
+                    + _pair(wait, data=True)
+                    + _pair(first * f + after_f + warm_up * slow_f + call),
                     up_busy=here_up + _pair(kept * b + warm_up * slow_b + call),
                     steps_above=steps if is_last else none + 1.0,
                     message_above=message if is_last else after_s,

@@ -132,6 +132,7 @@ class _Order:
         durations_s[first] += self._of_stages(rows.wait_s)[:, None]
         builder = ProgramBuilder()
         ops = add_pipeline(builder, shape, durations_s)
+        self._add_waits(builder)
         self._add_weights(builder, first)
         ends = self._add_gradients(builder, last)
         times = critical_path.run(builder.build())
@@ -140,6 +141,23 @@ class _Order:
         slowest = int(busy_s.argmax())
         exposed_s = ends_s[slowest] - compute_s[slowest] + self._of_stages(self.end.ready)[slowest]
         return float(ends_s.max()), int(self.run[slowest]), float(exposed_s)
+
+    def _add_waits(self, builder: ProgramBuilder) -> None:
+        """Let ops that follow each other wait for sharded weights; a stage that is idle has them before."""
+        after_s, behind_s = (
+            self._of_stages(values) for values in (self.rows.after_forward_s, self.rows.behind_s)
+        )
+        if not (after_s.any() or behind_s.any()):
+            return
+        stage, is_forward = self.shape.stage, self.shape.kind == Kind.FORWARD
+        ops = np.flatnonzero(self.shape.kind <= Kind.BACKWARD_WEIGHT)[:-1]
+        ops = ops[stage[ops] == stage[ops + 1]]
+        is_behind = ~is_forward[ops] & is_forward[ops + 1]
+        seconds = np.where(is_forward[ops], after_s[stage[ops]], is_behind * behind_s[stage[ops]])
+        names = np.array([builder.resource(f"stage{i}.waits") for i in range(len(self.run))])
+        tasks = builder.add_many(names[stage[ops]], seconds)
+        builder.depend(tasks, ops)
+        builder.depend(ops + 1, tasks)
 
     def _add_weights(self, builder: ProgramBuilder, first: np.ndarray) -> None:
         """Gather the weights of each chunk before its first forward, one chunk after the other."""

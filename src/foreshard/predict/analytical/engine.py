@@ -48,6 +48,13 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
     is_last = places.first + count >= p.num_stages
     way = way_of(batch, stage)
     forward, backward = stage.forward / chunks, (stage.backward - stage.later) / chunks
+    after_forward = after_backward = behind = np.zeros(shape)
+    if stage.waits is not None:
+        after_forward, after_backward = (
+            stage.waits.after_forward / chunks,
+            stage.waits.after_backward / chunks,
+        )
+        behind = stage.waits.behind_backward / chunks
     rounds = p.num_micro_batches
     whole = np.ceil(rounds - 1e-9)
 
@@ -56,8 +63,11 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
 
     return PipelineRows(
         count=count,
-        forward_s=full(forward),
-        backward_s=full(backward),
+        forward_s=full(forward - after_forward - behind),
+        backward_s=full(backward - after_backward),
+        after_forward_s=full(after_forward),
+        after_backward_s=full(after_backward),
+        behind_s=full(behind),
         inside_s=full(way.inside),
         after_s=way.after,
         wrap_s=way.wrap,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,22 @@ def on_device(units: Sequence[ShardedUnit], machine: Machine) -> OnDevice:
     return OnDevice(forward=forward, first=first, late=both - first)
 
 
+class Waits(NamedTuple):
+    """Seconds for which passes wait for collectives that nothing is left to hide.
+
+    Of both, the parts that a stage which is idle between two passes does not wait for: a pass gives its
+    output before the pass after it has its first weights.
+    """
+
+    forward: Any
+    backward: Any
+    # of a forward, for the gradients of the backward before it
+    behind_backward: Any
+    # of a forward and of a backward, for the first weights of the pass after it
+    after_forward: Any
+    after_backward: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
     """Units as their stage runs them: seconds of a forward and a backward, collectives beside them."""
@@ -77,20 +93,22 @@ def waits(
     *,
     longer: Any,
     chunks: Any,
-    given_only: bool = False,
-) -> tuple[Any, Any]:
-    """Return seconds for which forward and backward wait for collectives that nothing is left to hide.
+    part: str = "whole",
+) -> Waits:
+    """Return what forward and backward wait for, all chunks of a stage together.
 
     Ends have a count of 1 on stages that hold them. The host makes computation `longer` by this factor;
-    `given_only` leaves out the weight gradients and their scatters.
+    Backward is 'whole', its 'given' part (gradients of inputs) or its 'late' one: of weights, with their
+    scatters, as one follows the other in pipelines with zero bubble.
     """
     beside = 1.0 * (machine.traits.grad_overlap > 0)
 
     def run(unit: ShardedUnit) -> _Pass:
-        shard, again = unit.shard, unit.regathers * unit.shard.gather
-        back = unit.backward - unit.late if given_only else unit.backward
-        scatter = 0.0 * shard.scatter if given_only else shard.scatter
-        copies = unit.regathers * shard.copy_weights + (0.0 if given_only else shard.copy_gradients)
+        shard = unit.shard
+        regathers, scatters = (0.0 if part == "late" else unit.regathers), 1.0 * (part != "given")
+        again, scatter = regathers * shard.gather, scatters * shard.scatter
+        back = {"whole": unit.backward, "given": unit.backward - unit.late, "late": unit.late}[part]
+        copies = regathers * shard.copy_weights + scatters * shard.copy_gradients
         slowed = slowed_s(shard.gather, unit.forward - unit.counting, machine)
         slowed_back = slowed_s(again + scatter, back, machine)
         return _Pass(
@@ -126,13 +144,30 @@ def waits(
     usual = wait(layer.gather + layer.counting, layer.forward)
     usual_back = wait(layer.again + layer.scatter, layer.backward)
     behind = wait(layer.scatter + layer.gather + layer.counting, layer.forward) - usual
-    forward = forward + some * (chunks - has_first) * behind
-    forward = forward + has_first * wait(first.scatter + layer.gather, first.forward)
+    at_first = wait(first.scatter + layer.gather, first.forward)
+    behind_backward = some * (chunks - has_first) * behind
+    forward = forward + behind_backward + has_first * at_first
+    behind_backward = behind_backward + has_first * (at_first - wait(layer.gather, first.forward))
     forward = forward + some * has_last * (wait(last.gather + layer.counting, layer.forward) - usual)
     backward = backward + some * has_first * (wait(layer.scatter, layer.backward) - usual_back)
-    backward = backward + has_first * wait(layer.scatter + first.gather, first.backward)
+    at_first = wait(layer.scatter + first.gather, first.backward)
+    backward = backward + has_first * at_first
+    after_backward = some * (chunks - has_first) * usual_back + has_first * at_first
     ahead = wait(layer.again, layer.backward) - usual_back
     backward = backward + some * (chunks - has_last) * ahead
     behind = wait(last.scatter + layer.again, layer.backward) - usual_back
     backward = backward + has_last * (wait(layer.again, last.backward) + some * behind)
-    return np.maximum(forward, 0.0), np.maximum(backward, 0.0)
+    if part == "given":  # the gradients of weights that follow gather nothing
+        backward, after_backward = backward - after_backward, 0.0 * after_backward
+    if part == "late":
+        next_s = wait(layer.scatter + layer.gather, layer.backward) - usual_back
+        backward = backward + some * (chunks - has_first) * next_s
+    forward, backward = np.maximum(forward, 0.0), np.maximum(backward, 0.0)
+    after_forward = np.minimum(some * (chunks - has_last) * usual, forward)
+    return Waits(
+        forward=forward,
+        backward=backward,
+        behind_backward=np.minimum(behind_backward, forward - after_forward),
+        after_forward=after_forward,
+        after_backward=np.minimum(after_backward, backward),
+    )

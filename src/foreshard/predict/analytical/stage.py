@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.predict.analytical.sharded import ShardedUnit, on_device, waits
+from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED
+from foreshard.predict.analytical.sharded import ShardedUnit, Waits, on_device, waits
 from foreshard.predict.batch import Batch
 from foreshard.predict.tasks.collectives import (
     ShardTimes,
@@ -54,6 +55,7 @@ class StageTimes:
     last_share: np.ndarray  # work of the last micro-batch over that of the others
     host: np.ndarray  # what the host needs, of `forward` and `backward`
     later: np.ndarray  # of `backward` what zero-bubble schedules move; 0 where no pipeline has one
+    waits: Waits | None  # of both what passes wait for sharded weights; in pipelines alone
     # what the head takes of `forward`, `backward` but for `later`, and `later`, where stages have it
     head: tuple[Any, Any, Any]
     params: np.ndarray  # trained parameters of a rank, dense and expert
@@ -95,7 +97,7 @@ def stage_times(batch: Batch) -> StageTimes:
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
     later += _reduce_tables(parts, batch, table, ends, dense)
     computed = np.asarray(sum(parts.values()))
-    beside, waited = np.zeros((3, *shape)), np.zeros((4, *shape))
+    beside, waited, unit_waits = np.zeros((3, *shape)), np.zeros((4, *shape)), None
     units = _units(batch, layers, ends, table, dense)
     if units:
         added = on_device(units, machine)
@@ -111,7 +113,7 @@ def stage_times(batch: Batch) -> StageTimes:
     last = joined_s(short * computed + beside.sum(0), host, sharpness)
     if units:
         shorter = 1.0 + (last - beside.sum(0) - computed) / np.maximum(computed, 1e-12)
-        waited = _unit_waits(batch, units, longer, shorter)
+        waited, unit_waits = _unit_waits(batch, units, longer, shorter)
     work = joined + waited[0] + waited[1]
     last_share = np.where(short < 1.0 - 1e-9, (last + waited[2]) / np.maximum(work, 1e-12), 1.0)
     parts["host"] += joined - device
@@ -138,6 +140,7 @@ def stage_times(batch: Batch) -> StageTimes:
         last_share=last_share,
         host=host,
         later=later,
+        waits=unit_waits,
         head=(
             head_s * (ends.head_forward + half_tensor),
             head_s * (half_backward + half_tensor),
@@ -240,22 +243,44 @@ def _regathered(batch: Batch, layers: list[LayerTimes], head: Any) -> Any:
     return traits.regathers * (1.0 - np.minimum(kept / count, 1.0))
 
 
-def _unit_waits(batch: Batch, units: list[ShardedUnit], longer: Any, shorter: Any) -> np.ndarray:
+def _unit_waits(
+    batch: Batch, units: list[ShardedUnit], longer: Any, shorter: Any
+) -> tuple[np.ndarray, Waits | None]:
     """Return what stages wait for in forward, backward, both of the last micro-batch, half a backward.
 
-    That half are the gradients of inputs, before those of weights.
+    That half are the gradients of inputs, before those of weights: what pipelines with zero bubble pass on.
+    Beside it the waits of a pass that pipelines pass on.
     """
     *layers, embedding, head = units
     of = partial(waits, layers, embedding, head, batch.machine, chunks=batch.pipeline.num_chunks)
-    forward, backward = of(longer=longer)
-    first = backward
+    whole = of(longer=longer)
+    passed = whole
     if np.count_nonzero(batch.pipeline.zero_bubble):
-        first = of(longer=longer, given_only=True)[1]
-    short = forward + backward
+        given, late = (of(longer=longer, part=part) for part in ("given", "late"))
+        # Backwards that run beside forwards are whole.
+        paired = [1 + BY_ORDER.index(name) for name in PAIRED]
+        is_split = (batch.pipeline.zero_bubble > 0) & ~np.isin(batch.pipeline.by_order, paired)
+        whole = whole._replace(backward=np.where(is_split, given.backward + late.backward, whole.backward))
+        passed = whole._replace(
+            backward=np.where(batch.pipeline.zero_bubble > 0, given.backward, whole.backward),
+            after_backward=np.where(
+                batch.pipeline.zero_bubble > 0, given.after_backward, whole.after_backward
+            ),
+        )
+    short = whole.forward + whole.backward
     if np.count_nonzero(shorter < longer):
-        short = sum(of(longer=shorter))
+        last = of(longer=shorter)
+        short = last.forward + last.backward
     shape = batch.multiplicity.shape
-    return np.stack([np.zeros(shape) + seconds for seconds in (forward, backward, short, first)])
+    stated = (whole.forward, whole.backward, short, passed.backward)
+    waited = np.stack([np.zeros(shape) + seconds for seconds in stated])
+    # Interleaved passes follow each other in their rounds too; schedules of `BY_ORDER` know which do.
+    is_pipeline = (batch.pipeline.num_stages > 1) & (
+        (batch.pipeline.num_chunks <= 1) | (np.asarray(batch.pipeline.by_order) > 0)
+    )
+    if not np.count_nonzero(is_pipeline):
+        return waited, None
+    return waited, Waits(*(np.zeros(shape) + is_pipeline * seconds for seconds in passed))
 
 
 def _reduce_tables(

@@ -284,7 +284,7 @@ class _GroupPricer:
         schedule = self.group.schedule
         if schedule in ("interleaved", *TURNING) and self.num_chunks == 1:
             schedule = "1f1b"
-        if len(self.units) == 1 and schedule == "zb-h1":  # there is no bubble to fill
+        if len(self.units) == 1 and schedule in ("zb-h1", "zb-h2"):  # there is no bubble to fill
             schedule = "1f1b"
         ops = self._ops(units)
         return GroupPrices(
