@@ -12,7 +12,7 @@ from foreshard.runtime.checkpoint.folders import latest
 from foreshard.runtime.membership.supervisor_state import load_state
 from foreshard.runtime.records.durable_jsonl import whole_lines
 from foreshard.runtime.records.ledger import Audit, audit, merge
-from foreshard.spec.plan_file import load_plan
+from foreshard.spec.plan_file import parse_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ def _absent(out: Path) -> tuple[int, ...]:
     state = load_state(out)
     if state is None or not state.ranks:
         return ()  # the supervisor could not write it: the disk was full
-    return tuple(sorted(set(load_plan(str(out / "plan.json")).ranks) - set(state.ranks)))
+    return tuple(sorted(set(parse_plan(state.plan).ranks) - set(state.ranks)))
 
 
 def _budgets(line: dict[str, Any]) -> dict[str, dict[str, float]]:
