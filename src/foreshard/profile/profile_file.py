@@ -136,12 +136,14 @@ def load_profile(path: str) -> dict[str, Any]:
 
 
 def _check_counts(times: SizeTimes, where: str, path: str) -> None:
-    """Raise where phases were timed in unequally many passes, or rounds are of others than there are."""
+    """Raise where backwards are not as many as forwards, or rounds are of other passes than there are.
+
+    Backwards to the inputs alone are timed by themselves, fewer times.
+    """
     count = len(times.forward)
-    for phase in ("backward", "backward_input"):
-        if len(getattr(times, phase)) != count:
-            rule = f"It has the {count} passes of {where}forward"
-            raise invalid(len(getattr(times, phase)), rule, key=where + phase, fix=_FIX, file=path)
+    if len(times.backward) != count:
+        rule = f"It has the {count} passes of {where}forward"
+        raise invalid(len(times.backward), rule, key=f"{where}backward", fix=_FIX, file=path)
     if times.rounds and sum(times.rounds) != count:
         rule = f"They sum to the {count} passes of {where}forward"
         raise invalid(list(times.rounds), rule, key=f"{where}rounds", fix=_FIX, file=path)
