@@ -132,6 +132,7 @@ def test_a_part_of_nothing_is_no_budget(capsys, tmp_path):
     assert code == 2 and error["key"] == "budget[0].of" and "money" in error["what"] and error["fix"]
 
 
+@pytest.mark.slow
 def test_the_report_holds_the_figures_and_loads_nothing(capsys, tmp_path, monkeypatch):
     from foreshard.simulate import sweeps
 
@@ -156,6 +157,7 @@ def test_shipped_scenarios_play(capsys, name):
     assert code == 0 and found["bound"]["mean_step_time_s"] > 0
 
 
+@pytest.mark.slow
 def test_stages_that_split_micro_batches_play_beside_replicas_and_are_not_bound_by_theirs(capsys):
     policies = "lyapunov-stages,lyapunov,static-best"
     asked = (SCENARIOS.parent / "few_samples.toml", "--policy", policies)

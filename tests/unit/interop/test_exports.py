@@ -367,6 +367,7 @@ def test_every_target_names_what_it_was_checked_against(target):
     ("framework", "target"),
     [("megatron-core", "megatron"), ("torchtitan", "torchtitan@0.2"), ("torchtitan", "torchtitan@0.3")],
 )
+@pytest.mark.slow
 def test_what_is_planned_for_a_framework_it_can_be_told(framework, target):
     asked = {"global_batch": 64, "seq_len": 8192, "framework": framework, "comm": "all", "budget_s": 6.0}
     made = search(MODEL, CLUSTER, **asked).plans[0].plan

@@ -249,6 +249,7 @@ def test_ends_of_the_chain_are_not_counted():
     assert even_cuts(replace(problem, types=types), 3) == [0, 3, 5, 8]
 
 
+@pytest.mark.slow
 def test_judged_on_ranks():
     model, cluster = load_model("llama2-7b"), load_cluster("1x8xa100-sxm-80gb+1x8xl40s@100Gb/s")
     rows = judge(model, cluster, global_batch=64, seq_len=2048, bound_s=1e-3)

@@ -52,6 +52,7 @@ def everything():
 
 
 @pytest.mark.parametrize("stated", STATED, ids=str)
+@pytest.mark.slow
 def test_the_space_is_the_part_of_the_whole_that_is_as_stated(everything, stated):
     chosen = choices(stated, MEGATRON)
     expected = [plan for plan in everything if chosen.holds(plan)]

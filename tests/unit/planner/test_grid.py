@@ -331,6 +331,7 @@ def _afresh(request, cells):
 
 @pytest.mark.parametrize("device", ["h100-sxm", "rtx-4090", "gb200"])
 @pytest.mark.parametrize("model", ["llama3-8b", "deepseek-v3"])
+@pytest.mark.slow
 def test_work_known_from_other_numbers_of_nodes_is_that_of_these(model, device):
     sizes = (
         ["1x4", "1x8", "2x8", "3x8", "8x8", "12x8"] if device != "gb200" else ["1x4", "2x4", "9x4", "18x4"]

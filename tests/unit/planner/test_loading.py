@@ -55,6 +55,7 @@ def test_a_part_of_a_long_search_is_not_hasty(monkeypatch):
 
 
 @pytest.mark.parametrize("cluster", [MIXED, "1x2xl4+2x2xt4+1x8xa100-sxm-40gb@10Gb/s"])
+@pytest.mark.slow
 def test_bounds_of_sets_by_the_prices_of_more_groups_hold(cluster):
     request = checked_request(load_model("gpt2-xl"), load_cluster(cluster), **ASKED)
     found, sets = MixedFound(request=request), node_sets(request)

@@ -45,6 +45,7 @@ def pipeline(cuts, *, ranks, share, size, rules):
 
 
 @pytest.mark.parametrize("cluster", ["2x1xt4+1x1xl4@10Gb/s", "3x1xl4@25Gb/s"])
+@pytest.mark.slow
 def test_the_best_cut_micro_batch_and_rules_are_found_from_anywhere(cluster):
     request = asked(cluster, batch=22)
     every = {}

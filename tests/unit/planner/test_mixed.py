@@ -127,6 +127,7 @@ def test_cost_counts_the_nodes_in_use(even_clock):
 @pytest.mark.parametrize(
     "cluster", ["1x7xa100-sxm-80gb+1x3xh100-sxm@100Gb/s", "5x1xa100-sxm-40gb+3x1xl40s@10Gb/s"]
 )
+@pytest.mark.slow
 def test_prime_counts(cluster):
     found = search("llama3.2-1b", cluster, batch=31)
     assert found.plans and sum(group.share for group in found.plans[0].plan.groups) == 31
@@ -221,6 +222,7 @@ def test_devices_left_out_for_their_precision_are_the_first_change_that_fits():
     assert found.infeasible.fix == "It fits with --dtype fp16, which all of them have"
 
 
+@pytest.mark.slow
 def test_a_change_fits_when_it_fits_the_devices_of_each_kind():
     """The least pipeline in fp16 takes more L4 than there are, though no more devices than there are."""
     asked = {"batch": 32, "seq_len": 2048, "framework": "nemo"}

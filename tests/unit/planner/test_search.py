@@ -97,6 +97,7 @@ def test_a_limit_that_nothing_meets_names_the_least(fastest, objective):
     assert result.plans
 
 
+@pytest.mark.slow
 def test_a_price_overrides_that_of_the_catalog():
     asked = {"global_batch": 16, "tokens": TOKENS, "usd_per_device_hour": 1.0}
     first = _plan("llama3-8b", "1x8xh100-sxm", **asked).plans[0].prediction
@@ -135,6 +136,7 @@ def test_sizes_are_whole_nodes_or_parts_of_one():
     assert [part_of(cluster, size).num_devices for size in sizes] == sizes
 
 
+@pytest.mark.slow
 def test_memory_that_holds_no_plan_is_named_with_the_nearest_change():
     result = _plan("llama3-70b", "1x2xh100-sxm", global_batch=64, seq_len=8192)
     error = result.infeasible

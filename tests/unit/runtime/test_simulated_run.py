@@ -125,6 +125,7 @@ DRAWS = 'power = "{} W"\nidle_power = "{} W"\ncarbon_kg_per_kwh = {}\n'
         "carbon_kg_per_step=1e-9",
     ],
 )
+@pytest.mark.slow
 def test_where_a_budget_cannot_be_kept_the_cheapest_plan_runs(files, budget):
     asked, name = files(), budget.partition("=")[0]
     lab = Path(asked["lab"])
