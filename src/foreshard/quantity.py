@@ -121,6 +121,11 @@ def gain(fraction: float | None) -> str:
     return UNKNOWN if fraction is None else f"{100 * fraction:+.1f} %"
 
 
+def longer(ratio: float) -> str:
+    """Return how much longer something takes: a percentage, or from ten times on how many times as long."""
+    return f"{ratio:,.0f} times as long" if ratio >= 10.0 else f"{percent(ratio - 1.0)} longer"
+
+
 def usd(value: float | None) -> str:
     """Return dollars with cents below a thousand, whole above."""
     if value is None:

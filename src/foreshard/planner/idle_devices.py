@@ -64,11 +64,11 @@ def idle_devices(
             yield f"{who} stay idle: no plan was found in which their {memory} suffice{lacks}"
             continue
         others.sort(key=lambda pair: pair[0])
-        loss = quantity.percent(others[0][0] / step_s - 1)
+        loss = quantity.longer(others[0][0] / step_s)
         plans = [plan for _, plan in others[:_FASTEST]]
         plans += [plan for plan in fitting if not any(plan is other for other in plans)]
         what = _what(request, g, plans, step_s, budget)
-        yield f"{who} stay idle: the best plan found with them takes {loss} longer{what}"
+        yield f"{who} stay idle: the best plan found with them takes {loss}{what}"
 
 
 def _used(cluster: Cluster, plan: Plan) -> list[int]:
@@ -150,7 +150,7 @@ def _what(request: PlanRequest, g: int, plans: Sequence[Plan], step_s: float, bu
         return f"; their NIC of {nic} a node keeps them out, {rate} would pay"
     return (
         f"; no network would pay: with all links as fast as can be the best of {len(plans)} such plans "
-        f"still takes {quantity.percent(min(with_all) / step_s - 1)} longer, for their speed and memory"
+        f"still takes {quantity.longer(min(with_all) / step_s)}, for their speed and memory"
     )
 
 

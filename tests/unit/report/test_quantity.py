@@ -54,3 +54,16 @@ def test_memory_of_small_jobs_has_a_unit_that_shows_it():
     assert quantity.memory(100_000) == "97.7 KiB"
     assert quantity.memory(0) == "0 B"
     assert quantity.memory_in("MiB", 40_104) == "0.038" and quantity.memory_in("GiB", None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (1.054, "5.4 % longer"),
+        (3.0, "200.0 % longer"),
+        (382.02, "382 times as long"),
+        (1e5, "100,000 times as long"),
+    ],
+)
+def test_much_longer_is_said_by_how_many_times(ratio, said):
+    assert quantity.longer(ratio) == said
