@@ -201,10 +201,14 @@ def device_assumption(name: str) -> str | None:
     return said if canonical or name[-1:] not in ("s", "S") else _find(name[:-1])[1]
 
 
-def _near(key: str) -> list[str]:
-    """Return the names nearest in spelling: of the same line of devices, or a slip of a letter."""
+def near_devices(name: str) -> list[str]:
+    """Return the names nearest in spelling: begun so, of the same line of devices, or a slip of a letter."""
+    key = _short(normalise(name[:_MAX_CHARS]))
     line = re.match("[a-z]*", key)
     known = [*devices(), *_aliases()["exact"]]
+    begun = [name for name in devices() if name.startswith(key)] if any(map(str.isdecimal, key)) else []
+    if begun:
+        return sorted(begun, key=lambda name: "-sxm" not in name)[:3]  # what most servers have comes first
     same = [name for name in known if (other := re.match("[a-z]*", name)) and line and other[0] == line[0]]
     near = get_close_matches(key, same, n=3, cutoff=0.6)
     return near or get_close_matches(key, known, n=3, cutoff=0.8)
@@ -219,8 +223,7 @@ def why_unresolvable(name: str) -> str | None:
 
 def _unknown(name: str, candidates: tuple[str, ...]) -> SpecError:
     shown = name if len(name) <= _MAX_CHARS else name[:_MAX_CHARS] + "..."
-    key = _short(normalise(name[:_MAX_CHARS]))
-    near = list(candidates) or _near(key)
+    near = list(candidates) or near_devices(name)
     why = why_unresolvable(name)
     listed = " or ".join(repr(name) for name in near)
     hint = f"{'Write ' + listed + '.' if candidates else 'Did you mean ' + listed + '?'} " if near else ""

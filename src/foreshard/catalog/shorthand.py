@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from foreshard import units
 from foreshard.catalog.cluster_file import MAX_DEVICES
-from foreshard.catalog.devices import devices, resolve_device, why_unresolvable
+from foreshard.catalog.devices import near_devices, resolve_device, why_unresolvable
 from foreshard.catalog.instances import (
     Instance,
     instances,
@@ -313,7 +313,7 @@ def _nearest(text: str) -> str | None:
     if none and _readable(f"1x{none[1]}"):
         return f"1x{none[1]}"
     sized = re.fullmatch(rf"((?:[0-9]{{1,7}}{_BY}){{1,2}})(.+)", text)
-    known = get_close_matches(sized[2].lower(), devices(), n=1, cutoff=0.6) if sized else []
+    known = near_devices(sized[2]) if sized else []
     return f"{re.sub(_BY, 'x', sized[1])}{known[0]}" if sized and known else None
 
 

@@ -138,6 +138,8 @@ def _usage_error(error: click.ClickException) -> SpecError:
         fix = _of_other_verbs(error.option_name, command) or _near_option(error) or fix
     if re.search(r"extra arguments? \((true|false|yes|no|on|off|1|0)\b", message, re.IGNORECASE):
         fix = "A switch has no value: write --compile or --no-compile, as --help lists them"
+    if isinstance(error, click.BadOptionUsage) and "does not take a value" in message:
+        fix = f"Write {key} alone"
     fix = f"Write {ours}" if ours else fix
     quoted = re.match(r"'([^']*)'", message)
     what = message[: said.start()] if said else message

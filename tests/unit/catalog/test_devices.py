@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foreshard.catalog.devices import device_assumption, devices, normalise, resolve_device
+from foreshard.catalog.clusters import load_cluster
+from foreshard.catalog.devices import device_assumption, devices, near_devices, normalise, resolve_device
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.spec.plan import PRECISIONS
@@ -119,6 +120,16 @@ def test_a_name_of_no_device_is_an_error(written):
 def test_a_slip_of_the_pen_gets_the_device_suggested():
     with pytest.raises(SpecError, match=r"Did you mean 'h100-sxm'"):
         resolve_device("h100-sxn")
+
+
+@pytest.mark.parametrize(
+    ("cut", "whole"), [("h10", "h100-sxm"), ("b20", "b200-sxm"), ("v10", "v100-sxm-16gb")]
+)
+def test_a_name_cut_short_gets_the_device_that_begins_so(cut, whole):
+    """`8xh10` was taken for `8xa10`, which is as near in letters."""
+    assert near_devices(cut)[0] == whole
+    with pytest.raises(SpecError, match=f"Did you mean '8x{whole}'"):
+        load_cluster(f"8x{cut}")
 
 
 def test_a_name_of_several_devices_names_them_all():

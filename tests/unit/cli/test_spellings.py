@@ -4,6 +4,7 @@ import click
 import pytest
 
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Level, Word
+from foreshard.cli.program import _usage_error, program
 from foreshard.errors import SpecError
 from foreshard.spec.adapters import adapters_of
 from foreshard.spec.plan import OFFLOADS, OPTIMIZERS, PRECISIONS, SCHEDULES, check_recompute
@@ -256,11 +257,13 @@ def test_changes_and_objectives_are_read_in_other_words(shell):
 
 @pytest.mark.parametrize("words", ["--foo", "--dtpye bf16", "--json=3", "one two three", "--dtype"])
 def test_every_refusal_of_a_word_has_a_rule_and_a_fix(words):
-    import click
-
-    from foreshard.cli.program import _usage_error, program
-
     with pytest.raises(click.UsageError) as caught:
         program.main(["predict", *words.split()], standalone_mode=False)
     said = _usage_error(caught.value)
     assert said.rule and said.fix and said.exit_code == 2
+
+
+def test_a_switch_with_a_value_is_to_be_written_alone():
+    with pytest.raises(click.ClickException) as caught:
+        program.main(["run", "--resume=yes", "job.py"], standalone_mode=False)
+    assert _usage_error(caught.value).fix == "Write --resume alone"
