@@ -120,6 +120,10 @@ class LimitError(ForeshardError):
     exit_code = 4
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM ended a command at once: it is answered as Ctrl-C is, with the exit code of its own signal."""
+
+
 class AccuracyError(ForeshardError):
     """Predictions are further from the measurements than allowed."""
 

@@ -65,6 +65,16 @@ def test_none_is_written_if_none_is_wanted(tmp_path: Path) -> None:
     assert found.code == 0 and not (found.out / "ckpt").exists()
 
 
+@pytest.mark.slow
+def test_sigterm_ends_a_run_at_once_where_no_checkpoint_is_wanted(tmp_path: Path) -> None:
+    command = Command(tmp_path, {"loss": SLOW}, replicas(2), "--steps", "500", "--no-save-last")
+    wait_for_steps(command, 2)
+    command.process.send_signal(signal.SIGTERM)
+    found = command.end(60.0)
+    assert found.code == 128 + signal.SIGTERM and "terminated" in found.stderr, found.stderr
+    assert not (found.out / "ckpt").exists()
+
+
 def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
     command = Command(tmp_path, {"loss": SLOW}, replicas(2), "--steps", "500")
     wait_for_steps(command, 4)

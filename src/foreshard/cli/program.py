@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from foreshard.cli.options.group import VerbGroup
 from foreshard.cli.options.missing import missing
 from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, commands, verb
-from foreshard.errors import ForeshardError, SpecError
+from foreshard.errors import ForeshardError, SpecError, Terminated
 
 INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
 
@@ -57,7 +58,10 @@ def run(args: Sequence[str]) -> int:
         return _fail(_usage_error(error), args)
     except ForeshardError as error:
         return _fail(error, args)
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:
+        if Terminated in (type(error), type(error.__cause__)):  # click wraps it
+            click.echo("terminated", err=True)
+            return 128 + signal.SIGTERM
         click.echo("interrupted", err=True)
         return INTERRUPTED
     except OSError as error:  # a full disk, a closed pipe: neither our fault nor bad input

@@ -4,6 +4,7 @@ import os
 import pytest
 
 from foreshard import api
+from foreshard.errors import Terminated
 
 pytestmark = pytest.mark.usefixtures("stand_in")
 
@@ -128,14 +129,15 @@ def test_a_fault_of_ours_is_short_and_exits_1(shell, monkeypatch):
     assert "Traceback" in shell(*RUN).err
 
 
-def test_ctrl_c_exits_130(shell, monkeypatch):
+@pytest.mark.parametrize(("signal", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_signals_exit_with_their_code(shell, monkeypatch, signal, code):
     import foreshard.predict as place
 
     def interrupted(*args, **asked):
-        raise KeyboardInterrupt
+        raise signal
 
     monkeypatch.setattr(place, "predict", interrupted)
-    assert shell(*RUN).code == 130
+    assert shell(*RUN).code == code
 
 
 def test_unwritable_output_is_the_users_error(shell):

@@ -2,12 +2,13 @@
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from foreshard.errors import ForeshardError
+from foreshard.errors import ForeshardError, Terminated
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.processes import start_supervisor
 from foreshard.runtime.run_settings import RunSettings
@@ -62,3 +63,16 @@ def test_a_supervisor_is_started_by_a_process_of_many_open_files(tmp_path):
         for file in files:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("save_last", [True, False])
+def test_a_sigterm_that_ends_a_run_at_once_is_no_ctrl_c(tmp_path, save_last):
+    """The second one is, and the first where no checkpoint is wanted; schedulers read 143 as theirs."""
+    work = RunSettings(job="job.py", out=str(tmp_path), steps=1, save_last=save_last)
+    secret = tmp_path / "secret"
+    agent = Agent(out=tmp_path, plan=PLAN, work=work, ranks=[0], expected=[0], secret_file=secret)
+    with pytest.raises(Terminated), agent._ending_on_sigterm():
+        for sent in range(2):
+            assert agent.is_stopping == (sent == 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert agent.is_stopping == save_last

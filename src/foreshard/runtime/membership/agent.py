@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreshard.errors import ForeshardError, InfeasibleError, SpecError
+from foreshard.errors import ForeshardError, InfeasibleError, SpecError, Terminated
 from foreshard.profile.address import own_address
 from foreshard.runtime.membership.leader_failover import (
     Rendezvous,
@@ -173,7 +173,7 @@ class Agent:
 
         def stop(number: int, frame: Any) -> None:
             if self.is_stopping or not self.work.save_last:
-                raise KeyboardInterrupt
+                raise Terminated
             self._stop_s = time.monotonic()
 
         before = signal.signal(signal.SIGTERM, stop)
@@ -197,7 +197,7 @@ class Agent:
     def _poll(self) -> None:
         """Notice processes that have ended, and start again those that should continue."""
         if self._stop_s is not None and time.monotonic() - self._stop_s > _STOP_S:
-            raise KeyboardInterrupt
+            raise Terminated
         if self._supervisor is not None and self._supervisor.poll() is not None:
             rendezvous = read_rendezvous(self.out)
             if rendezvous is not None and rendezvous.term > self._term:
