@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from foreshard.errors import ForeshardError, Terminated
-from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.agent import Agent, RankProcess
 from foreshard.runtime.membership.processes import start_supervisor
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan_file import parse_plan
@@ -63,6 +63,22 @@ def test_a_supervisor_is_started_by_a_process_of_many_open_files(tmp_path):
         for file in files:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_that_cannot_be_started_again_leaves_the_run_to_end_by_name(tmp_path):
+    """Its pipe was closed twice: `Bad file descriptor` was all that was said of a folder that is gone."""
+    out, secret = tmp_path / "removed", tmp_path / "secret"
+    work = RunSettings(job="job.py", out=str(out), steps=1)
+    agent = Agent(out=out, plan=PLAN, work=work, ranks=[0], expected=[0], secret_file=secret)
+    reading, writing = os.pipe()
+    with subprocess.Popen(["true"]) as ended:
+        agent._ranks[0] = RankProcess(process=ended, report_fd=reading, restart_at_s=0.0)
+    os.close(writing)
+    with pytest.raises(ForeshardError, match="folder of the run is gone"):
+        agent._poll()
+    agent.stop()
+    with pytest.raises(OSError):
+        os.fstat(reading)
 
 
 @pytest.mark.parametrize("save_last", [True, False])

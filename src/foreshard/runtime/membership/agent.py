@@ -211,8 +211,9 @@ class Agent:
             if code is not None and rank.restart_at_s is None:
                 self._ended(number, rank, code)
             if rank.restart_at_s is not None and time.monotonic() >= rank.restart_at_s:
+                process, report_fd = self._spawn(number)
                 os.close(rank.report_fd)
-                (rank.process, rank.report_fd), rank.restart_at_s = self._spawn(number), None
+                rank.process, rank.report_fd, rank.restart_at_s = process, report_fd, None
                 rank.starts += 1
                 rank.started_s.append(time.monotonic())
         if time.monotonic() - self._contacted_s > _CONTACT_S or self._died:
