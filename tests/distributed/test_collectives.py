@@ -142,6 +142,7 @@ def test_a_rank_that_dies_between_its_sums_leaves_nobody_waiting(tmp_path: Path)
     assert sorted(found.losses) == list(range(6))
 
 
+@pytest.mark.slow
 def test_the_command_refuses_owners_that_an_algorithm_cannot_sum(tmp_path: Path) -> None:
     found = run(tmp_path, {}, replicas(2), "--collectives", "hierarchical", "--json", local=2)
     assert found.code == 2 and "per_node" in found.stderr + found.stdout

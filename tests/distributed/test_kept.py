@@ -91,7 +91,7 @@ def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    [(6, 11), pytest.param(11, 60, marks=pytest.mark.slow)],
+    [pytest.param(6, 11, marks=pytest.mark.slow), pytest.param(11, 60, marks=pytest.mark.slow)],
     ids=["in between", "at the end"],
 )
 def test_a_checkpoint_that_fails_is_said_and_written_when_there_is_room(
@@ -144,6 +144,7 @@ def test_a_run_is_not_resumed_with_other_samples(tmp_path: Path) -> None:
         assert found.code == 2 and says in found.stderr, found.stderr
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_ends_the_run_and_is_never_applied(tmp_path: Path) -> None:
     flags = ["--steps", "12", "--checkpoint-every", "2"]
     found = run(tmp_path, {"loss": BROKEN.format(6)}, replicas(2), *flags)

@@ -50,7 +50,7 @@ HELD = "import re; re.match('(a+)+$', 'a' * 64 + 'b')"  # in C: no other thread 
 @pytest.mark.parametrize(
     ("parts", "plan"),
     [
-        ({"model": SLOW_LAYER}, pipeline()),
+        pytest.param({"model": SLOW_LAYER}, pipeline(), marks=pytest.mark.slow),
         pytest.param({"dataset": SLOW_READ}, replicas(2), marks=pytest.mark.slow),
     ],
     ids=["a slow last stage", "slow reads"],

@@ -101,7 +101,7 @@ def port_s(case):
     return float(sent.max()) / nodes.nic_bytes_per_s if nodes.nic_bytes_per_s else 0.0
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
 def test_the_closed_form_is_within_three_percent_of_the_graph(part):
     """Interleaved plans in 9 of 10 cases, never by more than an eighth; the last part has sharded weights."""
     plain, cut, sharded = [], [], part == 3
@@ -304,7 +304,7 @@ def unequal(seed, num_groups):
     return PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
 
 
-@pytest.mark.parametrize("num_groups", (1, 2, 4))
+@pytest.mark.parametrize("num_groups", (1, 2, pytest.param(4, marks=pytest.mark.slow)))
 def test_unequal_pipelines_take_as_long_as_by_the_graph(num_groups):
     """With short last micro-batches, messages between unlike stages, and gradients of unlike cuts."""
     off = []

@@ -110,7 +110,10 @@ def test_shares_follow_a_straggler_and_come_back(cases):
 
 
 @pytest.mark.parametrize("budgets", [(), MONEY], ids=["free", "money"])
-@pytest.mark.parametrize(("seed", "noise", "longest"), [(0, 0.1, 4), (1, 0.1, 1), (2, 0.2, 1), (3, 0.05, 1)])
+@pytest.mark.parametrize(
+    ("seed", "noise", "longest"),
+    [pytest.param(0, 0.1, 4, marks=pytest.mark.slow), (1, 0.1, 1), (2, 0.2, 1), (3, 0.05, 1)],
+)
 def test_noise_alone_changes_groups_once_in_200_steps_at_most(cases, seed, noise, longest, budgets):
     world = World(cases, [1.0, 1.0, 0.5, 0.5], noise=noise, seed=seed)
     controller = world.controller(budgets=budgets, max_stages=longest)
@@ -416,7 +419,7 @@ def best_mean_s(world, budgets):
 @pytest.mark.parametrize("budgets", [(), STEP, HOUR, BOTH], ids=["none", "step", "hour", "both"])
 @pytest.mark.parametrize(
     ("steps", "seed", "noise", "longest"),
-    [(100, 1, 0.05, 4), (300, 2, 0.05, 1), (600, 4, 0.1, 1)],
+    [(100, 1, 0.05, 4), (300, 2, 0.05, 1), pytest.param(600, 4, 0.1, 1, marks=pytest.mark.slow)],
 )
 def test_budgets_are_kept_and_spent_while_nothing_changes(cases, steps, seed, noise, longest, budgets):
     world, controller = played(cases, steps, seed, noise, budgets, longest)

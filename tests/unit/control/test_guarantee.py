@@ -101,7 +101,9 @@ PLAIN = {"learns_dual": False, "experts": False}
 """Rules without which drift plus penalty goes on until the backlog is V times what the budget seems worth."""
 
 
-@pytest.mark.parametrize("rules", [{}, PLAIN], ids=["all rules", "drift plus penalty"])
+@pytest.mark.parametrize(
+    "rules", [{}, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["all rules", "drift plus penalty"]
+)
 def test_a_foe_that_knows_what_runs_gains_no_more_than_the_constant(cases, rules):
     """One rank alone keeps the budget; all else is as fast as three and seems hardly dearer, and is."""
     controller, worst = spited(cases, 0, 1500, ControllerOptions(**rules))

@@ -96,7 +96,10 @@ def best_fixed(rows, limit, slack):
     return rows[kept, :, 0].mean(1).min()
 
 
-@pytest.mark.parametrize(("kind", "horizon"), [*((kind, 2000) for kind in PATHS), ("swap", 80_000)])
+@pytest.mark.parametrize(
+    ("kind", "horizon"),
+    [*((kind, 2000) for kind in PATHS), pytest.param("swap", 80_000, marks=pytest.mark.slow)],
+)
 def test_speeds_that_are_no_forecast_of_the_next_step_break_no_budget(cases, kind, horizon):
     """Nor in the first steps of a run that is long, in which V is ten times as large."""
     truth, steps = Truth(cases), 2000

@@ -102,6 +102,7 @@ def in_space(plan: Plan, request: PlanRequest) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
+@pytest.mark.slow
 def test_no_plan_is_faster_by_the_engine(case):
     request, rng = asked(*case), np.random.default_rng(11)
     judged = 0
