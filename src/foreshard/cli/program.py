@@ -59,7 +59,7 @@ def run(args: Sequence[str]) -> int:
     except ForeshardError as error:
         return _fail(error, args)
     except (click.Abort, KeyboardInterrupt) as error:
-        if Terminated in (type(error), type(error.__cause__)):  # click wraps it
+        if isinstance(error.__cause__ or error, Terminated):  # click wraps it
             click.echo("terminated", err=True)
             return 128 + signal.SIGTERM
         click.echo("interrupted", err=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -93,13 +93,13 @@ def waits(
     *,
     longer: Any,
     chunks: Any,
-    part: str = "whole",
+    part: Literal["whole", "given", "late"] = "whole",
 ) -> Waits:
     """Return what forward and backward wait for, all chunks of a stage together.
 
-    Ends have a count of 1 on stages that hold them. The host makes computation `longer` by this factor;
-    Backward is 'whole', its 'given' part (gradients of inputs) or its 'late' one: of weights, with their
-    scatters, as one follows the other in pipelines with zero bubble.
+    Ends have a count of 1 on stages that hold them. The host makes computation `longer` by this factor.
+    `part` is what of a backward runs: all of it, the gradients of inputs ('given'), or those of weights with
+    their scatters ('late'), as one follows the other in pipelines with zero bubble.
     """
     beside = 1.0 * (machine.traits.grad_overlap > 0)
 

@@ -255,17 +255,16 @@ def _unit_waits(
     of = partial(waits, layers, embedding, head, batch.machine, chunks=batch.pipeline.num_chunks)
     whole = of(longer=longer)
     passed = whole
-    if np.count_nonzero(batch.pipeline.zero_bubble):
-        given, late = (of(longer=longer, part=part) for part in ("given", "late"))
+    is_split = np.asarray(batch.pipeline.zero_bubble) > 0
+    if np.count_nonzero(is_split):
+        given, late = of(longer=longer, part="given"), of(longer=longer, part="late")
         # Backwards that run beside forwards are whole.
         paired = [1 + BY_ORDER.index(name) for name in PAIRED]
-        is_split = (batch.pipeline.zero_bubble > 0) & ~np.isin(batch.pipeline.by_order, paired)
-        whole = whole._replace(backward=np.where(is_split, given.backward + late.backward, whole.backward))
+        in_two = is_split & ~np.isin(batch.pipeline.by_order, paired)
+        whole = whole._replace(backward=np.where(in_two, given.backward + late.backward, whole.backward))
         passed = whole._replace(
-            backward=np.where(batch.pipeline.zero_bubble > 0, given.backward, whole.backward),
-            after_backward=np.where(
-                batch.pipeline.zero_bubble > 0, given.after_backward, whole.after_backward
-            ),
+            backward=np.where(is_split, given.backward, whole.backward),
+            after_backward=np.where(is_split, given.after_backward, whole.after_backward),
         )
     short = whole.forward + whole.backward
     if np.count_nonzero(shorter < longer):
