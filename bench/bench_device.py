@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from device_steps import STEPS_TRAINED, Step
+from device_steps import STEPS_TRAINED, TORCH_TYPES, Step
 
 WARM_UP, STEPS = 4, 12
 OUT = Path(__file__).parents[1] / "src/foreshard/catalog/data/step_residuals.json"
@@ -149,12 +149,15 @@ def _torchvision(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
     torch.backends.cudnn.benchmark = True
     with torch.device(device):
         model = getattr(torchvision.models, str(step.model))(weights=None)
-    model = model.to(device, memory_format=torch.channels_last).train()
-    images = torch.randn(step.batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
+    layout = torch.contiguous_format if step.channels_first else torch.channels_last
+    model = model.to(device, memory_format=layout).train()
+    images = torch.randn(step.batch, 3, 224, 224, device=device).to(memory_format=layout)
+    narrow = TORCH_TYPES.get(step.dtype)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = step.dtype == "tf32"
     labels = torch.randint(0, 1000, (step.batch,), device=device)
 
     def loss() -> Any:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, getattr(torch, narrow)) if narrow else nullcontext():
             return torch.nn.functional.cross_entropy(model(images), labels)
 
     return model, loss, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

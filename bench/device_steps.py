@@ -29,6 +29,7 @@ class Step:
     compile: bool = False
     recipe: str = ""
     lora: int = 0  # rank of adapters on weights in bf16
+    channels_first: bool = False  # how a network's images and weights lie
     flags: tuple[str, ...] = ()
     size: dict[str, Any] = field(default_factory=dict)  # torchtitan: changes to its flavor
 
@@ -47,7 +48,9 @@ class Step:
             model = str(path)
         elif self.library == "torchvision":
             path = folder / f"{self.name.replace('-', '_')}.py"
-            path.write_text(NETWORK.format(name=model))
+            layout = "contiguous_format" if self.channels_first else "channels_last"
+            narrow = TORCH_TYPES.get(self.dtype, "")
+            path.write_text(NETWORK.format(name=model, layout=layout, narrow=narrow))
             model = f"{path}:trained"
         elif self.library == "module":
             model = f"{Path(__file__).parent / 'device_modules.py'}:{model}"
@@ -67,7 +70,9 @@ class Step:
 MODELS = json.loads((Path(__file__).parent / "device_models.json").read_text())
 
 
-NETWORK = """# A network as `_torchvision` trains it: channels last, under autocast.
+TORCH_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
+"""What autocast computes in; without it in tf32 and fp32."""
+NETWORK = """# A network as `_torchvision` trains it.
 import torch
 
 from foreshard.profile.networks.catalog import network
@@ -79,7 +84,8 @@ class Cast(torch.nn.Module):
         self.inner = inner
 
     def forward(self, images):
-        with torch.autocast("cuda", torch.bfloat16):
+        narrow = {narrow!r}
+        with torch.autocast("cuda", getattr(torch, narrow or "bfloat16"), enabled=bool(narrow)):
             return self.inner(images)
 
 
@@ -90,7 +96,7 @@ def loss(scores):
 
 def trained():
     inner, images = network("{name}")
-    inner = inner.to(memory_format=torch.channels_last)
+    inner = inner.to(memory_format=torch.{layout})
     return Cast(inner), images, loss
 """
 
@@ -104,10 +110,14 @@ def _language(
 _hf, _sharded, _titan = (partial(_language, name) for name in ("transformers", "sharded", "torchtitan"))
 
 
-def _network(name: str, batch: int, **more: Any) -> Step:
+def _network(model: str, batch: int, **more: Any) -> Step:
     flags = ("--optimizer", "sgd")
-    own = {"name": f"{name}-{batch}"} | more
-    return Step(kind="network", library="torchvision", model=name, batch=batch, flags=flags, **own)
+    own = {"name": f"{model}-{batch}"} | more
+    return Step(kind="network", library="torchvision", model=model, batch=batch, flags=flags, **own)
+
+
+def _channels_first(model: str, batch: int, dtype: str) -> Step:
+    return _network(model, batch, name=f"{model}-{batch}-{dtype}-first", dtype=dtype, channels_first=True)
 
 
 def _module(name: str, batch: int) -> Step:
@@ -287,4 +297,33 @@ STEPS_TRAINED = (
     _hf("qwen2.5-1.5b-lora", MODELS["QWEN2_1B5"], 4, 2048, lora=8),
     _hf("llama-3b-lora-full", MODELS["LLAMA_3B"], 8, 2048, lora=16, recompute="full"),
     _sharded("hf-granite-16", MODELS["GRANITE_2B_16"], 4, 2048),
+    # Trained on an H100 after all above: channels first, other precisions, models that no step above has.
+    _channels_first("resnet50", 256, "fp16"),
+    _channels_first("resnet50", 256, "tf32"),
+    _channels_first("resnet50", 1024, "fp16"),
+    _network("resnet50", 256, name="resnet50-256-fp16", dtype="fp16"),
+    _channels_first("vgg16_bn", 128, "fp16"),
+    _channels_first("densenet121", 128, "fp16"),
+    _channels_first("mobilenet_v3_large", 512, "fp16"),
+    _channels_first("efficientnet_b0", 256, "fp16"),
+    _channels_first("regnet_y_8gf", 128, "fp16"),
+    _channels_first("convnext_tiny", 128, "fp16"),
+    _channels_first("swin_t", 128, "fp16"),
+    _channels_first("inception_v3", 128, "tf32"),
+    _hf("gemma3-1b", MODELS["GEMMA3_1B"], 2, 2048),
+    _hf("smollm3-16", MODELS["SMOLLM3_3B_16"], 2, 4096),
+    _hf("exaone4-1.2b", MODELS["EXAONE4_1B2"], 4, 2048),
+    _hf("olmo3-6", MODELS["OLMO3_7B_6"], 2, 4096),
+    _hf("gptneo-1.3b", MODELS["GPTNEO_1B3"], 2, 2048),
+    _hf("nemotron-8", MODELS["NEMOTRON_4B_8"], 2, 2048),
+    _hf("glm4-6", MODELS["GLM4_9B_6"], 2, 2048),
+    _hf("hunyuan-1.8b", MODELS["HUNYUAN_1B8"], 2, 2048),
+    _hf("ernie-0.3b", MODELS["ERNIE_03B"], 8, 2048),
+    _hf("cohere2-4", MODELS["COHERE2_7B_4"], 1, 4096),
+    _hf("mpt-6", MODELS["MPT_7B_6"], 2, 2048),
+    _sharded("hf-qwen2-moe-4", MODELS["QWEN2_MOE_4"], 4, 2048, "experts"),
+    _sharded("hf-granitemoe-8", MODELS["GRANITEMOE_8"], 4, 2048, "experts"),
+    _sharded("hf-deepseek-v2-4", MODELS["DEEPSEEK_V2_LITE_4"], 4, 2048, "experts"),
+    _sharded("hf-gpt-oss-2", MODELS["GPT_OSS_20B_2"], 2, 4096, "experts"),
+    _sharded("hf-ernie-moe-4", MODELS["ERNIE_MOE_4"], 4, 2048, "experts"),
 )
