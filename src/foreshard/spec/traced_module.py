@@ -47,13 +47,16 @@ class Operation:
     ----------
     name : str
         The operator, as torch calls it.
-    kind : {'product', 'experts', 'convolution', 'grouped', 'depthwise', 'attention', 'stream', 'layout'}
-        What prices it. A convolution is the matrix product that it equals; those in groups that matrix
-        units do not take are of their own kinds.
+    kind : str
+        What prices it: product, experts, convolution, grouped, depthwise, attention, batch_norm, stream or
+        layout. A convolution is the matrix product that it equals; those in groups that matrix units do not
+        take are of their own kinds.
     sizes : tuple of Growth
         product, experts, convolution: rows, columns, inner length, number of products; attention: number of
         sequences, heads, queries, keys, head dimension, 1 where causal; grouped: channels of a group, 1
-        where channels are last; depthwise: rows of the filter; others: none.
+        where channels are last; depthwise: times that the image is read; batch_norm: channels, elements of
+        one, bytes of an element, 1 in the backward; layout: positions of an image that a filter of
+        one position may take as it is, else 0; others: none.
     bytes : Growth
         Read and written.
     flops : Growth

@@ -28,7 +28,7 @@ from foreshard.units import number_of
 MASTER_BYTES = 4
 """Parameters, gradients and moments are kept in 32 bit."""
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
-_GROUPS_APART = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
+_CUDNN_9 = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
@@ -261,7 +261,8 @@ def _priced(
             vector,
             matrix_units=units,
             issued_per_s=issued_per_s,
-            groups_apart=device.arch in _GROUPS_APART,
+            processors=device.num_sms,
+            cudnn_9=device.arch in _CUDNN_9,
         )
     return found
 

@@ -5,8 +5,8 @@ slow memory hides them behind its bytes; one with fast memory does not.
 
 Source
 ------
-Seconds of kernels of torch 2.11 on an H200 (33.5e12 instructions of threads a second), in profiles of
-ConvNeXt-T and Swin-T (docs/device_steps.md). Each figure is one that both networks, or several kernels of
+Seconds of kernels of torch 2.11 on an H200 and an H100 (33.5e12 instructions of threads a second), in
+profiles of networks (docs/device_steps.md). Each figure is one that both networks, or several kernels of
 them, agree on; of a range the lower end is taken, rounded.
 """
 
@@ -35,6 +35,22 @@ _SINGLE = 50.0  # an element of a product that is loaded by itself, as rows do n
 _DEPTHWISE = {"forward": 6.0, "input": 12.0, "weight": 4.5}
 """A multiply-add of a convolution of single channels, channels last: 5.9 with filters of 7 x 7 (ConvNeXt) and
 7.9 with 3 x 3 (MobileNetV2), 12 and 20 for the gradient of its input, 4.6 and 11 for that of its weights."""
+_DIRECT = {"forward": (205.0, 16.0), "input": (470.0, 10.5), "weight": (0.0, 56.0)}
+"""An element that torch's own kernels of such convolutions make with channels first, and a tap of its filter
+(for the gradient of weights: a multiply-add): MobileNetV3 and EfficientNet-B0 in fp16 on an H100, filters of
+3 x 3 and 5 x 5, agree within 5 %, but for weights of 16 channels, which take 2.7 times as long."""
+_LAYOUT = (
+    75.0  # an element of a tensor whose channels come last for a convolution: 60 (VGG-16) and 89 (ResNet-50)
+)
+_POOLS = {
+    aten.max_pool2d_with_indices.default: (150.0, 13.5),
+    aten.max_pool2d_with_indices_backward.default: (140.0, 5.0),
+    aten.avg_pool2d.default: (195.0, 0.0),
+    aten.avg_pool2d_backward.default: (310.0, 0.0),
+}
+"""An element that pooling makes, and a position of its window. The H100 took 403 (2 x 2) and 542 (3 x 3)
+forward, 320 and 372 backward in VGG-16 and ResNet-50, in either layout, 390 and 620 for means over 2 x 2 in
+DenseNet-121; half, for the reason of `_ROW`."""
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.copy_.default}
 _SUMS = {aten.sum.dim_IntList}
 
@@ -45,8 +61,13 @@ def issued_by(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool
         return _ROW * args[0].numel() / max(1, prod(args[_NORMS[func]]))
     if func in _BATCH_NORMS:
         return _BATCH_NORMS[func] * args[0].numel() * (channels_last and args[0].dtype is torch.bfloat16)
+    out = out[0] if func is aten.max_pool2d_with_indices.default else out
     if not isinstance(out, torch.Tensor):
         return 0.0
+    if func in _POOLS:
+        element, place = _POOLS[func]
+        window = args[2] if "backward" in func.name() else args[1]
+        return (element + place * prod(window)) * out.numel()
     if func in _SUMS:
         summed, order = {dim % args[0].dim() for dim in args[1] or ()}, _order(args[0])
         return _SUMMED * args[0].numel() * (bool(summed) and bool(order) and order[-1] not in summed)
@@ -76,6 +97,27 @@ def issued_by_depthwise(flops: float, gives: str, *, channels_last: bool) -> flo
     `gives` is forward, input or weight.
     """
     return _DEPTHWISE[gives] * flops / 2.0 * channels_last
+
+
+def issued_by_direct_depthwise(out: torch.Tensor, flops: float, gives: str) -> float:
+    """Return the instructions of torch's own convolution of single channels, channels first."""
+    element, tap = _DIRECT[gives]
+    return element * out.numel() + tap * flops / 2.0
+
+
+def issued_by_layout(touched: tuple[torch.Tensor, ...]) -> float:
+    """Return the instructions that a change of layout takes."""
+    return _LAYOUT * sum(tensor.numel() for tensor in touched)
+
+
+def issued_by_bias(out: torch.Tensor) -> float:
+    """Return the instructions of the sum of a bias of a convolution, a kernel of its own."""
+    return _STRIDED * out.numel()
+
+
+def issued_by_bias_sum(gradient: torch.Tensor) -> float:
+    """Return the instructions of the gradient of such a bias."""
+    return _SUMMED * gradient.numel()
 
 
 def _differs(operand: torch.Tensor, out: torch.Tensor, channels_last: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from foreshard.profile.tracing.issued import issued_by, issued_by_depthwise, issued_by_product
+from foreshard.profile.tracing.issued import (
+    issued_by,
+    issued_by_bias,
+    issued_by_bias_sum,
+    issued_by_depthwise,
+    issued_by_direct_depthwise,
+    issued_by_layout,
+    issued_by_product,
+)
 
 aten = torch.ops.aten
 
@@ -36,6 +44,22 @@ _PASSES = {  # passes over the largest tensor beyond reading and writing each on
     aten.native_group_norm.default: 1,
     aten.native_group_norm_backward.default: 2,
     aten.native_layer_norm_backward.default: 2,  # gradients of weight and bias are a kernel of their own
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchNorm:
+    """Where a batch norm has its image and whether it trains."""
+
+    image: int
+    training: int
+    backward: bool
+
+
+_BATCH_NORMS = {
+    aten.native_batch_norm.default: _BatchNorm(0, 5, False),
+    aten._native_batch_norm_legit.default: _BatchNorm(0, 5, False),
+    aten.native_batch_norm_backward.default: _BatchNorm(1, 7, True),
 }
 _FILLED = {aten.slice_backward.default, aten.select_backward.default}  # zeros first, then the part
 
@@ -64,30 +88,70 @@ def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool 
     if func in _PRODUCTS:
         yield _product(name, _PRODUCTS[func](args), args, out)
     elif func is aten.convolution.default:
-        yield _convolution(
-            name, args[0], args[1], out, groups=args[8], transposed=args[6], channels_last=channels_last
-        )
-        if not channels_last:
-            yield from _layout(args[1], (args[0], args[1], out), args[8])
+        last = channels_last or is_channels_last(args[:1])
+        filters = _Filters(args[1], args[0], args[3], args[5], args[6], args[8], last)
+        yield _convolution(name, args[0], out, filters, transposed=filters.transposed)
+        yield from filters.layout((args[0], args[1], out))
+        if args[2] is not None and not filters.is_direct:
+            yield Call("bias", "stream", (), 2.0 * nbytes(out), 0.0, issued=issued_by_bias(out))
     elif func is aten.convolution_backward.default:
-        yield from _convolution_backward(name, args, channels_last)
+        last = channels_last or is_channels_last(args[1:2])
+        filters = _Filters(args[2], args[1], args[4], args[6], args[7], args[9], last)
+        yield from _convolution_backward(name, args[0], filters, args[10])
+    elif _by_channels(func, args) and not channels_last:
+        image = args[_BATCH_NORMS[func].image]
+        sizes = (
+            image.shape[1],
+            image.numel() / image.shape[1],
+            image.element_size(),
+            _BATCH_NORMS[func].backward,
+        )
+        yield Call(name, "batch_norm", tuple(map(float, sizes)), _moved(func, args, out), 0.0)
     else:
-        moved = bytes_of(args) + bytes_of(out)
-        moved += _PASSES[func] * nbytes(args[0]) if func in _PASSES else 0.0
-        moved += bytes_of(out) if func in _FILLED else 0.0
+        moved = _moved(func, args, out)
         kernels = len(args[2]) if func is aten.roll.default and len(args) > 2 else 1  # one for each dimension
         issued = kernels * issued_by(func, args, out, channels_last=channels_last)
         yield Call(name, "stream", (), kernels * moved, 0.0, issued=issued)
 
 
+def _moved(func: Any, args: tuple[Any, ...], out: Any) -> float:
+    """Return the bytes that an operation reads and writes."""
+    moved = bytes_of(args) + bytes_of(out)
+    moved += _PASSES[func] * nbytes(args[0]) if func in _PASSES else 0.0
+    return moved + (bytes_of(out) if func in _FILLED else 0.0)
+
+
+def _by_channels(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation is a batch norm in training, of images: a block of threads a channel."""
+    norm = _BATCH_NORMS.get(func)
+    return norm is not None and bool(args[norm.training]) and args[norm.image].dim() > 2
+
+
 def is_channels_last(tensors: Iterable[Any]) -> bool:
-    """Return whether weights of convolutions say that images have their channels last."""
+    """Return whether any of images, or of weights of convolutions, has its channels last."""
     return any(
         tensor.dim() == 4
         and tensor.is_contiguous(memory_format=torch.channels_last)
         and not tensor.is_contiguous()
         for tensor in tensors
     )
+
+
+def laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """Return what an operation makes as it lies on a device: the meta device forgets channels last.
+
+    Source: torch 2.11, aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format.
+    """
+    if func is aten.convolution.default and is_channels_last(args[:2]):
+        return _channels_last(out)
+    if func is aten.convolution_backward.default and is_channels_last(args[1:3]):
+        return (_channels_last(out[0]), *out[1:])
+    return out
+
+
+def _channels_last(made: Any) -> Any:
+    images = isinstance(made, torch.Tensor) and made.dim() == 4
+    return torch.empty_like(made, memory_format=torch.channels_last) if images else made
 
 
 def nbytes(tensor: Any) -> float:
@@ -162,59 +226,92 @@ def _product(name: str, sizes: tuple[float, ...], args: Any, out: Any) -> Call:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Filters:
+    """The weight of a convolution and how it passes over an image."""
+
+    weight: torch.Tensor
+    image: torch.Tensor  # what the convolution reads
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    groups: int
+    channels_last: bool
+
+    @property
+    def width(self) -> int:
+        """Channels of a group, the fewer of those read and made."""
+        return int(min(self.weight.shape[0] // self.groups, self.weight.shape[1]))
+
+    @property
+    def taps(self) -> int:
+        """Positions of a filter."""
+        return prod(self.weight.shape[2:])
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it runs in torch's own kernels for single channels: cuDNN takes few with channels first.
+
+        Source: torch 2.11, aten/src/ATen/native/Convolution.cpp, use_cudnn_depthwise.
+        """
+        channels, side, filter_side = self.image.shape[1], self.image.shape[-1], self.weight.shape[-1]
+        taken = self.image.dtype is torch.float16 and channels >= 32 and side >= 7 and self.image.dim() == 4
+        taken &= (
+            set(self.dilation) == {1} and filter_side in (1, 3, 5) and self.weight.shape[2] == filter_side
+        )
+        many = filter_side > 1 and (channels >= 512 or (channels >= 256 and side >= 28))
+        taken &= set(self.stride) == {1} or (set(self.stride) == {2} and many)
+        return self.groups > 1 and self.width == 1 and not self.channels_last and not taken
+
+    def layout(self, touched: tuple[Any, ...]) -> Iterator[Call]:
+        """Yield the change of layout that matrix units ask for: channels last, for tensors that are not.
+
+        Kernels for few channels to a group take either. The size is the positions of an image whose channels
+        a filter of one position multiplies as they lie, if these are enough; else 0. Source: NVIDIA Deep
+        Learning Performance, Convolutional Layers User's Guide, "Tensor layouts in memory".
+        """
+        grouped = self.width >= _MATRIX_CHANNELS and _on_matrix_units(self.width, self.groups)
+        pointwise = self.groups == 1 and self.taps == 1 and set(self.stride) == {1}
+        positions = float(pointwise * prod(self.image.shape[2:]))
+        if not self.channels_last and (self.groups == 1 or grouped):
+            issued = issued_by_layout(touched)
+            yield Call("layout", "layout", (positions,), 2.0 * bytes_of(touched), 0.0, issued=issued)
+
+
 def _convolution(
-    name: str, data: Any, weight: Any, out: Any, *, groups: int, transposed: bool, channels_last: bool
+    name: str, data: torch.Tensor, out: torch.Tensor, filters: _Filters, *, transposed: bool
 ) -> Call:
     """Return the matrix product of a convolution, or of the gradient of its input.
 
     Every output position multiplies a patch of the input with the weights of its group. A transposed one is
     the gradient of a convolution from its output to its input, and takes the positions of its own input.
     """
+    groups, taps = filters.groups, filters.taps
     positions = out.shape[0] * prod(out.shape[2:]) if not transposed else data.shape[0] * prod(data.shape[2:])
-    kernel = prod(weight.shape[2:])
     inside, outside = data.shape[1] // groups, out.shape[1] // groups
-    sizes = (positions, outside, inside * kernel, groups)
+    sizes = (positions, outside, inside * taps, groups)
     if transposed:
-        sizes = (positions, outside * kernel, inside, groups)
-    moved = bytes_of((data, weight, out))
+        sizes = (positions, outside * taps, inside, groups)
+    moved = bytes_of((data, filters.weight, out))
     gives = "forward" if name == "convolution" else "input"
-    return _of_groups(name, tuple(map(float, sizes)), moved, weight, groups, channels_last, gives)
+    return _of_groups(name, tuple(map(float, sizes)), moved, filters, out, gives)
 
 
 def _of_groups(
-    name: str,
-    sizes: tuple[float, ...],
-    moved: float,
-    weight: Any,
-    groups: int,
-    channels_last: bool,
-    gives: str,
+    name: str, sizes: tuple[float, ...], moved: float, filters: _Filters, out: torch.Tensor, gives: str
 ) -> Call:
     """Return a convolution by the kernels that run its groups; it gives `forward`, or a gradient."""
-    width = _group_width(weight, groups)
+    width, groups = filters.width, filters.groups
     kind, flops, issued = "convolution", 2.0 * prod(sizes), 0.0
     if groups > 1 and width == 1:
-        kind, sizes = "depthwise", (float(prod(weight.shape[2:-1])),)
-        issued = issued_by_depthwise(flops, gives, channels_last=channels_last)
+        kind, sizes = "depthwise", (float(prod(filters.weight.shape[2:-1])),)
+        issued = issued_by_depthwise(flops, gives, channels_last=filters.channels_last)
+        if filters.is_direct:
+            sizes, issued = (1.0,), issued_by_direct_depthwise(out, flops, gives)
     elif not _on_matrix_units(width, groups):
-        kind, sizes = "grouped", (float(width), float(channels_last))
-    return Call(name, kind, sizes, moved, flops, wide=weight.dtype is torch.float32, issued=issued)
-
-
-def _group_width(weight: Any, groups: int) -> int:
-    """Return the channels of a group, the fewer of those read and made."""
-    return int(min(weight.shape[0] // groups, weight.shape[1]))
-
-
-def _layout(weight: Any, touched: tuple[Any, ...], groups: int) -> Iterator[Call]:
-    """Yield the change of layout that matrix units ask for: channels last, for tensors that are not.
-
-    Kernels for few channels to a group take either. Source: NVIDIA Deep Learning Performance, Convolutional
-    Layers User's Guide, "Tensor layouts in memory".
-    """
-    width = _group_width(weight, groups)
-    if groups == 1 or (width >= _MATRIX_CHANNELS and _on_matrix_units(width, groups)):
-        yield Call("layout", "layout", (), 2.0 * bytes_of(touched), 0.0)
+        kind, sizes = "grouped", (float(width), float(filters.channels_last))
+    wide = filters.weight.dtype is torch.float32
+    return Call(name, kind, sizes, moved, flops, wide=wide, issued=issued)
 
 
 def _on_matrix_units(width: int, groups: int) -> bool:
@@ -226,40 +323,19 @@ def _on_matrix_units(width: int, groups: int) -> bool:
     return groups == 1 or (width <= _GROUP_CHANNELS and width * groups % _BLOCK_CHANNELS == 0)
 
 
-def _convolution_backward(name: str, args: tuple[Any, ...], channels_last: bool) -> Iterator[Call]:
-    gradient, data, weight, transposed, groups, mask = (
-        args[0],
-        args[1],
-        args[2],
-        args[7],
-        args[9],
-        args[10],
-    )
+def _convolution_backward(
+    name: str, gradient: torch.Tensor, filters: _Filters, mask: Sequence[bool]
+) -> Iterator[Call]:
+    data, weight, groups, transposed = filters.image, filters.weight, filters.groups, filters.transposed
     touched = (gradient, data, weight)
     if mask[0]:
-        yield _convolution(
-            name,
-            gradient,
-            weight,
-            data,
-            groups=groups,
-            transposed=not transposed,
-            channels_last=channels_last,
-        )
-        if not channels_last:
-            yield from _layout(weight, touched, groups)
+        yield _convolution(name, gradient, data, filters, transposed=not transposed)
+        yield from filters.layout(touched)
     if mask[1]:
         wide, narrow = (data, gradient) if transposed else (gradient, data)
         positions = wide.shape[0] * prod(wide.shape[2:])
-        shape = (
-            wide.shape[1] // groups,
-            narrow.shape[1] // groups * prod(weight.shape[2:]),
-            positions,
-            groups,
-        )
-        sizes = tuple(map(float, shape))
-        yield _of_groups(name, sizes, bytes_of(touched), weight, groups, channels_last, "weight")
-        if not channels_last:
-            yield from _layout(weight, touched, groups)
+        shape = (wide.shape[1] // groups, narrow.shape[1] // groups * filters.taps, positions, groups)
+        yield _of_groups(name, tuple(map(float, shape)), bytes_of(touched), filters, weight, "weight")
+        yield from filters.layout(touched)
     if mask[2]:
-        yield Call(name, "stream", (), nbytes(gradient), 0.0)
+        yield Call(name, "stream", (), nbytes(gradient), 0.0, issued=issued_by_bias_sum(gradient))

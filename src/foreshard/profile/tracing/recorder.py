@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from foreshard.profile.tracing.constants import Constants
 from foreshard.profile.tracing.lifetimes import Lifetimes
-from foreshard.profile.tracing.operations import Call, calls_of, tensors_of
+from foreshard.profile.tracing.operations import Call, calls_of, laid_out, tensors_of
 from foreshard.profile.tracing.repeats import Repeats
 
 
@@ -138,7 +138,7 @@ class Recorder:
         key = self.repeats.key(func, args, kwargs)
         again = self.repeats.again(key)
         if again is None:
-            out = func(*args, **kwargs)
+            out = laid_out(func, args, func(*args, **kwargs))
             read = (*args, *kwargs.values())
             calls = list(calls_of(func, read, out, channels_last=self.channels_last))
             self.repeats.add(key, read, out, calls)
