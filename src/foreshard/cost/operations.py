@@ -41,7 +41,7 @@ class _Direct:
 
 @dataclass(frozen=True, slots=True)
 class _OfChannels:
-    """A kernel of cuDNN that norms each channel of a batch by one block of threads, channels first.
+    """A kernel that norms each channel of a batch by one block of threads, channels first.
 
     Attributes
     ----------
@@ -49,25 +49,33 @@ class _OfChannels:
         Instructions of threads for an element of a block that has a processor alone, or with others.
     once_bytes : float
         A channel of so many bytes is read once and kept: such kernels stream.
+    each : float
+        Instructions for an element of a second kernel, over all elements alike.
 
     Source
     ------
-    Kernels of an H100 in fp16 (torch 2.11; TF32 has the same): 1.34 to 1.42 elements a nanosecond forward
-    and .70 to .73 backward in blocks alone (ResNet-50, VGG-16, MobileNetV3, EfficientNet-B0; 16 to 128
-    channels), 1.67 to 1.73 and 1.07 to 1.35 on a processor with several.
+    Kernels of an H100 (torch 2.11). cuDNN's in fp16 (TF32 has the same): 1.34 to 1.42 elements a nanosecond
+    forward and .70 to .73 backward in blocks alone (ResNet-50, VGG-16, MobileNetV3, EfficientNet-B0; 16 to
+    128 channels), 1.67 to 1.73 and 1.07 to 1.35 on a processor with several. Torch's own, which run in bf16:
+    ResNet-50 and MobileNetV2, within 8 %.
     """
 
     alone: float
     shared: float
-    once_bytes: float
+    once_bytes: float = 0.0
+    each: float = 0.0
 
 
 _ALIGNED_8, _ALIGNED_9 = 8, 2
 """Positions of an image that a matrix unit loads at once where a convolution is the product of its channels
 with channels first: 16 bytes (NVIDIA, Matrix Multiplication Background, "Requirements to use Tensor Cores"),
 and of cuDNN 9 two elements, by the kernels of ResNet-50 (cutlass ... align2; 7 x 7 are converted)."""
-_NORM_FORWARD = _OfChannels(alone=183.0, shared=149.0, once_bytes=2.0**17)
-_NORM_BACKWARD = _OfChannels(alone=357.0, shared=215.0, once_bytes=2.0**15)
+_CUDNN_NORMS = (
+    _OfChannels(alone=183.0, shared=149.0, once_bytes=2.0**17),
+    _OfChannels(alone=357.0, shared=215.0, once_bytes=2.0**15),
+)
+_TORCH_NORMS = (_OfChannels(alone=190.0, shared=155.0, each=100.0), _OfChannels(alone=420.0, shared=355.0))
+"""Forward and backward."""
 _FIRST = _Direct(share=2.06, channels=221.0)
 _LAST = _Direct(share=0.245, channels=148.0)
 _FIRST_APART = _Direct(share=6.81, channels=214.0)
@@ -187,14 +195,13 @@ def _batch_norms(
     streamed_s = _streams(operations, samples, kernels, vector)
     if one_per_s <= 0.0:
         return streamed_s
-    channels, elements, element_bytes, backward = _sizes(operations, samples)
-
-    def either(key: str) -> np.ndarray:
-        return np.where(backward > 0, getattr(_NORM_BACKWARD, key), getattr(_NORM_FORWARD, key))
-
+    channels, elements, element_bytes, backward, own = _sizes(operations, samples)
+    run = [(_TORCH_NORMS if o else _CUDNN_NORMS)[int(b)] for o, b in zip(own, backward, strict=True)]
+    alone, shared, once_bytes, each = np.array([(k.alone, k.shared, k.once_bytes, k.each) for k in run]).T
     waves = np.ceil(channels / processors)
-    blocks_s = elements * np.maximum(either("alone"), waves * either("shared")) / one_per_s
-    kept = elements * element_bytes <= either("once_bytes")
+    blocks_s = elements * np.maximum(alone, waves * shared) / one_per_s
+    blocks_s += elements * channels * each / (processors * one_per_s)
+    kept = elements * element_bytes <= once_bytes
     return np.where(kept, streamed_s, np.maximum(streamed_s, blocks_s))
 
 

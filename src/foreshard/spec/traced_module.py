@@ -55,8 +55,8 @@ class Operation:
         product, experts, convolution: rows, columns, inner length, number of products; attention: number of
         sequences, heads, queries, keys, head dimension, 1 where causal; grouped: channels of a group, 1
         where channels are last; depthwise: times that the image is read; batch_norm: channels, elements of
-        one, bytes of an element, 1 in the backward; layout: positions of an image that a filter of
-        one position may take as it is, else 0; others: none.
+        one, bytes of an element, 1 in the backward, 1 in torch's own kernels; layout: positions of an image
+        that a filter of one position may take as it is, else 0; others: none.
     bytes : Growth
         Read and written.
     flops : Growth

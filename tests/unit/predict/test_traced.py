@@ -1,6 +1,7 @@
 """Traced modules: costs by formulas in the form of measured ones, and the steps that follow."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from foreshard.planner.measured.prices import priced
 from foreshard.predict.measured.engine import predict_measured
 from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
 from foreshard.predict.tasks.host import LAYER_OPERATIONS, operation_launch_s
+from foreshard.predict.traits import sm_cycles_per_s
 from foreshard.profile.networks.catalog import network
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
@@ -46,11 +48,15 @@ def step_of(module, cluster, **degrees):
     return predict_traced(module, found, plan_of(module, found.num_devices, **degrees))
 
 
+def issue_of(device):
+    return {"issued_per_s": 128 * sm_cycles_per_s(device), "processors": device.num_sms}
+
+
 def test_one_device_takes_the_sum_of_its_operations(resnet):
     device = resolve_device("a100-sxm-40gb")
     kernels = kernel_model(device, "fp16")
     work_s = sum(
-        operations_s(operations, 64, kernels, device.peak("fp32")).sum()
+        operations_s(operations, 64, kernels, device.peak("fp32"), **issue_of(device)).sum()
         for layer in resnet.layers
         for operations in (layer.forward, layer.backward)
         if operations
@@ -91,7 +97,7 @@ def test_costs_are_exact_at_the_micro_batch_that_is_planned(resnet):
         costs = traced_costs(resnet, [device], micro_batches=[size])
         kernels = kernel_model(device, "fp16")
         exact = sum(
-            operations_s(layer.backward, size, kernels, device.peak("fp32")).sum()
+            operations_s(layer.backward, size, kernels, device.peak("fp32"), **issue_of(device)).sum()
             for layer in resnet.layers
             if layer.backward
         )
@@ -303,12 +309,47 @@ def test_grouped_convolutions_grow_with_samples_and_with_channels_last():
 def test_a_depthwise_convolution_streams_its_image_for_every_row_of_the_filter():
     kernels = kernel_model(resolve_device("rtx-3090"), "fp16")
     module = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 64, 1), torch.nn.Conv2d(64, 64, 7, padding=3, groups=64, bias=False)
+        torch.nn.Conv2d(3, 64, 1), torch.nn.Conv2d(64, 64, 5, padding=2, groups=64, bias=False)
     )
     traced = trace_module(module, torch.empty(1, 3, 32, 32), precision="fp16")
     (found,) = [o for layer in traced.layers for o in layer.forward if o.kind == "depthwise"]
-    moved = 2 * (2 * 16 * 64 * 32 * 32 + 64 * 49)
-    assert operations_s([found], 16, kernels, 1e12)[0] == pytest.approx(float(stream_s(7 * moved, kernels)))
+    moved = 2 * (2 * 16 * 64 * 32 * 32 + 64 * 25)
+    assert operations_s([found], 16, kernels, 1e12)[0] == pytest.approx(float(stream_s(5 * moved, kernels)))
+
+
+def norm_of(channels, side, *, precision="fp16", layout=torch.contiguous_format):
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, channels, 3, padding=1), torch.nn.BatchNorm2d(channels))
+    traced = trace_module(
+        network.to(memory_format=layout), torch.empty(1, 3, side, side), precision=precision, autocast=True
+    )
+    operations = [o for layer in traced.layers for o in (*layer.forward, *layer.backward)]
+    return [o for o in operations if o.name.startswith("native_batch_norm")]
+
+
+def norm_s(operations, samples, device):
+    return operations_s(operations, samples, kernel_model(device, "fp16"), 1e12, **issue_of(device))
+
+
+def test_a_batch_norm_of_few_channels_leaves_processors_idle():
+    """Channels first, each is a block of threads; kernels of MobileNetV3 on an H100 (16 x 112 x 112)."""
+    h100 = resolve_device("h100-sxm")
+    few, as_many = norm_of(16, 112), norm_of(64, 112)
+    assert norm_s(few, 512, h100) == pytest.approx([18.56e-3 / 4, 35.18e-3 / 4], rel=0.1)
+    assert norm_s(few, 512, h100) == pytest.approx(norm_s(as_many, 512, h100))
+    assert norm_s(norm_of(512, 112), 64, h100)[0] > 2.0 * norm_s(norm_of(128, 112), 64, h100)[0]
+    streamed = operations_s(few, 512, kernel_model(h100, "fp16"), 1e12)
+    assert (norm_s(norm_of(16, 112, layout=torch.channels_last), 512, h100) <= 1.01 * streamed).all()
+    assert (
+        norm_s(norm_of(16, 7), 64, h100) == operations_s(norm_of(16, 7), 64, kernel_model(h100, "fp16"), 1e12)
+    ).all()
+
+
+@pytest.mark.parametrize("channels", [16, 128, 200, 1024])
+def test_a_batch_norm_never_gets_faster_with_samples(channels):
+    for precision in ("fp16", "bf16"):
+        found = norm_of(channels, 28, precision=precision)
+        seconds = [norm_s(found, size, resolve_device("h100-sxm")) for size in (1, 16, 60, 64, 100, 256)]
+        assert all((more >= less).all() for less, more in pairwise(seconds))
 
 
 def test_instructions_bind_only_where_memory_is_fast():

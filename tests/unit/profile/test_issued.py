@@ -88,20 +88,33 @@ def test_many_products_of_odd_sizes_load_single_elements(tokens, binds):
     assert issued(lambda x: x @ x.mT @ x, (3, tokens, 32), "bmm", precision="fp32") == 0.0
 
 
-def test_single_channels_issue_by_multiply_adds_in_the_layout_that_was_measured():
-    for layout, binds in ((torch.channels_last, True), (torch.contiguous_format, False)):
-        network = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 7, padding=3, groups=8)).to(
-            memory_format=layout
-        )
-        traced = trace_module(network, torch.empty(1, 4, 16, 16), precision="fp16")
-        found = [
-            (o.issued.at(8), o.flops.at(8))
-            for layer in traced.layers
-            for o in (*layer.forward, *layer.backward)
-            if o.kind == "depthwise"
-        ]
-        assert [flops for _, flops in found] == [2.0 * 8 * 8 * 16 * 16 * 49] * 3
-        assert [issued > 0 for issued, _ in found] == [binds] * 3
+@pytest.mark.parametrize(
+    ("layout", "filter_side", "stride", "dtype", "each"),
+    [
+        (torch.channels_last, 7, 1, "fp16", [49 * 6, 49 * 12, 49 * 4.5]),
+        (torch.contiguous_format, 3, 1, "fp16", [0, 0, 0]),  # cuDNN's
+        (torch.contiguous_format, 3, 1, "bf16", [205 + 9 * 16, 470 + 9 * 10.5, 9 * 56]),  # torch's own
+        (torch.contiguous_format, 7, 1, "fp16", [205 + 49 * 16, 470 + 49 * 10.5, 49 * 56]),
+        (torch.contiguous_format, 3, 2, "fp16", [205 + 9 * 16, 4 * 470 + 9 * 10.5, 9 * 56]),
+    ],
+)
+def test_single_channels_issue_by_what_the_kernel_of_their_layout_computes(
+    layout, filter_side, stride, dtype, each
+):
+    last = nn.Conv2d(32, 32, filter_side, stride, padding=filter_side // 2, groups=32)
+    network = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1), last).to(memory_format=layout)
+    traced = trace_module(network, torch.empty(1, 4, 16, 16), precision=dtype)
+    found = [
+        (o.issued.at(8), o.flops.at(8))
+        for layer in traced.layers
+        for o in (*layer.forward, *layer.backward)
+        if o.kind == "depthwise"
+    ]
+    made = 8 * 32 * (16 // stride) ** 2
+    assert [flops for _, flops in found] == [2.0 * made * filter_side**2] * 3
+    forward, *backward = [issued for issued, _ in found]
+    assert forward == pytest.approx(made * each[0])
+    assert sorted(backward) == pytest.approx(sorted(made * value for value in each[1:]), rel=0.1)
 
 
 def test_the_side_of_the_samples_is_not_looked_at():

@@ -99,13 +99,9 @@ def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool 
         filters = _Filters(args[2], args[1], args[4], args[6], args[7], args[9], last)
         yield from _convolution_backward(name, args[0], filters, args[10])
     elif _by_channels(func, args) and not channels_last:
-        image = args[_BATCH_NORMS[func].image]
-        sizes = (
-            image.shape[1],
-            image.numel() / image.shape[1],
-            image.element_size(),
-            _BATCH_NORMS[func].backward,
-        )
+        image, backward = args[_BATCH_NORMS[func].image], _BATCH_NORMS[func].backward
+        channels, own = image.shape[1], image.dtype is torch.bfloat16
+        sizes = (channels, image.numel() / channels, image.element_size(), backward, own)
         yield Call(name, "batch_norm", tuple(map(float, sizes)), _moved(func, args, out), 0.0)
     else:
         moved = _moved(func, args, out)
