@@ -78,7 +78,7 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     else:
         click.echo("\n".join(paths) or made.text, nl=bool(paths))
     for note in made.notes:
-        say(f"{target}: {note}")
+        say(f"{made.target}: {note}")
 
 
 def _export_run(run: str, target: str, output: str | None, step: int | None) -> None:
