@@ -232,3 +232,16 @@ def test_an_export_that_the_disk_does_not_take_leaves_the_one_before(tmp_path, t
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
     assert export_run(tmp_path, target, out) == 2
     assert {file.name for file in out.iterdir()} == before.keys()
+
+
+@pytest.mark.parametrize("key", ["names", "tied", "config"])
+@pytest.mark.parametrize("bad", [True, 3, "x", [1], [["a"]], [[0, 1, 2]]])
+def test_a_checkpoint_with_a_damaged_description_is_left_for_the_one_before(tmp_path, key, bad):
+    for step in (1, 2):
+        save(tmp_path / "ckpt", step=step, tensors=items(0), meta={})
+    path = tmp_path / "ckpt" / "step-0000000002" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: bad}))
+    assert export_run(tmp_path, "safetensors", tmp_path / "out") == 1
+    with pytest.raises(SpecError, match="cannot be read") as caught:
+        read_meta(tmp_path / "ckpt", 2)
+    assert caught.value.file == str(path)

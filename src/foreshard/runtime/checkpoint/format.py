@@ -298,9 +298,21 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """Return the meta data of a checkpoint, if it is not damaged."""
     path = folder / step_name(step) / META
     try:
-        return dict(json.loads(path.read_text()))
+        meta = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, f"cannot be read: {error}") from None
+    names, tied = meta.get("names") or [], meta.get("tied") or []
+    is_whole = _are_rows(names, 3) and isinstance(tied, list) and all(_are_rows(group, 2) for group in tied)
+    if not is_whole or not isinstance(meta.get("config") or {}, dict):
+        raise _damaged(path, "cannot be read: its names, tied or config are not as they were written")
+    return meta
+
+
+def _are_rows(value: Any, length: int) -> bool:
+    """Return whether a value is a list of rows, each a layer and one or two names."""
+    if not isinstance(value, list) or not all(isinstance(row, list) and len(row) == length for row in value):
+        return False
+    return all(type(row[0]) is int and all(isinstance(name, str) for name in row[1:]) for row in value)
 
 
 def _damaged(path: Path, what: str) -> SpecError:

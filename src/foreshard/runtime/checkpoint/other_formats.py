@@ -78,8 +78,8 @@ class _Names:
     """Names outside of foreshard of the tensors of a checkpoint."""
 
     def __init__(self, meta: Mapping[str, Any]):
-        self._whole = {(layer, name): whole for layer, name, whole in meta.get("names", [])}
-        self._tied = [[(layer, name) for layer, name in group] for group in meta.get("tied", [])]
+        self._whole = {(layer, name): whole for layer, name, whole in meta.get("names") or []}
+        self._tied = [[(layer, name) for layer, name in group] for group in meta.get("tied") or []]
 
     def of(self, key: str) -> list[str]:
         """Return the names of a tensor; the owner's of an entry of optimizer state."""
