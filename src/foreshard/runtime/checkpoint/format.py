@@ -206,7 +206,7 @@ def _fault_of(body: Callable[..., None], *given: Any) -> str | None:
 def _shortage(folder: Path, needed: int) -> str:
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     short = f", {needed - free} bytes short" if needed > free else ""
-    return f"; the ranks need {needed} bytes, {free} are free{short}"
+    return f"; the tensors alone need {needed} bytes, {free} are free{short}"
 
 
 def damage_of(folder: Path, step: int, *, place: int = 0, size: int = 1) -> str | None:
