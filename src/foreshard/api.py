@@ -516,8 +516,16 @@ def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluste
     """Return what is asked of a search for plans that a tool trains: its degrees, and why it refuses one."""
     from functools import partial
 
-    from foreshard.interop.exporters import TRAINERS, model_refusals, refusals, target_of, trains
+    from foreshard.interop.exporters import (
+        TRAINERS,
+        model_refusals,
+        refusals,
+        settings_instead,
+        target_of,
+        trains,
+    )
     from foreshard.interop.exporters.exported import InexpressibleError
+    from foreshard.spec.framework import checked_overrides
 
     target = target_of(tool)
     if target not in TRAINERS:
@@ -539,7 +547,10 @@ def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluste
     runs = TRAINERS[target].runs
     framework = {} if runs is None else {"framework": runs}
     refuses = partial(refusals, target=target, model=model, cluster=cluster)
-    return {**TRAINERS[target].choices, **framework, **asked, "tool": tool, "refusals": refuses}
+    stated = checked_overrides(asked.get("overrides")).stated()
+    overrides = settings_instead(target, asked.get("framework")) | stated
+    found = {**TRAINERS[target].choices, **framework, **asked, "tool": tool, "refusals": refuses}
+    return found | ({"overrides": overrides} if overrides else {})
 
 
 def _with_gaps(result: PlanResult, model: Model, cluster: Cluster) -> PlanResult:

@@ -15,6 +15,7 @@ _COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _BINARY_UNITS = (*((float(size), unit) for unit, size in _MEMORY_UNITS.items()), (1.0, "B"))
 _LEAST_SHOWN = {"GiB": 0.05, "MiB": 0.5, "KiB": 0.0}
+_LEAST_S = 1e-12  # less is what rounding leaves of a difference
 _LEAST_DAYS = 2  # shorter times are told in hours
 
 
@@ -50,8 +51,10 @@ def seconds(value: float | None) -> str:
     >>> seconds(0.01834)
     '18.3 ms'
     """
-    if not value:
-        return UNKNOWN if value is None else "0 s"
+    if value is None:
+        return UNKNOWN
+    if abs(value) < _LEAST_S:
+        return "0 s"
     return _in_units(value, _time_units(value))
 
 

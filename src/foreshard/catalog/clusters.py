@@ -63,9 +63,14 @@ def load_cluster(text: str | Path) -> Cluster:
     >>> load_cluster("8x8xh100-sxm").num_devices
     64
     """
-    if isinstance(text, Path) or text.endswith(".toml") or os.path.exists(text):
+    if isinstance(text, Path) or text.endswith(".toml") or os.path.isfile(text):
         return _from_file(text)
-    return _from_shorthand(text)
+    try:
+        return _from_shorthand(text)  # also where a folder, of a run perhaps, has the name of the cluster
+    except SpecError:
+        if os.path.exists(text):
+            return _from_file(text)
+        raise
 
 
 def with_device(cluster: Cluster, name: str) -> Cluster:

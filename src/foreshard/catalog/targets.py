@@ -104,9 +104,12 @@ class TargetCurve:
         return low <= batch <= high
 
     def for_sequences(self, seq_len: int | None) -> TargetCurve:
-        """Return the curve of samples of another length, equal in tokens."""
-        if seq_len is None or self.samples_of is None or seq_len == self.samples_of:
+        """Return the curve of samples of another length, equal in tokens; without a length with a note."""
+        if self.samples_of is None or seq_len == self.samples_of:
             return self
+        if seq_len is None:
+            each = f"the curve counts samples of {self.samples_of} tokens; a sample of this model is one"
+            return replace(self, notes=(*self.notes, each))
         ratio = self.samples_of / seq_len
         low, high = self.batches
         note = f"the curve counts samples of {self.samples_of} tokens; equal tokens in samples of {seq_len}"

@@ -16,6 +16,7 @@ from foreshard.cli.options.sources import verb_command
 from foreshard.report.price_words import dated
 from foreshard.report.screen import Screen, listing, table
 from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.units import number_of
 
 
 @verb_command("clusters")
@@ -86,7 +87,7 @@ def _list(known: list[Instance]) -> Screen:
 
 def _detail(cluster: Cluster) -> Screen:
     price = f", {quantity.usd(cluster.usd_per_h)} per hour" if cluster.usd_per_h is not None else ""
-    size = f"{cluster.num_devices} devices in {cluster.num_nodes} nodes"
+    size = f"{number_of(cluster.num_devices, 'device')} in {number_of(cluster.num_nodes, 'node')}"
     tables = [listing("", cluster.nodes, _NODES, spare=("price of", ">latency", ">link domain"))]
     if cluster.assumptions:
         tables.append(table("Assumptions", (">#", "assumed"), list(enumerate(cluster.assumptions, start=1))))

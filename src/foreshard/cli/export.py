@@ -60,7 +60,7 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     foreshard export plan.json net.py:net --to fsdp -o .
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     if os.path.isdir(plan) or target in FORMATS:
-        _export_run(plan, target, options["output"], options["step"])
+        _export_run(plan, target, options["output"], options["step"], options["as_json"])
         return
     from foreshard import api
 
@@ -78,12 +78,17 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
     else:
         click.echo("\n".join(paths) or made.text, nl=bool(paths))
     for note in made.notes:
-        say(f"{target}: {note}")
+        say(f"{made.target}: {note}")
 
 
-def _export_run(run: str, target: str, output: str | None, step: int | None) -> None:
+def _export_run(run: str, target: str, output: str | None, step: int | None, as_json: bool) -> None:
     """Write a checkpoint of a run for another program."""
-    if target not in FORMATS or not os.path.isdir(run) or output is None:
+    if not os.path.isdir(run):
+        what = "is a file" if os.path.exists(run) else "no such folder"
+        rule = f"{target} is what a run has trained: PLAN is its folder then"
+        fix = "Give the --out of foreshard run; a plan goes to another --to"
+        raise SpecError(what, file=run, key="PLAN", rule=rule, fix=fix)
+    if target not in FORMATS or output is None:
         raise SpecError(
             f"{run} to {target}" if output is not None else "no folder to write to",
             key="-o" if output is None else "--to",
@@ -96,7 +101,12 @@ def _export_run(run: str, target: str, output: str | None, step: int | None) -> 
 
     from foreshard.runtime.checkpoint.other_formats import export_run
 
-    found = export_run(Path(run), target, Path(output), step)
+    try:
+        found = export_run(Path(run), target, Path(output), step)
+    except OSError as error:
+        raise cannot_write(output, error) from None
+    if as_json:
+        click.echo(dump({"schema_version": 1, "target": target, "step": found, "folder": output}))
     say(f"the checkpoint of step {found} is written to {output}/")
 
 

@@ -31,12 +31,13 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
     foreshard replan run plan.json
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.report.run_progress import RunFollower
-    from foreshard.runtime.membership.operator_requests import request_plan
+    from foreshard.runtime.membership.operator_requests import RunLiveness, request_plan
 
     events = Path(run) / "events.jsonl"
     follow, until = RunFollower(events), time.monotonic() + wait_s
-    number = request_plan(Path(run), plan_file)
+    number, liveness = request_plan(Path(run), plan_file), RunLiveness(Path(run))
     while time.monotonic() < until:
+        ended = liveness.end()  # before the events: what they say counts
         answer = next((line for line in follow.lines(events) if line.get("request") == number), None)
         if answer is not None and answer["kind"] == "request refused":
             rule, fix = "A plan is adopted only as a whole", "Correct it, or give another"
@@ -45,6 +46,9 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
             say(f"adopted after step {answer['step'] - 1}")
             give({"schema_version": 1, "request": number, "step": answer["step"]}, Screen)
             return
+        if ended is not None:
+            rule, fix = "A plan is adopted by a run under way", "Continue it with foreshard run --resume"
+            raise ForeshardError(f"not adopted: {ended}", file=run, key="RUN", rule=rule, fix=fix)
         time.sleep(_LOOK_S)
     raise ForeshardError(
         f"not adopted within {wait_s:g} s",

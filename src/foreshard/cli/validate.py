@@ -81,7 +81,7 @@ def find(name: str) -> str:
     from foreshard.validation.tables import measured_folder
 
     known = Path(measured_folder()) / name
-    return str(known) if known.exists() else name
+    return str(known) if os.path.exists(known) else name
 
 
 def _cell(scores: dict[str, Any], key: str) -> str | None:

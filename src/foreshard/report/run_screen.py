@@ -32,6 +32,11 @@ def _absent(ranks: tuple[int, ...]) -> tuple[Box, ...]:
     return (box,) if ranks else ()
 
 
+def _damage(outcome: RunOutcome) -> str:
+    lines = number_of(outcome.damaged_lines, "line")
+    return f"{lines} of {outcome.out}/metrics.jsonl damaged: no whole line of a step, counted nowhere."
+
+
 def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes: bool = False) -> Screen:
     """Return the screen of a run that has ended, its step beside the predicted one where there is one.
 
@@ -62,6 +67,7 @@ def run_screen(outcome: RunOutcome, predicted_s: float | None = None, *, changes
         ),
         notes=(
             *((_BROKEN,) if broken else ()),
+            *((_damage(outcome),) if outcome.damaged_lines else ()),
             *((_UNDISTURBED,) if against and changes else ()),
             f"Metrics of each step: {outcome.out}/metrics.jsonl; events: {outcome.out}/events.jsonl.",
         ),

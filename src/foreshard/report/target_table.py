@@ -33,5 +33,5 @@ def target_table(found: TargetRuns[Any]) -> Table:
         ">energy": lambda run: quantity.joules(run.energy_j),
         "": lambda run: run.why or ("" if run.known else "outside the known batches"),
     }
-    title = f"To the target, by global batch ({found.objective} is made small)"
+    title = f"To the target, by global batch (least {found.objective} is best)"
     return without_empty(listing(title, found.runs, columns, spare=(">samples", ">energy", ">step")))

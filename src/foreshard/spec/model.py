@@ -57,6 +57,7 @@ class Model:
     # what a run needs beyond sizes; None where the configuration does not say
     rope_base: float | None = None
     rope_scaling: tuple[float | str, ...] | None = None  # kind, factor; of yarn also its mscales
+    rope_interleaved: bool = False  # neighbouring channels turn together, not the halves of a head
     norm_eps: float | None = None
     scaled: bool = False  # fixed factors on embeddings, residuals, attention scores or logits
     activation: str = ""  # as transformers names it; that of most: SiLU of gated MLPs, GELU of others

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.errors import SpecError
 
 _AHEAD = 8
 """Messages that a rank is ready to receive at once: what overlaps without holding all of them in memory."""
@@ -42,14 +41,7 @@ class ScheduleExecution:
     def __init__(
         self, schedule: Schedule, rank: int, group: Any, places: Sequence[int] | None = None
     ) -> None:
-        if schedule.switches:
-            raise SpecError(
-                f"{schedule.algorithm} reduces in switches",
-                key="algorithm",
-                value=schedule.algorithm,
-                rule="Hosts execute sends between ranks",
-                fix="Take an algorithm without switches",
-            )
+        schedule.check_hosts_execute()
         self._rank, self._group = rank, group
         self._places = range(schedule.num_ranks) if places is None else places
         own = np.flatnonzero((schedule.source == rank) | (schedule.target == rank))

@@ -9,16 +9,17 @@ import csv
 import gzip
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 
 TRAINING, COLLECTIVE, KERNEL, CLASSIC, MIXED = "training", "collective", "kernel", "classic", "mixed"
 MAX_CELL_CHARS = 1_000_000  # csv stops at 131,072, which a cell of notes may pass
+_MAX_LINE_CHARS = 16 * MAX_CELL_CHARS
 _FAMILY_COLUMNS = ("system", "device", "gpu")
 
 
@@ -54,7 +55,7 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
     csv.field_size_limit(MAX_CELL_CHARS)
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
-            lines = [line for line in csv.reader(stream, strict=True) if line]
+            lines = [line for line in csv.reader(_lines(stream), strict=True) if line]
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
         what = f"cannot read the table: {why}"
@@ -65,6 +66,14 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
             "the table is empty", file=str(path), rule="A table has a header and at least one row"
         )
     return lines[0], lines[1:]
+
+
+def _lines(stream: TextIO) -> Iterator[str]:
+    """Yield the lines of a file, which may have no end (/dev/full)."""
+    while line := stream.readline(_MAX_LINE_CHARS):
+        if len(line) == _MAX_LINE_CHARS:
+            raise csv.Error(f"a line of {_MAX_LINE_CHARS:,} characters or more")
+        yield line
 
 
 def table_rules() -> Mapping[str, Any]:

@@ -376,3 +376,13 @@ def test_a_stated_rate_takes_the_place_of_the_assumed_one() -> None:
     assert changed.nodes == fresh.nodes
     assert set(changed.assumptions) == set(fresh.assumptions)
     assert changed.warnings == fresh.warnings
+
+
+def test_a_folder_of_the_same_name_does_not_hide_a_cluster(tmp_path, monkeypatch):
+    """A run may write to a folder that is named by its cluster."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "2x8xh100-sxm").mkdir()
+    (tmp_path / "other").mkdir()
+    assert load_cluster("2x8xh100-sxm").num_devices == 16
+    with pytest.raises(SpecError, match="Is a directory"):
+        load_cluster("other")

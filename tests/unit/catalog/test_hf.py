@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.hf.load import FAMILIES, model_from_config, read_config
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
-from foreshard.interop.exporters.megatron_model import model_gaps
+from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/model_params.json").read_text("utf-8"))
 LLAMA = next(case["config"] for case in GOLDEN["cases"] if case["name"] == "llama3-8b")
@@ -83,7 +84,7 @@ def test_contradictions_name_their_key(change, key):
 
 
 def test_unknown_family_lists_the_known_and_suggests():
-    with pytest.raises(SpecError, match=r"Known: arcee.*Did you mean 'llama'") as caught:
+    with pytest.raises(SpecError, match=r"Known: apertus.*Did you mean 'llama'") as caught:
         model_from_config(LLAMA | {"model_type": "lama"}, name="x")
     assert caught.value.exit_code == 2
 
@@ -172,6 +173,9 @@ def test_huge_missing_and_directory(tmp_path):
     [
         ("olmo3", {}, [4096, 4096, 4096, 0, 4096]),
         ("olmo3", {"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [0, 0, 0, 0, 4096]),
+        ("ministral", {"sliding_window": 64}, [64] * 5),
+        ("ministral", {"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [0, 0, 0, 0, 4096]),
+        ("cwm", {}, [0, 8192, 8192, 8192, 0]),
         ("smollm3", {"sliding_window": 64}, [0, 0, 0, 0, 0]),
         ("smollm3", {"sliding_window": 64, "use_sliding_window": True}, [0, 0, 0, 64, 0]),
         (
@@ -395,3 +399,52 @@ def test_rotary_bases_are_those_of_the_code_that_trains_or_loads_the_model(name,
     model = load_model(name)
     assert model.rope_base == base
     assert any("rope_theta" in line for line in model.assumptions)
+
+
+STATED_BASES = ("rope_theta", "rope_parameters", "rotary_emb_base")
+USUAL_BASES = {
+    "apertus": 12e6,
+    "cohere": 5e5,
+    "cwm": 1e6,
+    "ernie4_5": 5e5,
+    "ernie4_5_moe": 5e5,
+    "flex_olmo": 5e5,
+}
+USUAL_BASES |= {"gemma3_text": 1e6, "gpt_oss": 15e4, "helium": 1e5, "llama4_text": 5e5, "minimax_m2": 5e6}
+USUAL_BASES |= {
+    "ministral3": 1e6,
+    "mixtral": 1e6,
+    "olmo3": 5e5,
+    "phimoe": 1e6,
+    "smollm3": 2e6,
+    "solar_open": 1e6,
+}
+
+
+def test_a_file_without_a_rotary_base_has_that_of_transformers():
+    """`default_theta` of the configuration classes of transformers 5.24; 10,000 where they say nothing."""
+    for case in GOLDEN["cases"]:
+        bare = {key: value for key, value in case["config"].items() if key not in STATED_BASES}
+        model = model_from_config(bare, name="x", file="config.json")
+        turns = any(block.rotary and not block.scan_state for block in model.blocks)
+        if turns and bare["model_type"] not in ("modernbert", "nemotron_h"):
+            assert model.rope_base == USUAL_BASES.get(bare["model_type"], 1e4), bare["model_type"]
+    assert model_from_config(LLAMA | {"rope_theta": 5.0}, name="x", file="config.json").rope_base == 5
+
+
+@pytest.mark.parametrize(("model_type", "interleaved"), [("llama", False), ("glm", True), ("ernie4_5", True)])
+def test_megatron_is_told_which_channels_turn_together(model_type, interleaved):
+    """modeling_glm.py of transformers 5.24 turns neighbours; Megatron turns halves unless told."""
+    model = model_from_config(LLAMA | {"model_type": model_type}, name="x", file="config.json")
+    assert (("--rotary-interleaved",) in model_flags(model, load_framework("megatron-core"))) is interleaved
+
+
+def test_a_product_behind_attention_that_is_not_square_is_refused_of_helium():
+    with pytest.raises(SpecError, match="the product behind attention is square"):
+        model_from_config(LLAMA | {"model_type": "helium", "head_dim": 96}, name="x")
+
+
+def test_ministral_8b_has_its_published_size():
+    sizes = {"intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 131072, "head_dim": 128}
+    sizes |= {"model_type": "ministral", "sliding_window": 32768}
+    assert model_from_config(LLAMA | sizes, name="x").num_params == 8_019_808_256

@@ -158,3 +158,15 @@ def test_a_wrong_task_says_what_to_do(text):
 def test_a_network_has_no_loss_of_language():
     with pytest.raises(SpecError, match="without tokens"):
         load_target(LOSS)
+
+
+def test_a_curve_of_tokens_for_a_model_without_says_what_a_sample_counts_as():
+    """ResNet-50 was compared over a curve of sequences without a word."""
+    curve = curve_of(
+        TargetFile(target="t", source="s", min_samples=1e6, critical_batch=64.0, samples_of=4096), name="x"
+    )
+    assert curve.for_sequences(None).samples(8) == curve.samples(8)
+    assert curve.for_sequences(None).notes == (
+        "the curve counts samples of 4096 tokens; a sample of this model is one",
+    )
+    assert curve.for_sequences(4096).notes == ()

@@ -166,3 +166,10 @@ def test_simulate_and_synthesize_take_as_many_ranks(shell):
         assert found.code == 0 and found.json["num_ranks"] == 2056
         refused = shell("comm", name, "all-to-all", "1MiB", "257x8xh100-sxm", *flags, "--json")
         assert refused.code == 2 and "at most 2,048" in refused.json["error"]["rule"]
+
+
+def test_what_hosts_cannot_execute_is_refused_before_ranks_start(shell, monkeypatch):
+    started = []
+    monkeypatch.setattr("foreshard.profile.collective_times.local_times", lambda *a, **b: started.append(a))
+    done = shell("comm", "measure", "all-reduce", "1MiB", "--local", "2", "--algorithm", "nvls")
+    assert done.code == 2 and "switches" in done.err and not started

@@ -65,3 +65,28 @@ def test_a_plan_of_another_model_exits_2(monkeypatch, plan_file, capsys):
     assert run(monkeypatch, "export", plan_file, "llama3-70b", "--to", "megatron") == 2
     err = capsys.readouterr().err
     assert plan_file in err and "layers end at 34, llama3-70b has layers 0 to 81" in err
+
+
+@pytest.mark.parametrize(
+    ("run_folder", "out", "said"),
+    [("absent", "x", "no such folder"), ("a file", "x", "is a file"), ("a run", "a file", "cannot write")],
+)
+def test_a_run_that_is_none_and_a_folder_that_cannot_be_are_bad_input(
+    monkeypatch, tmp_path, capsys, run_folder, out, said
+):
+    """`File exists`, as the operating system says it, was an internal fault."""
+    torch = pytest.importorskip("torch")
+    from foreshard.runtime.checkpoint.format import Attempt
+
+    (tmp_path / "a file").write_text("{}")
+    weights = {"layers.0.weight": torch.ones(2)}
+    attempt = Attempt(
+        tmp_path / "a run" / "ckpt", step=3, tensors=weights, meta={}, rank=0, group=None, lead=True
+    )
+    attempt.write()
+    attempt.finish()
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "export", run_folder, "--to", "safetensors", "-o", out) == 2
+    assert said in capsys.readouterr().err
+    assert run(monkeypatch, "export", "a run", "--to", "safetensors", "-o", "new", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3

@@ -87,3 +87,10 @@ def test_a_table_of_something_else_exits_2(shell, tmp_path):
     path = tmp_path / "prices.csv"
     path.write_text("fruit,price\napple,1\n")
     assert shell("validate", path, "--json").code == 2
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "a" * 300 + ".csv"])
+def test_a_file_without_an_end_and_a_name_too_long_are_bad_input(name, shell):
+    """The first was read for ever, the second was a fault of the operating system."""
+    answer = shell("validate", name)
+    assert answer.code == 2 and "cannot read the table" in answer.err

@@ -154,3 +154,8 @@ def test_what_a_verb_needs_is_said_with_an_example(shell):
     found = shell("plan", "llama3-8b", "1x8xh100-sxm")
     assert found.code == 2
     assert "--global-batch: not given" in found.err and "--global-batch 512" in found.err
+
+
+def test_one_device_is_no_devices(shell):
+    assert "\n1 device in 1 node, " in shell("clusters", "1xh100-sxm").out
+    assert "\n16 devices in 2 nodes, " in shell("clusters", "2x8xh100-sxm").out

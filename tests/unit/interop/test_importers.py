@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from foreshard.api import import_plan, make_plan
+from foreshard.api import import_plan, make_plan, predict
+from foreshard.api import plan as search
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
@@ -135,6 +136,42 @@ def test_an_export_is_read_back_as_the_plan_it_came_from(target, tmp_path):
         if read == 20:
             break
     assert read >= 10
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan@0.2", "deepspeed", "fsdp"])
+def test_a_plan_for_a_tool_is_read_back_with_its_time_and_memory(target, tmp_path):
+    """What `plan --to` promises is what `predict` says of the exported file."""
+    found = search(MODEL, CLUSTER, global_batch=64, seq=4096, to=target, budget_s=0.5, max_tp=2)
+    chosen = found.plans[0]
+    made = export(chosen.plan, target, model=MODEL, cluster=CLUSTER)
+    assert not any("differ" in note or "predicted" in note for note in made.notes), made.notes
+    (tmp_path / made.name).write_text(made.text, encoding="utf-8")
+    (group,) = chosen.plan.groups
+    stated = {"seq_len": 4096} if target in ("deepspeed", "fsdp") else {}
+    if target == "deepspeed":
+        stated |= {"recompute": group.stages[0].recompute}
+    if target == "fsdp":
+        rows = group.micro_batch // group.stages[0].inner_dp
+        stated |= {"micro_batch": rows, "global_batch": 64, "optimizer": chosen.plan.optimizer}
+    back, _ = import_plan(str(tmp_path / made.name), target.partition("@")[0], MODEL, CLUSTER, **stated)
+    again = predict(MODEL, CLUSTER, back)
+    assert again.step_time_s == pytest.approx(chosen.prediction.step_time_s, rel=1e-9)
+    assert again.memory.peak_bytes == pytest.approx(chosen.prediction.memory.peak_bytes, rel=1e-9)
+
+
+def test_a_plan_of_another_release_or_framework_is_noted_by_its_release():
+    """The note of a plan of torchtitan 0.2 said that it differs under torchtitan."""
+    for label, target, said in (
+        ("torchtitan@0.2", "torchtitan@0.3", "under torchtitan 0.3.0 its time and memory differ"),
+        ("torchtitan", "fsdp", "under accelerate 1.15.0.dev0 its time and memory differ"),
+    ):
+        made = export(
+            make_plan(MODEL, CLUSTER, framework=label, zero=3, recompute="none", sp=False),
+            target,
+            model=MODEL,
+            cluster=CLUSTER,
+        )
+        assert any(f"made for {label}: {said}" in note for note in made.notes)
 
 
 SCRIPT = """#!/bin/bash

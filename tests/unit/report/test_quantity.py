@@ -67,3 +67,8 @@ def test_memory_of_small_jobs_has_a_unit_that_shows_it():
 )
 def test_much_longer_is_said_by_how_many_times(ratio, said):
     assert quantity.longer(ratio) == said
+
+
+def test_what_rounding_leaves_of_a_difference_is_no_time():
+    assert quantity.seconds(6.94e-18) == quantity.seconds(-1e-17) == quantity.seconds(0.0) == "0 s"
+    assert quantity.seconds(8.24e-8) == "0.0824 us"

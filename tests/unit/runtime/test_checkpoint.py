@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import subprocess
 import threading
 
@@ -16,6 +17,7 @@ from foreshard.errors import SpecError
 from foreshard.runtime.checkpoint import format
 from foreshard.runtime.checkpoint.folders import latest, prune
 from foreshard.runtime.checkpoint.format import Attempt, CheckpointFault, damage_of, load, read_meta
+from foreshard.runtime.checkpoint.other_formats import export_run
 
 
 def save(folder, *, before=lambda: None, rank=0, group=None, lead=True, **given):
@@ -211,3 +213,35 @@ def test_a_list_of_files_that_lies_is_refused(tmp_path):
     (place / "meta.json").write_text("{")
     with pytest.raises(SpecError, match="cannot be read"):
         load(tmp_path, 1)
+
+
+@pytest.mark.parametrize("target", ["safetensors", "dcp"])
+def test_an_export_that_the_disk_does_not_take_leaves_the_one_before(tmp_path, target):
+    save(tmp_path / "ckpt", step=1, tensors=items(0, 1), meta={})
+    out = tmp_path / "out"
+    assert export_run(tmp_path, target, out) == 1
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    save(tmp_path / "ckpt", step=2, tensors=items(0, 1, seed=1), meta={})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export_run(tmp_path, target, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert export_run(tmp_path, target, out) == 2
+    assert {file.name for file in out.iterdir()} == before.keys()
+
+
+@pytest.mark.parametrize("key", ["names", "tied", "config"])
+@pytest.mark.parametrize("bad", [True, 3, "x", [1], [["a"]], [[0, 1, 2]]])
+def test_a_checkpoint_with_a_damaged_description_is_left_for_the_one_before(tmp_path, key, bad):
+    for step in (1, 2):
+        save(tmp_path / "ckpt", step=step, tensors=items(0), meta={})
+    path = tmp_path / "ckpt" / "step-0000000002" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: bad}))
+    assert export_run(tmp_path, "safetensors", tmp_path / "out") == 1
+    with pytest.raises(SpecError, match="cannot be read") as caught:
+        read_meta(tmp_path / "ckpt", 2)
+    assert caught.value.file == str(path)

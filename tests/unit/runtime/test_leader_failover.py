@@ -1,5 +1,6 @@
 """One host at a time has the rendezvous, and ranks find it."""
 
+import socket
 import time
 
 import pytest
@@ -16,7 +17,9 @@ from foreshard.runtime.membership.leader_failover import (
     rendezvous_address,
     running_rendezvous,
 )
+from foreshard.runtime.membership.operator_requests import RunLiveness
 from foreshard.runtime.membership.store import Client, StoreServer
+from foreshard.runtime.membership.supervisor_state import SupervisorState, save_state
 from foreshard.runtime.run_settings import RunSettings
 from foreshard.spec.plan_file import parse_plan
 
@@ -168,3 +171,22 @@ def test_a_run_goes_on_where_its_supervisor_answers(tmp_path):
     finally:
         server.close()
     assert running_rendezvous(tmp_path, SECRET) is None
+
+
+def test_a_run_that_nobody_serves_any_more_has_ended_as_a_request_sees_it(tmp_path):
+    now_s = [0.0]
+    liveness = RunLiveness(tmp_path, now=lambda: now_s[0])
+    assert liveness.end() is None  # no rendezvous yet
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        announce(tmp_path, Rendezvous(address="127.0.0.1", port=port, term=1))
+        assert liveness.end() is None
+    assert liveness.end() is None  # its agent may start it again
+    now_s[0] = 14.0
+    assert liveness.end() is None
+    now_s[0] = 16.0
+    assert liveness.end() == f"nothing has listened at 127.0.0.1:{port} for 16 s"
+    announce(tmp_path, Rendezvous(address="127.0.0.1", port=0, term=2))
+    assert liveness.end() == "the run was ended"
+    save_state(tmp_path, SupervisorState(plan={}, expected=[0], over=True))
+    assert liveness.end() == "the run has done its steps"

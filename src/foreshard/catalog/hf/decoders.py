@@ -47,6 +47,7 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
     if entry.get("scaled"):
         ends["scaled"] = True
     ends["activation"] = reader.text(*_ACTIVATIONS, default=entry.get("activation", ""))
+    ends["rope_interleaved"] = entry.get("interleaved", False)
     if "experts" in entry:
         ends["router"] = _router(reader, entry)
     if "learned_positions" in entry:
@@ -166,6 +167,8 @@ def _listed(reader: Reader, layers: int, _: int) -> list[bool]:
 
 _SLIDING: Mapping[str, Callable[[Reader, int, int], list[bool]]] = {
     "all": lambda reader, layers, every: [True] * layers,
+    "all_unless_named": lambda reader, layers, every: [True] * layers,
+    "behind_full": lambda reader, layers, every: [layer % every > 0 for layer in range(layers)],
     "late": _late,
     "listed": _listed,
     "pattern": lambda reader, layers, every: [(layer + 1) % every > 0 for layer in range(layers)],
@@ -251,6 +254,20 @@ def _whole_norms(reader: Reader, block: Entry) -> dict[str, Any]:
     return {"other_params": block["qk_norm"] * heads * block["head_dim"]}
 
 
+def _xielu(reader: Reader, block: Entry) -> dict[str, Any]:
+    """Two learned numbers of the activation (arXiv 2411.13010)."""
+    return {"other_params": 2 * (reader.text(*_ACTIVATIONS, default="xielu") == "xielu")}
+
+
+def _square_output(reader: Reader, block: Entry) -> dict[str, Any]:
+    width = block["num_heads"] * block["head_dim"]
+    if width != block["hidden"]:
+        what = f"{block['num_heads']} heads of {block['head_dim']} channels"
+        rule = f"They fill the hidden size {block['hidden']}: the product behind attention is square"
+        raise reader.error("num_attention_heads", block["num_heads"], what, rule)
+    return {}
+
+
 def _stablelm(reader: Reader, block: Entry) -> dict[str, Any]:
     """One norm where both parts read it; the norms of heads have scales without biases."""
     scales = block["num_heads"] + block["num_kv_heads"] - 4  # a block counts two with biases
@@ -301,9 +318,11 @@ _BLOCK_RULES: Mapping[str, Callable[[Reader, Entry], dict[str, Any]]] = {
     "multi_query": _multi_query,
     "no_biases": _no_biases,
     "post_norms": lambda reader, block: {"num_norms": 2 + 2 * reader.flag("use_post_norm", True)},
+    "square_output": _square_output,
     "sinks": lambda reader, block: {"other_params": block["num_heads"]},
     "stablelm": _stablelm,
     "whole_norms": _whole_norms,
+    "xielu": _xielu,
 }
 """Fields of a block that follow from several keys, by the name that an entry gives the rule."""
 

@@ -60,7 +60,19 @@ def model_from_config(config: Mapping[str, Any], *, name: str, file: str | None 
         raise _unknown(reader, model_type)
     if reader.config.get("quantization_config") is not None:
         reader.assumptions.append("quantization_config is not read: weights are in the precision of the run")
-    return replace(FAMILIES[model_type](reader), **numerics_of(reader.config))
+    return replace(
+        FAMILIES[model_type](reader), **(_usual_base(model_type, file) | numerics_of(reader.config))
+    )
+
+
+def _usual_base(model_type: str, file: str | None) -> dict[str, Any]:
+    """Return the rotary base that transformers takes for a file that states none.
+
+    The catalog's own entries, which have no file, are excerpts: what they leave out is not known.
+    """
+    if file is None or model_type not in _DECODERS:
+        return {}
+    return {"rope_base": inherited(model_type, _TABLE["decoders"], "abstract")["rope_base"]}
 
 
 def _unknown(reader: Reader, model_type: str) -> SpecError:

@@ -156,12 +156,16 @@ def _screen(data: dict[str, Any]) -> Screen:
                 quantity.seconds(row["encode_s"]),
                 quantity.seconds(row["time_s"]),
                 quantity.seconds(row["saved_s"]) if row["saved_s"] > 0 else "none",
-                "any" if crossover is None else f"{crossover * 8e-9:.3g} Gb/s" if crossover else "never",
+                "any" if crossover is None else _gigabits(crossover) if crossover else "never",
             )
         )
     header = (
         f"sum of {quantity.size(data['size_bytes'])} over {data['num_ranks']} replicas, "
-        f"{data['link_bytes_per_s'] * 8e-9:.3g} Gb/s each"
+        f"{_gigabits(data['link_bytes_per_s'])} each"
     )
     columns = ("method", ">on a link", ">compress", ">time", ">saves", ">faster below")
     return Screen(header=(header,), boxes=(), tables=(table("Compressed sums", columns, rows),))
+
+
+def _gigabits(bytes_per_s: float) -> str:
+    return f"{quantity.digits(bytes_per_s * 8e-9)} Gb/s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -83,12 +84,13 @@ def command(
             rule="--device, --to and --log go with the library's own collective",
             fix="Give --algorithm library",
         )
+    number = local or max(2, int(os.environ.get("WORLD_SIZE", "2")))
+    schedule = schedule_named(collective, algorithm, number, per_node, channels, parts)
+    schedule.check_hosts_execute()  # before torch is loaded and ranks meet
     from foreshard.profile.collective_times import local_times, time_schedule
     from foreshard.profile.link_times import torchrun_ranks
 
     ranks = None if local else torchrun_ranks("cpu")
-    number = local or (ranks.size if ranks else 2)
-    schedule = schedule_named(collective, algorithm, number, per_node, channels, parts)
     if ranks is not None:
         found = time_schedule(ranks, schedule, int(size), repeats=repeats)
     else:

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from foreshard.comm.compiled import is_worth_compiling, loops
+from foreshard.errors import SpecError
 
 _MANY_SENDS = 100_000
 """Sends whose rounds numpy counts in about the time in which compiled loops are loaded."""
@@ -121,6 +122,17 @@ class Schedule:
         if self.num_sends >= _MANY_SENDS and is_worth_compiling(self.num_sends):
             found = _rounds_in_order(self.indptr, self.indices)
         return _rounds_by_level(self.indptr, self.indices) if found is None else found
+
+    def check_hosts_execute(self) -> None:
+        """Raise SpecError if the schedule has sends into switches, which hosts cannot execute."""
+        if self.switches:
+            raise SpecError(
+                f"{self.algorithm} reduces in switches",
+                key="algorithm",
+                value=self.algorithm,
+                rule="Hosts execute sends between ranks",
+                fix="Take an algorithm without switches",
+            )
 
     def listed_by_rounds(self) -> Schedule:
         """Return the same sends round by round: links that serve them in order wait for none that is late."""

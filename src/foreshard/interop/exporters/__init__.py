@@ -29,7 +29,8 @@ class Target(NamedTuple):
     """One tool; `frameworks` are the beginnings of the labels of those whose plans it runs as predicted.
 
     Its function returns the text of the one `file`, or names and texts of several, and notes. `runs` is the
-    framework of plans made for it, where that is not the default; `choices` are the only degrees it has.
+    framework of plans made for it, where that is not the default; `choices` are the only degrees it has,
+    `instead` what it has in place of a setting of the framework that its release refuses.
     A module has `model_gaps` where models differ in whether it trains them.
     """
 
@@ -41,13 +42,19 @@ class Target(NamedTuple):
     frameworks: tuple[str, ...] = ("",)
     runs: str | None = None
     choices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    instead: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 _MEGATRON = ("megatron-core", "megatron-fsdp", "megatron-lm", "megatron-bridge", "nemo", "mlperf")
 _SHARDED = MappingProxyType({"zero": (2, 3)})  # FSDP shards weights too
 TARGETS = {
     "megatron": Target(
-        "megatron", "Megatron", "Megatron-LM core_v0.19.0", "megatron_args.sh", frameworks=_MEGATRON
+        "megatron",
+        "Megatron",
+        "Megatron-LM core_v0.19.0",
+        "megatron_args.sh",
+        frameworks=_MEGATRON,
+        instead=MappingProxyType({"cross_entropy": ("te", "native")}),  # its validate_args
     ),
     "torchtitan@0.2": Target(
         "torchtitan",
@@ -123,9 +130,18 @@ def target_for(framework: str) -> str | None:
 
 def trains(target: str, framework: str) -> bool:
     """Return whether a target runs the plans of a framework as they were predicted."""
+    return load_framework(framework).label.startswith(_frameworks_of(TARGETS[target_of(target)]))
+
+
+def _frameworks_of(tool: Target) -> tuple[str, ...]:
+    return tool.frameworks if all(tool.frameworks) else (tool.runs or "",)
+
+
+def settings_instead(target: str, framework: str | None) -> dict[str, str]:
+    """Return what a target sets in place of settings of the framework that its release refuses."""
     tool = TARGETS[target_of(target)]
-    names = tool.frameworks if all(tool.frameworks) else (tool.runs or "",)
-    return load_framework(framework).label.startswith(names)
+    own = load_framework(framework or tool.runs or "megatron-core")
+    return {name: used for name, (refused, used) in tool.instead.items() if getattr(own, name) == refused}
 
 
 def model_refusals(model: Model, target: str) -> tuple[str, ...]:
@@ -190,7 +206,7 @@ def export(
         notes=(
             *placement_note(plan),
             *notes,
-            *(() if carries_sums else wire_notes(plan)),
-            *other_framework_note(plan, tool.frameworks, tool.tool),
+            *(() if carries_sums else wire_notes(plan, target)),
+            *other_framework_note(plan, _frameworks_of(tool), tool.version),
         ),
     )

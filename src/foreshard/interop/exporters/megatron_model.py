@@ -51,7 +51,7 @@ def model_gaps(model: Model) -> Iterator[str]:
     if any(block.norm_params == 0 for block in kinds):
         yield "norms without parameters"
     if any(block.other_params for block in kinds):
-        yield "norms of each head or of all heads together, sinks, tables of positions"
+        yield "norms of each head or of all heads together, sinks, learned numbers beside products"
     if len({_attention(block) for block in kinds}) > 1:
         yield "attention that differs between layers"
     if any(model.activation not in (_GATES if block.gated else _PLAIN_ACTIVATIONS) for block in kinds):
@@ -156,6 +156,8 @@ def _numerics(model: Model) -> list[Flag]:
     flags.append(("--rotary-base", f"{model.rope_base:.0f}"))
     if model.rope_percent != 1.0:
         flags.append(("--rotary-percent", f"{model.rope_percent:g}"))
+    if model.rope_interleaved:
+        flags.append(("--rotary-interleaved",))
     if model.rope_scaling and model.rope_scaling[0] == "llama3":
         flags += [("--use-rope-scaling",), ("--rope-scaling-factor", f"{model.rope_scaling[1]:g}")]
     elif model.rope_scaling:

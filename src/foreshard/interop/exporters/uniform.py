@@ -196,22 +196,21 @@ def option_gaps(plan: Plan, framework: str, *, writes: Iterable[str] = ()) -> It
         yield f"dispatcher {plan.dispatcher} (it has {', '.join(offers.dispatchers)})"
 
 
-def wire_notes(plan: Plan) -> tuple[str, ...]:
-    """Return how to set the algorithm and the bucket size of a plan, which no target's file states."""
+def wire_notes(plan: Plan, target: str) -> tuple[str, ...]:
+    """Return how to set what of a plan no file of the target states: algorithm, bucket size and others."""
     notes = []
     if plan.attention is not None:
         notes.append(
             f"Attention is {plan.attention}: set --attention-backend of Megatron, attn_implementation of "
             "transformers, or the tool's own option."
         )
-    if stated := plan.overrides.stated():
+    stated = plan.overrides.stated()
+    if stated and not target.startswith(("megatron", "torchtitan")):  # their files say so
         said = ", ".join(f"{name} {value}" for name, value in stated.items())
+        notes.append(f"The plan sets {said}: yours to set.")
+    if plan.compile is not None and not target.startswith("torchtitan"):
         notes.append(
-            f"The plan sets {said}: files of Megatron and torchtitan say so; elsewhere it is yours to set."
-        )
-    if plan.compile is not None:
-        notes.append(
-            f"torch.compile is {'on' if plan.compile else 'off'}: torchtitan's file says so; set "
+            f"torch.compile is {'on' if plan.compile else 'off'}: set "
             "dynamo_config of accelerate, torch_compile of transformers, or call it in your own code."
         )
     if plan.collectives != "auto":

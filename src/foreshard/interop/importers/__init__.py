@@ -16,6 +16,8 @@ from foreshard.interop.importers.stated_run import StatedRun
 SOURCES = {
     "megatron": "megatron",
     "torchtitan": "torchtitan",
+    "torchtitan@0.2": "torchtitan",
+    "torchtitan@0.3": "torchtitan",  # said to be code
     "deepspeed": "deepspeed",
     "fsdp": "accelerate",
     "accelerate": "accelerate",

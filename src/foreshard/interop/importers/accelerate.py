@@ -62,7 +62,7 @@ def _fsdp(config: ConfigTable) -> StatedRun:
     version = fsdp.whole("fsdp_version", default=1)
     compiled, notes = _compile(config)
     choices: dict[str, Any] = {
-        "framework": "torchtitan" if version == 2 else "composer",
+        "framework": "hf" if version == 2 else "composer",
         "precision": config.word("mixed_precision", _PRECISIONS, default="no"),
         "recompute": "full" if fsdp.switch("fsdp_activation_checkpointing") else "none",
         "sp": False,

@@ -122,8 +122,15 @@ def slow_in(events: Iterable[Mapping[str, Any]], pids: Mapping[int, int]) -> dic
     """
     found: dict[int, float] = {}
     for event in events:
-        if event.get("kind") == "rank_slow" and pids.get(event["who"]) == event["pid"]:
-            found[event["who"]] = event["factor"]
+        who, factor = event.get("who"), event.get("factor")
+        if type(who) is not int:
+            continue
+        if (
+            event.get("kind") == "rank_slow"
+            and pids.get(who) == event.get("pid")
+            and isinstance(factor, float)
+        ):
+            found[who] = factor
         elif event.get("kind") == "rank_recovered":
-            found.pop(event["who"], None)
+            found.pop(who, None)
     return found

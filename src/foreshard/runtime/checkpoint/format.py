@@ -206,7 +206,7 @@ def _fault_of(body: Callable[..., None], *given: Any) -> str | None:
 def _shortage(folder: Path, needed: int) -> str:
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     short = f", {needed - free} bytes short" if needed > free else ""
-    return f"; the ranks need {needed} bytes, {free} are free{short}"
+    return f"; the tensors alone need {needed} bytes, {free} are free{short}"
 
 
 def damage_of(folder: Path, step: int, *, place: int = 0, size: int = 1) -> str | None:
@@ -298,9 +298,21 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     """Return the meta data of a checkpoint, if it is not damaged."""
     path = folder / step_name(step) / META
     try:
-        return dict(json.loads(path.read_text()))
+        meta = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, f"cannot be read: {error}") from None
+    names, tied = meta.get("names") or [], meta.get("tied") or []
+    is_whole = _are_rows(names, 3) and isinstance(tied, list) and all(_are_rows(group, 2) for group in tied)
+    if not is_whole or not isinstance(meta.get("config") or {}, dict):
+        raise _damaged(path, "cannot be read: its names, tied or config are not as they were written")
+    return meta
+
+
+def _are_rows(value: Any, length: int) -> bool:
+    """Return whether a value is a list of rows, each a layer and one or two names."""
+    if not isinstance(value, list) or not all(isinstance(row, list) and len(row) == length for row in value):
+        return False
+    return all(type(row[0]) is int and all(isinstance(name, str) for name in row[1:]) for row in value)
 
 
 def _damaged(path: Path, what: str) -> SpecError:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from foreshard.errors import SpecError
-from foreshard.file_replacement import replace_file
 from foreshard.runtime.checkpoint.folders import steps_in
 from foreshard.runtime.checkpoint.format import damage_of, load, read_meta, write_tensors
 from foreshard.runtime.checkpoint.saving import tensor_key
@@ -39,28 +43,43 @@ def export_run(run: Path, target: str, out: Path, step: int | None = None) -> in
         )
     meta, tensors = read_meta(folder, found), load(folder, found)
     names = _Names(meta)
-    out.mkdir(parents=True, exist_ok=True)
     model = {name: t for key, t in tensors.items() if tensor_key(key)[0] != "state" for name in names.of(key)}
     if target == "safetensors":
-        write_tensors(out / "model.safetensors", model, {"format": "pt"})
-        if meta.get("config") is not None:
-            replace_file(out / "config.json", json.dumps(meta["config"], indent=2) + "\n")
+        with _whole_files(out) as part:
+            write_tensors(part / "model.safetensors", model, {"format": "pt"})
+            if meta.get("config") is not None:
+                (part / "config.json").write_text(json.dumps(meta["config"], indent=2) + "\n")
         return found
     optimizer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, _, rest = tensor_key(key)
         if kind == "state":
             optimizer.setdefault(names.of(key)[0], {})[rest.rpartition("/")[2]] = tensor
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=out, no_dist=True)
+    with _whole_files(out) as part, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is meant
+        try:
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part, no_dist=True)
+        except CheckpointException as error:  # no Exception of Python: it holds what each rank met
+            raise next(fault for fault, _ in error.failures.values()) from None
     return found
+
+
+@contextmanager
+def _whole_files(out: Path) -> Iterator[Path]:
+    """Give a folder whose files are put into `out` at the end: what was there stays if the disk is full."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".part-") as part:
+        yield Path(part)
+        for file in sorted(Path(part).iterdir()):
+            os.replace(file, out / file.name)
 
 
 class _Names:
     """Names outside of foreshard of the tensors of a checkpoint."""
 
     def __init__(self, meta: Mapping[str, Any]):
-        self._whole = {(layer, name): whole for layer, name, whole in meta.get("names", [])}
-        self._tied = [[(layer, name) for layer, name in group] for group in meta.get("tied", [])]
+        self._whole = {(layer, name): whole for layer, name, whole in meta.get("names") or []}
+        self._tied = [[(layer, name) for layer, name in group] for group in meta.get("tied") or []]
 
     def of(self, key: str) -> list[str]:
         """Return the names of a tensor; the owner's of an entry of optimizer state."""

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from foreshard.errors import SpecError
+from foreshard.runtime.membership.leader_failover import Rendezvous, read_rendezvous
 from foreshard.runtime.membership.supervisor_state import load_state, write_json
 from foreshard.runtime.state.layout import check_runnable
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan, parse_plan
 
 _FILE = "replan.json"
+_CONNECT_S = 2.0
+_RESTART_S = 15.0
+"""How long the agent may take to start a supervisor again that was killed."""
+_TAKEOVER_S = 150.0
+"""How long another host may take to do so, which waits for twice `--detect-s` (30 s if not given)."""
 
 
 def request_plan(run: Path, plan_file: str) -> int:
@@ -21,7 +30,7 @@ def request_plan(run: Path, plan_file: str) -> int:
     """
     plan, state = load_plan(plan_file), load_state(run)
     check_runnable(plan, file=plan_file)
-    if state is None or state.over:
+    if state is None or state.over or _was_ended(read_rendezvous(run)):
         raise SpecError(
             "no job trains there", file=str(run), key="RUN", rule="A plan is given to a run under way"
         )
@@ -47,6 +56,47 @@ def request_plan(run: Path, plan_file: str) -> int:
     number = 1 + (_read(run) or (0, plan))[0]
     write_json(run / _FILE, {"number": number, "plan": plan.to_dict()})
     return number
+
+
+class RunLiveness:
+    """Whether a run can still adopt a plan, as another process of this host sees it."""
+
+    def __init__(self, run: Path, now: Callable[[], float] = time.monotonic):
+        self._run, self._now = run, now
+        self._refused_s: float | None = None
+
+    def end(self) -> str | None:
+        """Return in words that the run has ended, None while it may go on."""
+        state, rendezvous = load_state(self._run), read_rendezvous(self._run)
+        if state is not None and state.over:
+            return "the run has done its steps"
+        if _was_ended(rendezvous):
+            return "the run was ended"
+        if rendezvous is None or not _refuses(rendezvous):
+            self._refused_s = None
+            return None
+        if self._refused_s is None:
+            self._refused_s = self._now()
+        silent_s = self._now() - self._refused_s
+        patience_s = _RESTART_S if rendezvous.address.startswith("127.") else _TAKEOVER_S
+        if silent_s < patience_s:
+            return None
+        return f"nothing has listened at {rendezvous.address}:{rendezvous.port} for {silent_s:.0f} s"
+
+
+def _was_ended(rendezvous: Rendezvous | None) -> bool:
+    return rendezvous is not None and not rendezvous.port
+
+
+def _refuses(rendezvous: Rendezvous) -> bool:
+    """Return whether no process listens at a rendezvous; one that is out of reach may live."""
+    try:
+        socket.create_connection((rendezvous.address, rendezvous.port), timeout=_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class Requests:

@@ -154,9 +154,19 @@ def not_written(file: DurableJsonl, rule: str) -> ForeshardError:
     )
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, without lines torn by a kill or a full disk."""
-    return list(parsed_lines(path.read_text(errors="replace"))) if path.exists() else []
+def whole_lines(path: Path, kinds: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a file, without lines torn by a kill or a full disk.
+
+    With `kinds` only those with these keys and values of these types: damaged JSON may still parse.
+    """
+    found = parsed_lines(path.read_text(errors="replace")) if path.exists() else iter(())
+    return [
+        line for line in found if all(_is(line.get(key, ...), kind) for key, kind in (kinds or {}).items())
+    ]
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def parsed_lines(text: str) -> Iterator[dict[str, Any]]:

@@ -69,6 +69,9 @@ class LedgerBackup:
         return self._client.ask(question, patience_s=_PATIENCE_S).get("value")
 
 
+_MARKS = ("commit", "rollback")
+
+
 class Ledger:
     """The ledger of a rank.
 
@@ -179,7 +182,7 @@ def audit(paths: Iterable[Path], *, global_batch: int, steps: int, size: int | N
 
     No sample may come twice in an epoch of `size`, which is given where ranks have not written it.
     """
-    lines = [line for path in paths for line in whole_lines(path)]
+    lines = _lines(paths)
     counted = _counting(lines)
     spans = [(lo, hi) for line in counted for lo, hi in line["positions"]]
     times = np.zeros(max([steps * global_batch, *(hi for _, hi in spans)]), dtype=np.int64)
@@ -215,7 +218,25 @@ def _misread(lines: Iterable[dict[str, Any]], size: int | None) -> tuple[int, ..
 
 def counting_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the lines of samples whose step counts in the end, by step and position."""
-    return _counting([line for path in paths for line in whole_lines(path)])
+    return _counting(_lines(paths))
+
+
+def _lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the lines of ledgers that say which samples a step trained, or whether it counts.
+
+    A damaged line says nothing: its samples are lost, unless another rank trained them.
+    """
+    lines = [line for path in paths for line in whole_lines(path, {"generation": int})]
+    return [line for line in lines if _is_span(line) or any(type(line.get(key)) is int for key in _MARKS)]
+
+
+def _is_span(line: dict[str, Any]) -> bool:
+    spans, samples = line.get("positions"), line.get("samples", [])
+    if type(line.get("step")) is not int or not isinstance(spans, list) or not isinstance(samples, list):
+        return False
+    pairs = [span for span in spans if isinstance(span, list) and len(span) == 2]
+    numbers = [*(number for span in pairs for number in span), *samples]
+    return len(pairs) == len(spans) and all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _counting(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

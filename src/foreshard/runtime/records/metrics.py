@@ -19,6 +19,16 @@ from foreshard.runtime.records.durable_jsonl import DurableJsonl, whole_lines
 from foreshard.runtime.records.trackers import TRACKERS, numbers
 
 GIB = 2**30
+STEP_LINE: Mapping[str, Any] = {
+    "step": int,
+    "generation": int,
+    "loss_metrics/global_avg_loss": int | float | None,
+    "time_metrics/end_to_end(s)": int | float | None,
+    "n_tokens": int | float,
+    "clock": str,
+}
+"""What is read back of a step's line: keys with the types of their values."""
+_COUNTED = {key: STEP_LINE[key] for key in ("step", "n_tokens")}
 KEPT_BYTES = 16 * 2**20
 """Of lines that wait for a disk, in each of the files."""
 
@@ -113,7 +123,7 @@ class Metrics:
         path = self._metrics.path
         others = not path.exists() or path.stat().st_size != self._size_bytes
         if others and not self._metrics.waiting:
-            self._tokens = {line["step"]: line["n_tokens"] for line in whole_lines(path)}
+            self._tokens = {line["step"]: line["n_tokens"] for line in whole_lines(path, _COUNTED)}
         self._tokens = {s: n for s, n in self._tokens.items() if s < step}
         base = sum(self._tokens.values())
         self._tokens = {step: base + count}

@@ -12,6 +12,7 @@ from foreshard.runtime.checkpoint.folders import latest
 from foreshard.runtime.membership.supervisor_state import load_state
 from foreshard.runtime.records.durable_jsonl import whole_lines
 from foreshard.runtime.records.ledger import Audit, audit, merge
+from foreshard.runtime.records.metrics import STEP_LINE
 from foreshard.spec.plan_file import parse_plan
 
 
@@ -40,6 +41,8 @@ class RunOutcome:
         Ranks of the run's plan that were missing in the last generation.
     stopped : bool
         Whether it was asked to end before its last step.
+    damaged_lines : int
+        Lines of metrics.jsonl that are no whole line of a step: nothing counts them.
     """
 
     out: str
@@ -58,6 +61,7 @@ class RunOutcome:
     budgets: dict[str, dict[str, float]] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
     stopped: bool = False
+    damaged_lines: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `run --json` prints it."""
@@ -96,7 +100,7 @@ def is_finished(out: Path, steps: int) -> bool:
 def kept_steps(path: Path) -> list[dict[str, Any]]:
     """Return the metrics of the steps that count: the last line of a step trained twice."""
     found: dict[int, dict[str, Any]] = {}
-    for line in whole_lines(path):
+    for line in whole_lines(path, STEP_LINE):
         before = found.get(line["step"], line)
         if line["generation"] >= before["generation"]:  # lines that waited for a disk may come late
             found[line["step"]] = line
@@ -121,7 +125,15 @@ def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: i
         misread=len(checked.misread),
         budgets=_budgets(lines[-1]) if lines else {},
         absent=_absent(out),
+        damaged_lines=_damaged_lines(out / "metrics.jsonl"),
     )
+
+
+def _damaged_lines(path: Path) -> int:
+    if not path.exists():
+        return 0
+    written = sum(1 for line in path.read_text(errors="replace").split("\n") if line.strip())
+    return written - len(whole_lines(path, STEP_LINE))
 
 
 def _absent(out: Path) -> tuple[int, ...]:
@@ -134,7 +146,8 @@ def _absent(out: Path) -> tuple[int, ...]:
 def _budgets(line: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return limit and mean of each budget of a line, from `budget/NAME/limit` and `budget/NAME/mean`."""
     names = [key.split("/")[1] for key in line if key.startswith("budget/") and key.endswith("/limit")]
-    return {name: {key: line[f"budget/{name}/{key}"] for key in ("limit", "mean")} for name in names}
+    both = [name for name in names if f"budget/{name}/mean" in line]
+    return {name: {key: line[f"budget/{name}/{key}"] for key in ("limit", "mean")} for name in both}
 
 
 def settled_times(lines: list[dict[str, Any]]) -> list[float]:

@@ -91,7 +91,8 @@ class WeightsAndBiases(Tracker):
         )
         board.define_metric("*", step_metric="step")
         for file in ("metrics.jsonl", "evaluations.jsonl"):
-            lines = {line["step"]: line for line in whole_lines(self._out / file) if line["step"] < step}
+            there = whole_lines(self._out / file, {"step": int})
+            lines = {line["step"]: line for line in there if line["step"] < step}
             for before in sorted(lines):
                 self._write(board, before, numbers(lines[before]))
         return board
