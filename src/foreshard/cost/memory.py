@@ -60,6 +60,7 @@ class StageLoad:
     num_stages : pipeline stages, where known
     channels : NCCL channels of a collective between the devices
     grad_overlap : gradients are reduced beside the backward
+    tp_overlap : collectives of tensor parallelism run beside products, from buffers of their own
     bucket_bytes : stated size of a gradient bucket, 0 for the framework's
     prefetch, wrap : units of FSDP gathered ahead, and blocks of a unit, 0 for the whole model
     state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
@@ -97,6 +98,7 @@ class StageLoad:
     offload_optimizer: Any = 0
     offload_activations: Any = 0
     grad_overlap: Any = 0
+    tp_overlap: Any = 0
     bucket_bytes: Any = 0
     prefetch: float = 1.0
     wrap: float = 1.0
@@ -255,7 +257,7 @@ def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile
     else:
         exchange = ALL_TO_ALL_PAIR_BYTES * peers
     buffers = _communicators_bytes(load, profile) + exchange
-    return profile.context_bytes + buffers + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
+    return profile.context_bytes + buffers + _userbuffer_bytes(load)
 
 
 def deepep_bytes(load: StageLoad, framework: Framework) -> Any:
@@ -334,4 +336,5 @@ def _userbuffer_bytes(load: StageLoad) -> Any:
     TransformerEngine d0067d0 module/base.py initialize_ub: 12 buffers of (sequence x micro-batch x hidden).
     """
     elements = np.asarray(load.micro_batch) * load.seq_len / load.cp * load.hidden
-    return (np.asarray(load.tp) > 1) * load.sp * elements * (4 * 2 + 8 * (2 - np.maximum(load.fp8, load.fp4)))
+    used = (np.asarray(load.tp) > 1) * load.sp * load.tp_overlap
+    return used * elements * (4 * 2 + 8 * (2 - np.maximum(load.fp8, load.fp4)))

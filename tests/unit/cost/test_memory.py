@@ -328,8 +328,8 @@ def test_experts_hold_their_gradients_and_the_permuted_one():
 
 def test_tensor_overlap_keeps_twelve_buffers():
     without = stage_memory(middle(GPT, tp=2, sp=1), MCORE)
-    overlap = stage_memory(middle(GPT, tp=2, sp=1), replace(MCORE, tp_overlap=True))
-    eight = stage_memory(middle(GPT, tp=2, sp=1, fp8=1), replace(MCORE, tp_overlap=True))
+    overlap = stage_memory(middle(GPT, tp=2, sp=1, tp_overlap=1), MCORE)
+    eight = stage_memory(middle(GPT, tp=2, sp=1, fp8=1, tp_overlap=1), MCORE)
     assert overlap.outside - without.outside == pytest.approx(24 * 1024 * 1024)
     assert eight.outside - without.outside == pytest.approx(16 * 1024 * 1024)
 
