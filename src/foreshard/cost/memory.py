@@ -192,7 +192,8 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
         np.select([total >= fullest for total in totals], [part + 0.0 * fullest for part in parts])
         for parts in zip(*moments, strict=True)
     )
-    allocated = states.parameters + states.optimizer + states.buffers + fullest
+    buffers = states.buffers + acts.gathered
+    allocated = states.parameters + states.optimizer + buffers + fullest
     outside = _outside_bytes(load, framework, profile)
     whole = np.zeros_like(fullest)
     return MemoryParts(
@@ -201,7 +202,7 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
         optimizer=states.optimizer + whole,
         activations=saved,
         temporary=temporary,
-        comm_buffers=states.buffers + whole,
+        comm_buffers=buffers + whole,
         reserved=profile.slack * allocated + outside,
         outside=outside + whole,
         host=states.host + acts.host + whole,
@@ -222,7 +223,7 @@ def peaks_in_flight(load: StageLoad, framework: Framework, in_flight: Iterable[A
         held = replace(load, in_flight=flying)
         acts = stage_activations(held, framework, profile)
         _, _, fullest = _moments(held, framework, profile, states, acts)
-        yield (1.0 + profile.slack) * (lasting + fullest) + outside
+        yield (1.0 + profile.slack) * (lasting + acts.gathered + fullest) + outside
 
 
 def _moments(
@@ -254,6 +255,8 @@ def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile
         exchange = deepep_bytes(load, framework)
     elif framework.dispatcher == "hybridep":
         exchange = hybridep_bytes(load)
+    elif framework.dispatcher == "allgather":
+        exchange = communicators_bytes([(1.0, np.asarray(load.ep) * load.etp)], load.channels)
     else:
         exchange = ALL_TO_ALL_PAIR_BYTES * peers
     buffers = _communicators_bytes(load, profile) + exchange
