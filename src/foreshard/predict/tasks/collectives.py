@@ -138,8 +138,8 @@ def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
     """Return the part of a layer's exchanges that stays exposed where a forward runs beside a backward.
 
     The exchanges of one take `sent` seconds and run beside the work of the other, which together with its own
-    takes `work` seconds; meanwhile they keep `dispatch_sms` processors. A pair then takes the longer of its
-    exchanges, and of its work with what those processors would have done.
+    takes `work` seconds, waits for other collectives included; meanwhile they keep `dispatch_sms` processors.
+    A pair then takes the longer of its exchanges, and of its work with what those processors would have done.
 
     Source
     ------
