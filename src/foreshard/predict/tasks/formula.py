@@ -160,7 +160,7 @@ def layer_times(
     regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
     if region is None:
         region = region_times(layer.hidden, machine)
-    tensor, tensor_back = tensor_times(region, machine, linear.weight_gradient / 2.0)
+    tensor, tensor_back, tensor_gather = tensor_times(region, machine, linear.weight_gradient / 2.0)
     context, context_back = context_times(layer, machine, attention, attention_back)
     sent = expert_exchange_s(layer, machine)
     again = recompute
@@ -194,7 +194,9 @@ def layer_times(
         recompute=again.full * forward + (1.0 - again.full) * redo,
         tensor_forward=regions * tensor,
         tensor_backward=regions * tensor_back,
-        tensor_recompute=again.full * regions * tensor,
+        # Selected operations keep what reduce-scatters bring, not what gathers do (torchtitan b5bcd76
+        # distributed/activation_checkpoint.py _get_default_save_ops).
+        tensor_recompute=regions * (again.full * tensor + (1.0 - again.full) * again.op * tensor_gather),
         context_forward=context,
         context_backward=context_back + np.maximum(again.full, again.core_attn) * context,
         expert_forward=shown,
