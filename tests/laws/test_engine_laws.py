@@ -77,6 +77,27 @@ def test_faster_hardware_is_never_slower(engine, what, run, factor):
     assert after <= before * (1.0 + slack)
 
 
+@pytest.mark.parametrize("framework", ["megatron-core", "deepspeed", "ddp", "nemo", "torchtitan"])
+def test_both_engines_call_the_same_work_optimizer(framework):
+    """Weights that are gathered behind it are data-parallel traffic, whichever engine lines them up."""
+    model, cluster = model_of("gpt3-13b"), cluster_of("2x8xa100-sxm-80gb")
+    plan = api.make_plan(model, cluster, framework=framework, tp=4, zero=1, seq_len=1024, global_batch=16)
+    analytical, graph = (parts_of(engine, model, cluster, plan) for engine in ENGINES)
+    assert analytical["optimizer"] == pytest.approx(graph["optimizer"], rel=1e-9)
+    assert analytical["data_comm"] == pytest.approx(graph["data_comm"], rel=0.05)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_one_computation_hides_of_several_collectives_shows_once(engine):
+    """Attention hides a ring, a backward the reduction of gradients, both the exchanges of the other pass."""
+    model, cluster = model_of("deepseek-v3"), cluster_of("4x4xa100-sxm-80gb@100Gb/s")
+    degrees = {"pp": 2, "cp": 2, "ep": 8, "zero": 2, "seq_len": 4096, "global_batch": 16}
+    plan = api.make_plan(model, cluster, schedule="dualpipev", framework="nemo", **degrees)
+    plan = replace(plan, comm={"grad_overlap": True})
+    before, after = (seconds(engine, model, on, plan) for on in (cluster, faster(cluster, flops=4.0)))
+    assert after <= before * (1.0 + 1e-9)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=25, deadline=None)
 @given(runs(), st.randoms(use_true_random=False))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
-from foreshard.predict.batch import PlannedRun
+from foreshard.catalog.models import load_model
+from foreshard.catalog.training import TrainingConstants
+from foreshard.predict.batch import PlannedRun, build_batch
+from foreshard.predict.graph.prices import group_prices
 from foreshard.predict.memory import plan_memory
 from foreshard.spec.block import Block
 from foreshard.spec.degrees import plan_from_degrees
@@ -145,6 +149,15 @@ def test_stage_of_a_pipeline(sizes, recompute, stages, stage, count):
     assert made == pytest.approx(measured, rel=LIMIT)
 
 
+def test_stage_on_one_data_parallel_rank(monkeypatch):
+    """Nothing is cut there, yet the 16-bit copies of the weights and the gradients are held as elsewhere."""
+    for module in (reference, sys.modules[__name__]):
+        monkeypatch.setattr(module, "NUM_SHARDS", 1)
+    measured = stage_peak(DENSE, "none", num_stages=4, stage=3, num_micro_batches=8)
+    made = predicted(DENSE, "none", "2024", stages=4, stage=3, count=8)
+    assert made == pytest.approx(measured, rel=LIMIT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "stages", "stage", "count"),
@@ -160,3 +173,38 @@ def test_ends_and_short_pipelines(sizes, stages, stage, count):
     measured = stage_peak(sizes, SELECTIVE, num_stages=stages, stage=stage, num_micro_batches=count)
     made = predicted(sizes, SELECTIVE, "2024", stages=stages, stage=stage, count=count)
     assert made == pytest.approx(measured, rel=LIMIT)
+
+
+def test_the_embedding_is_gathered_again_before_its_backward_and_the_head_stays(monkeypatch):
+    """Units that torch gathers in a forward and in the backward behind it, and those that are priced."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    group, gathered = _fsdp_param_group.FSDPParamGroup, []
+    unshard = group.unshard
+
+    def recorded(self, *args, **kwargs):
+        if self.is_sharded and not self._all_gather_result:
+            gathered.append(self._module_fqn)
+        return unshard(self, *args, **kwargs)
+
+    monkeypatch.setattr(group, "unshard", recorded)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4 * NUM_SHARDS,))
+    stage = torch.nn.Sequential(torch.nn.Embedding(32, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    for unit, reshards in zip(stage, (True, True, False), strict=True):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(stage, mesh=mesh)
+    outputs = stage(torch.zeros(3, dtype=torch.int64))
+    in_forward = tuple(gathered)
+    gathered.clear()
+    outputs.sum().backward()
+    assert (in_forward, gathered) == (("0", "1", "2"), ["1", "0"])
+
+    model = replace(load_model("llama3-8b"), blocks=load_model("llama3-8b").blocks[:1])
+    cluster, framework = load_cluster("1x8xh100-sxm"), load_framework("torchtitan")
+    plan = plan_from_degrees(1, 8, global_batch=8, seq_len=1024, zero=3, framework="torchtitan")
+    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework)
+    (prices,) = group_prices(case, build_batch([case], TrainingConstants()))
+    (units,) = prices.units[0]
+    assert (units.gather_s > 0).all()
+    assert (units.regather_s > 0).tolist() == [True, True, False]

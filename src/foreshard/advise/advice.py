@@ -141,7 +141,7 @@ def _option_changes(plan: Plan, offers: Offers) -> Iterator[str]:
     yield f"micro-batch={2 * per_rank}"
     if per_rank > 1:
         yield f"micro-batch={per_rank // 2}"
-    if stage.tp > 1 and not group.sp:
+    if stage.tp > 1 and not group.sp and offers.cuts_sequences:
         yield "sp=on"
     for level in offers.levels(len(group.stages)):
         if 0 < level != stage.zero:

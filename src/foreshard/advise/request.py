@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foreshard.catalog.offers import offers_of
 from foreshard.catalog.prices import Prices
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec.cluster import Cluster
@@ -240,6 +241,7 @@ class Request:
         if "framework" in choices:
             framework = self.framework
             choices.setdefault("zero", framework.default_zero)
+            choices.setdefault("sp", offers_of(framework).cuts_sequences and choices.get("tp", 1) != 1)
             if isinstance(choices.setdefault("recompute", framework.default_recompute), str):
                 choices["recompute"] = framework.recompute(choices["recompute"])
         if choices.get("offload") == CPU:

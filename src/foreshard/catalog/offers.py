@@ -39,7 +39,7 @@ class Offers:
     schedules : of the pipelines it runs, empty without pipelines
     ordered : schedules priced by following their order, which a search takes only where they are stated
     overlaps : communication options it has a switch for
-    degrees : kinds of parallelism besides data parallelism
+    degrees : kinds of parallelism besides data parallelism, sp where tensor parallelism may cut sequences
     recompute : leading words of the recompute rules it takes; with "selective", modules as Megatron names
         them and parts of a stage (full:uniform:N, full:block:N) too
     low_precision : whether it trains with 8-bit matrix products
@@ -64,6 +64,11 @@ class Offers:
     shards_pipelines: bool = False
     offload: tuple[str, ...] = ("none",)
     cpu_offload: str = ""
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether tensor parallelism may cut what lies between its regions along the sequence."""
+        return "sp" in self.degrees
 
     def levels(self, num_stages: int) -> tuple[int, ...]:
         """Return the levels of sharding for a pipeline of so many stages."""
@@ -345,6 +350,8 @@ def not_offered(plan: Plan, framework: Framework) -> tuple[str, ...]:
             found[f"{framework.label} has no {word}{value} (it has {has})"] = None
 
     for group in plan.groups:
+        if group.sp and "tp" in offers.degrees and any(stage.tp > 1 for stage in group.stages):
+            expect("", "sp", offers.degrees)
         if len(group.stages) > 1 and not offers.schedules:
             found[f"{framework.label} runs no pipelines of stages"] = None
         elif len(group.stages) > 1:

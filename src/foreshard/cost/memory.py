@@ -60,6 +60,7 @@ class StageLoad:
     num_stages : pipeline stages, where known
     channels : NCCL channels of a collective between the devices
     grad_overlap : gradients are reduced beside the backward
+    tp_overlap : collectives of tensor parallelism run beside products, from buffers of their own
     bucket_bytes : stated size of a gradient bucket, 0 for the framework's
     prefetch, wrap : units of FSDP gathered ahead, and blocks of a unit, 0 for the whole model
     state_bytes : optimizer moments per parameter, see `optimizer_state_bytes`
@@ -97,6 +98,7 @@ class StageLoad:
     offload_optimizer: Any = 0
     offload_activations: Any = 0
     grad_overlap: Any = 0
+    tp_overlap: Any = 0
     bucket_bytes: Any = 0
     prefetch: float = 1.0
     wrap: float = 1.0
@@ -190,7 +192,8 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
         np.select([total >= fullest for total in totals], [part + 0.0 * fullest for part in parts])
         for parts in zip(*moments, strict=True)
     )
-    allocated = states.parameters + states.optimizer + states.buffers + fullest
+    buffers = states.buffers + acts.gathered
+    allocated = states.parameters + states.optimizer + buffers + fullest
     outside = _outside_bytes(load, framework, profile)
     whole = np.zeros_like(fullest)
     return MemoryParts(
@@ -199,7 +202,7 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
         optimizer=states.optimizer + whole,
         activations=saved,
         temporary=temporary,
-        comm_buffers=states.buffers + whole,
+        comm_buffers=buffers + whole,
         reserved=profile.slack * allocated + outside,
         outside=outside + whole,
         host=states.host + acts.host + whole,
@@ -220,7 +223,7 @@ def peaks_in_flight(load: StageLoad, framework: Framework, in_flight: Iterable[A
         held = replace(load, in_flight=flying)
         acts = stage_activations(held, framework, profile)
         _, _, fullest = _moments(held, framework, profile, states, acts)
-        yield (1.0 + profile.slack) * (lasting + fullest) + outside
+        yield (1.0 + profile.slack) * (lasting + acts.gathered + fullest) + outside
 
 
 def _moments(
@@ -252,10 +255,12 @@ def _outside_bytes(load: StageLoad, framework: Framework, profile: MemoryProfile
         exchange = deepep_bytes(load, framework)
     elif framework.dispatcher == "hybridep":
         exchange = hybridep_bytes(load)
+    elif framework.dispatcher == "allgather":
+        exchange = communicators_bytes([(1.0, np.asarray(load.ep) * load.etp)], load.channels)
     else:
         exchange = ALL_TO_ALL_PAIR_BYTES * peers
     buffers = _communicators_bytes(load, profile) + exchange
-    return profile.context_bytes + buffers + (_userbuffer_bytes(load) if framework.tp_overlap else 0.0)
+    return profile.context_bytes + buffers + _userbuffer_bytes(load)
 
 
 def deepep_bytes(load: StageLoad, framework: Framework) -> Any:
@@ -334,4 +339,5 @@ def _userbuffer_bytes(load: StageLoad) -> Any:
     TransformerEngine d0067d0 module/base.py initialize_ub: 12 buffers of (sequence x micro-batch x hidden).
     """
     elements = np.asarray(load.micro_batch) * load.seq_len / load.cp * load.hidden
-    return (np.asarray(load.tp) > 1) * load.sp * elements * (4 * 2 + 8 * (2 - np.maximum(load.fp8, load.fp4)))
+    used = (np.asarray(load.tp) > 1) * load.sp * load.tp_overlap
+    return used * elements * (4 * 2 + 8 * (2 - np.maximum(load.fp8, load.fp4)))

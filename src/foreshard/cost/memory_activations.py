@@ -70,6 +70,7 @@ class Activations:
     """Bytes per rank: saved over all layers in flight, one layer's, and the peaks of backward and loss.
 
     host : saved bytes in the memory of the node instead
+    gathered : tokens of all ranks that a gathering dispatcher brings into a buffer that stays
     boundary : a hidden state of a micro-batch, as layers and stages pass it on
     logit_gradient : gradient of the logits as the head's product takes it
     """
@@ -81,6 +82,7 @@ class Activations:
     boundary: Any
     logit_gradient: Any
     host: Any
+    gathered: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,16 +414,34 @@ def _layer(
     return saved, peak
 
 
+def _gathered_tokens(block: Block, n: _Tokens, load: StageLoad) -> Any:
+    """Return the bytes of the tokens of all ranks that share the experts, 0 on a rank that has all experts.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/transformer/moe/token_dispatcher.py MoEAllGatherTokenDispatcher.
+    """
+    ranks = np.asarray(load.ep) * load.etp
+    hidden = block.expert_hidden or block.hidden
+    return (block.num_experts > 0) * (ranks > 1) * n.element * n.split * ranks * hidden
+
+
 def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProfile) -> Activations:
     """Return saved activations and their temporaries on one rank."""
     n = _tokens(load)
     unfused = framework.attention == "unfused" if load.unfused is None else np.asarray(load.unfused) > 0
     rule = load.recompute
     kept_input = n.element * n.norm * np.asarray(load.hidden) / rule.unit
-    saved = one_layer = temporary = 0.0
+    saved = one_layer = temporary = gathered = 0.0
     for block, count in load.kinds:
         layer, peak = _layer(block, n, load, unfused, profile)
         here = np.asarray(count) > 0
+        if framework.dispatcher == "allgather" and block.num_experts:
+            everyone = _gathered_tokens(block, n, load)
+            gathered = np.maximum(gathered, here * everyone)
+            # Gradients of the gathered tokens beside those of the tokens of the own experts.
+            routed = n.element * block.top_k * n.split * load.etp * (block.expert_hidden or block.hidden)
+            peak = np.maximum(peak, (everyone + routed) * (everyone > 0))
         mixed = rule.full * kept_input + (1 - rule.full) * layer
         saved = saved + count * mixed
         one_layer = np.maximum(one_layer, here * mixed)
@@ -447,5 +467,6 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
         logits=logits,
         boundary=boundary,
         host=load.offload_activations * (held - offloaded),
+        gathered=gathered,
         logit_gradient=n.element * n.split * load.vocab * load.has_head / profile.loss_chunks,
     )

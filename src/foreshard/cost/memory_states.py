@@ -203,7 +203,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     expert_bytes = have.expert * block_weight - less * (have.expert - have.expert_trained)
     # Weights that stay gathered and gradients that stay whole make ZeRO 2 and 3 the same.
     sharded = (zero >= 2) * (shard > 1)
-    holds = framework.pipeline_holds_units * sharded * (np.asarray(load.num_stages) > 1)
+    holds = framework.pipeline_holds_units * (zero >= 2) * (np.asarray(load.num_stages) > 1)
     kept = sharded * (zero == 2) * (profile.units or framework.fsdp == "fsdp1")
     gathers = np.maximum(holds, kept)
     dense3, expert3 = np.where(gathers, dense2, dense3), np.where(gathers, expert2, expert3)
@@ -265,7 +265,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
             blocks=blocks,
             count=np.ceil(num_layers / np.maximum(blocks, 1)),
             ahead=load.prefetch,
-            sharded=profile.units * sharded,
+            sharded=profile.units * np.maximum(sharded, holds),
             gathered=gathers,
             held=holds,
             trained=trained / np.maximum(everything, 1),

@@ -230,7 +230,9 @@ def _held(run: _Run) -> tuple[Moment, ...]:
     load, acts, whole = run.load, run.acts, run.states.gradients
     embedding, block, head = run.embedding, run.block, run.head
     count, flying = np.asarray(load.num_micro_batches), np.maximum(load.in_flight, 1)
-    inputs = np.maximum(count - flying, 0) * (1 - np.asarray(load.has_embedding))
+    # A saved input lies in its buffer, which stays where what is saved goes to the host.
+    inputs = np.maximum(count - flying * (1 - np.asarray(load.offload_activations)), 0)
+    inputs = inputs * (1 - np.asarray(load.has_embedding))
     # The last stage holds a gradient until it is sent instead.
     received = acts.boundary * (inputs + np.where(np.asarray(load.has_head) > 0, 1, count))
     saved, each = acts.saved + received, acts.saved / flying

@@ -214,6 +214,8 @@ def _shipped(name: str, values: Sequence[Any], framework: Framework) -> None:
     if name in ("tp", "pp", "cp", "ep", "etp", "vpp"):
         has = offers.degrees if name != "pp" else ("pp",) if offers.schedules else ()
         known[name] = values if name in has else (1,)  # type: ignore[assignment]
+    if name == "sp" and not offers.cuts_sequences:
+        known[name] = (False,)
     if name == "shard_size" and not offers.in_groups:
         raise SpecError(
             f"{framework.label} has no shard groups",
@@ -224,12 +226,13 @@ def _shipped(name: str, values: Sequence[Any], framework: Framework) -> None:
         )
     wrong = [value for value in values if value not in known.get(name, (value,))]
     if wrong:
+        value = "" if wrong[0] is True else f" {wrong[0]}"
         raise SpecError(
-            f"{framework.label} has no {name.replace('_', ' ')} {wrong[0]}",
+            f"{framework.label} has no {name.replace('_', ' ')}{value}",
             key=_flag(name),
             value=wrong[0],
             rule="A search is among what the framework ships",
-            fix=f"It has {', '.join(map(str, known[name])) or 'none'}",
+            fix="Leave it out" if not value else f"It has {', '.join(map(str, known[name])) or 'none'}",
         )
 
 

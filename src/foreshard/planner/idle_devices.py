@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 from foreshard import quantity
+from foreshard.catalog.offers import offers_of
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
@@ -106,6 +107,7 @@ def _beside(request: PlanRequest, chosen: Plan, g: int) -> Iterator[Plan]:
             pp=pp,
             dp=dp,
             recompute=recompute,
+            sp=tp > 1 and offers_of(request.framework).cuts_sequences,
             global_batch=dp,
             seq_len=request.seq_len,
         ).groups[0]

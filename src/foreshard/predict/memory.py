@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -19,13 +19,16 @@ from foreshard.spec.plan import Group, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
 
 
-def in_flight(group: Group, stage: int) -> float:
+def in_flight(group: Group, stage: int, *, expert_overlap: bool = False) -> float:
     """Return the micro-batches whose activations each layer of a stage holds at the peak.
+
+    Where exchanges of experts run beside the passes of another micro-batch, an interleaved stage is one chunk
+    further ahead.
 
     Source
     ------
-    Megatron-Core schedules: 1F1B min(m, p - i); interleaved 2(p - i - 1) + (v - 1)p + 1 chunks of v; others
-    by counting their order of work.
+    Megatron-Core schedules: 1F1B min(m, p - i); interleaved 2(p - i - 1) + (v - 1)p + 1 chunks of v (one more
+    with overlap_moe_expert_parallel_comm, schedules.py d98e8a6); others by counting their order of work.
     """
     p, m, v = len(group.stages), group.num_micro_batches, group.num_chunks
     if group.schedule in BY_ORDER and p > 1:
@@ -33,7 +36,8 @@ def in_flight(group: Group, stage: int) -> float:
     if group.schedule == "gpipe":
         return float(m)
     if v > 1 and p > 1:
-        return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+        ahead = expert_overlap and group.stages[stage].ep > 1
+        return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1 + ahead) / v
     return float(min(m, p - stage))
 
 
@@ -75,13 +79,14 @@ def _load(case: PlannedRun, rows: list[_Row]) -> StageLoad:
     ranks = [
         rank_shape(setup, row.group, row.stage, samples=_samples(row), replicas=row.replicas) for row in rows
     ]
+    overlapped = setup.hides("expert_overlap")
     rules = [stage_recompute(row.stage, sum(count)) for row, count in zip(rows, counts, strict=True)]
     return setup.load(
         stacked(ranks, RankShape),
         counts=list(counts.T),
         has_embedding=ends[:, 0],
         has_head=ends[:, 1],
-        in_flight=np.array([in_flight(row.group, row.s) for row in rows]),
+        in_flight=np.array([in_flight(row.group, row.s, expert_overlap=overlapped) for row in rows]),
         num_micro_batches=np.array([float(row.group.num_micro_batches) for row in rows]),
         num_stages=np.array([float(len(row.group.stages)) for row in rows]),
         devices=[nodes[row.worker.node_group].device for row in rows],
@@ -96,8 +101,7 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     The parts have one row per stage, group by group.
     """
     rows = _rows(case)
-    overlapped = bool(case.plan.comm.get("tp_overlap", case.framework.tp_overlap))
-    parts = stage_memory(_load(case, rows), replace(case.framework, tp_overlap=overlapped))
+    parts = stage_memory(_load(case, rows), case.framework)
     capacity = np.array([case.cluster.nodes[row.worker.node_group].device.capacity_bytes for row in rows])
     fullest_first = np.argsort(-(parts.peak / capacity), kind="stable")
     chosen: dict[tuple[int, int], int] = {}

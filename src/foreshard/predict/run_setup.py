@@ -70,6 +70,10 @@ class RunSetup:
         """Return the generation of NCCL whose constants hold."""
         return "old" if self.framework.nccl == "old" else "2.2x"
 
+    def hides(self, name: str) -> bool:
+        """Return whether an option of communication is on, whatever the ZeRO level."""
+        return bool(self.comm.get(name, getattr(self.framework, name)))
+
     @property
     def fabric_options(self) -> dict[str, Any]:
         """Return what links and networks are priced by, as `comm.fabric` takes it."""
@@ -238,6 +242,7 @@ class RunSetup:
             offload_optimizer=rank.offload_optimizer,
             offload_activations=rank.offload_activations,
             grad_overlap=1.0 * self.comm.get("grad_overlap", self.framework.hides("grad_overlap", rank.zero)),
+            tp_overlap=1.0 * self.hides("tp_overlap"),
             bucket_bytes=float(self.framework.bucket_bytes),
             prefetch=float(self.framework.prefetch),
             wrap=float(self.framework.wrap),

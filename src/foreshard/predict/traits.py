@@ -96,6 +96,7 @@ class Traits:
     shared_overlap: Any
     narrow_gather: Any
     regathers: Any  # 1 where sharded weights are gathered again before backward
+    regathers_table: Any  # 1 where the embedding is too, though no gradient reads it
     prefetches: Any  # 1 where a layer asks for the weights of the next before it runs
     prefetch: Any  # units of FSDP that are gathered ahead of the one at work
     wrap: Any  # blocks of a unit, 0 where one unit holds the whole model
@@ -224,6 +225,7 @@ def traits_of(
         wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         regathers=1.0,
+        regathers_table=float(framework.fsdp == "zero3" or memory_profile(framework.memory).units),
         prefetches=float(framework.explicit_prefetch),
         prefetch=float(framework.prefetch),
         wrap=float(framework.wrap),

@@ -25,6 +25,14 @@ def test_experts_run_grouped_from_bridge_26_06_on():
     assert [release for release, on in grouped.items() if on] == ["26.06", "26.06.01", "26.08"]
 
 
+def test_tensor_ranks_send_parts_of_a_stage_output_through_the_pipeline_engine_of_deepspeed():
+    """pipe_partitioned and grad_partitioned are on by default; ColossalAI has a pipeline of its own."""
+    sends = {
+        name: load_framework(name).p2p_scatter for name in ("deepspeed", "megatron-deepspeed", "colossalai")
+    }
+    assert sends == {"deepspeed": True, "megatron-deepspeed": True, "colossalai": False}
+
+
 def test_blank_release_is_the_newest():
     assert load_framework("megatron-bridge").release == "26.08"
     assert load_framework("megatron-core").release == ""

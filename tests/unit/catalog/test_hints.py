@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from foreshard import api
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import alias_of, load_framework
 from foreshard.catalog.models import load_model
@@ -47,6 +48,11 @@ def test_a_framework_taken_for_another_is_said_with_when_it_is_not(capsys):
             ["megatron-core has no schedule zbv (it has 1f1b, interleaved)"],
         ),
         (("--framework", "torchtitan", "--tp", "2", "--zero", "3"), []),
+        (("--framework", "megatron-lm@2021", "--tp", "2"), []),
+        (
+            ("--framework", "megatron-lm@2021", "--tp", "2", "--sp"),
+            ["megatron-lm@2021 has no sp (it has tp, pp, vpp)"],
+        ),
     ],
 )
 def test_what_a_framework_does_not_offer_is_warned_of(stated, missing, capsys):
@@ -55,6 +61,33 @@ def test_what_a_framework_does_not_offer_is_warned_of(stated, missing, capsys):
     said = [line for line in printed.err.splitlines() if "warning" in line]
     assert [line.split(": ")[2].split(";")[0] for line in said] == missing
     assert set(missing) <= set(json.loads(printed.out)["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("framework", "cuts"),
+    [
+        ("megatron-core", True),
+        ("torchtitan", True),
+        ("megatron-lm@2022", True),
+        ("megatron-lm@2021", False),
+        ("megatron-deepspeed", False),
+        ("hf", False),
+    ],
+)
+def test_sequences_are_cut_by_default_where_the_framework_does_it(framework, cuts):
+    degrees = {"tp": 4, "framework": framework, "seq_len": 1024, "zero": 1}
+    assert api.make_plan("gpt3-13b", "1x4xa100-sxm-80gb", **degrees).groups[0].sp == cuts
+
+
+def test_a_search_cuts_no_sequences_where_the_framework_does_not():
+    found = api.plan(
+        *("llama3.2-1b", "1x4xa100-sxm-80gb"),
+        global_batch=4,
+        seq_len=1024,
+        framework="megatron-deepspeed",
+        tp=4,
+    )
+    assert found.plans and not any(group.sp for one in found.plans for group in one.plan.groups)
 
 
 def test_a_hub_name_is_not_a_missing_file():
@@ -137,3 +170,9 @@ def test_what_is_ambiguous_is_refused_with_its_readings(text, readings):
     with pytest.raises(SpecError) as caught:
         load_cluster(text)
     assert all(reading in caught.value.fix for reading in readings)
+
+
+@pytest.mark.parametrize(("samples", "said"), [(2, False), (4, True)])
+def test_gradients_that_a_trainer_accumulates_are_spoken_of(samples, said):
+    found = api.predict("gpt2", "1x2xh100-sxm", framework="hf", global_batch=samples)
+    assert any("no_sync" in one for one in found.assumptions) == said

@@ -326,10 +326,25 @@ def test_experts_hold_their_gradients_and_the_permuted_one():
     assert parts.temporary == pytest.approx(2 * routed * (3 * 512 + 1024))
 
 
+def test_gathered_tokens_of_all_ranks_stay_in_a_buffer():
+    """No all-to-all connects the ranks; many ranks with few experts a token hold more gradients of tokens."""
+    gathering, few = replace(MCORE, dispatcher="allgather"), {"ep": 2, "expert_dp": 1}
+    sent, gathered = (stage_memory(middle(EXPERTS, **few), one) for one in (MCORE, gathering))
+    everyone = 2 * 2 * 1024 * 1024
+    assert gathered.comm_buffers - sent.comm_buffers == pytest.approx(everyone)
+    assert gathered.temporary == sent.temporary
+    assert sent.outside - gathered.outside == pytest.approx(384 * 2**20 - 544 * 2**20)
+    many = replace(EXPERTS, num_experts=64, expert_ffn=8)
+    wide = stage_memory(middle(many, ep=64, expert_dp=1), gathering)
+    assert wide.temporary == pytest.approx((64 + 2) * 2 * 1024 * 1024)
+    alone = [stage_memory(middle(EXPERTS), one).peak for one in (MCORE, gathering)]
+    assert alone[0] == alone[1]
+
+
 def test_tensor_overlap_keeps_twelve_buffers():
     without = stage_memory(middle(GPT, tp=2, sp=1), MCORE)
-    overlap = stage_memory(middle(GPT, tp=2, sp=1), replace(MCORE, tp_overlap=True))
-    eight = stage_memory(middle(GPT, tp=2, sp=1, fp8=1), replace(MCORE, tp_overlap=True))
+    overlap = stage_memory(middle(GPT, tp=2, sp=1, tp_overlap=1), MCORE)
+    eight = stage_memory(middle(GPT, tp=2, sp=1, fp8=1, tp_overlap=1), MCORE)
     assert overlap.outside - without.outside == pytest.approx(24 * 1024 * 1024)
     assert eight.outside - without.outside == pytest.approx(16 * 1024 * 1024)
 

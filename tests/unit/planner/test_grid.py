@@ -88,7 +88,10 @@ def _rows(request):
         deepest = request.model.num_layers // pp if "interleaved" in offers.schedules and pp > 1 else 1
         for vpp in range(1, deepest + 1 if "vpp" in offers.degrees else 2):
             for schedule, sp, rule, zero in product(
-                names if vpp == 1 else ["interleaved"], (0, 1) if tp > 1 else (0,), rules, offers.levels(pp)
+                names if vpp == 1 else ["interleaved"],
+                (0, 1) if tp > 1 and offers.cuts_sequences else (0,),
+                rules,
+                offers.levels(pp),
             ):
                 groups = _divide(dp * cp)[1:-1] if zero in offers.in_groups else []
                 for shard, offload in product([0, *groups], offers.offload):

@@ -322,6 +322,18 @@ def test_tensor_collectives_are_hidden_inside_a_link_domain_with_sequence_parall
         assert np.max(over) == pytest.approx((1.0 - hidden) * np.max(plain))
 
 
+@pytest.mark.parametrize("sp", [True, False])
+def test_selected_operations_gather_again_what_is_cut_along_the_sequence(sp):
+    """Recomputing a layer gathers and scatters; what a scatter, or a sum, brought is kept."""
+    _, batch = batch_of(framework="torchtitan", tp=8, sp=sp)
+    again = {
+        rule: float(np.max(times_of(batch, rule=rule).tensor_recompute))
+        for rule in ("none", "selective:op", "full")
+    }
+    assert again["none"] == 0.0 < again["full"]
+    assert again["selective:op"] == pytest.approx(0.5 * sp * again["full"])
+
+
 def test_one_replica_has_nothing_to_sum():
     _, batch = batch_of(cluster="1x1xh100-sxm")
     assert [part.item() for part in sync_times(PARAMS, 1.0, 1.0, batch.machine)] == [0.0, 0.0]

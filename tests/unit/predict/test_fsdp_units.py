@@ -62,7 +62,7 @@ def played_s(cluster, count, wrap, depth):
     )  # embedding, blocks, head
     spans = [slice(a, b) for a, b in pairwise(cuts)]
     moved = [shard_times(blocks.params[s].sum(), 0.0, machine) for s in spans]
-    kept = [wrap == "model" or k in (0, len(spans) - 1) for k in range(len(spans))]
+    kept = [wrap == "model" or k == len(spans) - 1 for k in range(len(spans))]  # the head is
     pieces, forward_s, backward_s = [], own.op_s[0, 0, 0, 0], own.op_s[1, 0, 0, 0]
     for _ in range(count):
         for k, s in enumerate(spans):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,24 @@ def test_memory_is_that_of_the_plans(space):
     np.testing.assert_allclose(result.peak_bytes, [memory.peak_bytes for memory in one_by_one], rtol=1e-9)
     assert result.fits.tolist() == [memory.fits for memory in one_by_one]
     assert result.capacity_bytes == one_by_one[0].capacity_bytes
+
+
+@pytest.mark.parametrize("name", ["tp_overlap", "expert_overlap"])
+def test_what_hides_collectives_is_in_the_memory_of_the_plans(name):
+    """Userbuffers of tensor parallelism; one more chunk in flight where experts' exchanges are hidden."""
+    model, cluster = load_model("mixtral-8x7b"), load_cluster("4x8xh100-sxm")
+    table = draw_plans(model, cluster, 60, np.random.default_rng(7), global_batch=128, seq_len=4096)
+    options = {"precision": "bf16", "seq_len": 4096, "comm": {name: True}}
+    framework = load_framework("megatron-core")
+    plans = [replace(table.plan(i, model, seq_len=4096), comm={name: True}) for i in range(len(table))]
+    cases = [PlannedRun(model=model, cluster=cluster, plan=plan, framework=framework) for plan in plans]
+    peaks = stages_of(model, cluster, table, framework, options).memory().peak_bytes
+    np.testing.assert_allclose(peaks, [plan_memory(case)[0].peak_bytes for case in cases], rtol=1e-9)
+    plain = stages_of(model, cluster, table, framework, options | {"comm": {}}).memory().peak_bytes
+    more = {"tp_overlap": (table.tp > 1) & (table.sp > 0), "expert_overlap": (table.vpp > 1) & (table.ep > 1)}
+    assert np.count_nonzero(more[name]) > 5
+    assert np.all((peaks > plain) <= more[name])
+    assert np.count_nonzero(peaks > plain) > 3
 
 
 def test_memory_parts_are_those_of_the_first_stage_of_each_row(space):

@@ -114,7 +114,9 @@ _RUN = (
         click.option(f"--{name}", type=Count(), help=f"{MEANING[name]}{_DETAIL.get(name, '')}.")
         for name in DEGREES
     ),
-    click.option("--sp/--no-sp", default=None, help="Sequence parallelism (default: on when tp > 1)."),
+    click.option(
+        "--sp/--no-sp", default=None, help="Sequence parallelism (default: where the framework has it)."
+    ),
     click.option("--zero", type=Level(), help="ZeRO level 0-3 (default: the framework's, 1)."),
     click.option("--shard-size", type=Count(), help="Ranks that share one copy (hybrid sharding)."),
     micro_batch,

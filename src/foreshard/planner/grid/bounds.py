@@ -126,12 +126,12 @@ def _choices_of_work(request: GridRequest) -> tuple[np.ndarray, ...]:
 def _least_work(request: GridRequest, cells: PlanTable) -> np.ndarray:
     """Return the same for a few cells, priced."""
     both = []
-    for sp in (0, 1):
+    for sp in range(1 + request.offers.cuts_sequences):
         batch = request.batch(replace(cells, sp=np.full(len(cells), sp) * (cells.tp > 1)))
         stage = stage_times(batch)
         work = sum(stage.parts[name] for name in _RECURRING[:5])
         both.append([(one * batch.multiplicity).sum(0) for one in (work, stage.parts["compute"])])
-    return np.minimum(*np.array(both))
+    return np.min(both, axis=0)
 
 
 def device_seconds_floor(request: GridRequest) -> float:
@@ -159,9 +159,9 @@ def _device_seconds_floor(**asked: Any) -> float:
     fits = (columns[0] * columns[1] <= devices) & (columns[2] * columns[3] <= devices)
     columns = [column[fits] for column in columns]
     table = PlanTable.from_columns(dict(zip(_OF_WORK, columns, strict=True)))
-    least = np.inf
+    least, cuts = np.inf, int(request.offers.cuts_sequences)
     # Sequence parallelism cuts computation over more ranks: without it there is no less.
-    for some in chunks_of(replace(table, dp=table.ep * table.etp, sp=1 * (table.tp > 1))):
+    for some in chunks_of(replace(table, dp=table.ep * table.etp, sp=cuts * (table.tp > 1))):
         stage = stage_times(request.batch(some))
         seconds = stage.parts["compute"].sum(0) * some.tp * some.cp / some.micro_batch
         least = min(least, float(seconds.min()))

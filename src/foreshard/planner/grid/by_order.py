@@ -148,6 +148,7 @@ def _plan(request: PlanRequest, **degrees: object) -> Plan | None:
             precision=request.precision,
             optimizer=request.optimizer,
             framework=request.framework.label,
+            sp=degrees["tp"] != 1 and offers_of(request.framework).cuts_sequences,
             **degrees,  # type: ignore[arg-type]
         )
         plan = request.stated(plan)

@@ -232,7 +232,7 @@ def shapes_of(request: GridRequest, cells: PlanTable) -> PlanTable:
     index, v, sp = (
         axis.ravel() for axis in np.meshgrid(np.arange(len(cells)), vpp, np.arange(2), indexing="ij")
     )
-    keep = (v <= deep[index]) & ((sp == 0) | (cells.tp[index] > 1))
+    keep = (v <= deep[index]) & ((sp == 0) | ((cells.tp[index] > 1) & request.offers.cuts_sequences))
     keep &= (v == 1) | (cells.num_micro_batches[index] % cells.pp[index] == 0)
     keep &= request.choices.mask("vpp", v) & (request.choices.mask("sp", sp) | (cells.tp[index] == 1))
     index, v, sp = index[keep], v[keep], sp[keep]

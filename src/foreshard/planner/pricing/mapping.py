@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from foreshard.catalog.offers import offers_of
 from foreshard.planner.pricing.stage_options import StageKind
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Arrangement, Problem
@@ -26,13 +27,15 @@ def plan_of(request: PlanRequest, problem: Problem, arrangement: Arrangement) ->
         if found is None:
             return None
         ranks[g, s] = found
+    cuts = offers_of(request.framework).cuts_sequences
+    templates = range(len(arrangement.templates))
     return Plan(
         global_batch=request.global_batch,
         seq_len=request.seq_len,
         precision=request.precision,
         optimizer=request.optimizer,
         framework=request.framework.label,
-        groups=tuple(_group(problem, arrangement, g, ranks) for g in range(len(arrangement.templates))),
+        groups=tuple(_group(problem, arrangement, g, ranks, cuts=cuts) for g in templates),
     )
 
 
@@ -65,7 +68,12 @@ def _take(nodes: list[list[int]], size: int) -> tuple[int, ...] | None:
 
 
 def _group(
-    problem: Problem, arrangement: Arrangement, g: int, ranks: dict[tuple[int, int], tuple[int, ...]]
+    problem: Problem,
+    arrangement: Arrangement,
+    g: int,
+    ranks: dict[tuple[int, int], tuple[int, ...]],
+    *,
+    cuts: bool,
 ) -> Group:
     template = arrangement.templates[g]
     stages = []
@@ -87,5 +95,5 @@ def _group(
         stages=tuple(stages),
         micro_batch=int(problem.micro_batch[template[0].option]),
         schedule="1f1b",
-        sp=any(stage.tp > 1 for stage in stages),
+        sp=cuts and any(stage.tp > 1 for stage in stages),
     )

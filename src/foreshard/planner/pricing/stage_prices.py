@@ -283,7 +283,7 @@ def _tail_of(
     end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     # All of a pipeline follows its first forward; other stages wait for their weights while it fills.
     return np.asarray(
-        end.tail_s + end.update + (end.first_s + end.wait) * (np.asarray(batch.has_embedding) > 0)
+        end.tail_s + end.update_s + (end.first_s + end.wait) * (np.asarray(batch.has_embedding) > 0)
     )
 
 

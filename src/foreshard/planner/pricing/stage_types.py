@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from foreshard.catalog.offers import offers_of
 from foreshard.graph.shapes import RankShape
 from foreshard.planner.pricing.stage_options import StageKind
 from foreshard.planner.request import PlanRequest
@@ -64,6 +65,7 @@ def row(items: Sequence[Any], cls: type[T]) -> T:
 def rank_row(request: PlanRequest, kinds: Sequence[StageKind]) -> RankShape:
     """Return how a rank of each option runs layers, its stage as close together as can be."""
     setup, nodes = request.setup, request.cluster.nodes
+    cuts = offers_of(request.framework).cuts_sequences
     return row(
         [
             setup.rank(
@@ -74,7 +76,7 @@ def rank_row(request: PlanRequest, kinds: Sequence[StageKind]) -> RankShape:
                 dp=float(kind.inner_dp),
                 shard=float(kind.inner_dp * kind.cp),
                 zero=float(kind.zero),
-                sp=float(kind.tp > 1),
+                sp=float(kind.tp > 1 and cuts),
                 micro_batch=float(kind.micro_batch),
                 expert_stride=1.0,
                 **_own_strides(kind, domain_block(nodes[kind.node_group]) * (1.0 - 1e-9)),

@@ -44,11 +44,17 @@ class EndOfStep:
     last_of_all: Any
     # sums over groups of pipelines and over both ends of one, and copies of all, behind all else
     sums: Any
-    # the optimizer, and gathering updated weights that no forward hides
-    update: Any
+    # the optimizer, behind it gathering updated weights that no forward hides
+    optimizer: Any
+    late_gather: Any
     # chunks, and seconds from one to the next, forward and backward
     chunks: Any
     rounds: tuple[Any, Any]
+
+    @property
+    def update_s(self) -> Any:
+        """Seconds from the last gradient of all stages on."""
+        return self.optimizer + self.late_gather
 
     @property
     def first_s(self) -> Any:
@@ -106,7 +112,8 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         cut=each,
         last_of_all=in_line > 0,
         sums=_sums_s(batch, stage),
-        update=optimizer + (1.0 - beside) * gather,
+        optimizer=optimizer,
+        late_gather=(1.0 - beside) * gather,
         chunks=chunks,
         rounds=_rounds_s(batch, stage, wait / chunks),
     )

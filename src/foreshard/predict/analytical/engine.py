@@ -27,6 +27,7 @@ class StepTimes:
     total: np.ndarray
     parts: dict[str, np.ndarray]
     stage: np.ndarray  # index of the stage that sets the pace
+    update_s: np.ndarray  # from the last gradient on: the optimizer, gathering weights behind it
 
 
 def _of_run(run: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -145,11 +146,16 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
         parts[name] = np.maximum(parts[name] - beside_s, 0.0)
     busy = sum(parts.values())
     parts["bubble"] = np.maximum(span.seconds - busy, 0.0) + waits
-    parts["optimizer"] = np.where(batch.multiplicity > 0, end.update, 0.0).max(0)
-    busy = busy + parts["bubble"] + parts["optimizer"]
+    update_s = np.where(batch.multiplicity > 0, end.update_s, 0.0)
+    updates_last = _of_run(update_s.argmax(0))
+    parts["optimizer"] = updates_last(end.optimizer)
+    parts["data_comm"] = parts["data_comm"] + updates_last(end.late_gather)
+    busy = busy + parts["bubble"] + updates_last(update_s)
     doublings = np.maximum(0.0, np.log2(np.maximum(num_devices, 1.0) / 8.0))
     parts["straggler"] = batch.machine.constants.jitter * doublings * busy
-    return StepTimes(total=busy + parts["straggler"], parts=parts, stage=span.run)
+    return StepTimes(
+        total=busy + parts["straggler"], parts=parts, stage=span.run, update_s=updates_last(update_s)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +215,7 @@ def slowest_parts(step: StepTimes) -> dict[str, float]:
     Gradients join all groups, so every optimizer starts after the slowest group; the slowest of them ends
     the step.
     """
-    last = step.parts["optimizer"]
+    last = step.update_s
     slowest = int((step.total - last).argmax())
     parts = {name: float(step.parts[name][slowest]) for name in TIME_PARTS}
     parts["bubble"] += float(last.max() - last[slowest])

@@ -137,7 +137,7 @@ def waits(
     backward = sum(
         count * wait(r.again + r.scatter, r.backward) for count, r in zip(counts, runs, strict=True)
     )
-    # A pass begins and ends beside units of other passes, or beside the ends, which are not gathered again.
+    # A pass begins and ends beside units of other passes, or beside the ends; the head stays gathered.
     layer = _Pass(**{name: mean([getattr(r, name) for r in runs]) for name in _Pass.__slots__})
     first, last = run(embedding), run(head)
     has_first, has_last = np.asarray(embedding.count), np.asarray(head.count)
@@ -149,7 +149,7 @@ def waits(
     forward = forward + behind_backward + has_first * at_first
     behind_backward = behind_backward + has_first * (at_first - wait(layer.gather, first.forward))
     forward = forward + some * has_last * (wait(last.gather + layer.counting, layer.forward) - usual)
-    backward = backward + some * has_first * (wait(layer.scatter, layer.backward) - usual_back)
+    backward = backward + some * has_first * (wait(layer.scatter + first.again, layer.backward) - usual_back)
     at_first = wait(layer.scatter + first.gather, first.backward)
     backward = backward + has_first * at_first
     after_backward = some * (chunks - has_first) * usual_back + has_first * at_first

@@ -194,7 +194,7 @@ def _units(
         )
 
     own = 1.0 - p.tied * (batch.has_embedding > 0)
-    again = _regathered(batch, layers, batch.has_head * own * table)
+    again, table_again = _regathered(batch, layers, batch.has_head * own * table)
     units = [
         ShardedUnit(
             count=count,
@@ -213,7 +213,10 @@ def _units(
         for kind, count, times in zip(batch.kinds, batch.counts, layers, strict=True)
     ]
     halves = {name: getattr(ends, f"{name}_tensor") / 2 for name in ("embedding", "head")}
-    for name, count, held in (("embedding", batch.has_embedding, 1.0), ("head", batch.has_head, own)):
+    for name, count, held, more in (
+        ("embedding", batch.has_embedding, 1.0, table_again),
+        ("head", batch.has_head, own, 0.0),
+    ):
         backward = getattr(ends, f"{name}_backward")
         units.append(
             ShardedUnit(
@@ -223,24 +226,27 @@ def _units(
                 late=backward / (1.0 + (name == "head")),
                 counting=0.0,
                 shard=shard(table * held, 0.0, 1.0 - p.head_frozen, 1.0),
-                regathers=0.0,
+                regathers=more,
             )
         )
     return units
 
 
-def _regathered(batch: Batch, layers: list[LayerTimes], head: Any) -> Any:
-    """Return the share of a stage's layers whose weights are gathered again before backward."""
+def _regathered(batch: Batch, layers: list[LayerTimes], head: Any) -> tuple[Any, Any]:
+    """Return the share of a stage's layers that are gathered again before backward, and of its embedding."""
     traits = batch.machine.traits
+    table = traits.regathers * traits.regathers_table * (np.asarray(batch.pipeline.tied) <= 0)
     if not np.count_nonzero(traits.kept_elements):
-        return traits.regathers
+        return traits.regathers, table
     count = np.maximum(np.asarray(sum(batch.counts)), 1.0)
     held = sum(
         number * (times.dense_params + times.expert_params)
         for number, times in zip(batch.counts, layers, strict=True)
     )
     kept = np.ceil(np.maximum(traits.kept_elements - head, 0.0) * count / np.maximum(held, 1.0))
-    return traits.regathers * (1.0 - np.minimum(kept / count, 1.0))
+    return traits.regathers * (1.0 - np.minimum(kept / count, 1.0)), table * (
+        held + head >= traits.kept_elements
+    )
 
 
 def _unit_waits(

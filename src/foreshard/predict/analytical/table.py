@@ -159,13 +159,13 @@ class TableStages:
 
     def load(self) -> StageLoad:
         """Return what a rank of each distinct stage holds: of equal stages the first, the fullest of them."""
-        table, rows = self._table, self.rows
-        return self._setup.load(
+        table, rows, setup = self._table, self.rows, self._setup
+        return setup.load(
             self._rank,
             counts=rows.counts,
             has_embedding=rows.has_embedding,
             has_head=rows.has_head,
-            in_flight=_in_flight(table, rows.first_stage),
+            in_flight=_in_flight(table, rows.first_stage, expert_overlap=setup.hides("expert_overlap")),
             num_micro_batches=_real(table.num_micro_batches),
             num_stages=_real(table.pp),
             devices=[self._node.device],
@@ -282,9 +282,10 @@ def _boundaries(table: PlanTable, rows: StageRows, width: Column, domain: int) -
     )
 
 
-def _in_flight(table: PlanTable, stage: np.ndarray) -> np.ndarray:
+def _in_flight(table: PlanTable, stage: np.ndarray, *, expert_overlap: bool) -> np.ndarray:
     """Return the micro-batches whose activations a stage holds, as `predict.memory.in_flight` does."""
     p, m, v = (column.astype(np.float64) for column in (table.pp, table.num_micro_batches, table.vpp))
     behind = p - stage
-    chunks = np.where((v > 1.0) & (p > 1.0), 2.0 * behind - 1.0 + (v - 1.0) * p, behind * v)
+    ahead = expert_overlap * (table.ep > 1)
+    chunks = np.where((v > 1.0) & (p > 1.0), 2.0 * behind - 1.0 + (v - 1.0) * p + ahead, behind * v)
     return np.where(table.schedule == _GPIPE, m, np.minimum(m * v, chunks) / v)

@@ -354,6 +354,17 @@ class _GroupPricer:
         """Return the samples of the last micro-batch over those of the others, shape (stages, 1)."""
         return np.array([short_samples(self.group, stage) for stage in self.group.stages])[:, None]
 
+    def _table_again(self, s: int) -> float:
+        """Return whether the embedding is gathered again before its backward; one that is the head stays.
+
+        Source
+        ------
+        torch 2.13 distributed/fsdp/_fully_shard/_fsdp_state.py _pre_backward (every unit whose output has a
+        gradient); torchtitan b5bcd76 distributed/fsdp.py and accelerate fsdp_utils.py (norm and head alone
+        stay gathered); DeepSpeed edaa722 runtime/zero/parameter_offload.py PreBackwardFunctionForModule.
+        """
+        return float(self.machines[s].traits.regathers_table) * (self.pipeline["tied"] <= 0)
+
     def _tied_here(self, s: int) -> bool:
         """Whether the head of this stage shares the embedding's table on it."""
         return self.pipeline["tied"] > 0 and any(EMBEDDING in names for names in self.units[s])
@@ -388,7 +399,7 @@ class _GroupPricer:
         again = (
             float(machine.traits.regathers)
             * (behind >= float(machine.traits.kept_elements))
-            * ~is_end[starts]
+            * np.where(is_end, (units == EMBEDDING) * self._table_again(s), 1.0)[starts]
         )
         forward_s = {
             "compute": column(at["forward"], *(end[f"{name}_forward"] for name in _ENDS)),

@@ -56,11 +56,12 @@ def region_times(hidden: Any, machine: Machine) -> RegionTimes:
     return RegionTimes(operands_s=operands, scatter_s=scatter, whole_s=whole)
 
 
-def tensor_times(region: RegionTimes, machine: Machine, beside: Any) -> tuple[Any, Any]:
+def tensor_times(region: RegionTimes, machine: Machine, beside: Any) -> tuple[Any, Any, Any]:
     """Return exposed seconds of the collectives around one tensor-parallel region, forward and backward.
 
-    Forward waits for all of them. Backward gathers the output gradient first; the collective of the
-    input gradient can run beside the weight-gradient product (`beside` seconds of it per region).
+    Third are those of the gather in front of it alone. Forward waits for all of them. Backward gathers the
+    output gradient first; the collective of the input gradient can run beside the weight-gradient product
+    (`beside` seconds of it per region).
 
     Overlap hides collectives of sequence parallelism whose ranks reach each other's memory: those of one link
     domain.
@@ -73,15 +74,16 @@ def tensor_times(region: RegionTimes, machine: Machine, beside: Any) -> tuple[An
     """
     rank, c, traits = machine.rank, machine.constants, machine.traits
     if not np.count_nonzero(region.scatter_s):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     split = rank.sp > 0
+    gather = np.where(split, region.operands_s, 0.0) * c.tensor_comm
     last = np.where(split, region.scatter_s, region.whole_s) * c.tensor_comm
-    forward = np.where(split, region.operands_s, 0.0) * c.tensor_comm + last
+    forward = gather + last
     last = last - traits.tensor_async * np.minimum(last, beside)
-    backward = np.where(split, region.operands_s, 0.0) * c.tensor_comm + last
+    backward = gather + last
     near = rank.tp * rank.tp_stride <= machine.fabric.domain
     shown = 1.0 - traits.tp_overlap * np.where(split & near, c.tensor_hidden, 0.0)
-    return forward * shown, backward * shown
+    return forward * shown, backward * shown, gather * shown
 
 
 def expert_exchange_s(layer: LayerShape, machine: Machine) -> Any:
@@ -138,8 +140,8 @@ def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
     """Return the part of a layer's exchanges that stays exposed where a forward runs beside a backward.
 
     The exchanges of one take `sent` seconds and run beside the work of the other, which together with its own
-    takes `work` seconds; meanwhile they keep `dispatch_sms` processors. A pair then takes the longer of its
-    exchanges, and of its work with what those processors would have done.
+    takes `work` seconds, waits for other collectives included; meanwhile they keep `dispatch_sms` processors.
+    A pair then takes the longer of its exchanges, and of its work with what those processors would have done.
 
     Source
     ------

@@ -160,7 +160,7 @@ def layer_times(
     regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
     if region is None:
         region = region_times(layer.hidden, machine)
-    tensor, tensor_back = tensor_times(region, machine, linear.weight_gradient / 2.0)
+    tensor, tensor_back, tensor_gather = tensor_times(region, machine, linear.weight_gradient / 2.0)
     context, context_back = context_times(layer, machine, attention, attention_back)
     sent = expert_exchange_s(layer, machine)
     again = recompute
@@ -178,7 +178,11 @@ def layer_times(
     backward_input = linear.input_gradient + attention_back + stream_back + expert_input + adapter_back + cast
     offload_forward, offload_backward = offload_s(layer, machine, forward, backward_input)
     backward_weight = linear.weight_gradient + expert_weight + accumulate
-    sent = sent * paired_exchange(sent, forward + backward_input + backward_weight, machine)
+    reduce = every_reduce_s(dense * layer.trainable, experts, machine, backward_input, dense=dense_sharing)
+    # What one computation hides of others and of its pass's exchanges shows once, as the longest of them.
+    waits = regions * (tensor + tensor_back) + context + context_back + offload_forward + offload_backward
+    busy = forward + backward_input + backward_weight + waits + reduce
+    sent = sent * paired_exchange(sent, busy, machine)
     shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
     counts = (np.asarray(layer.num_experts) > 0) * (1.0 - machine.traits.prefetches)
     # One launch for all experts of a layer takes their tokens from the device; an exchange asks the host.
@@ -190,7 +194,9 @@ def layer_times(
         recompute=again.full * forward + (1.0 - again.full) * redo,
         tensor_forward=regions * tensor,
         tensor_backward=regions * tensor_back,
-        tensor_recompute=again.full * regions * tensor,
+        # Selected operations keep what reduce-scatters bring, not what gathers do (torchtitan b5bcd76
+        # distributed/activation_checkpoint.py _get_default_save_ops).
+        tensor_recompute=regions * (again.full * tensor + (1.0 - again.full) * again.op * tensor_gather),
         context_forward=context,
         context_backward=context_back + np.maximum(again.full, again.core_attn) * context,
         expert_forward=shown,
@@ -200,9 +206,7 @@ def layer_times(
         host_backward=host_backward,
         offload_forward=offload_forward,
         offload_backward=offload_backward,
-        reduce_backward=every_reduce_s(
-            dense * layer.trainable, experts, machine, backward_input, dense=dense_sharing
-        ),
+        reduce_backward=reduce,
         counting=counts * (forward + regions * tensor + context + shown + offload_forward),
         dense_params=dense,
         expert_params=experts,
