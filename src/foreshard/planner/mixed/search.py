@@ -34,7 +34,7 @@ from foreshard.planner.mixed.node_sets import capped, node_sets
 from foreshard.planner.mixed.subspaces import ABOVE_WORK, Part, Subspace, holding_down, next_subspace
 from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.pricing.stage_prices import SharedPrices, price_stages
 from foreshard.planner.ranking import SHOWN, family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
@@ -166,6 +166,7 @@ class MixedSearch:
         self._depths: dict[tuple[int, int], Subspace] = {}
         self._tried: list[Plan] = []
         self._usual_problems: dict[tuple[int, ...], Problem] = {}
+        self._shared_prices: dict[tuple[tuple[int, ...], int], dict[bool, SharedPrices]] = {}
 
     def run(self, *, hastily: bool = False) -> None:
         """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
@@ -419,7 +420,15 @@ class MixedSearch:
 
     def _interleaved(self, use: tuple[int, ...], chunks: int, stages: int) -> Problem:
         """Return the problem of interleaved pipelines of so many stages or fewer, at usual prices."""
-        priced = price_stages(self.request, use, every=True, chunks=chunks, stages=stages, apart=True)
+        priced = price_stages(
+            self.request,
+            use,
+            every=True,
+            chunks=chunks,
+            stages=stages,
+            apart=True,
+            shared=self._shared_prices.setdefault((use, chunks), {}),
+        )
         return scaled(capped(priced, self.request.max_devices), chunks)
 
     def _time_plain(self, problem: Problem, arrangement: Arrangement) -> float:
