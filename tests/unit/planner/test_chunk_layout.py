@@ -11,6 +11,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
+from foreshard.planner.mixed import chunk_layout
 from foreshard.planner.mixed.chunk_layout import laid_out
 from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.request import PlanRequest, checked_request
@@ -63,6 +64,20 @@ def test_a_plan_laid_out_is_valid_and_not_slower(seed):
         assert [s.num_layers for s in before.stages] == [s.num_layers for s in after.stages]
         assert after.num_micro_batches % len(after.stages) == 0
     assert seconds(laid) <= seconds(plan) * 1.002
+
+
+def test_no_schedule_of_a_pipeline_is_executed_twice(monkeypatch):
+    """Layouts that begin alike, and climbs that meet, ask for the same ones."""
+    executed, executed_s = [], chunk_layout._Pipeline._executed_s
+
+    def counted(self, sizes, share):
+        executed.append((id(self), sizes.tolist(), share))
+        return executed_s(self, sizes, share)
+
+    monkeypatch.setattr(chunk_layout._Pipeline, "_executed_s", counted)
+    plan = two_kinds(1)
+    laid_out(asked(plan.global_batch), plan)
+    assert len(executed) == len({str(one) for one in executed}) > 10
 
 
 class Ending:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +17,7 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.search import INTERLEAVED
+from foreshard.planner.pricing import stage_prices
 from foreshard.planner.pricing.engine_times import engine_seconds
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import price_stages
@@ -34,6 +35,7 @@ from foreshard.planner.solver.problem import (
     tail_seconds,
     template_faults,
 )
+from foreshard.predict.analytical.stage import stage_times
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
 
@@ -89,6 +91,24 @@ def test_an_interleaved_pipeline_costs_about_what_the_engine_says(chunks, use):
         assert memory.peak_bytes <= memory.capacity_bytes * 1.02
         compared += 1
     assert compared >= 10
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_prices_shared_by_depths_are_those_of_each_depth_alone(chunks, monkeypatch):
+    """The deepest comes first, so that stages it has no memory for are priced for those that follow."""
+    request, batches = asked(), []
+    how = {"every": True, "chunks": chunks, "apart": True, "reserve_bytes": 12e9}
+    alone = {depth: price_stages(request, (0, 1), stages=depth, **how) for depth in (16, 2, 8, 4)}
+    monkeypatch.setattr(stage_prices, "stage_times", lambda batch: batches.append(1) or stage_times(batch))
+    shared: dict = {}
+    found = {depth: price_stages(request, (0, 1), stages=depth, shared=shared, **how) for depth in alone}
+    assert len(batches) == len(shared)
+    for depth, problem in alone.items():
+        for each in fields(Problem):
+            if each.init and each.name != "names":
+                expected = getattr(problem, each.name)
+                np.testing.assert_array_equal(getattr(found[depth], each.name), expected, err_msg=each.name)
+    assert np.isfinite(alone[2].time_s).sum() > np.isfinite(alone[16].time_s).sum()
 
 
 def test_usual_prices_know_how_long_a_chunk_goes_round_over_slow_links():

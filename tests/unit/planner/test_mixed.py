@@ -408,3 +408,26 @@ def test_the_fastest_plan_is_changed_however_near_its_bound_is(searched, monkeyp
     monkeypatch.setattr(searched, "budget", TimeBudget.of(60.0))
     searched._change()
     assert changed == [searched.found.plain(1)[0][1]]
+
+
+@pytest.mark.parametrize(("bound_s", "is_changed"), [(0.996, True), (0.998, False)])
+def test_1f1b_plans_are_left_as_they_are_where_none_is_faster_than_an_interleaved_one(
+    searched, monkeypatch, bound_s, is_changed
+):
+    """By a bound that holds, within what subspaces are closed at."""
+    changed = []
+
+    def improved(request, plan, seconds, budget):
+        changed.append(plan)
+        return plan, seconds
+
+    fastest = 1.0, searched.found.plain(1)[0][1]
+    monkeypatch.setattr(search_module, "improved", improved)
+    monkeypatch.setattr(search_module, "is_interleaved", lambda plan: True)
+    monkeypatch.setattr(type(searched), "_plain_bound_s", bound_s)
+    monkeypatch.setattr(type(searched), "_add_interleaved", lambda self: None)
+    monkeypatch.setattr(type(searched), "_change_in_chunks", lambda self: None)
+    monkeypatch.setattr(type(searched.found), "best", fastest)
+    monkeypatch.setattr(searched, "budget", TimeBudget.of(60.0))
+    searched._change()
+    assert bool(changed) == is_changed

@@ -84,9 +84,16 @@ class _Pipeline:
         self.end_s = np.zeros_like(beside_s)
         for end in ((0, 0), (-1, -1)):
             self.end_s[:, *end] = beside_s[:, *end]
+        self._known: dict[tuple[bytes, int], float] = {}
 
     def seconds(self, sizes: np.ndarray, share: int) -> float:
         """Return when the last op ends, with chunks of so many layers, shape (stages, chunks)."""
+        asked = sizes.tobytes(), share
+        if asked not in self._known:
+            self._known[asked] = self._executed_s(sizes, share)
+        return self._known[asked]
+
+    def _executed_s(self, sizes: np.ndarray, share: int) -> float:
         op_s = np.maximum(self.layer_s * sizes[:, :, None] + self.end_s, 0.0)
         price = replace(self.price, parts={"all": op_s}, group=replace(self.price.group, share=share))
         shape = shape_of(price)
@@ -165,13 +172,9 @@ def _balanced(
     """Return the samples of each group, moved in whole rounds to where they end first."""
     shares = [group.share for group in groups]
     rounds = [g.micro_batch * (len(g.stages) if g.schedule == "interleaved" else 1) for g in groups]
-    known: dict[tuple[int, int], float] = {}
 
     def seconds(g: int, share: int) -> float:
-        place = first[g], share
-        if place not in known:
-            known[place] = pipelines[first[g]].seconds(sizes[first[g]], share) if share > 0 else math.inf
-        return known[place]
+        return pipelines[first[g]].seconds(sizes[first[g]], share) if share > 0 else math.inf
 
     while not budget.is_over:
         slow = max(range(len(groups)), key=lambda g: seconds(g, shares[g]))

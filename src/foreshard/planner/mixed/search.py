@@ -31,10 +31,17 @@ from foreshard.planner.mixed.interleaving import (
 from foreshard.planner.mixed.loading import HASTE, is_hasty
 from foreshard.planner.mixed.local_search import changed_in_chunks, improved
 from foreshard.planner.mixed.node_sets import capped, node_sets
-from foreshard.planner.mixed.subspaces import ABOVE_WORK, Part, Subspace, holding_down, next_subspace
+from foreshard.planner.mixed.subspaces import (
+    ABOVE_WORK,
+    AIM,
+    Part,
+    Subspace,
+    holding_down,
+    next_subspace,
+)
 from foreshard.planner.pricing.engine_times import predicted
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.pricing.stage_prices import SharedPrices, price_stages
 from foreshard.planner.ranking import SHOWN, family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
@@ -166,6 +173,7 @@ class MixedSearch:
         self._depths: dict[tuple[int, int], Subspace] = {}
         self._tried: list[Plan] = []
         self._usual_problems: dict[tuple[int, ...], Problem] = {}
+        self._shared_prices: dict[tuple[tuple[int, ...], int], dict[bool, SharedPrices]] = {}
 
     def run(self, *, hastily: bool = False) -> None:
         """Work on subspaces until time is over or none promises anything; after a plan, or until Ctrl-C."""
@@ -257,7 +265,7 @@ class MixedSearch:
         if plain and self.found.is_interleaved:
             self._change_in_chunks()
         starts: dict[Hashable, tuple[float, Plan]] = {}
-        for seconds, plan in plain:
+        for seconds, plan in () if self._no_plain_helps else plain:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
                 starts.setdefault(tuple(len(s.ranks) for g in plan.groups for s in g.stages), (seconds, plan))
         for seconds, plan in starts.values():
@@ -266,9 +274,15 @@ class MixedSearch:
             changed, changed_s = improved(self.request, plan, seconds, self.budget)
             if changed is not plan and self.request.choices.holds(changed):
                 self.found.timed.append((changed_s, changed))
-        if starts and chunk_counts(self.request):
+        if plain and chunk_counts(self.request):
             self._add_interleaved()
             self._change_in_chunks()
+
+    @property
+    def _no_plain_helps(self) -> bool:
+        """Return whether the fastest plan is interleaved, and no 1f1b plan is faster by more than AIM."""
+        seconds, plan = self.found.best
+        return plan is not None and is_interleaved(plan) and self._plain_bound_s * (1.0 + AIM) >= seconds
 
     def _change_in_chunks(self) -> None:
         """Try changes of the fastest plan in chunks, in any number where it has none, while they help."""
@@ -419,7 +433,15 @@ class MixedSearch:
 
     def _interleaved(self, use: tuple[int, ...], chunks: int, stages: int) -> Problem:
         """Return the problem of interleaved pipelines of so many stages or fewer, at usual prices."""
-        priced = price_stages(self.request, use, every=True, chunks=chunks, stages=stages, apart=True)
+        priced = price_stages(
+            self.request,
+            use,
+            every=True,
+            chunks=chunks,
+            stages=stages,
+            apart=True,
+            shared=self._shared_prices.setdefault((use, chunks), {}),
+        )
         return scaled(capped(priced, self.request.max_devices), chunks)
 
     def _time_plain(self, problem: Problem, arrangement: Arrangement) -> float:

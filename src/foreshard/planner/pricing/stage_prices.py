@@ -39,6 +39,8 @@ COPIES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
 _SEVERAL = 3.0
 """Pipelines, and stages of each, from which on communicators take no more memory."""
+_FEWEST_STAGES = 2
+"""Of interleaved pipelines: with more, a stage has no more memory for each chunk."""
 
 
 def price_stages(
@@ -53,6 +55,7 @@ def price_stages(
     every: bool = False,
     chunks: int = 1,
     stages: int | None = None,
+    shared: dict[bool, SharedPrices] | None = None,
 ) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
 
@@ -81,6 +84,9 @@ def price_stages(
     stages : int, optional
         Most stages of a pipeline: every device has memory for the chunks of one so long. Without it there is
         the memory of 1f1b, of which interleaved pipelines need no less.
+    shared : dict, optional
+        Prices that pipelines of other depths left here, everything else asked for being the same; takes up
+        what is priced anew.
     """
     types = stage_types(request)
     whole = [stage_options(request, use, at_once=chunks == 1)]  # neither experts cut nor sequences split
@@ -89,20 +95,32 @@ def price_stages(
     rank = rank_row(request, kinds)
     used = sum(request.cluster.nodes[g].num_devices for g in use)
     beside = min(_SEVERAL, float(used)) if apart else 1.0
-    rooms = rooms_in(request, kinds, types, rank, reserve_bytes, (chunks, stages), beside=beside)
     is_more = np.array([fits_alone(request, kind) for kind in kinds])
-    rooms = np.where(is_more & (types.has_embedding * types.has_head == 0.0), 0, rooms)
+    is_offered = ~is_more | (types.has_embedding * types.has_head > 0.0)
+
+    def rooms_of(stages: int | None) -> np.ndarray:
+        fit = rooms_in(request, kinds, types, rank, reserve_bytes, (chunks, stages), beside=beside)
+        return np.where(is_offered, fit, 0)
+
+    rooms = rooms_of(stages)
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     fewest = fewest_devices(kinds, types, rooms)
     crosses = fewest > max(domains)
     copies = tuple(n for n in COPIES if n <= min(max(used / fewest, 1.0), request.global_batch))
     alone = apart and not by_domain
-    priced = _Priced.of(types, (rooms > 0) | compute_only)
+    prices = None if shared is None else shared.get(crosses)
+    if prices is None:
+        widest = rooms if shared is None else rooms_of(_FEWEST_STAGES)
+        priced = _Priced.of(types, (widest > 0) | compute_only)
+        batch = _batch(request, use, kinds, types, priced, rank, crosses=crosses, apart=alone, chunks=chunks)
+        if crosses and by_domain and apart:  # every pipeline is one whose messages leave a domain
+            batch = _crossing(batch, priced, kinds, domains, apart=True)
+        prices = SharedPrices(priced, batch, stage_times(batch), {})
+        if shared is not None:
+            shared[crosses] = prices
+    priced, batch, stage, known_tails = prices
+    priced = priced.shown((rooms > 0) | compute_only)
     blocks = priced.of_options([float(domains[kind.node_group]) for kind in kinds])
-    batch = _batch(request, use, kinds, types, priced, rank, crosses=crosses, apart=alone, chunks=chunks)
-    if crosses and by_domain and apart:  # every pipeline is one whose messages leave a domain
-        batch = _crossing(batch, priced, kinds, domains, apart=True)
-    stage = stage_times(batch)
     is_tied = bool(np.count_nonzero(batch.pipeline.tied))  # only a shared table knows where the ends lie
     computed = stage.parts["compute"] + stage.parts["recompute"]
     depth = _most_stages(request, stages)
@@ -115,7 +133,10 @@ def price_stages(
         # At best the ends of a pipeline that leaves a domain lie in one all the same.
         leave_tail_s = priced.table(longer_s if apart else np.minimum(longer_s, 0.0))
     wide = sum(request.cluster.nodes[g].num_devices // domains[g] for g in use)
-    tails = [_tail(batch, stage, n, blocks, wide, apart=apart) for n in copies]
+    for n in copies:
+        if n not in known_tails:
+            known_tails[n] = _tail(batch, stage, n, blocks, wide, apart=apart)
+    tails = [known_tails[n] for n in copies]
     if crosses and is_tied and not apart:  # at best both ends lie in one domain, or in two
         near = replace(batch, pipeline=replace(batch.pipeline, ends_cross=np.zeros_like(blocks)))
         ends = [_tail(near, stage, n, blocks, wide, apart=False) for n in copies]
@@ -158,12 +179,18 @@ class _Priced(NamedTuple):
     types: np.ndarray
     options: np.ndarray
     shape: tuple[int, int]
+    is_shown: np.ndarray
 
     @classmethod
     def of(cls, types: StageTypes, is_priced: np.ndarray) -> _Priced:
         """Return those that are priced of all, shape (types, options)."""
         types_of, options_of = np.nonzero(is_priced)
-        return cls(types_of, options_of, (is_priced.shape[0], is_priced.shape[1]))
+        shape = is_priced.shape[0], is_priced.shape[1]
+        return cls(types_of, options_of, shape, np.ones(len(types_of), dtype=bool))
+
+    def shown(self, is_shown: np.ndarray) -> _Priced:
+        """Return the same stages, of which tables show some of all, shape (types, options)."""
+        return self._replace(is_shown=is_shown[self.types, self.options])
 
     def of_types(self, values: np.ndarray) -> np.ndarray:
         """Return the values of their types, given in shape (types, 1), in shape (1, stages)."""
@@ -181,8 +208,19 @@ class _Priced(NamedTuple):
     def table(self, values: Any, otherwise: float = 0.0) -> np.ndarray:
         """Return values of the stages by option and type."""
         found = np.full(self.shape[::-1], otherwise)
-        found[self.options, self.types] = np.broadcast_to(values, (1, len(self.types)))[0]
+        shown = self.is_shown
+        own = np.broadcast_to(values, (1, len(self.types)))[0, shown]
+        found[self.options[shown], self.types[shown]] = own
         return found
+
+
+class SharedPrices(NamedTuple):
+    """Prices of stages that pipelines of any depth have alike, tails by numbers of pipelines."""
+
+    priced: _Priced
+    batch: Batch
+    stage: StageTimes
+    tails: dict[int, np.ndarray]
 
 
 def _pass(batch: Batch, stage: StageTimes, depth: int | None) -> np.ndarray:
