@@ -220,7 +220,7 @@ def _table(
             fix="Name one of them",
         )
     kernels = kernel_model(device, module.precision, fidelity=fidelity)
-    price = partial(_priced, device=device, precision=module.precision, fidelity=fidelity)
+    price = partial(device_operations_s, device=device, precision=module.precision, fidelity=fidelity)
     return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in layers)
 
 
@@ -238,12 +238,18 @@ def _count(operations: tuple[Operation, ...]) -> int:
     return sum(operation.kind != "layout" for operation in operations)
 
 
-def _priced(
-    operations: tuple[Operation, ...], samples: float, *, device: Device, precision: str, fidelity: str
+def device_operations_s(
+    operations: tuple[Operation, ...],
+    samples: float,
+    *,
+    device: Device,
+    precision: str,
+    fidelity: str = "zero-shot",
 ) -> np.ndarray:
-    """Return the seconds of operations; products in 32 bit run as torch lets them by default.
+    """Return the seconds of operations on a device, shape (operations,).
 
-    Convolutions may take TF32, products may not. Source: PyTorch, "CUDA semantics", TensorFloat-32.
+    Products in 32 bit run as torch lets them by default: convolutions may take TF32, products may not.
+    Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
     vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(precision))
     issued_per_s = _LANES * sm_cycles_per_s(device) if device.vendor == "nvidia" else 0.0
