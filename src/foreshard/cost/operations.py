@@ -40,7 +40,7 @@ class _Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class _OfChannels:
+class _ChannelNorm:
     """A kernel that norms each channel of a batch by one block of threads, channels first.
 
     Attributes
@@ -49,8 +49,8 @@ class _OfChannels:
         Instructions of threads for an element of a block that has a processor alone, or with others.
     once_bytes : float
         A channel of so many bytes is read once and kept: such kernels stream.
-    each : float
-        Instructions for an element of a second kernel, over all elements alike.
+    second : float
+        Instructions for an element of a second kernel, which all processors share.
 
     Source
     ------
@@ -63,18 +63,21 @@ class _OfChannels:
     alone: float
     shared: float
     once_bytes: float = 0.0
-    each: float = 0.0
+    second: float = 0.0
 
 
-_ALIGNED_8, _ALIGNED_9 = 8, 2
-"""Positions of an image that a matrix unit loads at once where a convolution is the product of its channels
-with channels first: 16 bytes (NVIDIA, Matrix Multiplication Background, "Requirements to use Tensor Cores"),
-and of cuDNN 9 two elements, by the kernels of ResNet-50 (cutlass ... align2; 7 x 7 are converted)."""
+_ALIGNED_BYTES, _ALIGNED_POSITIONS = 16.0, 2.0
+"""What a matrix unit loads of an image at once where a convolution is the product of its channels with
+channels first: 16 bytes up to cuDNN 8 (NVIDIA, Matrix Multiplication Background, "Requirements to use Tensor
+Cores"), two positions from cuDNN 9 on, by kernels of ResNet-50 (cutlass ... align2; 7 x 7 are converted)."""
 _CUDNN_NORMS = (
-    _OfChannels(alone=183.0, shared=149.0, once_bytes=2.0**17),
-    _OfChannels(alone=357.0, shared=215.0, once_bytes=2.0**15),
+    _ChannelNorm(alone=183.0, shared=149.0, once_bytes=2.0**17),
+    _ChannelNorm(alone=357.0, shared=215.0, once_bytes=2.0**15),
 )
-_TORCH_NORMS = (_OfChannels(alone=190.0, shared=155.0, each=100.0), _OfChannels(alone=420.0, shared=355.0))
+_TORCH_NORMS = (
+    _ChannelNorm(alone=190.0, shared=155.0, second=100.0),
+    _ChannelNorm(alone=420.0, shared=355.0),
+)
 """Forward and backward."""
 _FIRST = _Direct(share=1.55, channels=153.0)
 _LAST = _Direct(share=0.245, channels=148.0)
@@ -137,9 +140,9 @@ def _keeps_layout(operation: Operation, matrix_units: bool, cudnn_9: bool) -> bo
     """Return whether an operation is a change of layout that does not happen."""
     if operation.kind != "layout":
         return False
-    positions = operation.sizes[0].fixed
-    aligned = positions > 0.0 and positions % (_ALIGNED_9 if cudnn_9 else _ALIGNED_8) == 0.0
-    return not matrix_units or aligned
+    positions, element_bytes = (size.fixed for size in operation.sizes)
+    together = _ALIGNED_POSITIONS if cudnn_9 else _ALIGNED_BYTES / element_bytes
+    return not matrix_units or (positions > 0.0 and positions % together == 0.0)
 
 
 def _products(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
@@ -197,10 +200,10 @@ def _batch_norms(
         return streamed_s
     channels, elements, element_bytes, backward, own = _sizes(operations, samples)
     run = [(_TORCH_NORMS if o else _CUDNN_NORMS)[int(b)] for o, b in zip(own, backward, strict=True)]
-    alone, shared, once_bytes, each = np.array([(k.alone, k.shared, k.once_bytes, k.each) for k in run]).T
+    alone, shared, once_bytes, second = np.array([(k.alone, k.shared, k.once_bytes, k.second) for k in run]).T
     waves = np.ceil(channels / processors)
     blocks_s = elements * np.maximum(alone, waves * shared) / one_per_s
-    blocks_s += elements * channels * each / (processors * one_per_s)
+    blocks_s += elements * channels * second / (processors * one_per_s)
     kept = elements * element_bytes <= once_bytes
     return np.where(kept, streamed_s, np.maximum(streamed_s, blocks_s))
 

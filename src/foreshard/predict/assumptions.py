@@ -165,8 +165,14 @@ def _every_expert(case: PlannedRun) -> Iterator[str]:
 def _eager(case: PlannedRun) -> Iterator[str]:
     """Yield what transformers does for a model that it has no fused attention for."""
     code = memory_profile(case.framework.memory).eager_norm
-    if not (code and any(block.attention_code for block, _ in case.model.block_kinds())):
+    codes = {block.attention_code for block, _ in case.model.block_kinds()}
+    if not (code and any(codes)):
         return
+    if "sinks" in codes:
+        yield (
+            "attention sinks make rows of scores one longer: kernels for odd rows, slower than those "
+            "priced here, are not modelled"
+        )
     if case.framework.attention == "unfused":
         yield f"transformers runs no fused attention for {case.model.name}: scores are kept"
     else:

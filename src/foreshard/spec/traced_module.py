@@ -56,7 +56,7 @@ class Operation:
         sequences, heads, queries, keys, head dimension, 1 where causal; grouped: channels of a group, 1
         where channels are last; depthwise: times that the image is read; batch_norm: channels, elements of
         one, bytes of an element, 1 in the backward, 1 in torch's own kernels; layout: positions of an image
-        that a filter of one position may take as it is, else 0; others: none.
+        that a filter of one position may take as it is, else 0, and bytes of an element; others: none.
     bytes : Growth
         Read and written.
     flops : Growth

@@ -519,3 +519,18 @@ def test_pairs_of_samples_are_sent_and_counted_by_the_planner(contrastive):
         later += layer.saved_bytes.at(size)
     room = (device.capacity_bytes - sum(own) - beside) // kept_bytes(contrastive, size)
     assert problem.max_in_flight[0, problem.types[0, len(costs.layers)]] == room
+
+
+@pytest.mark.parametrize(
+    ("side", "precision", "kept"),
+    [(8, "fp16", (1, 1)), (14, "fp16", (0, 1)), (14, "tf32", (1, 1)), (7, "fp16", (0, 0))],
+)
+def test_filters_of_one_position_take_channels_first_where_positions_are_aligned(side, precision, kept):
+    module = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 1), torch.nn.Conv2d(32, 32, 1))
+    traced = trace_module(
+        module, torch.empty(1, 16, side, side), precision=precision, autocast=precision == "fp16"
+    )
+    layouts = [o for layer in traced.layers for o in layer.forward if o.kind == "layout"]
+    kernels = kernel_model(resolve_device("a100-sxm-80gb"), precision)
+    seconds = [operations_s(layouts, 4, kernels, 1e12, cudnn_9=nine).sum() for nine in (False, True)]
+    assert [took == 0.0 for took in seconds] == [bool(k) for k in kept]

@@ -143,3 +143,81 @@ def test_batch_norms_that_the_library_does_not_take_issue_by_elements(layout, pr
     ]
     assert len(norms) == 2
     assert [o.issued.at(8) > 0 for o in norms] == [binds, binds]
+
+
+def operations_of(network, image, **asked):
+    traced = trace_module(network, image, **{"precision": "fp16", "autocast": True} | asked)
+    return [o for layer in traced.layers for o in (*layer.forward, *layer.backward)]
+
+
+@pytest.mark.parametrize("lies_last", ["weights", "image", "inside"])
+def test_images_that_lie_last_stay_so_behind_a_convolution(lies_last):
+    class Inside(nn.Module):
+        def forward(self, x):
+            return x.contiguous(memory_format=torch.channels_last)
+
+    first = Inside() if lies_last == "inside" else nn.Identity()
+    network = nn.Sequential(first, nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3))
+    image = torch.empty(1, 4, 8, 8)
+    if lies_last == "weights":
+        network = network.to(memory_format=torch.channels_last)
+    if lies_last == "image":
+        image = image.to(memory_format=torch.channels_last)
+    found = {o.kind for o in operations_of(network, image)}
+    assert not found & {"layout", "batch_norm"}
+    first_kinds = {
+        o.kind
+        for o in operations_of(
+            nn.Sequential(*network[1:]).to(memory_format=torch.contiguous_format), torch.empty(1, 4, 8, 8)
+        )
+    }
+    assert first_kinds >= {"layout", "batch_norm"}
+
+
+@pytest.mark.parametrize(
+    ("change", "own"),
+    [
+        ({}, 0.0),
+        ({"autocast": False}, 1.0),  # weights in fp16
+        ({"precision": "bf16"}, 1.0),
+        ({"precision": "fp32", "autocast": False}, 0.0),
+    ],
+)
+def test_cudnn_takes_batch_norms_with_weights_in_fp32(change, own):
+    network = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8))
+    norms = [o for o in operations_of(network, torch.empty(1, 4, 8, 8), **change) if o.kind == "batch_norm"]
+    assert [o.sizes[4].fixed for o in norms] == [own] * 2
+
+
+def test_batch_norms_by_fixed_statistics_stream():
+    class Fixed(nn.BatchNorm2d):
+        def train(self, mode=True):
+            return super().train(False)
+
+    network = nn.Sequential(nn.Conv2d(4, 8, 3), Fixed(8))
+    network[1].eval()
+    found = operations_of(network, torch.empty(1, 4, 8, 8))
+    norms = {o.kind for o in found if "batch_norm" in o.name}
+    assert norms == {"stream"}
+
+
+def test_a_bias_of_a_convolution_is_a_kernel():
+    image = torch.empty(1, 4, 8, 8)
+    for bias in (True, False):
+        found = [
+            o for o in operations_of(nn.Sequential(nn.Conv2d(4, 8, 3, bias=bias)), image) if o.name == "bias"
+        ]
+        assert [o.issued.at(5) for o in found] == [90.0 * 5 * 8 * 36] * bias
+
+
+@pytest.mark.parametrize(
+    ("pool", "places"), [(nn.MaxPool2d(2), 4), (nn.MaxPool2d((3,), 1), 9), (nn.MaxPool2d((1, 2)), 2)]
+)
+def test_pooling_issues_by_its_window(pool, places):
+    found = [
+        o
+        for o in operations_of(nn.Sequential(nn.Conv2d(4, 8, 3), pool), torch.empty(1, 4, 8, 8))
+        if "pool" in o.name
+    ]
+    made = pool(torch.empty(1, 8, 6, 6)).numel()
+    assert [o.issued.at(1) for o in found] == [(300 + 27 * places) * made, (280 + 10 * places) * 8 * 36]

@@ -74,6 +74,9 @@ def _fsdp(config: ConfigTable) -> StatedRun:
         choices[degree] = degrees.whole(name, default=1)
     if degrees.whole("parallelism_config_sp_size", default=1) != 1:
         raise degrees.cannot("parallelism_config_sp_size", "Ulysses sequence parallelism")
+    if version == 2 and (choices["tp"], choices["cp"]) != (1, 1):
+        choices["framework"] = "torchtitan"
+        notes = ("FSDP2 with tensor or context parallelism is predicted as torchtitan, which has it.", *notes)
     copies = degrees.whole("parallelism_config_dp_replicate_size", default=1)
     assert copies is not None
     if version == 2:

@@ -25,7 +25,7 @@ _ROW = 28_000.0
 (1.67 and 1.70 ns in the two networks; backward, both kernels, 1.58 and 1.76), by which ConvNeXt and Swin on
 RTX 3090 (timm, torch 1.10 to 1.12) come out 3 points too slow: half is taken."""
 _BATCH_NORMS = {aten.native_batch_norm.default: 155.0, aten.native_batch_norm_backward.default: 125.0}
-"""An element of a batch norm in bf16 with channels last, which cuDNN does not take (torch Normalization.cpp):
+"""An element of a batch norm that cuDNN does not take, in bf16 with channels last:
 156 to 190 and 127 to 167 in ResNet-50 with 256 and 32 images and MobileNetV2."""
 _STRIDED = 90.0
 """An element whose place every operand computes by divisions: 94 to 116 in copies, sums and products, up to
@@ -39,9 +39,8 @@ _DIRECT = {"forward": (205.0, 16.0), "input": (470.0, 10.5), "weight": (0.0, 56.
 """An element that torch's own kernels of such convolutions make with channels first, and a tap of its filter
 (for the gradient of weights: a multiply-add): MobileNetV3 and EfficientNet-B0 in fp16 on an H100, filters of
 3 x 3 and 5 x 5, agree within 5 %, but for weights of 16 channels, which take 2.7 times as long."""
-_LAYOUT = (
-    75.0  # an element of a tensor whose channels come last for a convolution: 60 (VGG-16) and 89 (ResNet-50)
-)
+_LAYOUT = 75.0
+"""an element of a tensor whose channels come last for a convolution: 60 (VGG-16) and 89 (ResNet-50)."""
 _POOLS = {
     aten.max_pool2d_with_indices.default: (300.0, 27.0),
     aten.max_pool2d_with_indices_backward.default: (280.0, 10.0),
@@ -59,14 +58,18 @@ def issued_by(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool
     if func in _NORMS:
         return _ROW * args[0].numel() / max(1, prod(args[_NORMS[func]]))
     if func in _BATCH_NORMS:
-        return _BATCH_NORMS[func] * args[0].numel() * (channels_last and args[0].dtype is torch.bfloat16)
+        backward = "backward" in func.name()
+        image, weight = args[int(backward)], args[1 + int(backward)]
+        by_elements = (channels_last or _order(image)[-1:] == [1]) and not by_cudnn(image, weight)
+        return _BATCH_NORMS[func] * image.numel() * by_elements
     out = out[0] if func is aten.max_pool2d_with_indices.default else out
     if not isinstance(out, torch.Tensor):
         return 0.0
     if func in _POOLS:
         element, place = _POOLS[func]
         window = args[2] if "backward" in func.name() else args[1]
-        return (element + place * prod(window)) * out.numel()
+        places = window[0] ** 2 if len(window) == 1 else prod(window)
+        return (element + place * places) * out.numel()
     if func in _SUMS:
         summed, order = {dim % args[0].dim() for dim in args[1] or ()}, _order(args[0])
         return _SUMMED * args[0].numel() * (bool(summed) and bool(order) and order[-1] not in summed)
@@ -77,6 +80,14 @@ def issued_by(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool
         if any(_differs(operand, out, channels_last) for operand in operands):
             return _STRIDED * out.numel()
     return 0.0
+
+
+def by_cudnn(image: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Return whether cuDNN takes a batch norm: not in bf16, nor with weights that are none or in 16 bit.
+
+    Source: torch 2.11, aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend.
+    """
+    return image.dtype is not torch.bfloat16 and weight is not None and weight.dtype is torch.float32
 
 
 def issued_by_product(sizes: tuple[float, ...], out: torch.Tensor) -> float:

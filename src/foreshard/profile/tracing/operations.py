@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from foreshard.profile.tracing.issued import (
+    by_cudnn,
     issued_by,
     issued_by_bias,
     issued_by_bias_sum,
@@ -49,17 +50,18 @@ _PASSES = {  # passes over the largest tensor beyond reading and writing each on
 
 @dataclass(frozen=True, slots=True)
 class _BatchNorm:
-    """Where a batch norm has its image and whether it trains."""
+    """Where a batch norm has its image, its weight and whether it trains."""
 
     image: int
+    weight: int
     training: int
     backward: bool
 
 
 _BATCH_NORMS = {
-    aten.native_batch_norm.default: _BatchNorm(0, 5, False),
-    aten._native_batch_norm_legit.default: _BatchNorm(0, 5, False),
-    aten.native_batch_norm_backward.default: _BatchNorm(1, 7, True),
+    aten.native_batch_norm.default: _BatchNorm(0, 1, 5, False),
+    aten._native_batch_norm_legit.default: _BatchNorm(0, 1, 5, False),
+    aten.native_batch_norm_backward.default: _BatchNorm(1, 2, 7, True),
 }
 _FILLED = {aten.slice_backward.default, aten.select_backward.default}  # zeros first, then the part
 
@@ -98,10 +100,11 @@ def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool 
         last = channels_last or is_channels_last(args[1:2])
         filters = _Filters(args[2], args[1], args[4], args[6], args[7], args[9], last)
         yield from _convolution_backward(name, args[0], filters, args[10])
-    elif _by_channels(func, args) and not channels_last:
-        image, backward = args[_BATCH_NORMS[func].image], _BATCH_NORMS[func].backward
-        channels, own = image.shape[1], image.dtype is torch.bfloat16
-        sizes = (channels, image.numel() / channels, image.element_size(), backward, own)
+    elif _by_channels(func, args, channels_last):
+        norm = _BATCH_NORMS[func]
+        image, weight = args[norm.image], args[norm.weight]
+        channels, own = image.shape[1], not by_cudnn(image, weight)
+        sizes = (channels, image.numel() / channels, image.element_size(), norm.backward, own)
         yield Call(name, "batch_norm", tuple(map(float, sizes)), _moved(func, args, out), 0.0)
     else:
         moved = _moved(func, args, out)
@@ -117,10 +120,16 @@ def _moved(func: Any, args: tuple[Any, ...], out: Any) -> float:
     return moved + (bytes_of(out) if func in _FILLED else 0.0)
 
 
-def _by_channels(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation is a batch norm in training, of images: a block of threads a channel."""
+def _by_channels(func: Any, args: tuple[Any, ...], channels_last: bool) -> bool:
+    """Return whether an operation is a batch norm in training, of images with channels first.
+
+    A block of threads then takes a channel.
+    """
     norm = _BATCH_NORMS.get(func)
-    return norm is not None and bool(args[norm.training]) and args[norm.image].dim() > 2
+    if norm is None or channels_last or not args[norm.training]:
+        return False
+    image = args[norm.image]
+    return image.dim() > 2 and not is_channels_last([image])
 
 
 def is_channels_last(tensors: Iterable[Any]) -> bool:
@@ -130,6 +139,7 @@ def is_channels_last(tensors: Iterable[Any]) -> bool:
         and tensor.is_contiguous(memory_format=torch.channels_last)
         and not tensor.is_contiguous()
         for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
     )
 
 
@@ -250,14 +260,15 @@ class _Filters:
 
         Source: torch 2.11, aten/src/ATen/native/Convolution.cpp, use_cudnn_depthwise.
         """
+        if self.transposed or self.channels_last or not 1 < self.groups == self.image.shape[1]:
+            return False
         channels, side, filter_side = self.image.shape[1], self.image.shape[-1], self.weight.shape[-1]
-        taken = self.image.dtype is torch.float16 and channels >= 32 and side >= 7 and self.image.dim() == 4
-        taken &= (
-            set(self.dilation) == {1} and filter_side in (1, 3, 5) and self.weight.shape[2] == filter_side
-        )
+        taken = self.image.dtype is torch.float16 and channels >= 32 and set(self.dilation) == {1}
+        if self.image.dim() == 3:  # one row of pixels
+            return not (taken and set(self.stride) == {1})
+        taken &= side >= 7 and filter_side in (1, 3, 5) and self.weight.shape[2] == filter_side
         many = filter_side > 1 and (channels >= 512 or (channels >= 256 and side >= 28))
-        taken &= set(self.stride) == {1} or (set(self.stride) == {2} and many)
-        return self.groups > 1 and self.width == 1 and not self.channels_last and not taken
+        return not (taken and (set(self.stride) == {1} or (set(self.stride) == {2} and many)))
 
     def layout(self, touched: tuple[Any, ...]) -> Iterator[Call]:
         """Yield the change of layout that matrix units ask for: channels last, for tensors that are not.
@@ -268,10 +279,10 @@ class _Filters:
         """
         grouped = self.width >= _MATRIX_CHANNELS and _on_matrix_units(self.width, self.groups)
         pointwise = self.groups == 1 and self.taps == 1 and set(self.stride) == {1}
-        positions = float(pointwise * prod(self.image.shape[2:]))
+        sizes = (float(pointwise * prod(self.image.shape[2:])), float(self.image.element_size()))
         if not self.channels_last and (self.groups == 1 or grouped):
             issued = issued_by_layout(touched)
-            yield Call("layout", "layout", (positions,), 2.0 * bytes_of(touched), 0.0, issued=issued)
+            yield Call("layout", "layout", sizes, 2.0 * bytes_of(touched), 0.0, issued=issued)
 
 
 def _convolution(

@@ -52,6 +52,10 @@ _REASONS = {  # what a message of torch says, the rule behind it, and the way ou
         "A scripted module hides what it runs",
         "Give the module itself, before torch.jit.script",
     ),
+    "view size is not compatible": (
+        "What a convolution of channels-last weights or images makes has its channels last, as with cuDNN",
+        "Use reshape or flatten in place of view",
+    ),
     "not compiled with CUDA": (
         "A module is traced on the meta device, where there is no other",
         "Make tensors on the device of the inputs, as in torch.zeros(3, device=x.device)",
@@ -260,7 +264,8 @@ def _inputs(inputs: Any, samples: int, dtype: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         kept = dtype if value.is_floating_point() else value.dtype
-        return torch.empty((samples, *value.shape[1:]), dtype=kept, device="meta")
+        blank = torch.empty((samples, *value.shape[1:]), dtype=kept, device="meta")
+        return blank.to(memory_format=torch.channels_last) if is_channels_last([value]) else blank
 
     return tree_map(made, inputs)
 

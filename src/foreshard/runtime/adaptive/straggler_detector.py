@@ -128,7 +128,8 @@ def slow_in(events: Iterable[Mapping[str, Any]], pids: Mapping[int, int]) -> dic
         if (
             event.get("kind") == "rank_slow"
             and pids.get(who) == event.get("pid")
-            and isinstance(factor, float)
+            and isinstance(factor, int | float)
+            and not isinstance(factor, bool)
         ):
             found[who] = factor
         elif event.get("kind") == "rank_recovered":
