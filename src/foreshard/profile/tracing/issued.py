@@ -40,7 +40,7 @@ _DIRECT = {"forward": (205.0, 16.0), "input": (470.0, 10.5), "weight": (0.0, 56.
 (for the gradient of weights: a multiply-add): MobileNetV3 and EfficientNet-B0 in fp16 on an H100, filters of
 3 x 3 and 5 x 5, agree within 5 %, but for weights of 16 channels, which take 2.7 times as long."""
 _LAYOUT = 75.0
-"""an element of a tensor whose channels come last for a convolution: 60 (VGG-16) and 89 (ResNet-50)."""
+"""An element of a tensor whose channels come last for a convolution: 60 (VGG-16) and 89 (ResNet-50)."""
 _POOLS = {
     aten.max_pool2d_with_indices.default: (300.0, 27.0),
     aten.max_pool2d_with_indices_backward.default: (280.0, 10.0),
