@@ -167,7 +167,7 @@ def command(job: str, plan_file: str, **options: Any) -> None:
     torchrun --nproc-per-node 8 --no-python foreshard run --plan plan.json job.py
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     needs_torch("run", "Training")
-    from foreshard.runtime.launch import launch
+    from foreshard.runtime.launch import launch, of_torchrun
 
     check(options)
     if options["resume"] and not os.path.isdir(os.path.join(options["out"], "ckpt")):
@@ -184,7 +184,7 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         from foreshard.lab.emulation import emulation_of
 
         local = options["local"]
-        ranks = int(os.environ["WORLD_SIZE"]) if local is None else local
+        ranks = of_torchrun("WORLD_SIZE") if local is None else local
         emulation = emulation_of(lab, ranks=ranks)
     start = partial(launch, job, plan_file, emulation=emulation, **options)
     train(start, options, predicted_s, lab)

@@ -87,7 +87,7 @@ def launch(
     if dtype is not None:  # in double precision the job's layers are built as such: autocast stays off
         plan = replace(plan, precision="fp32" if dtype == "fp64" else dtype)
     check_runnable(plan, file=plan_file)
-    ranks, test_bed = local if local is not None else int(os.environ["WORLD_SIZE"]), emulation or Emulation()
+    ranks, test_bed = local if local is not None else of_torchrun("WORLD_SIZE"), emulation or Emulation()
     _check_ranks(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
     folder = Path(out).resolve()
     options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, test_bed=test_bed)
@@ -98,7 +98,7 @@ def launch(
         _check_ranks(plan, config.cluster.num_devices, "--cluster")
         config.check()
     # a torchrun that restarts all agents means the run to continue
-    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    resume = resume or of_torchrun("TORCHELASTIC_RESTART_COUNT", 0) > 0
     sums = gradient_sums(plan, collectives, compress, bucket_bytes, file=plan_file)
     resumes = resume and bool(steps_in(folder / "ckpt"))
     check_sums(plan, sums, virtual=test_bed.is_virtual, resumes=resumes)
@@ -251,8 +251,8 @@ def _under_torchrun(
 
     The rank is a child of torchrun's process, so that torchrun does not see its death and restart all ranks.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    several_hosts = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    rank, size = of_torchrun("RANK"), of_torchrun("WORLD_SIZE")
+    several_hosts = size > of_torchrun("LOCAL_WORLD_SIZE", size)
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     secret = _torchrun_secret(Path(work.out) / "secret", secret_file, rank, several_hosts)
     own = interface or _address_towards(master, several_hosts)
@@ -268,14 +268,34 @@ def _under_torchrun(
         expected=range(size),
         secret_file=secret,
         address=address if running is None else running.address,
-        port=running.port if running else port or int(os.environ.get("MASTER_PORT", "29500")) + 1,
+        port=running.port if running else port or of_torchrun("MASTER_PORT", 29500) + 1,
         supervises=rank == 0 and running is None,  # else another host has the run, and this rank joins it
         own=own,
         takeover_s=max(2 * work.detect_s, 5.0),
         worker=test_bed.worker,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_rank=of_torchrun("LOCAL_RANK", 0),
+        local_ranks=of_torchrun("LOCAL_WORLD_SIZE", 1),
     )
+
+
+def of_torchrun(name: str, default: int | None = None) -> int:
+    """Return a number that torchrun leaves in the environment.
+
+    Raises
+    ------
+    SpecError
+        If it is not a whole number, or not set where there is no default.
+    """
+    given = os.environ.get(name, "" if default is None else str(default))
+    if not given.isdecimal():
+        raise SpecError(
+            "not set" if name not in os.environ else f"not a number: {given!r}",
+            key=name,
+            value=os.environ.get(name),
+            rule="torchrun sets it to a whole number from 0",
+            fix="Start with torchrun, or with --local N on this machine alone",
+        )
+    return int(given)
 
 
 def _torchrun_secret(shared: Path, secret_file: str | None, rank: int, several_hosts: bool) -> Path:
@@ -342,7 +362,7 @@ def _open(folder: Path, resume: bool, plan: Plan, ranks: int) -> None:
             rule="A run has a folder of its own",
             fix="Give a writable path",
         ) from None
-    if int(os.environ.get("RANK", "0")) or not has_run(folder):
+    if of_torchrun("RANK", 0) or not has_run(folder):
         return
     if not resume:
         raise SpecError(

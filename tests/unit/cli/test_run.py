@@ -188,6 +188,26 @@ def test_hosts_without_a_common_secret_are_bad_input(shell, tmp_path, job, monke
 
 
 @pytest.mark.parametrize(
+    ("told_ranks", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "abc"}, "WORLD_SIZE: not a number: 'abc'"),
+        ({"RANK": "0", "WORLD_SIZE": "-4"}, "WORLD_SIZE: not a number: '-4'"),
+        ({"RANK": "0"}, "WORLD_SIZE: not set"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": ""}, "MASTER_PORT: not a number: ''"),
+    ],
+)
+def test_an_environment_that_torchrun_did_not_make_is_bad_input(
+    shell, tmp_path, job, monkeypatch, told_ranks, said
+):
+    for name, value in told_ranks.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    told = shell("run", "--plan", file, "--out", tmp_path / "run", job)
+    assert told.code == 2 and said in told.err and "--local" in told.err
+
+
+@pytest.mark.parametrize(
     ("master", "said"),
     [("127.0.0.1", "127.0.0.1 is a loopback address"), ("nowhere", "no route to nowhere: not known")],
 )
