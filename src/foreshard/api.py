@@ -12,6 +12,7 @@ from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise import traced_request
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
+from foreshard.advise.traced_request import TracedRequest
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ExtraMissingError, SpecError, unknown
 from foreshard.file_replacement import replace_file
@@ -293,12 +294,48 @@ def predict(
     >>> prediction.plan.groups[0].stages[0].tp
     2
     """
-    if isinstance(model, str) and is_traced(model):
-        stated, given = _named(choices), load_plan(plan) if isinstance(plan, str) else plan
-        module = trace(model, **traced_request.traced_as(given, stated))
-        if module is not None:
-            return predict_trace(module, cluster, given, stated)
-    return request(model, cluster, plan, **choices).predict()
+    return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).predict()
+
+
+def request_traced(
+    model: str, cluster: Cluster | str, plan: Plan | None, stated: Mapping[str, Any]
+) -> TracedRequest | None:
+    """Return a request for a traced module, None for a model that is not traced.
+
+    Parameters
+    ----------
+    model : str
+        As for :func:`trace`, which is asked once for each precision and set of degrees.
+    cluster : Cluster or str
+    plan : Plan or None
+        Excludes degrees and options in `stated`.
+    stated : mapping
+        Degrees and options by the names of `advise.traced_request.PREDICTS`.
+    """
+    if not is_traced(model):
+        return None
+    made: dict[tuple[str, tuple[int, ...]], TracedModule | None] = {}
+
+    def traced(precision: str, degrees: tuple[int, ...]) -> Any:
+        if (precision, degrees) not in made:
+            made[precision, degrees] = trace(model, precision=precision, degrees=degrees)
+        return made[precision, degrees]
+
+    as_stated = traced_request.traced_as(plan, stated)
+    if traced(as_stated["precision"], tuple(sorted(as_stated["degrees"]))) is None:
+        return None
+    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    return TracedRequest(trace=traced, predicted=predict_trace, cluster=on, choices=stated, plan=plan)
+
+
+def _traced(
+    model: Model | str, cluster: Cluster | str, plan: Plan | str | None, choices: Mapping[str, Any]
+) -> TracedRequest | None:
+    """Return a request for what is traced, of arguments as users of Python write them."""
+    if not isinstance(model, str) or not is_traced(model):
+        return None
+    given = load_plan(plan) if isinstance(plan, str) else plan
+    return request_traced(model, cluster, given, _named(choices))
 
 
 def predict_trace(
@@ -328,7 +365,7 @@ def compare(
     model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
-    return request(model, cluster, plan, **choices).compare()
+    return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).compare()
 
 
 def whatif(
@@ -339,6 +376,9 @@ def whatif(
     **choices: Any,
 ) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the base prediction and the effect of each ``KEY=VALUE`` change on it, best first."""
+    traced = _traced(model, cluster, plan, choices)
+    if traced is not None:
+        return effects_of(traced, changes)
     return effects_of(request(model, cluster, plan, **choices), changes)
 
 

@@ -1,4 +1,4 @@
-"""One change to a Request, written `KEY=VALUE`, and what it does to the prediction.
+"""One change to what was asked, written `KEY=VALUE`, and what it does to the prediction.
 
 Keys are the flags of `predict` without dashes, `device`, `nic`, `link`, `memory-bandwidth`, `nodes`, and
 `speed-PART` for a part of the step that many times as fast. Several joined by a comma happen together:
@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
+from foreshard.advise.traced_request import TracedRequest, check_change
 from foreshard.catalog.clusters import with_device, with_nic
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.predict.tasks.kernels import KERNELS
@@ -60,6 +61,7 @@ _SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not 
 _OTHERS = (*OVERRIDES, "buckets", "prefetch", "wrap", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
+Asked = TypeVar("Asked", Request, TracedRequest)
 _ON = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
@@ -76,7 +78,7 @@ class Effect:
     error: str | None = None
 
 
-def apply(request: Request, change: str) -> Request:
+def apply(request: Asked, change: str) -> Asked:
     """Return the request with `KEY=VALUE[,KEY=VALUE]*` applied.
 
     Raises
@@ -99,10 +101,13 @@ def apply(request: Request, change: str) -> Request:
     return request
 
 
-def _apply_one(request: Request, key: str, value: str) -> Request:
+def _apply_one(request: Asked, key: str, value: str) -> Asked:
+    if isinstance(request, TracedRequest) and key not in _HARDWARE:
+        check_change(key, value)
     if key in _HARDWARE:
         cluster = _change_cluster(request.cluster, key, value)
-        cluster = cluster if request.prices is None else request.prices.on(cluster)
+        prices = request.prices if isinstance(request, Request) else None
+        cluster = cluster if prices is None else prices.on(cluster)
         return _resize(replace(request, cluster=cluster), key)
     if key in _COUNTS:
         return request.with_choice(key, _whole(key, value, 1, 2**31))
@@ -110,6 +115,19 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         return request.with_choice(
             key, _whole(key, re.sub(r"^(?:zero|stage)[-_ ]?", "", value.lower()), 0, 3)
         )
+    if key == "recompute":
+        return request.with_choice(
+            key, check_recompute(request.framework.recompute(value), key=f"--change {key}")
+        )
+    if key == "precision" and value.lower() != "fp8":
+        request = request.with_choice("fp8_recipe", None)  # scales are of 8-bit products alone
+    if key in _CHOICES:
+        return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
+    return _apply_to_model(request, key, value) if isinstance(request, Request) else request
+
+
+def _apply_to_model(request: Request, key: str, value: str) -> Request:
+    """Return the request with a choice that traced modules do not have."""
     if key in _SWITCHES:
         return request.with_choice(key, _ON[_one_of(key, value, tuple(_ON))])
     if key in OVERRIDES:
@@ -134,16 +152,8 @@ def _apply_one(request: Request, key: str, value: str) -> Request:
         return replace(request, speeds={**request.speeds, **faster})
     if key == "shares":
         return _with_shares(request, value)
-    if key == "recompute":
-        return request.with_choice(
-            key, check_recompute(request.framework.recompute(value), key=f"--change {key}")
-        )
     if key == "framework":
         _check_framework(value)
-    if key == "precision" and value.lower() != "fp8":
-        request = request.with_choice("fp8_recipe", None)  # scales are of 8-bit products alone
-    if key in _CHOICES:
-        return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
     return request.with_choice(key, value)
 
 
@@ -157,7 +167,7 @@ def _check_framework(value: str) -> None:
         raise
 
 
-def _resize(request: Request, key: str) -> Request:
+def _resize(request: Asked, key: str) -> Asked:
     """Let data parallelism follow the number of devices, unless the user stated it alone."""
     if key != "nodes":
         return request
@@ -253,10 +263,14 @@ def _with_rate(device: Device, key: str, value: str) -> Device:
     return replace(device, **changed)
 
 
-def effect(request: Request, base: Prediction, change: str, *, engine: str | None = None) -> Effect:
+def effect(request: Asked, base: Prediction, change: str, *, engine: str | None = None) -> Effect:
     """Return what one change does, against a base prediction of the same engine."""
     try:
-        prediction = _predicted(request, apply(request, change), engine)
+        changed = apply(request, change)
+        if isinstance(request, Request) and isinstance(changed, Request):
+            prediction = _predicted(request, changed, engine)
+        else:
+            prediction = changed.predict(engine)
     except ForeshardError as error:
         return Effect(change=change, prediction=None, gain=None, error=str(error))
     gain = prediction.tokens_per_s / base.tokens_per_s - 1
@@ -285,7 +299,7 @@ def rank(effects: Sequence[Effect]) -> tuple[Effect, ...]:
     return tuple(sorted(effects, key=order))
 
 
-def effects_of(request: Request, changes: Iterable[str] | str) -> tuple[Prediction, tuple[Effect, ...]]:
+def effects_of(request: Asked, changes: Iterable[str] | str) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the prediction of a request and the effect of each change on it, best first.
 
     An unknown key or value is the user's error; a change that cannot run is an answer.

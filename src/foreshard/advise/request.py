@@ -279,7 +279,7 @@ class Request:
         """Return the request with one degree or option set, in the flags or in every group of the plan."""
         if self.plan is None:
             return replace(self, choices={**self.choices, name: value})
-        return replace(self, plan=_set_in_plan(self.plan, name, value))
+        return replace(self, plan=set_in_plan(self.plan, name, value))
 
     def predict(self, engine: str | None = None) -> Prediction:
         """Return the prediction, under another engine when one is named."""
@@ -399,7 +399,7 @@ def _cpu_offload(framework: str) -> str:
     return cpu_offload(load_framework(framework))
 
 
-def _set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
+def set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
     if name in COMM_OPTIONS:
         return replace(plan, comm={**plan.comm, name: value})

@@ -1,12 +1,12 @@
-"""What may be asked of a traced module, and the plan that a request for its prediction means."""
+"""What may be asked of a traced module, as a request that can be changed, and the plan that it means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from foreshard.advise.request import ASKED, DEGREES, OPTIONS, check_beside, flag_of
+from foreshard.advise.request import ASKED, DEGREES, OPTIONS, check_beside, flag_of, set_in_plan
 from foreshard.errors import SpecError
 from foreshard.spec.codec import whole
 from foreshard.spec.degrees import plan_from_degrees
@@ -15,7 +15,9 @@ from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
+    from foreshard.spec.framework import Framework
     from foreshard.spec.plan import Plan
+    from foreshard.spec.prediction import Prediction
     from foreshard.spec.traced_module import TracedModule
 
 _DEGREES = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
@@ -29,6 +31,58 @@ PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", 
 _ARGUMENTS = {"model", "cluster"}
 _ELSEWHERE = {*OPTIONS, *ASKED}
 """Options of other models, which may be stated to be off."""
+_FRAMEWORK = "ddp"
+"""Whose rules and options a traced module is trained by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRequest:
+    """A traced module to predict, so that one thing in it can be changed.
+
+    Attributes
+    ----------
+    trace : callable
+        Returns the module for a precision and degrees of tensor parallelism.
+    predicted : callable
+        Returns the prediction of a module on a cluster under a plan, or else under stated choices.
+    cluster : Cluster
+    choices : mapping
+        Degrees and options that were stated, of those in `PREDICTS`.
+    plan : Plan, optional
+        In place of degrees and options.
+    """
+
+    trace: Callable[[str, tuple[int, ...]], TracedModule]
+    predicted: Callable[[TracedModule, Cluster, Plan | None, Mapping[str, Any]], Prediction]
+    cluster: Cluster
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+
+    @property
+    def framework(self) -> Framework:
+        """The framework whose words for options are taken."""
+        from foreshard.catalog.frameworks import load_framework
+
+        return load_framework(_FRAMEWORK)
+
+    def with_choice(self, name: str, value: Any) -> TracedRequest:
+        """Return the request with one degree or option set, in the flags or in every group of the plan."""
+        if self.plan is None:
+            return replace(self, choices={**self.choices, name: value})
+        return replace(self, plan=set_in_plan(self.plan, name, value))
+
+    def predict(self, engine: str | None = None) -> Prediction:
+        """Return the prediction, under another engine when one is named."""
+        choices = self.choices if engine is None else {**self.choices, "engine": engine}
+        traced = traced_as(self.plan, choices)
+        module = self.trace(traced["precision"], tuple(sorted(traced["degrees"])))
+        return self.predicted(module, self.cluster, self.plan, choices)
+
+    def compare(self) -> tuple[Prediction, ...]:
+        """Return the predictions under both engines that take operations of a trace."""
+        alike = {name: None for name in (one.name for one in fields(Noise))}
+        request = replace(self, choices={**self.choices, **alike})
+        return tuple(request.predict(engine) for engine in ("graph", "event"))
 
 
 def check_predicts(values: Mapping[str, Any]) -> None:
@@ -101,7 +155,7 @@ def plan_of(module: TracedModule, cluster: Cluster, values: Mapping[str, Any]) -
         seq_len=1,
         sp=False,
         precision=module.precision,
-        framework="ddp",
+        framework=_FRAMEWORK,
         **stated,
     )
     return _within(made, len(module.layers))
@@ -128,11 +182,20 @@ def _within(plan: Plan, num_layers: int) -> Plan:
     return replace(plan, groups=(replace(group, stages=stages),))
 
 
+def check_change(key: str, value: str) -> None:
+    """Raise SpecError for a change that a prediction of a traced module does not take."""
+    _reject_unknown({key: value}, PREDICTS - _ARGUMENTS - {"plan"})
+
+
 def _reject_unknown(values: Mapping[str, Any], known: set[str]) -> None:
-    """Raise SpecError for a name that is not known, unless it is an option of other models that is off."""
+    """Raise SpecError for a name that is not known.
+
+    Options of other models may be stated where they change nothing: as off, or the framework as what it is.
+    """
     for name, value in values.items():
         off = value is False or (isinstance(value, str) and value == "none")
-        if name not in known and value is not None and not (off and name in _ELSEWHERE):
+        same = off or (name == "framework" and value == _FRAMEWORK)
+        if name not in known and value is not None and not (same and name in _ELSEWHERE):
             raise _refused(flag_of(name), str(value), known)
 
 

@@ -34,7 +34,7 @@ _QUANTISED = re.compile(r"[-_](?:bnb|awq|gptq|gguf|fp8|int[48]|[48]bit|nf4)\b", 
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/NAME
 _RULE = "A model is a catalog name, a config.json or module.py:factory"
 _FACTORY = "The factory is a function without arguments in that file"
-WHERE_TRACED = "Traced modules are taken by predict, plan CLUSTER and export, and by trace in Python"
+WHERE_TRACED = "Traced modules are taken by predict, whatif, compare, plan CLUSTER and export, and by trace()"
 """The rule that a verb breaks that takes none."""
 TRACED_FIX = "Use one of these, or name a model of the catalog"
 

@@ -10,7 +10,7 @@ import click
 
 from foreshard import quantity
 from foreshard.cli.options.answer import give, must_be_writable, save_page, say, write_text
-from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
+from foreshard.cli.options.request import describing_a_run, to_request, traced_request_of, warn_of_offers
 from foreshard.cli.options.sources import verb_command
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.report.screen import Screen, Table, table
@@ -78,13 +78,25 @@ def command(
         if values[name] is None:
             rule, fix = "A run has a model and a cluster", "Give both, or --tables all"
             raise SpecError("not given", key=name.upper(), rule=rule, fix=fix)
-    request = to_request(values)
-    warn_of_offers(request.to_plan())
-    predictions, answers = request.compare(), [_answer(other, request) for other in others]
+    traced = traced_request_of(values)
+    if traced is not None:
+        _refuse_others(values["model"], peers, predictors)
+        predictions, answers = traced.compare(), []
+    else:
+        request = to_request(values)
+        warn_of_offers(request.to_plan())
+        predictions, answers = request.compare(), [_answer(other, request) for other in others]
     data = {"schema_version": 1, "predictions": [prediction.to_dict() for prediction in predictions]}
     if others:
         data["others"] = answers
     give(data, lambda: _screen(predictions, answers))
+
+
+def _refuse_others(model: str, peers: tuple[str, ...], predictors: tuple[str, ...]) -> None:
+    if peers or predictors:
+        key, value = ("--peer", peers[0]) if peers else ("--predictor", predictors[0])
+        rule, fix = "Other predictors are asked about models of layers", "Leave it out"
+        raise SpecError(f"{model} is traced", key=key, value=value, rule=rule, fix=fix)
 
 
 def _others(peers: Iterable[str], predictors: Iterable[str]) -> list[StepPredictor]:

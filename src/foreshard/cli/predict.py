@@ -10,7 +10,7 @@ import click
 
 from foreshard.cli.options import measured, target
 from foreshard.cli.options.answer import NOTHING_FITS, give, save, save_page, say, wants_json
-from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
+from foreshard.cli.options.request import describing_a_run, to_request, traced_request_of, warn_of_offers
 from foreshard.cli.options.sources import verb_command
 from foreshard.errors import SpecError
 
@@ -119,16 +119,10 @@ def _predicting_trace(
     values: dict[str, Any], others: dict[str, str]
 ) -> Callable[[dict[str, Any]], Prediction] | None:
     """Return what predicts the traced module that MODEL names, None for a model that is not traced."""
-    from foreshard import api
-    from foreshard.advise.traced_request import traced_as
-
-    if not api.is_traced(values["model"]):
+    traced = traced_request_of(values)
+    if traced is None:
         return None
-    plan = api.load_plan(values["plan"]) if values.get("plan") else None
-    module = api.trace(values["model"], **traced_as(plan, values))
-    if module is None:
-        return None
-    return lambda stated: api.predict_trace(module, stated["cluster"], plan, stated | others)
+    return lambda stated: replace(traced, choices=stated | others).predict()
 
 
 def _answer(

@@ -8,8 +8,10 @@ import click
 
 from foreshard import quantity
 from foreshard.cli.options.answer import give
-from foreshard.cli.options.request import describing_a_run, to_request, warn_of_offers
+from foreshard.cli.options.request import describing_a_run, to_request, traced_request_of, warn_of_offers
 from foreshard.cli.options.sources import verb_command
+from foreshard.errors import SpecError
+from foreshard.report.plan_words import counted, plan_line, priced
 from foreshard.report.screen import Screen, table
 
 if TYPE_CHECKING:
@@ -37,15 +39,25 @@ def command(changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard.advise.change import effects_of
 
-    request = to_request(values)
-    base, effects = effects_of(request, changes)
-    warn_of_offers(base.plan)
-    data = {"schema_version": 1, "base": base.to_dict(), "effects": list(map(effect_dict, effects))}
     found: Diagnosis | None = None
-    if diagnose or not changes:
-        from foreshard.advise.diagnosis import diagnose as diagnosed
+    traced = traced_request_of(values)
+    if traced is not None:
+        if diagnose or not changes:
+            what = f"{values['model']} is traced, and has no diagnosis"
+            rule = "A diagnosis follows the tasks of a model of layers"
+            fix = "Give changes, as --change device=h200-sxm --change micro-batch=64"
+            raise SpecError(what, key="--diagnose", value=values["model"], rule=rule, fix=fix)
+        base, effects = effects_of(traced, changes)
+    else:
+        request = to_request(values)
+        base, effects = effects_of(request, changes)
+        warn_of_offers(base.plan)
+        if diagnose or not changes:
+            from foreshard.advise.diagnosis import diagnose as diagnosed
 
-        found = diagnosed(request, base)
+            found = diagnosed(request, base)
+    data = {"schema_version": 1, "base": base.to_dict(), "effects": list(map(effect_dict, effects))}
+    if found is not None:
         data["diagnosis"] = found.to_dict()
     give(data, lambda: _screen(base, effects, found))
 
@@ -66,7 +78,7 @@ def _row(name: str, gain: str, prediction: Prediction) -> tuple[str, ...]:
         gain,
         quantity.seconds(prediction.step_time_s),
         quantity.gib(prediction.memory.peak_bytes),
-        quantity.usd(prediction.cost.usd_per_1b_tokens),
+        quantity.usd(priced(prediction.plan, prediction.cost.usd_per_1b_tokens)[0]),
         "" if prediction.memory.fits else "does not fit",
     )
 
@@ -79,17 +91,17 @@ def _effect_row(effect: Effect) -> tuple[str, ...]:
 
 def _screen(base: Prediction, effects: tuple[Effect, ...], found: Diagnosis | None) -> Screen:
     from foreshard.report.diagnosis_tables import diagnosis_tables
-    from foreshard.report.plan_words import plan_line
 
-    columns = ("change", ">tokens/s", ">step", ">peak GiB", ">per 1B tokens", "")
+    many, price = counted(base.plan), f">per {priced(base.plan, None)[1]}"
+    columns = ("change", f">{many}/s", ">step", ">peak GiB", price, "")
     rows = [_row("(now)", "", base), *map(_effect_row, effects)]
     gains = [effect.gain or 0.0 for effect in effects if effect.prediction and effect.prediction.memory.fits]
     useless = bool(effects) and not any(gain > 0 for gain in gains)
-    notes = ("No change gives more tokens per second.",) if useless else ()
+    notes = (f"No change gives more {many} per second.",) if useless else ()
     return Screen(
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
         tables=(
-            table("", columns, rows, spare=(">per 1B tokens", ">peak GiB")),
+            table("", columns, rows, spare=(price, ">peak GiB")),
             *(() if found is None else diagnosis_tables(found)),
         ),
         notes=(*notes, *_batches(base, effects)),

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from foreshard import quantity
 from foreshard.advise.baseline_comparison import beyond
 from foreshard.catalog.instances import is_old
-from foreshard.report.plan_words import RARER, degrees, distinct_names
+from foreshard.report.plan_words import RARER, counted, degrees, distinct_names, priced
 from foreshard.report.price_words import dated
 from foreshard.report.screen import Box, Screen, Table, listing, spans, table, without_empty
 from foreshard.report.summary import step_box
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
-from foreshard.spec.prediction import Memory, Money
+from foreshard.spec.prediction import Memory
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
@@ -82,29 +82,31 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
     """Return one row per plan, best first; the chosen one carries the mark in the first column."""
     unit = quantity.memory_unit(max((ranked.prediction.memory.peak_bytes for ranked in plans), default=0.0))
     whole_run = any(ranked.prediction.cost.usd_total is not None for ranked in plans)
-    price = ">price" if whole_run else ">per 1B tokens"
+    many = counted(plans[0].plan) if plans else "tokens"
+    price = ">price" if whole_run or not plans else f">per {priced(plans[0].plan, None)[1]}"
     names = iter(distinct_names([ranked.plan for ranked in plans]))
     columns: dict[str, Callable[[Ranked], object]] = {
         "chosen": lambda ranked: "yes ->" if ranked is plans[0] else "",
         "plan": lambda ranked: next(names),
         ">devices": lambda ranked: len(ranked.plan.ranks),
         ">step": lambda ranked: quantity.seconds(ranked.prediction.step_time_s),
-        ">tokens/s": lambda ranked: quantity.count(ranked.prediction.tokens_per_s),
+        f">{many}/s": lambda ranked: quantity.count(ranked.prediction.tokens_per_s),
         # 0 where devices have no peak
         ">MFU": lambda ranked: quantity.percent(ranked.prediction.mfu or None),
         f">peak {unit}": lambda ranked: _of_capacity(unit, ranked.prediction.memory),
         ">fits": lambda ranked: quantity.percent(ranked.prediction.memory.fits_probability, 0),
         ">run": lambda ranked: quantity.seconds(ranked.prediction.run_time_s),
         ">device-hours": lambda ranked: quantity.count(ranked.prediction.cost.device_hours),
-        price: lambda ranked: quantity.usd(_price(ranked.prediction.cost)),
+        price: lambda ranked: quantity.usd(_price(ranked)),
         "why": lambda ranked: ranked.why.removeprefix("chosen: "),  # the first column says so
     }
-    spare = (">device-hours", ">MFU", ">tokens/s", ">fits", f">peak {unit}", ">devices", ">run")
+    spare = (">device-hours", ">MFU", f">{many}/s", ">fits", f">peak {unit}", ">devices", ">run")
     return without_empty(listing("Plans, best first", plans, columns, spare=spare))
 
 
-def _price(cost: Money) -> float | None:
-    return cost.usd_per_1b_tokens if cost.usd_total is None else cost.usd_total
+def _price(ranked: Ranked) -> float | None:
+    cost = ranked.prediction.cost
+    return priced(ranked.plan, cost.usd_per_1b_tokens)[0] if cost.usd_total is None else cost.usd_total
 
 
 def drawn(plan: Plan, cluster: Cluster) -> Table:
@@ -175,11 +177,14 @@ def _rank_words(ranks: list[tuple[int, ...]]) -> str:
 
 def front_table(plans: Sequence[Ranked]) -> Table:
     """Return the plans that no other beats in time, cost or energy without losing in another."""
+    price = priced(plans[0].plan, None)[1]
     columns: dict[str, Callable[[Ranked], object]] = {
         "plan": lambda ranked: degrees(ranked.plan),
         ">devices": lambda ranked: len(ranked.plan.ranks),
         ">step": lambda ranked: quantity.seconds(ranked.prediction.step_time_s),
-        ">1B tokens": lambda ranked: quantity.usd(ranked.prediction.cost.usd_per_1b_tokens),
+        f">{price}": lambda ranked: quantity.usd(
+            priced(ranked.plan, ranked.prediction.cost.usd_per_1b_tokens)[0]
+        ),
         ">energy per step": lambda ranked: quantity.joules(ranked.prediction.energy_j_per_step),
         "against the fastest": lambda ranked: ranked.why,
     }

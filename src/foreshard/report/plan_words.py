@@ -12,6 +12,18 @@ RARER = ("cp", "ep", "etp")
 """Degrees that are named where they are not 1."""
 
 
+def counted(plan: Plan) -> str:
+    """Return what throughput counts: tokens, or samples where one is no text (an image, a row)."""
+    return "samples" if plan.seq_len == 1 else "tokens"
+
+
+def priced(plan: Plan, usd_per_1b_tokens: float | None) -> tuple[float | None, str]:
+    """Return a price and how many tokens or samples it is of."""
+    if counted(plan) == "tokens" or usd_per_1b_tokens is None:
+        return usd_per_1b_tokens, "1B tokens" if counted(plan) == "tokens" else "1M samples"
+    return usd_per_1b_tokens / 1e3, "1M samples"
+
+
 def plan_line(plan: Plan) -> str:
     """Return the plan in one line of degrees and options."""
     group, stage = plan.groups[0], plan.groups[0].stages[0]
@@ -26,7 +38,8 @@ def plan_line(plan: Plan) -> str:
     words += [f"{name} {value}" for name in ("cp", "ep", "etp") if (value := _of_stages(group, name)) != "1"]
     words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
     words += [f"micro-batch {rank_samples(group)}", f"global batch {plan.global_batch}"]
-    words += [f"seq {plan.seq_len}", plan.precision, f"zero {stage.zero}", group.schedule]
+    words += [f"seq {plan.seq_len}"] if counted(plan) == "tokens" else []
+    words += [plan.precision, f"zero {stage.zero}", group.schedule]
     if stage.recompute != "none":
         words.append(f"recompute {stage.recompute}")
     if group.sp:

@@ -9,7 +9,7 @@ from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.group_times import GroupTime, uneven
 from foreshard.advise.request import SPLIT_EVENLY
-from foreshard.report.plan_words import place_of, plan_line
+from foreshard.report.plan_words import counted, place_of, plan_line, priced
 from foreshard.report.price_words import dated
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
@@ -36,9 +36,7 @@ NOTHING_HELPS = "What would help: no single change tried wins one per cent or mo
 def boxes(prediction: Prediction) -> tuple[Box, Box, Box]:
     """Return the three headline numbers."""
     memory = prediction.memory
-    price, of = prediction.cost.usd_per_1b_tokens, "1B tokens"
-    if prediction.plan.seq_len == 1:  # of an image or a row, which is no token
-        price, of = None if price is None else price / 1e3, "1M samples"
+    price, of = priced(prediction.plan, prediction.cost.usd_per_1b_tokens)
     dated = _prices(prediction.cost.price_date)
     whole = "" if prediction.run_time_s is None else f", {run_line(prediction)}"
     return (
@@ -207,7 +205,7 @@ def advice_table(advice: Sequence[Effect]) -> Table:
 
 def speed_line(prediction: Prediction) -> str:
     """Return throughput, utilisation and what binds, in one line; unknown values are left out."""
-    unit = "samples" if prediction.plan.seq_len == 1 else "tokens"
+    unit = counted(prediction.plan)
     words = [
         f"{quantity.count(prediction.tokens_per_s)} {unit}/s",
         f"({quantity.count(prediction.tokens_per_s_per_device)} per device)",

@@ -209,16 +209,11 @@ def test_a_name_that_is_no_option_is_refused_whatever_it_says(net, value):
 def test_verbs_that_take_no_traced_module_name_those_that_do(shell, net):
     where = "1x2xrtx-3090"
     for model in (f"{net}:one_layer", f"{net}:with_loss", "resnet18"):
-        for ask in (
-            foreshard.make_plan,
-            foreshard.predict_timeline,
-            foreshard.compare,
-            partial(foreshard.whatif, changes="tp=2"),
-        ):
-            with pytest.raises(SpecError, match=r"traced.*predict, plan CLUSTER and export") as caught:
+        for ask in (foreshard.make_plan, foreshard.predict_timeline, foreshard.advise):
+            with pytest.raises(SpecError, match=r"traced.*predict, .*CLUSTER and export") as caught:
                 ask(model, where)
             assert "tuple" not in str(caught.value)
-        answer = shell("compare", model, where, "--json")
+        answer = shell("comm", "buckets", model, where, "--json")
         assert answer.code == 2 and answer.json["error"]["what"] == caught.value.what
 
 
@@ -235,3 +230,50 @@ def test_what_needs_less_than_a_layer_is_refused_rather_than_taken_for_another_r
     answer = shell("predict", f"{net}:encoder", "1x2xrtx-3090", *more, "--json")
     assert answer.code == 2
     assert answer.json["error"]["key"] == key and "traced module" in answer.json["error"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("change", "edited"),
+    [
+        ("micro-batch=64", {"micro_batch": 64}),
+        ("dtype=fp16", {"precision": "fp16"}),
+        ("zero=3,optimizer=sgd", {"zero": 3, "optimizer": "sgd"}),
+        ("recompute=full", {"recompute": "full"}),
+        ("device=a100-sxm-80gb", {"cluster": "1x4xa100-sxm-80gb"}),
+        ("nodes=2", {"cluster": "2x4xa40"}),
+    ],
+)
+def test_what_if_of_a_module_is_a_prediction_of_the_edited_input(net, change, edited):
+    stated = {"micro_batch": 32, "engine": "event"}
+    base, (effect,) = foreshard.whatif(f"{net}:net", "1x4xa40", change, **stated)
+    fresh = foreshard.predict(f"{net}:net", **{"cluster": "1x4xa40", **stated, **edited})
+    assert effect.prediction is not None and effect.gain is not None
+    assert effect.prediction.step_time_s == pytest.approx(fresh.step_time_s, rel=1e-9)
+    assert effect.prediction.memory.peak_bytes == pytest.approx(fresh.memory.peak_bytes, rel=1e-9)
+    assert effect.gain == pytest.approx(fresh.samples_per_s / base.samples_per_s - 1.0, abs=1e-9)
+
+
+def test_what_if_of_a_module_counts_samples_and_says_what_it_does_not_take(shell, net):
+    place = ("whatif", f"{net}:net", "1x4xa40", "--micro-batch", "32")
+    told = shell(*place, "--change", "micro-batch=64", "--change", "tp=2")
+    assert told.code == 0 and "samples/s" in told.out and "tokens" not in told.out
+    for change, said in (("framework=hf", "--framework"), ("cp=2", "--cp"), ("speed-compute=2", "--speed")):
+        refused = shell(*place, "--change", change)
+        assert refused.code == 2 and said in refused.err and "traced module" in refused.err
+    assert "no diagnosis" in shell(*place).err
+    assert shell(*place[:3], "--framework", "ddp", "--change", "zero=2").code == 0
+
+
+def test_engines_are_compared_on_a_module(shell, net):
+    told = shell("compare", f"{net}:net", "1x4xa40", "--micro-batch", "32", "--json")
+    seconds = {made["engine"]: made["step_time_s"] for made in told.json["predictions"]}
+    assert set(seconds) == {"graph", "event"}
+    assert seconds["event"] == pytest.approx(seconds["graph"], rel=1e-3)
+    told = shell("compare", f"{net}:net", "1x4xa40", "--predictor", "mine.py")
+    assert told.code == 2 and told.err
+
+
+def test_plans_of_images_are_priced_by_samples(shell):
+    told = shell("plan", "resnet18", "1x4xa100-sxm-40gb", "--global-batch", "64", "--budget-s", "1")
+    assert told.code == 0 and "samples/s" in told.out and "per 1M samples" in told.out
+    assert "token" not in told.out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.decorators import FC
@@ -30,6 +30,9 @@ from foreshard.spec.plan import (
     SCHEDULES,
     Plan,
 )
+
+if TYPE_CHECKING:
+    from foreshard.advise.traced_request import TracedRequest
 
 _DETAIL = {"dp": " (default: what the others leave)", "vpp": " (interleaved schedule)"}
 _COMM_HELP = {
@@ -246,6 +249,17 @@ def named_cluster(text: str) -> Cluster:
     for warning in cluster.warnings:
         say(f"foreshard: warning: {warning}")
     return cluster
+
+
+def traced_request_of(values: Mapping[str, Any]) -> TracedRequest | None:
+    """Return the request for the traced module that MODEL names, None for a model that is not traced."""
+    from foreshard import api
+
+    if not api.is_traced(values["model"]):
+        return None
+    plan = api.load_plan(values["plan"]) if values.get("plan") else None
+    cluster = named_cluster(values["cluster"])
+    return api.request_traced(values["model"], cluster, plan, values)
 
 
 def to_request(values: Mapping[str, Any]) -> Request:

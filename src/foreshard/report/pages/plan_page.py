@@ -12,7 +12,7 @@ from foreshard import quantity
 from foreshard.report.pages.markup import document, html_table, legend, section, static
 from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_screen import drawn, front_table, gains_table, others_table, ranked_table
-from foreshard.report.plan_words import degrees
+from foreshard.report.plan_words import degrees, priced
 from foreshard.report.screen import Screen
 from foreshard.report.target_table import target_table
 from foreshard.spec.cluster import Cluster
@@ -145,12 +145,16 @@ def _ladder(result: PlanResult) -> str:
 
 def _front(plans: Sequence[Ranked]) -> str:
     points = [
-        (ranked.prediction.step_time_s, ranked.prediction.cost.usd_per_1b_tokens, degrees(ranked.plan))
+        (
+            ranked.prediction.step_time_s,
+            priced(ranked.plan, ranked.prediction.cost.usd_per_1b_tokens)[0],
+            degrees(ranked.plan),
+        )
         for ranked in plans
-        if ranked.prediction.cost.usd_per_1b_tokens is not None
     ]
     known = [(seconds, usd, words) for seconds, usd, words in points if usd is not None]
-    picture = scatter(known, "step time, s (fastest in red)", "$ per 1B tokens") if len(known) > 1 else ""
+    of = priced(plans[0].plan, None)[1]
+    picture = scatter(known, "step time, s (fastest in red)", f"$ per {of}") if len(known) > 1 else ""
     lead = "Plans that no other found beats in time, cost or energy without losing in another."
     return section("The trade-off", lead, picture, html_table(front_table(plans)))
 
