@@ -246,3 +246,25 @@ def test_a_softmax_reads_rows_again_that_no_cache_holds():
         moved[words] = sorted(o.bytes.at(2) / (2 * 4 * words * 2) for o in found if "softmax" in o.name)
     assert moved[65_536] == pytest.approx([2, 3], rel=1e-3)
     assert moved[262_144] == pytest.approx([4, 4], rel=1e-3)
+
+
+def test_what_picks_elements_of_a_tensor_reads_no_others():
+    """A row of a table, the score of the right word, and back: as many bytes as are picked, or made."""
+
+    class Picks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4096, 16)
+
+        def forward(self, words):
+            scores = self.table(words).flatten(1)
+            return scores.gather(1, words) + nn.functional.cross_entropy(scores, words[:, 0])
+
+    found = operations_of(Picks(), torch.zeros(1, 8, dtype=torch.long), precision="fp32")
+    moved = {o.name: o.bytes.at(10) / 10 for o in found}
+    rows, picked = 4 * 8 * 16, 4 * 8
+    assert moved["embedding"] == pytest.approx(2 * rows + 2 * picked)
+    assert moved["gather"] == pytest.approx(2 * picked + 2 * picked)
+    assert moved["scatter_add"] == pytest.approx(2 * picked + 3 * picked)
+    assert moved["nll_loss_backward"] == pytest.approx(rows + 8, rel=0.02)
+    assert moved["nll_loss_forward"] < 0.1 * rows

@@ -235,8 +235,7 @@ def _launches(
     """Return host seconds of each layer, forward and backward; layouts change within an operation."""
     each = operation_launch_s(constants, device)
     return tuple(
-        (_launched_s(layer.forward, each[0]), _launched_s(layer.backward, each[1]))
-        for layer in module.layers
+        (_launched_s(layer.forward, each[0]), _launched_s(layer.backward, each[1])) for layer in module.layers
     )
 
 

@@ -97,7 +97,7 @@ def issued_by_product(
     """Return the instructions that loads and stores of single elements take in products of odd sizes.
 
     Of many products these are small, each a tile. Of one product no side is looked at, as it may be that of
-    the samples, but how far rows lie apart: each matrix of odd rows is loaded for every tile of the other side.
+    the samples, but how far rows lie apart: a matrix of odd rows is loaded for every tile of the other side.
     """
     m, n, k, count = sizes
     if out.element_size() != 2:

@@ -70,12 +70,21 @@ _SOFTMAX = {  # where the dimension is, and passes beyond reading and writing ea
     aten._log_softmax_backward_data.default: (2, 1),
 }
 _CACHED_ROW_BYTES = 2**18
-"""A row that a block reads again from the cache on the device: above, the rows of two blocks on each of 108 to
-132 processors exceed the 40 to 50 MB of an A100 or H100, as they do those of others.
+"""A row that a block reads again from the device's cache: longer rows of two blocks on each of 108 to 132
+processors exceed the 40 to 50 MB of an A100 or H100.
 
 Source: torch 2.11, aten/src/ATen/native/cuda/SoftMax.cu: softmax_forward reads a row for its maximum, its sum
 and its result; softmax_backward a row of gradients for their sum and for the result.
 """
+_PICKED = {  # what is read of the first tensor is as much as is made, or as this argument's
+    aten.embedding.default: None,
+    aten.gather.default: None,
+    aten.index_select.default: None,
+    aten.index.Tensor: None,
+    aten.nll_loss_forward.default: 1,
+}
+_PLACED = (aten.scatter_add.default, aten.scatter_add_.default)
+"""Add to places of a tensor, of which they touch no others: autograd's gather_backward adds in place."""
 _FILLED = {aten.slice_backward.default, aten.select_backward.default}  # zeros first, then the part
 
 
@@ -128,7 +137,14 @@ def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool 
 
 def _moved(func: Any, args: tuple[Any, ...], out: Any) -> float:
     """Return the bytes that an operation reads and writes."""
+    if func in _PLACED:
+        return nbytes(args[2]) + 3.0 * args[2].numel() * args[0].element_size()
+    if func is aten.nll_loss_backward.default:  # takes the probabilities for their shape alone
+        return nbytes(args[2]) + bytes_of(out)
     moved = bytes_of(args) + bytes_of(out)
+    if func in _PICKED:
+        index = _PICKED[func]
+        moved -= max(0.0, nbytes(args[0]) - nbytes(out if index is None else args[index]))
     if func in _SOFTMAX:
         place, passes = _SOFTMAX[func]
         row_bytes = args[0].shape[args[place]] * args[0].element_size() if args[0].dim() else 0

@@ -122,10 +122,12 @@ class AdaptiveWords(nn.Module):
 
     def forward(self, x: Tensor, right: Tensor) -> Tensor:
         """Return the loss of each word; shape (words x samples)."""
-        first = self.cutoffs[0] if self.cutoffs else VOCAB
-        weight, bias = self._weight(0)[:first], self.biases[0][:first]
-        if self.cutoffs:
-            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        if not self.cutoffs:
+            scores = functional.linear(x.flatten(0, 1), self._weight(0), self.biases[0]).log_softmax(-1)
+            return -scores.gather(1, right.flatten()[:, None])
+        first = self.cutoffs[0]
+        weight = torch.cat([self._weight(0)[:first], self.cluster_weight])
+        bias = torch.cat([self.biases[0][:first], self.cluster_bias])
         samples = x.shape[1]
         narrowed = x if self.narrower == 1 else x @ self.head_projection
         heads = functional.linear(narrowed.flatten(0, 1), weight, bias).log_softmax(-1)
