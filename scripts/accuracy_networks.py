@@ -29,7 +29,14 @@ from network_runs import LAMBDA, Run, dle_batch, dle_device, dle_run, suspects
 from foreshard.api import load_cluster, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError
-from foreshard.profile.networks.catalog import NETWORKS, OTHER_NETWORKS, is_mixed, network, network_name
+from foreshard.profile.networks.catalog import (
+    CLASSIFIERS,
+    NETWORKS,
+    OTHER_NETWORKS,
+    is_mixed,
+    network,
+    network_name,
+)
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.traced_module import TracedModule
@@ -218,7 +225,7 @@ def rows(folder: Path, skipped: Counter[str]) -> Iterator[Measured]:
                 except (SpecError, KeyError, ValueError) as error:
                     skipped[f"{name}: {type(error).__name__}"] += 1
                     continue
-                if made is None or made.network not in NETWORKS + OTHER_NETWORKS:
+                if made is None or made.network not in NETWORKS:
                     skipped[f"{name}: not modelled"] += 1
                 else:
                     yield made
@@ -294,7 +301,7 @@ def main() -> None:
     asked = parser.parse_args()
     skipped: Counter[str] = Counter()
     every = residuals(asked.data, skipped)
-    found = {key: values for key, values in every.items() if key[1] in NETWORKS}
+    found = {key: values for key, values in every.items() if key[1] in CLASSIFIERS}
     words = {key: values for key, values in every.items() if key[1] in OTHER_NETWORKS}
     print(table(found, {"source": 0, "device": 2, "precision": 3, "layout": 4}))
     print("\nScaling efficiency:\n")

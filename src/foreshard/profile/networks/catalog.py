@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -118,6 +119,13 @@ _WITH_INPUTS: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = 
     "ncf": {"ncf": ((64, (256, 256, 128, 64)), {})},
 }
 """Arguments of networks whose functions also make example inputs: text, or a user and an item."""
+_SAMPLES = {
+    "bert_squad": "384 words",
+    "transformer": "two sentences of 32 pieces of words",
+    "gnmt": "two sentences of 30 pieces of words",
+    "ncf": "user and item",
+}
+"""Samples of networks that are not given a number of words."""
 _WHOLE_IN_16_BIT = frozenset(_WITH_INPUTS)
 """Functions of networks that are trained in 16 bit as a whole beside values in 32 bit (Apex, level O2)."""
 _MODULES = {
@@ -131,10 +139,12 @@ _MODULES = {
     **dict.fromkeys(("efficientnet", "efficientnet_v2"), "mobilenet"),
 }
 """The module of a function where it is not of its name."""
-NETWORKS = tuple(name for family in _BY_FUNCTION.values() for name in family)
+CLASSIFIERS = tuple(name for family in _BY_FUNCTION.values() for name in family)
 """Names of networks for images of three channels and 1,000 classes."""
 OTHER_NETWORKS = tuple(name for family in _WITH_INPUTS.values() for name in family)
 """Names of networks that read anything else; each returns its loss."""
+NETWORKS = (*CLASSIFIERS, *OTHER_NETWORKS)
+"""Names of all networks."""
 _SIDES = {
     "inception_v3": 299,
     "efficientnet_b1": 240,
@@ -192,7 +202,7 @@ _NAMES = {
 
 
 def network_name(text: str) -> str | None:
-    """Return the name of a network as `NETWORKS` or `OTHER_NETWORKS` spells it, None for what is none.
+    """Return the name of a network as `NETWORKS` spells it, None for what is none.
 
     Examples
     --------
@@ -200,11 +210,10 @@ def network_name(text: str) -> str | None:
     ('resnet50', 'mobilenet_v3_large', None)
     """
     low = text.lower()
-    every = NETWORKS + OTHER_NETWORKS
-    spelled = {re.sub(r"[^a-z0-9.]", "", name): name for name in every}
+    spelled = {re.sub(r"[^a-z0-9.]", "", name): name for name in NETWORKS}
     known = {re.sub(r"[^a-z0-9.]", "", name): meant for name, meant in _NAMES.items()}
     key = re.sub(r"[^a-z0-9.]", "", low)
-    return low if low in every else (spelled | known).get(key)
+    return low if low in NETWORKS else (spelled | known).get(key)
 
 
 def is_traced(model: str) -> bool:
@@ -219,15 +228,32 @@ def is_traced(model: str) -> bool:
 
 
 def near_networks(text: str) -> list[str]:
-    """Return networks of the family that a name begins with.
+    """Return networks of the family that a name begins with, or of nearly the same name.
 
     Examples
     --------
-    >>> near_networks("convnext_huge")[0], near_networks("llama3")
-    ('convnext_tiny', [])
+    >>> near_networks("convnext_huge")[0], near_networks("gnmtt"), near_networks("llama3")
+    ('convnext_tiny', ['gnmt'], [])
     """
     found = re.match(r"[a-z]{4,}", text.lower())
-    return [name for name in NETWORKS + OTHER_NETWORKS if found and name.startswith(found[0])][:8]
+    family = [name for name in NETWORKS if found and name.startswith(found[0])]
+    return (family or get_close_matches(text.lower(), NETWORKS, cutoff=0.8))[:8]
+
+
+def sample_of(name: str) -> str:
+    """Return what one sample of a network is.
+
+    Examples
+    --------
+    >>> sample_of("resnet50"), sample_of("transformer_xl_base"), sample_of("ncf")
+    ('image of 224 x 224', '192 words', 'user and item')
+    """
+    if name in CLASSIFIERS:
+        side = _SIDES.get(name, 224)
+        return f"image of {side} x {side}"
+    function = _function_of(name)
+    words = _WITH_INPUTS[function][name][1].get("words")
+    return f"{words} words" if words else _SAMPLES[function]
 
 
 def is_mixed(name: str) -> bool:
@@ -246,7 +272,7 @@ def network(name: str, *, side: int | None = None, **changed: Any) -> tuple[Any,
     Parameters
     ----------
     name : str
-        One of `NETWORKS` or `OTHER_NETWORKS`.
+        One of `NETWORKS`.
     side : int, optional
         Of the image, pixels; by default what the network is trained or evaluated with.
     **changed
