@@ -209,8 +209,6 @@ def beyond_peak(row: Measured) -> bool:
 
     Then it does not compute what its stated length says: sentences are shorter, and not filled up.
     """
-    if row.network not in OTHER_NETWORKS:
-        return False
     each = row.samples_per_s / row.num_devices
     return traced_of(row).flops(1) * each > resolve_device(row.device).peak(row.precision)
 
@@ -236,10 +234,11 @@ def residuals(folder: Path, skipped: Counter[str]) -> dict[tuple[Any, ...], list
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     every = list(rows(folder, skipped))
     odd = suspects((row.case, row.num_devices, row.batch, row.samples_per_s) for row in every)
-    shorter = {(row.source, row.network) for row in every if beyond_peak(row)}
+    textual = [row for row in every if row.network in OTHER_NETWORKS]
+    faster = {row for row in textual if (row.case, row.num_devices, row.batch, row.samples_per_s) in odd}
+    shorter = {(row.source, row.network) for row in textual if row not in faster and beyond_peak(row)}
     for row in every:
-        words = row.network in OTHER_NETWORKS
-        if words and (row.case, row.num_devices, row.batch, row.samples_per_s) in odd:
+        if row in faster:
             skipped[f"{row.source}, {row.network}: faster by devices than devices are more"] += 1
             continue
         if (row.source, row.network) in shorter:
