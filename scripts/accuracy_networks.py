@@ -24,19 +24,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from network_runs import LAMBDA, Run, dle_batch, dle_device, dle_run, suspects
+from network_runs import LAMBDA, WORDS, Run, dle_batch, dle_device, dle_run, suspects
 
 from foreshard.api import load_cluster, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError
-from foreshard.profile.networks.catalog import (
-    CLASSIFIERS,
-    NETWORKS,
-    OTHER_NETWORKS,
-    is_mixed,
-    network,
-    network_name,
-)
+from foreshard.profile.networks.catalog import CLASSIFIERS, NETWORKS, is_mixed, network, network_name
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.traced_module import TracedModule
@@ -234,7 +227,7 @@ def residuals(folder: Path, skipped: Counter[str]) -> dict[tuple[Any, ...], list
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     every = list(rows(folder, skipped))
     odd = suspects((row.case, row.num_devices, row.batch, row.samples_per_s) for row in every)
-    textual = [row for row in every if row.network in OTHER_NETWORKS]
+    textual = [row for row in every if row.network in WORDS]
     faster = {row for row in textual if (row.case, row.num_devices, row.batch, row.samples_per_s) in odd}
     shorter = {(row.source, row.network) for row in textual if row not in faster and beyond_peak(row)}
     for row in every:
@@ -301,7 +294,7 @@ def main() -> None:
     skipped: Counter[str] = Counter()
     every = residuals(asked.data, skipped)
     found = {key: values for key, values in every.items() if key[1] in CLASSIFIERS}
-    words = {key: values for key, values in every.items() if key[1] in OTHER_NETWORKS}
+    words = {key: values for key, values in every.items() if key[1] in WORDS}
     print(table(found, {"source": 0, "device": 2, "precision": 3, "layout": 4}))
     print("\nScaling efficiency:\n")
     print(scaling(found))

@@ -77,6 +77,12 @@ _DLE: dict[str, Callable[[str], Run]] = {
 }
 
 
+WORDS = frozenset(
+    {run.network for run in LAMBDA.values()} | {"bert_large_phase1", "bert_large_phase2", "transformer_big"}
+)
+"""Networks of these runs."""
+
+
 def dle_run(row: Mapping[str, str]) -> Run | None:
     """Return how a row of DeepLearningExamples was trained, None for other networks and several nodes."""
     if row["framework"] != "PyTorch" or row["num_nodes"] or row["model"] not in _DLE:
