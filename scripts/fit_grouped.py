@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from accuracy_networks import ROOT, predicted, rows, traced
+from accuracy_networks import ROOT, predicted, rows, traced_of
 from scipy.optimize import minimize
 
 from foreshard.catalog.devices import resolve_device
@@ -60,7 +60,7 @@ def read(folder: Path) -> list[Row]:
     for row in rows(folder, Counter()):
         if row.source != "timm":
             continue
-        module = traced(row.network, row.side, row.precision, row.layout)
+        module = traced_of(row)
         work = [
             o for layer in module.layers for o in (*layer.forward, *layer.backward) if o.kind == "grouped"
         ]
@@ -71,7 +71,7 @@ def read(folder: Path) -> list[Row]:
         flops = np.array([o.flops.at(row.batch) for o in work])
         streamed_s = operations.stream_s(np.array([o.bytes.at(row.batch) for o in work]), kernels)
         own_s = operations.operations_s(work, row.batch, kernels, vector).sum()
-        step_s = row.batch / predicted(row.case, row.num_devices, row.batch, row.side)
+        step_s = row.batch / predicted(row)
         found.append(
             Row(
                 network=row.network,

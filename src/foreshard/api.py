@@ -18,7 +18,7 @@ from foreshard.errors import ExtraMissingError, SpecError, unknown
 from foreshard.file_replacement import replace_file
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
-from foreshard.profile.networks.catalog import is_traced, near_networks, network, network_name
+from foreshard.profile.networks.catalog import is_mixed, is_traced, near_networks, network, network_name
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import AUTO, Plan
@@ -884,7 +884,7 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
 
     module, inputs, loss = made
     title = name or model.rpartition(":")[2]
-    mixed = name is not None  # as the networks of the catalog are trained in 16 bit
+    mixed = name is not None and is_mixed(name)
     return trace_module(
         module,
         inputs,

@@ -185,6 +185,25 @@ def test_launches_are_counted_in_layers_of_torch():
     assert tuple(b - a for a, b in zip(*counts, strict=True)) == LAYER_OPERATIONS
 
 
+def test_a_library_launches_the_steps_of_a_recurrence_itself():
+    """A step more is two kernels in each direction, at 3.8 us: no operation of torch's."""
+
+    class First(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.LSTM(64, 64, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    launched = []
+    for steps in (10, 20):
+        module = trace_module(First(), torch.empty(1, steps, 64), precision="fp16")
+        costs = traced_costs(module, [resolve_device("h100-sxm")], micro_batches=[8])
+        launched.append(np.sum(costs.launch_s["h100-sxm"]))
+    assert launched[1] - launched[0] == pytest.approx(10 * 4 * 3.8e-6)
+
+
 def test_the_planner_counts_launches_as_the_prediction_does(resnet):
     cluster = load_cluster("1x1xh100-sxm")
     costs = traced_costs(resnet, [cluster.nodes[0].device], micro_batches=[2])

@@ -221,3 +221,50 @@ def test_pooling_issues_by_its_window(pool, places):
     ]
     made = pool(torch.empty(1, 8, 6, 6)).numel()
     assert [o.issued.at(1) for o in found] == [(300 + 27 * places) * made, (280 + 10 * places) * 8 * 36]
+
+
+@pytest.mark.parametrize("words", [1000, 1001])
+def test_a_product_of_odd_rows_loads_single_elements_for_every_tile(words):
+    """Of a head over an odd number of words, both gradients read rows that do not begin at 4 bytes."""
+    head = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Linear(512, words, bias=False), nn.GELU())
+    traced = trace_module(head, torch.empty(1, 256, 64), precision="fp16")
+    found = [o for layer in reversed(traced.layers) for o in layer.backward if o.kind == "product"]
+    forward = [o for layer in traced.layers for o in layer.forward if o.kind == "product"]
+    scores = 64 * 256 * words
+    loaded = 50.0 * scores * 512 / 128
+    assert forward[1].issued.at(64) == pytest.approx(50.0 * scores * (words % 2))
+    assert [o.issued.at(64) for o in found] == pytest.approx([loaded * (words % 2)] * 2 + [0.0])
+
+
+def test_a_softmax_reads_rows_again_that_no_cache_holds():
+    """Forward for maximum, sum and result, backward twice of the gradients; short rows wait in the cache."""
+    moved = {}
+    for words in (65_536, 262_144):
+        score = nn.Sequential(nn.Linear(8, words, bias=False), nn.LogSoftmax(-1), nn.GELU())
+        traced = trace_module(score, torch.empty(1, 4, 8), precision="fp16")
+        found = [o for layer in traced.layers for o in (*layer.forward, *layer.backward)]
+        moved[words] = sorted(o.bytes.at(2) / (2 * 4 * words * 2) for o in found if "softmax" in o.name)
+    assert moved[65_536] == pytest.approx([2, 3], rel=1e-3)
+    assert moved[262_144] == pytest.approx([4, 4], rel=1e-3)
+
+
+def test_what_picks_elements_of_a_tensor_reads_no_others():
+    """A row of a table, the score of the right word, and back: as many bytes as are picked, or made."""
+
+    class Picks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4096, 16)
+
+        def forward(self, words):
+            scores = self.table(words).flatten(1)
+            return scores.gather(1, words) + nn.functional.cross_entropy(scores, words[:, 0])
+
+    found = operations_of(Picks(), torch.zeros(1, 8, dtype=torch.long), precision="fp32")
+    moved = {o.name: o.bytes.at(10) / 10 for o in found}
+    rows, picked = 4 * 8 * 16, 4 * 8
+    assert moved["embedding"] == pytest.approx(2 * rows + 2 * picked)
+    assert moved["gather"] == pytest.approx(2 * picked + 2 * picked)
+    assert moved["scatter_add"] == pytest.approx(2 * picked + 3 * picked)
+    assert moved["nll_loss_backward"] == pytest.approx(rows + 8, rel=0.02)
+    assert moved["nll_loss_forward"] < 0.1 * rows

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from foreshard.errors import SpecError
-from foreshard.profile.networks.catalog import NETWORKS, network, network_name
+from foreshard.profile.networks.catalog import CLASSIFIERS, network, network_name
 from foreshard.profile.tracing.trace import trace_module
 
 # torchvision's and timm's published parameter counts
@@ -303,7 +303,7 @@ def test_networks_are_known_by_names_of_other_places(typed, name):
 
 
 def test_every_network_has_a_published_count():
-    assert set(NETWORKS) - PARAMETERS.keys() <= {
+    assert set(CLASSIFIERS) - PARAMETERS.keys() <= {
         "resnext101_32x4d",
         "wide_resnet101_2",
         "vgg13",

@@ -36,6 +36,11 @@ BUCKET_BYTES = 25 * 2**20
 
 _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved")
 """Schedules that run the backward of a layer in one."""
+_LIBRARY_LAUNCH_S = 3.8e-6
+"""Host seconds of each kernel that a library launches within one operation, as cuDNN does for a recurrence.
+
+Source: Gray 2019, "Getting Started with CUDA Graphs" (NVIDIA), short kernels launched one after another.
+"""
 _SHOWN = 3  # weights that stay whole, by name
 
 Price = Callable[..., np.ndarray]
@@ -230,12 +235,15 @@ def _launches(
     """Return host seconds of each layer, forward and backward; layouts change within an operation."""
     each = operation_launch_s(constants, device)
     return tuple(
-        (_count(layer.forward) * each[0], _count(layer.backward) * each[1]) for layer in module.layers
+        (_launched_s(layer.forward, each[0]), _launched_s(layer.backward, each[1])) for layer in module.layers
     )
 
 
-def _count(operations: tuple[Operation, ...]) -> int:
-    return sum(operation.kind != "layout" for operation in operations)
+def _launched_s(operations: tuple[Operation, ...], each_s: float) -> float:
+    """Return the host seconds of operations, and of kernels that a library launches within one."""
+    kernels = sum(operation.name.startswith("recurrent") for operation in operations)
+    launched = sum(operation.kind != "layout" for operation in operations) - kernels
+    return launched * each_s + kernels * min(each_s, _LIBRARY_LAUNCH_S)
 
 
 def device_operations_s(

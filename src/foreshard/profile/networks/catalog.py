@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -97,14 +98,53 @@ _BY_FUNCTION: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = 
     },
 }
 """Arguments of each network by the function that makes it."""
+_XL_BASE, _XL_LARGE = {"words": 192, "dropped": 0.1}, {"words": 384, "dropped": 0.2}
+_WITH_INPUTS: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
+    "bert_squad": {"bert_base_squad": ((768, 12), {}), "bert_large_squad": ((1024, 24), {})},
+    "bert_pretraining": {
+        "bert_base_phase1": ((768, 12), {"words": 128, "masked": 20}),
+        "bert_base_phase2": ((768, 12), {"words": 512, "masked": 80}),
+        "bert_large_phase1": ((1024, 24), {"words": 128, "masked": 20}),
+        "bert_large_phase2": ((1024, 24), {"words": 512, "masked": 80}),
+    },
+    "transformer_xl": {
+        "transformer_xl_base": ((512, 16), _XL_BASE),
+        "transformer_xl_large": ((1024, 18), {**_XL_LARGE, "dropped_scores": 0.2, "narrower": 4}),
+    },
+    "transformer": {
+        "transformer_base": ((512, 8, 2048, 6), {}),
+        "transformer_big": ((1024, 16, 4096, 6), {}),
+    },
+    "gnmt": {"gnmt": ((1024, 4), {})},
+    "ncf": {"ncf": ((64, (256, 256, 128, 64)), {})},
+}
+"""Arguments of networks whose functions also make example inputs: text, or a user and an item."""
+_SAMPLES = {
+    "bert_squad": "384 words",
+    "transformer": "two sentences of 32 pieces of words",
+    "gnmt": "two sentences of 30 pieces of words",
+    "ncf": "user and item",
+}
+"""Samples of networks that are not given a number of words."""
+_WHOLE_IN_16_BIT = ("bert_squad", "bert_pretraining", "transformer_xl", "transformer", "gnmt", "ncf")
+"""Functions of networks that are trained in 16 bit as a whole beside values in 32 bit (Apex, level O2)."""
 _MODULES = {
+    **dict.fromkeys(("bert_squad", "bert_pretraining"), "language.bert"),
+    "transformer_xl": "language.transformer_xl",
+    "transformer": "language.transformer",
+    "gnmt": "language.gnmt",
+    "ncf": "recommendation.ncf",
     **dict.fromkeys(("googlenet", "inception_v3"), "inception"),
     **dict.fromkeys(("mobilenet_v2", "mobilenet_v3", "mnasnet"), "mobilenet"),
     **dict.fromkeys(("efficientnet", "efficientnet_v2"), "mobilenet"),
 }
 """The module of a function where it is not of its name."""
-NETWORKS = tuple(name for family in _BY_FUNCTION.values() for name in family)
+CLASSIFIERS = tuple(name for family in _BY_FUNCTION.values() for name in family)
 """Names of networks for images of three channels and 1,000 classes."""
+OTHER_NETWORKS = tuple(name for family in _WITH_INPUTS.values() for name in family)
+"""Names of networks that read anything else; each returns its loss."""
+NETWORKS = (*CLASSIFIERS, *OTHER_NETWORKS)
+"""Names of all networks."""
 _SIDES = {
     "inception_v3": 299,
     "efficientnet_b1": 240,
@@ -148,6 +188,15 @@ _NAMES = {
     "swin_small_patch4_window7_224": "swin_s",
     "swin_base_patch4_window7_224": "swin_b",
     "inceptionv3": "inception_v3",
+    "bert_squad": "bert_large_squad",
+    "bert_pretraining": "bert_large_phase1",
+    "bert_large_pretraining": "bert_large_phase1",
+    "bert_base_pretraining": "bert_base_phase1",
+    "transformer_xl": "transformer_xl_base",
+    "transformer": "transformer_big",
+    "transformer_wmt": "transformer_big",
+    "gnmt_v2": "gnmt",
+    "neumf": "ncf",
 }
 """Networks by the names of timm and of papers."""
 
@@ -179,19 +228,46 @@ def is_traced(model: str) -> bool:
 
 
 def near_networks(text: str) -> list[str]:
-    """Return networks of the family that a name begins with.
+    """Return networks of the family that a name begins with, or of nearly the same name.
 
     Examples
     --------
-    >>> near_networks("convnext_huge")[0], near_networks("llama3")
-    ('convnext_tiny', [])
+    >>> near_networks("convnext_huge")[0], near_networks("gnmtt"), near_networks("llama3")
+    ('convnext_tiny', ['gnmt'], [])
     """
     found = re.match(r"[a-z]{4,}", text.lower())
-    return [name for name in NETWORKS if found and name.startswith(found[0])][:8]
+    family = [name for name in NETWORKS if found and name.startswith(found[0])]
+    return (family or get_close_matches(text.lower(), NETWORKS, cutoff=0.8))[:8]
 
 
-def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
-    """Return a network on the meta device and one example image, with channels first.
+def sample_of(name: str) -> str:
+    """Return what one sample of a network is.
+
+    Examples
+    --------
+    >>> sample_of("resnet50"), sample_of("transformer_xl_base"), sample_of("ncf")
+    ('image of 224 x 224', '192 words', 'user and item')
+    """
+    if name in CLASSIFIERS:
+        side = _SIDES.get(name, 224)
+        return f"image of {side} x {side}"
+    function = _function_of(name)
+    words = _WITH_INPUTS[function][name][1].get("words")
+    return f"{words} words" if words else _SAMPLES[function]
+
+
+def is_mixed(name: str) -> bool:
+    """Return whether the published runs of a network in 16 bit keep some operations in 32 bit (autocast)."""
+    return _function_of(name) not in _WHOLE_IN_16_BIT
+
+
+def _function_of(name: str) -> str:
+    families = _BY_FUNCTION | _WITH_INPUTS
+    return next(function for function, known in families.items() if name in known)
+
+
+def network(name: str, *, side: int | None = None, **changed: Any) -> tuple[Any, Any]:
+    """Return a network on the meta device and its example inputs, of one sample; images have channels first.
 
     Parameters
     ----------
@@ -199,19 +275,28 @@ def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
         One of `NETWORKS`.
     side : int, optional
         Of the image, pixels; by default what the network is trained or evaluated with.
+    **changed
+        Arguments of the function that makes it, in place of the network's own: `words` of a text.
 
     Examples
     --------
     >>> module, image = network("resnet18")
     >>> sum(parameter.numel() for parameter in module.parameters())
     11689512
+    >>> module, inputs = network("bert_base_squad", words=128)
+    >>> [tuple(tensor.shape) for tensor in inputs]
+    [(1, 128), (1, 128), (1, 128), (1, 2)]
     """
     import torch
 
-    function = next(function for function, known in _BY_FUNCTION.items() if name in known)
-    positional, named = _BY_FUNCTION[function][name]
+    function = _function_of(name)
+    positional, named = (_BY_FUNCTION | _WITH_INPUTS)[function][name]
     module = _MODULES.get(function, function)
     make = getattr(import_module(f"foreshard.profile.networks.{module}"), function)
-    side = side or _SIDES.get(name, 224)
     with torch.device("meta"):
-        return make(*positional, **named), torch.empty(1, 3, side, side)
+        made = make(*positional, **{**named, **changed})
+        if function in _WITH_INPUTS:
+            network_and_inputs: tuple[Any, Any] = made
+            return network_and_inputs
+        side = side or _SIDES.get(name, 224)
+        return made, torch.empty(1, 3, side, side)

@@ -32,6 +32,7 @@ _STRIDED = 90.0
 150 where they also cast."""
 _SUMMED = 45.0  # an element of a sum over rows: 58 and 67; less, for the reason of `_ROW`
 _SINGLE = 50.0  # an element of a product that is loaded by itself, as rows do not begin at 4 bytes
+_TILE = 128.0  # rows or columns that a block of a product makes: it loads what they share once
 _DEPTHWISE = {"forward": 6.0, "input": 12.0, "weight": 4.5}
 """A multiply-add of a convolution of single channels, channels last: 5.9 with filters of 7 x 7 (ConvNeXt) and
 7.9 with 3 x 3 (MobileNetV2), 12 and 20 for the gradient of its input, 4.6 and 11 for that of its weights."""
@@ -90,15 +91,27 @@ def by_cudnn(image: torch.Tensor, weight: torch.Tensor | None) -> bool:
     return image.dtype is not torch.bfloat16 and weight is not None and weight.dtype is torch.float32
 
 
-def issued_by_product(sizes: tuple[float, ...], out: torch.Tensor) -> float:
-    """Return the instructions that loads and stores of single elements take in many products of odd sizes.
+def issued_by_product(
+    sizes: tuple[float, ...], matrices: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+) -> float:
+    """Return the instructions that loads and stores of single elements take in products of odd sizes.
 
-    Of one product no side is looked at: it may be that of the samples.
+    Of many products these are small, each a tile. Of one product no side is looked at, as it may be that of
+    the samples, but how far rows lie apart: a matrix of odd rows is loaded for every tile of the other side.
     """
     m, n, k, count = sizes
-    if count == 1 or out.element_size() != 2 or (n % 2 == 0 and k % 2 == 0):
+    if out.element_size() != 2:
         return 0.0
-    return _SINGLE * count * (m * k + k * n + m * n)
+    if count == 1:
+        left, right = matrices
+        loaded = (n * left.numel() * _has_odd_rows(left) + m * right.numel() * _has_odd_rows(right)) / _TILE
+        return _SINGLE * (loaded + out.numel() * _has_odd_rows(out))
+    return 0.0 if n % 2 == 0 and k % 2 == 0 else _SINGLE * count * (m * k + k * n + m * n)
+
+
+def _has_odd_rows(matrix: torch.Tensor) -> bool:
+    """Return whether every other row or column of a matrix in 16 bit does not begin at 4 bytes."""
+    return matrix.dim() == 2 and min(matrix.shape) > 1 and max(matrix.stride()) % 2 == 1
 
 
 def issued_by_depthwise(flops: float, gives: str, *, channels_last: bool) -> float:

@@ -63,6 +63,28 @@ _BATCH_NORMS = {
     aten._native_batch_norm_legit.default: _BatchNorm(0, 1, 5, False),
     aten.native_batch_norm_backward.default: _BatchNorm(1, 2, 7, True),
 }
+_SOFTMAX = {  # where the dimension is, and passes beyond reading and writing each tensor once
+    aten._softmax.default: (1, 2),
+    aten._log_softmax.default: (1, 2),
+    aten._softmax_backward_data.default: (2, 1),
+    aten._log_softmax_backward_data.default: (2, 1),
+}
+_CACHED_ROW_BYTES = 2**18
+"""A row that a block reads again from the device's cache: longer rows of two blocks on each of 108 to 132
+processors exceed the 40 to 50 MB of an A100 or H100.
+
+Source: torch 2.11, aten/src/ATen/native/cuda/SoftMax.cu: softmax_forward reads a row for its maximum, its sum
+and its result; softmax_backward a row of gradients for their sum and for the result.
+"""
+_PICKED = {  # what is read of the first tensor is as much as is made, or as this argument's
+    aten.embedding.default: None,
+    aten.gather.default: None,
+    aten.index_select.default: None,
+    aten.index.Tensor: None,
+    aten.nll_loss_forward.default: 1,
+}
+_PLACED = (aten.scatter_add.default, aten.scatter_add_.default)
+"""Add to places of a tensor, of which they touch no others: autograd's gather_backward adds in place."""
 _FILLED = {aten.slice_backward.default, aten.select_backward.default}  # zeros first, then the part
 
 
@@ -115,7 +137,18 @@ def calls_of(func: Any, args: tuple[Any, ...], out: Any, *, channels_last: bool 
 
 def _moved(func: Any, args: tuple[Any, ...], out: Any) -> float:
     """Return the bytes that an operation reads and writes."""
+    if func in _PLACED:
+        return nbytes(args[2]) + 3.0 * args[2].numel() * args[0].element_size()
+    if func is aten.nll_loss_backward.default:  # takes the probabilities for their shape alone
+        return nbytes(args[2]) + bytes_of(out)
     moved = bytes_of(args) + bytes_of(out)
+    if func in _PICKED:
+        index = _PICKED[func]
+        moved -= max(0.0, nbytes(args[0]) - nbytes(out if index is None else args[index]))
+    if func in _SOFTMAX:
+        place, passes = _SOFTMAX[func]
+        row_bytes = args[0].shape[args[place]] * args[0].element_size() if args[0].dim() else 0
+        moved += passes * nbytes(args[0]) * (row_bytes > _CACHED_ROW_BYTES)
     moved += _PASSES[func] * nbytes(args[0]) if func in _PASSES else 0.0
     return moved + (bytes_of(out) if func in _FILLED else 0.0)
 
@@ -220,6 +253,12 @@ _PRODUCTS = {
 }
 
 
+def _matrices(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a product multiplies: the last two tensors of up to three, of which the first is added."""
+    left, right = [value for value in args[:3] if isinstance(value, torch.Tensor)][-2:]
+    return left, right
+
+
 def _product(name: str, sizes: tuple[float, ...], args: Any, out: Any) -> Call:
     return Call(
         name,
@@ -228,7 +267,7 @@ def _product(name: str, sizes: tuple[float, ...], args: Any, out: Any) -> Call:
         bytes_of((args, out)),
         2.0 * prod(sizes),
         wide=out.dtype is torch.float32,
-        issued=issued_by_product(sizes, out),
+        issued=issued_by_product(sizes, _matrices(args), out),
     )
 
 
