@@ -227,6 +227,7 @@ class ShardTimes:
     scatter: Any
     copy_weights: Any  # on the compute stream, once per gather
     copy_gradients: Any
+    add_gradients: Any  # to whole ones of other micro-batches, on the compute stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,12 +319,28 @@ def _shard_times(params: Any, trained: Any, sharing: Sharing, machine: Machine) 
         scatter=scatter,
         copy_weights=stream_s(weights, kernels),
         copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, kernels) * (is_cut | flat),
+        add_gradients=stream_s(3.0 * traits.grad_reduce_bytes * params, kernels),
     )
 
 
 def has_replicas(rank: RankShape) -> Any:
     """Return whether another rank holds the same weights: what copies of sharded ones are there for."""
     return (np.asarray(rank.dp) * rank.cp > 1) | (expert_replicas(rank) > 1)
+
+
+def accumulates_whole(machine: Machine) -> Any:
+    """Return whether micro-batches add to whole gradients of sharded weights, which the last one reduces.
+
+    One rank has none to reduce them with.
+
+    Source
+    ------
+    transformers 5.24 trainer.py (no_sync but for the last micro-batch); accelerate 1.11 accelerator.py
+    no_sync (set_requires_gradient_sync; 1.10 reduced every micro-batch); torch 2.13 distributed/fsdp/
+    _fully_shard/_fsdp_param_group.py post_backward.
+    """
+    rank = machine.rank
+    return (np.asarray(machine.traits.accumulates_whole) > 0) & (rank.zero >= 3) & has_replicas(rank)
 
 
 def held_copies_s(params: Any, experts: Any, machine: Machine) -> Any:
