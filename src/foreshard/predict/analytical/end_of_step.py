@@ -38,6 +38,8 @@ class EndOfStep:
     # of the gradients of the first chunk what its own last backward hides, and the rest
     beside: Any
     exposed: Any
+    # what the last backward of a chunk takes longer beside them, where its output waits for that
+    slowed: Any
     # whether the other chunks have several buckets too, so that their own passes hide as much
     cut: Any
     # whether gradients move behind the backward of all chunks
@@ -87,9 +89,9 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     last_backward = np.where(p.zero_bubble > 0, stage.later, stage.backward)
     hidden_b, hidden_f = last_backward * (1.0 - chunks * first), stage.forward * (1.0 - chunks * last)
     # Compute beside a collective is slowed, which counts where compute is what the step waits for.
-    slowed = contention(machine) * (chunks == 1)
-    slowed_b = slowed * np.minimum(hidden_b, reduce * (1.0 - last))
-    slowed_f = slowed * np.minimum(hidden_f, gather * (1.0 - last))
+    slowed = contention(machine)
+    slowed_b = slowed * np.minimum(hidden_b / chunks, np.maximum(reduce / chunks - reduce * last, 0.0))
+    slowed_f = slowed * (chunks == 1) * np.minimum(hidden_f, gather * (1.0 - last))
     exposed = np.maximum(reduce * last + slowed_b, (reduce - hidden_b) / chunks)
     # Every stage waits for its own buckets, if it has several; a chunk that is one bucket does not. Two come
     # while a stage waits for its first input, but for the first stage, which has its own.
@@ -109,6 +111,7 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         next_chunk=beside * gather / chunks,
         beside=(1.0 - in_line) * np.maximum(reduce / chunks - exposed, 0.0),
         exposed=np.where(in_line > 0, reduce / chunks, exposed),
+        slowed=(1.0 - in_line) * (p.zero_bubble <= 0) * slowed_b,
         cut=each,
         last_of_all=in_line > 0,
         sums=_sums_s(batch, stage),

@@ -83,6 +83,7 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
         ready_s=full(end.first_s),
         wait_s=full(end.wait / chunks),
         tail_s=full(end.tail_s),
+        slowed_s=full(end.slowed),
         last_share=full(stage.last_share),
         rounds=full(whole * chunks)[0],
         chunks=full(chunks)[0],

@@ -533,7 +533,7 @@ def outside_s(
 ) -> np.ndarray:
     """Return device seconds that sharded weights add to a forward and a backward: (stages, chunks, 2).
 
-    The last axis are any micro-batch, and the last one. Copies, compute that collectives slow, and collectives
+    The last axis are any micro-batch, and the last one. Copies, compute that collectives slow, and those
     that run in turn with it. `device` are the seconds of ops by part, shape (4, stages, chunks).
     """
     busy_s = np.sum(list(device.values()), axis=0)
