@@ -268,6 +268,17 @@ def test_a_single_stage_has_no_bubble_to_fill(engine, schedule, zero):
     assert other.memory == plain.memory
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recompute", ["full", "selective:moe"])
+def test_exchanges_that_are_sent_again_hide_behind_another_pass_once(engine, recompute):
+    """A second of work that a pair of passes lacks shows once, however many exchanges it has."""
+    model, cluster = model_of("mixtral-8x7b"), cluster_of("8x4xh100-sxm@200Gb/s")
+    options = {"schedule": "dualpipe", "pp": 2, "ep": 8, "global_batch": 64, "seq_len": 4096}
+    plan = api.make_plan(model, cluster, recompute=recompute, overrides={"cuda_graphs": "full"}, **options)
+    slow, fast = (seconds(engine, model, faster(cluster, flops=f), plan) for f in (1.0, 1.6))
+    assert fast < slow
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("nic", ["25Gb/s", "1600Gb/s"])
 def test_a_trainer_reduces_gradients_behind_the_last_micro_batch(recompute, nic):

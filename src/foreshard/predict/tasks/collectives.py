@@ -136,12 +136,13 @@ def _there_and_back_s(layer: LayerShape, machine: Machine, routed: Any, narrow: 
     return np.where(fast, (there + back) * machine.constants.expert_fast, sent)
 
 
-def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
+def paired_exchange(sent: Any, times: Any, work: Any, machine: Machine) -> Any:
     """Return the part of a layer's exchanges that stays exposed where a forward runs beside a backward.
 
-    The exchanges of one take `sent` seconds and run beside the work of the other, which together with its own
-    takes `work` seconds, waits for other collectives included; meanwhile they keep `dispatch_sms` processors.
-    A pair then takes the longer of its exchanges, and of its work with what those processors would have done.
+    Exchanges take `sent` seconds each, so many `times` in the pair: forward, backward, recomputed.
+    They run beside the work of the other pass, which together with its own takes `work` seconds, waits for
+    other collectives included; meanwhile they keep `dispatch_sms` processors. A pair then takes the longer of
+    its exchanges, and of its work with what those processors would have done.
 
     Source
     ------
@@ -151,9 +152,9 @@ def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
     if not np.count_nonzero(rank.paired):
         return 1.0
     share = np.minimum(traits.dispatch_sms / np.maximum(machine.kernels.num_sms, 1.0), 1.0)
-    both = 2.0 * sent
-    exposed = np.maximum(share * both, both - work)
-    return np.where(rank.paired > 0, exposed / np.maximum(both, 1e-12), 1.0)
+    all_s = times * sent
+    exposed = np.maximum(share * all_s, all_s - work)
+    return np.where(rank.paired > 0, exposed / np.maximum(all_s, 1e-12), 1.0)
 
 
 def beside_shared(sent: Any, busy: Any, machine: Machine) -> Any:
