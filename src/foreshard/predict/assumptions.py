@@ -43,6 +43,7 @@ _SENT_BY = {
     "deepep": "DeepEP, once for each rank and node",
     "hybridep": "HybridEP, once for each rank and link domain",
 }
+IDLE_PAID = "they are paid, not powered"
 _NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
 _GOODPUT = (
     "goodput: failures strike at a constant rate, a failed device is replaced within the restart, "
@@ -101,7 +102,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
     said += dict.fromkeys(_short(group) for group in plan.groups if group.share % group.micro_batch)
     if len(plan.ranks) < case.cluster.num_devices:
         idle = case.cluster.num_devices - len(plan.ranks)
-        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; they are paid, not powered")
+        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; {IDLE_PAID}")
     return tuple(said)
 
 
