@@ -246,6 +246,18 @@ def test_interleaved_plans_of_few_micro_batches_are_within_three_percent_of_the_
     assert np.mean(np.abs(off) < 0.03) > 0.95 and max(map(abs, off)) < 0.06, sorted(off)
 
 
+@pytest.mark.parametrize("vpp", [2, 3])
+def test_chunks_of_a_stage_wait_for_their_own_launches(vpp):
+    """A chunk of few layers is launched slower than it computes, while one with the head hides its launches."""
+    asked = {"pp": 4, "vpp": vpp, "tp": 2, "micro_batch": 2, "seq": 4096, "global_batch": 96}
+    closed, graph = (
+        api.predict("llama3.2-1b", "2x8xh100-sxm", schedule="interleaved", engine=engine, **asked)
+        for engine in ("analytical", "graph")
+    )
+    assert closed.time_breakdown_s["host"] == pytest.approx(graph.time_breakdown_s["host"], rel=0.01)
+    assert closed.step_time_s == pytest.approx(graph.step_time_s, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("framework", "model", "choices"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,9 @@ def stage_times(batch: Batch) -> StageTimes:
         trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
+    at_layers = sum(parts.values())
     _add_ends(parts, batch, ends)
+    at_ends = sum(parts.values()) - at_layers
     forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
     forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
     table = p.hidden * p.vocab / machine.rank.tp
@@ -109,14 +112,15 @@ def stage_times(batch: Batch) -> StageTimes:
         beside = _beside(units, machine, shape)
         beside_last = (_beside(last_units, machine, shape) if once.any() else beside).sum(0)
     device = computed + beside.sum(0)
-    host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
-    sharpness = machine.constants.host_sharpness
-    joined = joined_s(device, host, sharpness)
+    between = 2.0 * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
+    in_layers, host = host, host + p.num_chunks * between
+    of_chunks = partial(_chunk_seconds, batch, at_ends, in_layers, between)
+    joined = of_chunks(device)
     # The host holds up the tasks of forward and backward in proportion.
     longer = 1.0 + (joined - device) / np.maximum(computed, 1e-12)
     # The host launches the kernels of a short micro-batch too.
     short = p.num_micro_batches - np.ceil(p.num_micro_batches - 1e-9) + 1.0
-    last = joined_s(short * computed + beside_last, host, sharpness)
+    last = of_chunks(short * computed + beside_last, short)
     if units:
         shorter = 1.0 + (last - beside_last - computed) / np.maximum(computed, 1e-12)
         waited, unit_waits = _unit_waits(batch, units, last_units, longer, shorter)
@@ -164,6 +168,38 @@ def _beside(units: Sequence[ShardedUnit], machine: Machine, shape: tuple[int, ..
     """Return what sharding adds on the device to a forward, and to both parts of a backward: (3, *shape)."""
     added = on_device(units, machine)
     return np.stack([np.zeros(shape) + seconds for seconds in (added.forward, added.first, added.late)])
+
+
+def _chunk_seconds(
+    batch: Batch, at_ends: Any, host: Any, between: Any, device: Any, short: Any = 1.0
+) -> np.ndarray:
+    """Return the seconds of device and host together, which each chunk of a stage joins by itself.
+
+    Chunks differ by a layer at most. The first has the embedding and the last the head, `at_ends` seconds of
+    `device`, of a micro-batch of the part `short`; `host` is of the layers, `between` of each chunk besides.
+    """
+    sharpness = batch.machine.constants.host_sharpness
+    chunks = np.asarray(batch.pipeline.num_chunks)
+    one = joined_s(device, host + chunks * between, sharpness)
+    if not np.count_nonzero(chunks > 1):
+        return np.asarray(one)
+    layers = np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    ends = short * at_ends
+    found, larger = 0.0, layers - chunks * np.floor(layers / chunks)
+    of_layer, host_of_layer = (device - ends) / layers, host / layers
+    with_ends = (batch.has_embedding > 0) * 1.0 + (batch.has_head > 0)
+    for count, held in ((larger, np.ceil(layers / chunks)), (chunks - larger, np.floor(layers / chunks))):
+        own, launched = held * of_layer, held * host_of_layer + between
+        found = found + count * joined_s(own, launched, sharpness)
+    # The ends are in chunks of their own kind: the first ones have more layers.
+    for has, held in (
+        (batch.has_embedding > 0, np.ceil(layers / chunks)),
+        (batch.has_head > 0, np.floor(layers / chunks)),
+    ):
+        own, launched = held * of_layer, held * host_of_layer + between
+        more = joined_s(own + ends / np.maximum(with_ends, 1.0), launched, sharpness)
+        found = found + has * (more - joined_s(own, launched, sharpness))
+    return np.where(chunks > 1, found, one)
 
 
 def _add_layers(parts: dict[str, np.ndarray], times: LayerTimes, count: np.ndarray) -> None:
