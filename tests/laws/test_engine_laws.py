@@ -219,7 +219,7 @@ def test_engines_stay_close_where_gradients_and_weights_travel_beside_compute(mo
     model, cluster = api.load_model(model), api.load_cluster(f"4x8xh100-sxm@{nic_gbps}Gb/s")
     plan = api.make_plan(model, cluster, framework=framework, seq_len=2048, zero=int(framework != "ddp"))
     analytical, graph = (sum(parts_of(engine, model, cluster, plan).values()) for engine in ENGINES)
-    assert 0.94 * graph < analytical < 1.01 * graph
+    assert 0.98 * graph < analytical < 1.01 * graph
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "hf", "megatron-fsdp", "composer", "deepspeed", "ddp"])

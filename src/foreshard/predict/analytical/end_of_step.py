@@ -87,7 +87,9 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     first, last = _bucket_shares(batch, stage)
     # The last gradients of weights put off come in the last piece of the backward alone.
     last_backward = np.where(p.zero_bubble > 0, stage.later, stage.backward)
-    hidden_b, hidden_f = last_backward * (1.0 - chunks * first), stage.forward * (1.0 - chunks * last)
+    hidden_b = last_backward * (1.0 - chunks * first)
+    hidden_b = np.where(chunks > 1, hidden_b, last_backward - _first_bucket_s(batch, stage, last_backward))
+    hidden_f = stage.forward * (1.0 - chunks * last)
     # Compute beside a collective is slowed, which counts where compute is what the step waits for.
     slowed = contention(machine)
     slowed_b = slowed * np.minimum(hidden_b / chunks, np.maximum(reduce / chunks - reduce * last, 0.0))
@@ -199,6 +201,23 @@ def _num_buckets(batch: Batch, stage: StageTimes) -> Any:
     layer = params / np.maximum(np.asarray(sum(batch.counts)), 1.0)
     filled = np.where(np.isfinite(limit), np.ceil(np.minimum(limit, params) / layer) * layer, params)
     return np.maximum(params / filled, 1.0)
+
+
+def _first_bucket_s(batch: Batch, stage: StageTimes, last_backward: Any) -> Any:
+    """Return seconds of a stage's last backward before its first bucket leaves: head and first layers.
+
+    A head that shares its table has no gradients of its own; one that does may fill the bucket alone.
+    """
+    p, limit = batch.pipeline, _bucket_limit(batch)
+    _, given, late = stage.head
+    head_s = np.where(p.zero_bubble > 0, late, given + late)
+    table = (1.0 - p.head_frozen) * p.hidden * p.vocab / batch.machine.rank.tp
+    head = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    params = np.maximum(stage.params + stage.expert_params, 1.0)
+    layers = np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    layer = np.maximum(params - head - batch.has_embedding * table, 1.0) / layers
+    count = np.minimum(np.ceil(np.maximum(limit - head, 0.0) / layer), layers)
+    return head_s + count / layers * np.maximum(last_backward - head_s, 0.0)
 
 
 def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
