@@ -219,7 +219,7 @@ def test_engines_stay_close_where_gradients_and_weights_travel_beside_compute(mo
     model, cluster = api.load_model(model), api.load_cluster(f"4x8xh100-sxm@{nic_gbps}Gb/s")
     plan = api.make_plan(model, cluster, framework=framework, seq_len=2048, zero=int(framework != "ddp"))
     analytical, graph = (sum(parts_of(engine, model, cluster, plan).values()) for engine in ENGINES)
-    assert 0.94 * graph < analytical < 1.01 * graph
+    assert 0.98 * graph < analytical < 1.01 * graph
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "hf", "megatron-fsdp", "composer", "deepspeed", "ddp"])
@@ -255,15 +255,64 @@ def test_engines_agree_whatever_binds(framework):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zbv"])
-def test_a_single_stage_has_no_bubble_to_fill(engine, schedule):
-    """Whatever the schedule, gradients are reduced beside the same backward."""
-    model, cluster = model_of("llama3-8b"), cluster_of("4x8xh100-sxm@400Gb/s")
-    options = {"tp": 4, "framework": "megatron-bridge", "global_batch": 32, "seq_len": 2048}
-    plain, other = (api.make_plan(model, cluster, schedule=one, **options) for one in ("1f1b", schedule))
-    assert seconds(engine, model, cluster, other) == pytest.approx(
-        seconds(engine, model, cluster, plain), rel=1e-9
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-h2", "zbv"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_single_stage_has_no_bubble_to_fill(engine, schedule, zero):
+    """Whatever the schedule, gradients are reduced beside the same backward, and as much is in flight."""
+    options = {"tp": 4, "framework": "megatron-bridge", "global_batch": 32, "seq_len": 2048, "zero": zero}
+    plain, other = (
+        api.predict("llama3-8b", "4x8xh100-sxm@400Gb/s", engine=engine, schedule=one, **options)
+        for one in ("1f1b", schedule)
     )
+    assert other.step_time_s == pytest.approx(plain.step_time_s, rel=1e-9)
+    assert other.memory == plain.memory
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recompute", ["full", "selective:moe"])
+def test_exchanges_that_are_sent_again_hide_behind_another_pass_once(engine, recompute):
+    """A second of work that a pair of passes lacks shows once, however many exchanges it has."""
+    model, cluster = model_of("mixtral-8x7b"), cluster_of("8x4xh100-sxm@200Gb/s")
+    options = {"schedule": "dualpipe", "pp": 2, "ep": 8, "global_batch": 64, "seq_len": 4096}
+    plan = api.make_plan(model, cluster, recompute=recompute, overrides={"cuda_graphs": "full"}, **options)
+    slow, fast = (seconds(engine, model, faster(cluster, flops=f), plan) for f in (1.0, 1.6))
+    assert fast < slow
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("nic", ["25Gb/s", "1600Gb/s"])
+def test_a_trainer_reduces_gradients_behind_the_last_micro_batch(recompute, nic):
+    """accelerate from 1.11 on: one more micro-batch scatters nothing, and adds to whole gradients."""
+    asked = {"recompute": recompute, "seq": 2048, "micro_batch": 1}
+    found = {
+        (framework, engine, count): api.predict(
+            "llama3.2-1b",
+            f"2x4xh100-sxm@{nic}",
+            engine=engine,
+            framework=framework,
+            global_batch=8 * count,
+            **asked,
+        )
+        for framework in ("hf@4", "hf@5")
+        for engine in (*ENGINES, "event")
+        for count in (1, 3, 4)
+    }
+    for (framework, _, count), one in found.items():
+        assert one.step_time_s == pytest.approx(found[framework, "graph", count].step_time_s, rel=1e-3)
+        parts = one.time_breakdown_s
+        assert sum(parts.values()) == pytest.approx(one.step_time_s, rel=1e-9)
+        assert parts["host"] < 0.5 * one.step_time_s
+    more = {
+        framework: found[framework, "graph", 4].step_time_s - found[framework, "graph", 3].step_time_s
+        for framework in ("hf@4", "hf@5")
+    }
+    slow = nic == "25Gb/s"
+    assert more["hf@5"] < (0.72 if slow else 1.0) * more["hf@4"]  # of two gathers and a scatter, two gathers
+    held = [found[framework, "graph", 4].memory.peak_allocated_bytes for framework in ("hf@4", "hf@5")]
+    params = load_model("llama3.2-1b").num_params
+    assert held[1] - held[0] == pytest.approx(
+        (2.0 - 4.0 / 8) * params, rel=0.05
+    )  # whole, over shards in fp32
 
 
 @pytest.mark.parametrize("schedule", ["zb-h2", "zbv", "dualpipe", "dualpipev"])

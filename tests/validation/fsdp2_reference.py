@@ -226,6 +226,7 @@ def _sharded(
     pipeline: bool,
     wrap: int | str = 1,
     prefetch: int | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> _Stage:
     """Return the stage in torchtitan's units; the last of them stays gathered after its forward.
 
@@ -234,7 +235,7 @@ def _sharded(
     for i, layer in enumerate(stage.layers):
         stage.layers[i] = _wrapped(layer, recompute)
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     options = {"mesh": mesh, "mp_policy": policy}
     if wrap == "model":
@@ -307,12 +308,21 @@ def _step_in_chunks(stage: _Stage, tokens: Tensor, labels: Tensor, num_chunks: i
 
 
 def flat_peak(
-    sizes: Sizes, recompute: str, *, num_chunks: int = 1, num_steps: int = 1, **units: int | str | None
+    sizes: Sizes,
+    recompute: str,
+    *,
+    num_chunks: int = 1,
+    num_steps: int = 1,
+    reduces_last: bool = False,
+    **units: int | str | None,
 ) -> int:
     """Return the peak bytes of a rank without pipeline, with so many micro-batches a step.
 
-    `units` are `wrap` and `prefetch` of `_sharded`.
+    `units` are `wrap` and `prefetch` of `_sharded`. Where it `reduces_last`, as accelerate does, in 16 bit
+    behind the last micro-batch.
     """
+    if reduces_last:
+        units["reduce_dtype"] = torch.bfloat16
     mesh = init_device_mesh("cpu", (4, NUM_SHARDS), mesh_dim_names=("pp", "dp"))["dp"]
     with FakeTensorMode():
         whole = _Stage(sizes, sizes.layers, first=True, last=True)
@@ -328,7 +338,9 @@ def flat_peak(
             stage.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
             for _ in range(2):
                 with tracker.step():
-                    for _ in range(num_steps):
+                    for step in range(num_steps):
+                        if reduces_last:
+                            stage.set_requires_gradient_sync(step == num_steps - 1)
                         if num_chunks > 1:
                             _step_in_chunks(stage, tokens, labels, num_chunks)
                         else:

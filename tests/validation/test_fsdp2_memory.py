@@ -114,6 +114,24 @@ def test_gradients_of_several_micro_batches_are_summed_in_shards(sizes):
     assert predicted(sizes, SELECTIVE, "2024", count=2) == pytest.approx(measured, rel=LIMIT)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "recompute", "units"),
+    [
+        (DENSE, "none", {}),
+        (HEAD_HEAVY, "none", {"wrap": "model"}),
+        pytest.param(DENSE, FULL, {"wrap": "model"}, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, "none", {}, marks=pytest.mark.slow),
+        pytest.param(HEAD_HEAVY, FULL, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_that_the_last_micro_batch_alone_reduces_stay_whole(sizes, recompute, units, monkeypatch):
+    """As accelerate has it: `set_requires_gradient_sync`, reductions in 16 bit."""
+    whole = replace(load_framework("torchtitan@2024"), accumulates_whole=True, grad_reduce_bytes=2)
+    monkeypatch.setattr(sys.modules[__name__], "load_framework", lambda _: whole)
+    measured = flat_peak(sizes, recompute, num_steps=2, reduces_last=True, **units)
+    assert predicted(sizes, recompute, "2024", count=2, **units) == pytest.approx(measured, rel=LIMIT)
+
+
 @pytest.mark.parametrize("sizes", [WIDE_VOCABULARY, HEAD_HEAVY, replace(DENSE, vocab=64000, layers=2)])
 def test_loss_in_chunks(sizes):
     measured = flat_peak(sizes, SELECTIVE, num_chunks=8)

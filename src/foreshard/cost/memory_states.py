@@ -55,7 +55,9 @@ class Units:
     ahead : units gathered ahead of the one at work
     sharded : 1 where weights are
     gathered : 1 where weights stay whole from their first forward on
-    held : 1 where gradients stay whole until the last micro-batch
+    held : 1 where gradients stay whole until the last micro-batch of a pipeline
+    whole : 1 where they do without one, in the format of their reduction, and there are several micro-batches
+    matrix : elements of the largest matrix of a block
     trained : share of the elements that have a gradient
     """
 
@@ -70,6 +72,8 @@ class Units:
     sharded: Any
     gathered: Any
     held: Any
+    whole: Any
+    matrix: Any
     trained: Any
 
 
@@ -268,6 +272,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
             sharded=profile.units * np.maximum(sharded, holds),
             gathered=gathers,
             held=holds,
+            whole=framework.accumulates_whole * (np.asarray(load.num_micro_batches) > 1) * (1 - holds),
+            matrix=have.largest_matrix,
             trained=trained / np.maximum(everything, 1),
         ),
     )

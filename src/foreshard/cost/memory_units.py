@@ -100,10 +100,11 @@ def unit_moments(
         whole=whole,
         chunked=float(profile.loss_chunks > 1),
     )
-    held = units.held > 0
+    held, several = units.held > 0, (units.sharded > 0) & (np.asarray(units.whole) > 0)
     one_by_one = _one_unit(run) if load.wrap == 0 else _reduced_at_once(run)
     return (
-        *_where((units.sharded > 0) & ~held, one_by_one),
+        *_where((units.sharded > 0) & ~held & ~several, one_by_one),
+        *_where(several & ~held, _accumulated(run)),
         *_where(held, _held(run)),
     )
 
@@ -185,6 +186,41 @@ def _going_back(run: _Run, done: Callable[[Any], Any], left: Any) -> tuple[Momen
         (gradients, saved(blocks - own + 1), alive + acts.temporary + (own - 1) * gradient),
         (gradients, saved(blocks - own) + 3 * acts.boundary, alive + own * gradient),
         (gradients, saved(blocks - own) + acts.boundary, ahead + own * (gradient + block.reduced / each)),
+    )
+
+
+def _accumulated(run: _Run) -> tuple[Moment, ...]:
+    """Return the moments where micro-batches add to whole gradients, which the last one reduces.
+
+    A gradient of one more micro-batch is there for as long as it takes to add it, matrix by matrix. In the
+    last backward whole gradients go as they are reduced, unit by unit.
+    """
+    acts, units, states, load = run.acts, run.states.units, run.states, run.load
+    embedding, block, head, whole = run.embedding, run.block, run.head, run.whole
+    element = load.activation_bytes_per_element
+    matrix = element * units.matrix * (units.trained > 0)
+    ahead = np.minimum(np.maximum(units.count - 1, 0), units.ahead) * block.weights
+    at_work = block.weights + ahead + np.maximum(acts.temporary, matrix)
+    of_head, waiting, copied, reduced = head.weights, ahead, 0.0, embedding.reduced
+    of_embedding, left = embedding.weights, states.gradients + embedding.gradient
+    if load.wrap == 0:  # all weights stay, and what was gathered until the forward is over
+        copied = element * whole.elements
+        of_head = of_embedding = whole.weights
+        at_work, waiting = whole.weights + np.maximum(acts.temporary, matrix), 0.0
+        reduced, left = whole.weights - copied + whole.reduced, whole.gradient
+    shards = states.gradients * head.elements / np.maximum(units.everything, 1)
+    logits = acts.logit_gradient
+    return (
+        (whole.gradient, acts.saved, of_head + copied + logits),
+        (whole.gradient, acts.saved + run.loss, of_head + acts.logits),
+        (whole.gradient, acts.saved + acts.boundary, of_head + head.gradient + waiting + logits),
+        (whole.gradient + shards, acts.saved + acts.boundary, head.reduced + waiting),
+        (whole.gradient, acts.saved, at_work),
+        (whole.gradient - head.gradient + shards, acts.saved, at_work + head.reduced),
+        (whole.gradient, acts.boundary, of_embedding + embedding.gradient),
+        (left, 0.0, reduced),
+        (states.gradients, 0.0, reduced),
+        (states.gradients, 0.0, states.step),
     )
 
 

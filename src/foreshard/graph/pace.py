@@ -82,6 +82,8 @@ class PipelineRows:
     # are ready
     ready_s: np.ndarray
     tail_s: np.ndarray
+    # what the last backward of a chunk takes longer beside gradients that leave in it; `tail_s` has it too
+    slowed_s: np.ndarray
     # what the first forward of a stage waits for weights that are gathered no further than one bucket ahead
     wait_s: np.ndarray
     # time of the last micro-batch over that of the others: it may have fewer samples
@@ -227,7 +229,7 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
         present, more = count > 0, np.maximum(count - 1.0, 0.0)
         f, b, beside = rows.forward_s[r], rows.backward_s[r], rows.beside_s[r]
         kept, wait = rows.last_share[r], rows.wait_s[r]
-        after_f, after_b = rows.after_forward_s[r], rows.after_backward_s[r]
+        after_f, after_b, slowed = rows.after_forward_s[r], rows.after_backward_s[r], rows.slowed_s[r]
         slow_f = np.where(
             present, np.maximum(slow_f, np.maximum(f + after_f + beside, rows.widest_s[r])), slow_f
         )
@@ -240,7 +242,8 @@ def _ways_from_first(rows: PipelineRows) -> list[_Place]:
             steps, message = (more, rows.inside_s[r]) if is_last else (none, none)
             here_down = _later(here_down + _pair(steps * (f + wait) + message), gate)
             put_off = np.minimum(before + steps, rounds - 1.0) + kept
-            here_up = _later(here_up + _pair(steps * kept * b + message), tail + _pair(put_off * late))
+            passed = here_up + _pair(steps * (kept * b + slowed) + message)
+            here_up = _later(passed + _pair(slowed, data=True) * (not is_last), tail + _pair(put_off * late))
             call = rows.call_s[r] if is_last else rows.call_first_s[r]
             warm_up = np.clip(rows.warm_up[r] - steps * rows.per_stage[r], 0.0, rounds - 1.0)
             first = np.where(warm_up == rounds - 1.0, kept, 1.0)

@@ -114,7 +114,7 @@ def warm_up_counts(
     group_size = _checked_group_size(schedule, num_stages, num_micro_batches, num_chunks, group_size)
     total = num_micro_batches * num_chunks
     to_last = range(num_stages - 1, -1, -1)
-    if schedule == "gpipe":
+    if schedule == "gpipe" and num_stages > 1:  # a stage alone has nobody to fill
         return [total] * num_stages
     if schedule == "interleaved":
         return [min(total, 2 * hops + (num_chunks - 1) * group_size) for hops in to_last]

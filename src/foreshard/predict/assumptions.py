@@ -37,16 +37,13 @@ _ONE_SHARD = (
     "one device: fully_shard on one rank casts and copies weights before both passes; a Trainer without FSDP "
     "keeps whole weights in fp32 and autocasts (--framework ddp)"
 )
-_REDUCES_EACH = (
-    "gradients are reduced after every micro-batch; transformers' Trainer waits for the last one (no_sync), "
-    "moves less and holds whole 16-bit gradients, 2 bytes a parameter that is trained, until then"
-)
 _SENT_BY = {
     "allgather": "gathers of all tokens on every rank (--dispatcher)",
     "alltoall": "NCCL's all-to-all, once for each expert (--dispatcher)",
     "deepep": "DeepEP, once for each rank and node",
     "hybridep": "HybridEP, once for each rank and link domain",
 }
+IDLE_PAID = "they are paid, not powered"
 _NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
 _GOODPUT = (
     "goodput: failures strike at a constant rate, a failed device is replaced within the restart, "
@@ -72,7 +69,6 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         *_eager(case),
         *_every_expert(case),
         *([_ONE_SHARD] if framework.name == "hf" and zero > 1 and len(plan.ranks) == 1 else ()),
-        *([_REDUCES_EACH] if framework.name == "hf" and zero > 1 and _accumulates(case) else ()),
         *stack_warnings(framework, devices),
         *not_offered(plan, framework),
         *attention_assumptions(case.declared, devices),
@@ -106,16 +102,8 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
     said += dict.fromkeys(_short(group) for group in plan.groups if group.share % group.micro_batch)
     if len(plan.ranks) < case.cluster.num_devices:
         idle = case.cluster.num_devices - len(plan.ranks)
-        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; they are paid, not powered")
+        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; {IDLE_PAID}")
     return tuple(said)
-
-
-def _accumulates(case: PlannedRun) -> bool:
-    """Return whether ranks that share weights run several micro-batches."""
-    return any(
-        group.num_micro_batches > 1 and group.stages[0].inner_dp * group.stages[0].cp > 1
-        for group in case.plan.groups
-    )
 
 
 def _meet_on_pcie(nodes: NodeGroup) -> bool:

@@ -388,7 +388,7 @@ def _pipeline(case: PlannedRun, setup: RunSetup, group: Group, domains: np.ndarr
         num_stages=float(len(group.stages)),
         num_chunks=float(group.num_chunks) if len(group.stages) > 1 else 1.0,
         zero_bubble=float(group.schedule in ZERO_BUBBLE and len(group.stages) > 1),
-        all_forward=float(group.schedule == "gpipe"),
+        all_forward=float(group.schedule == "gpipe" and len(group.stages) > 1),
         by_order=float(BY_ORDER.index(group.schedule) + 1 if group.schedule in BY_ORDER else 0),
         ends_cross=float(crosses_node(group.stages[0], group.stages[-1], domains)),
         num_devices=float(sum(len(stage.ranks) for group in case.plan.groups for stage in group.stages)),

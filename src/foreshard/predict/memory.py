@@ -33,7 +33,7 @@ def in_flight(group: Group, stage: int, *, expert_overlap: bool = False) -> floa
     p, m, v = len(group.stages), group.num_micro_batches, group.num_chunks
     if group.schedule in BY_ORDER and p > 1:
         return float(held_chunks(group.schedule, p, m)[stage]) / v
-    if group.schedule == "gpipe":
+    if group.schedule == "gpipe" and p > 1:
         return float(m)
     if v > 1 and p > 1:
         ahead = expert_overlap and group.stages[stage].ep > 1

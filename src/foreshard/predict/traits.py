@@ -103,6 +103,9 @@ class Traits:
     kept_elements: Any  # of the last units, which stay gathered from forward to backward
     flat_copies: Any  # 1 where kernels of their own cast weights, and copy them in and out of flat buffers
     holds_units: Any  # 1 where a pipeline gathers and reduces them once a step
+    accumulates_whole: (
+        Any  # 1 where the last micro-batch of a step alone reduces gradients of sharded weights
+    )
     grouped: Any
     uneven_routing: Any
     dropped: Any
@@ -232,6 +235,7 @@ def traits_of(
         kept_elements=_KEPT_ELEMENTS if framework.fsdp == "zero3" else 0.0,
         flat_copies=float(framework.fsdp == "fsdp2"),
         holds_units=0.0,
+        accumulates_whole=float(framework.accumulates_whole),
         grouped=float(framework.grouped_gemm),
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),

@@ -43,6 +43,7 @@ class Framework:
     fsdp : none | fsdp1 | fsdp2 | megatron-fsdp | zero3
     pipeline_holds_units : with a pipeline, sharded weights stay gathered from their first forward, and
         gradients whole until the last micro-batch
+    accumulates_whole : gradients of sharded weights stay whole until the last micro-batch, which reduces all
     explicit_prefetch : weights of the next layer are asked for before a layer runs; else when the host gets
         there, and experts whose tokens it counts stop it until they are counted
     cuda_graphs : none | partial | full
@@ -99,6 +100,7 @@ class Framework:
     narrow_gather: bool = False
     fsdp: str = "none"
     pipeline_holds_units: bool = False
+    accumulates_whole: bool = False
     explicit_prefetch: bool = True
     cuda_graphs: str = "none"
     grouped_gemm: bool = True

@@ -170,9 +170,3 @@ def test_what_is_ambiguous_is_refused_with_its_readings(text, readings):
     with pytest.raises(SpecError) as caught:
         load_cluster(text)
     assert all(reading in caught.value.fix for reading in readings)
-
-
-@pytest.mark.parametrize(("samples", "said"), [(2, False), (4, True)])
-def test_gradients_that_a_trainer_accumulates_are_spoken_of(samples, said):
-    found = api.predict("gpt2", "1x2xh100-sxm", framework="hf", global_batch=samples)
-    assert any("no_sync" in one for one in found.assumptions) == said

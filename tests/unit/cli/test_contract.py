@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from foreshard import api
+
 MODEL = Path(__file__).parents[3] / "examples/llama3-70b.json"
 RUN = ("predict", MODEL, "8x8xh100-sxm", "--tp", "8", "--pp", "2", "--global-batch", "64")
 
@@ -179,3 +181,50 @@ def test_an_error_of_an_options_type_states_the_rule(words, rule, shell):
     error = shell("predict", "llama3-8b", "1x8xh100-sxm", *words, "--json").json["error"]
     assert error["key"] == words[0] and error["value"] == words[1] and error["rule"].startswith(rule)
     assert error["fix"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "llama3.2-1b 2x4xh100-sxm --framework hf --global-batch 32 --seq 1024 --lora 16",
+        "mixtral-8x7b 2x8xh100-sxm --tp 2 --ep 4 --pp 2 --schedule zb-h1 --global-batch 60 --seq 1024",
+        "gpt2-xl 1x2xh100-sxm+1x2xa100-sxm-80gb --framework deepspeed --zero 3 --offload optimizer",
+    ],
+)
+def test_a_run_is_one_number_in_every_verb(shell, tmp_path, run):
+    model, cluster, *flags = run.split()
+    asked = {flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    whole = shell("predict", model, cluster, *flags, "--json").json
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(whole["plan"]))
+    compared = shell("compare", model, cluster, *flags, "--json").json["predictions"]
+    same = ("engine", "fidelity", "costs")
+    found = {
+        "plan file": shell("predict", model, cluster, "--plan", file, "--json").json,
+        "Python": json.loads(json.dumps(api.predict(model, cluster, **asked).to_dict())),
+        "Python, plan file": json.loads(json.dumps(api.predict(model, cluster, str(file)).to_dict())),
+        "whatif": shell("whatif", model, cluster, *flags, "--change", "nic=1Gb/s", "--json").json["base"],
+        "compare": next(one for one in compared if all(one[key] == whole[key] for key in same)),
+    }
+    for one in found.values():
+        for key in ("step_time_s", "time_breakdown_s", "memory", "cost", "energy_j_per_step", "mfu"):
+            assert one[key] == whole[key]
+
+
+def test_what_a_plan_leaves_idle_is_not_paid_but_priced_as_dated(shell):
+    """predict pays for the whole cluster, and each says so."""
+    asked = (
+        "gpt2-xl",
+        "4x8xh100-sxm@100Gb/s",
+        "--global-batch",
+        "128",
+        "--seq",
+        "1024",
+        "--framework",
+        "fms-fsdp",
+    )
+    best = shell("plan", *asked, "--objective", "energy", "--json").json["plans"][0]
+    used, dated = best["prediction"], shell("predict", *asked, "--json").json["cost"]["price_date"]
+    assert used["cost"]["price_date"] == dated is not None
+    assert any("not paid" in one for one in used["assumptions"])
+    assert not any("they are paid" in one for one in used["assumptions"])

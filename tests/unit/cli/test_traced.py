@@ -67,6 +67,8 @@ def test_tensor_parallelism_of_a_module_or_why_there_is_none(shell, net, tmp_pat
     (tmp_path / "plan.json").write_text(json.dumps(made.json["plan"]))
     again = shell("predict", f"{net}:encoder", "1x8xh100-sxm", "--plan", tmp_path / "plan.json", "--json")
     assert again.json["step_time_s"] == made.json["step_time_s"]
+    called = foreshard.predict(f"{net}:encoder", "1x8xh100-sxm", tp=2, pp=2)
+    assert called.step_time_s == made.json["step_time_s"]
     planned = shell(
         *("plan", f"{net}:encoder", "1x2xh100-sxm", "--global-batch", "4", "--max-tp", "1"),
         *("--budget-s", "1", "--json"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from foreshard.planner.request import PlanRequest
+from foreshard.predict.assumptions import IDLE_PAID
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.step import graph_takes
 from foreshard.predict.step_source import FormulaSteps
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
+
+_NOT_PAID = "nodes without a rank are not paid: predict pays for the whole cluster"
 
 
 def engine_seconds(request: PlanRequest, plans: Sequence[Plan]) -> list[float]:
@@ -44,7 +48,18 @@ def steps_of(request: PlanRequest, usd_per_device_hour: float | None = None) -> 
 def predicted(request: PlanRequest, plan: Plan) -> Prediction:
     """Return the prediction of a plan as its file states it; nodes that are idle are not paid for."""
     plan = _with_buckets(request, request.stated(plan))
-    return steps_of(request, _paid(request, plan)).predict(plan, tokens=request.tokens)
+    found = steps_of(request, _paid(request, plan)).predict(plan, tokens=request.tokens)
+    used = _used_nodes(request.cluster, plan)
+    if used.all():
+        return found
+    nodes = [group for group in request.cluster.nodes for _ in range(group.count)]
+    dates = [group.price_date for group, is_used in zip(nodes, used, strict=True) if is_used]
+    stated = request.usd_per_device_hour is not None or found.cost.usd_per_step is None
+    return replace(
+        found,
+        cost=replace(found.cost, price_date=None if stated else min(filter(None, dates), default=None)),
+        assumptions=tuple(text.replace(IDLE_PAID, _NOT_PAID) for text in found.assumptions),
+    )
 
 
 def _with_buckets(request: PlanRequest, plan: Plan) -> Plan:

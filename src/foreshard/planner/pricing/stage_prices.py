@@ -305,7 +305,8 @@ def _tail_of(
 ) -> np.ndarray:
     """Return the tail of every stage when so many ranks join its gradients, those of cp counted.
 
-    What the first stage waits for before its first forward counts in its tail: it comes once a step.
+    What the first stage waits for before its first forward counts in its tail: it comes once a step, as what
+    the last micro-batch reduces for all.
 
     `inside` are the members of a collective in each domain, of dense weights and of experts.
     """
@@ -320,9 +321,8 @@ def _tail_of(
     )
     end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
     # All of a pipeline follows its first forward; other stages wait for their weights while it fills.
-    return np.asarray(
-        end.tail_s + end.update_s + (end.first_s + end.wait) * (np.asarray(batch.has_embedding) > 0)
-    )
+    first_s = (end.first_s + end.wait) * (np.asarray(batch.has_embedding) > 0)
+    return np.asarray(end.tail_s + end.update_s + first_s + stage.reduce_once)
 
 
 def _batch(

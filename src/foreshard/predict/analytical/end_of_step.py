@@ -38,6 +38,8 @@ class EndOfStep:
     # of the gradients of the first chunk what its own last backward hides, and the rest
     beside: Any
     exposed: Any
+    # what the last backward of a chunk takes longer beside them, where its output waits for that
+    slowed: Any
     # whether the other chunks have several buckets too, so that their own passes hide as much
     cut: Any
     # whether gradients move behind the backward of all chunks
@@ -85,11 +87,13 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     first, last = _bucket_shares(batch, stage)
     # The last gradients of weights put off come in the last piece of the backward alone.
     last_backward = np.where(p.zero_bubble > 0, stage.later, stage.backward)
-    hidden_b, hidden_f = last_backward * (1.0 - chunks * first), stage.forward * (1.0 - chunks * last)
+    hidden_b = last_backward * (1.0 - chunks * first)
+    hidden_b = np.where(chunks > 1, hidden_b, last_backward - _first_bucket_s(batch, stage, last_backward))
+    hidden_f = stage.forward * (1.0 - chunks * last)
     # Compute beside a collective is slowed, which counts where compute is what the step waits for.
-    slowed = contention(machine) * (chunks == 1)
-    slowed_b = slowed * np.minimum(hidden_b, reduce * (1.0 - last))
-    slowed_f = slowed * np.minimum(hidden_f, gather * (1.0 - last))
+    slowed = contention(machine)
+    slowed_b = slowed * np.minimum(hidden_b / chunks, np.maximum(reduce / chunks - reduce * last, 0.0))
+    slowed_f = slowed * (chunks == 1) * np.minimum(hidden_f, gather * (1.0 - last))
     exposed = np.maximum(reduce * last + slowed_b, (reduce - hidden_b) / chunks)
     # Every stage waits for its own buckets, if it has several; a chunk that is one bucket does not. Two come
     # while a stage waits for its first input, but for the first stage, which has its own.
@@ -109,6 +113,7 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         next_chunk=beside * gather / chunks,
         beside=(1.0 - in_line) * np.maximum(reduce / chunks - exposed, 0.0),
         exposed=np.where(in_line > 0, reduce / chunks, exposed),
+        slowed=(1.0 - in_line) * (p.zero_bubble <= 0) * slowed_b,
         cut=each,
         last_of_all=in_line > 0,
         sums=_sums_s(batch, stage),
@@ -196,6 +201,23 @@ def _num_buckets(batch: Batch, stage: StageTimes) -> Any:
     layer = params / np.maximum(np.asarray(sum(batch.counts)), 1.0)
     filled = np.where(np.isfinite(limit), np.ceil(np.minimum(limit, params) / layer) * layer, params)
     return np.maximum(params / filled, 1.0)
+
+
+def _first_bucket_s(batch: Batch, stage: StageTimes, last_backward: Any) -> Any:
+    """Return seconds of a stage's last backward before its first bucket leaves: head and first layers.
+
+    A head that shares its table has no gradients of its own; one that does may fill the bucket alone.
+    """
+    p, limit = batch.pipeline, _bucket_limit(batch)
+    _, given, late = stage.head
+    head_s = np.where(p.zero_bubble > 0, late, given + late)
+    table = (1.0 - p.head_frozen) * p.hidden * p.vocab / batch.machine.rank.tp
+    head = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    params = np.maximum(stage.params + stage.expert_params, 1.0)
+    layers = np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    layer = np.maximum(params - head - batch.has_embedding * table, 1.0) / layers
+    count = np.minimum(np.ceil(np.maximum(limit - head, 0.0) / layer), layers)
+    return head_s + count / layers * np.maximum(last_backward - head_s, 0.0)
 
 
 def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:

@@ -83,6 +83,7 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
         ready_s=full(end.first_s),
         wait_s=full(end.wait / chunks),
         tail_s=full(end.tail_s),
+        slowed_s=full(end.slowed),
         last_share=full(stage.last_share),
         rounds=full(whole * chunks)[0],
         chunks=full(chunks)[0],
@@ -138,7 +139,8 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     )
     parts = {name: m * pace(value) for name, value in stage.parts.items()}
     extra = np.ceil(m - 1e-9) - 1.0 + stage.last_share - m
-    parts["host"] = parts["host"] + pace(extra * (stage.forward + stage.backward))
+    parts["host"] = parts["host"] + pace(extra * (stage.forward + stage.backward) - stage.reduce_once)
+    parts["data_comm"] = parts["data_comm"] + pace(stage.reduce_once)
     parts["data_comm"] = parts["data_comm"] + span.data_s
     # Collectives and messages of other stages run beside the last work of the one that sets the pace.
     for name in ("data_comm", "pipeline_comm"):

@@ -9,7 +9,7 @@ the scatter of the unit before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,6 +29,13 @@ class ShardedUnit:
     counting: Any  # of forward before the next gather leaves
     shard: ShardTimes
     regathers: Any  # 1 where weights are gathered again before backward
+
+    def accumulating(self, where: Any) -> ShardedUnit:
+        """Return the unit in a micro-batch that adds its gradients to whole ones, where it does."""
+        shard = self.shard
+        copies = np.where(where, shard.add_gradients, shard.copy_gradients)
+        scatter = np.where(where, 0.0, shard.scatter)
+        return replace(self, shard=replace(shard, scatter=scatter, copy_gradients=copies))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED
 from foreshard.predict.analytical.sharded import ShardedUnit, Waits, on_device, waits
 from foreshard.predict.batch import Batch
+from foreshard.predict.machine import Machine
 from foreshard.predict.tasks.collectives import (
     ShardTimes,
     Sharing,
+    accumulates_whole,
     every_reduce_s,
     has_replicas,
     message_s,
@@ -53,6 +56,7 @@ class StageTimes:
     parts: dict[str, np.ndarray]  # sum to `total`
     total: np.ndarray  # in the steady state, with the messages that nothing hides
     last_share: np.ndarray  # work of the last micro-batch over that of the others
+    reduce_once: np.ndarray  # of that work what reducing the gradients of all micro-batches adds
     host: np.ndarray  # what the host needs, of `forward` and `backward`
     later: np.ndarray  # of `backward` what zero-bubble schedules move; 0 where no pipeline has one
     waits: Waits | None  # of both what passes wait for sharded weights; in pipelines alone
@@ -88,7 +92,9 @@ def stage_times(batch: Batch) -> StageTimes:
         trained = np.where(kind.trainable > 0, kind.trainable, 0.0)
         params += count * times.dense_params * trained
         experts += count * times.expert_params * (1.0 - np.asarray(kind.frozen, dtype=float))
+    at_layers = sum(parts.values())
     _add_ends(parts, batch, ends)
+    at_ends = sum(parts.values()) - at_layers
     forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
     forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
     table = p.hidden * p.vocab / machine.rank.tp
@@ -98,24 +104,30 @@ def stage_times(batch: Batch) -> StageTimes:
     later += _reduce_tables(parts, batch, table, ends, dense)
     computed = np.asarray(sum(parts.values()))
     beside, waited, unit_waits = np.zeros((3, *shape)), np.zeros((4, *shape)), None
-    units = _units(batch, layers, ends, table, dense)
+    beside_last = beside.sum(0)
+    last_units = _units(batch, layers, ends, table, dense)
+    once = np.asarray(accumulates_whole(machine)) if last_units else np.zeros(shape, dtype=bool)
+    units = [unit.accumulating(once) for unit in last_units] if once.any() else last_units
     if units:
-        added = on_device(units, machine)
-        beside = np.stack([np.zeros(shape) + seconds for seconds in (added.forward, added.first, added.late)])
+        beside = _beside(units, machine, shape)
+        beside_last = (_beside(last_units, machine, shape) if once.any() else beside).sum(0)
     device = computed + beside.sum(0)
-    host += 2.0 * p.num_chunks * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
-    sharpness = machine.constants.host_sharpness
-    joined = joined_s(device, host, sharpness)
+    between = 2.0 * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
+    in_layers, host = host, host + p.num_chunks * between
+    of_chunks = partial(_chunk_seconds, batch, at_ends, in_layers, between)
+    joined = of_chunks(device)
     # The host holds up the tasks of forward and backward in proportion.
     longer = 1.0 + (joined - device) / np.maximum(computed, 1e-12)
     # The host launches the kernels of a short micro-batch too.
     short = p.num_micro_batches - np.ceil(p.num_micro_batches - 1e-9) + 1.0
-    last = joined_s(short * computed + beside.sum(0), host, sharpness)
+    last = of_chunks(short * computed + beside_last, short)
     if units:
-        shorter = 1.0 + (last - beside.sum(0) - computed) / np.maximum(computed, 1e-12)
-        waited, unit_waits = _unit_waits(batch, units, longer, shorter)
+        shorter = 1.0 + (last - beside_last - computed) / np.maximum(computed, 1e-12)
+        waited, unit_waits = _unit_waits(batch, units, last_units, longer, shorter)
     work = joined + waited[0] + waited[1]
-    last_share = np.where(short < 1.0 - 1e-9, (last + waited[2]) / np.maximum(work, 1e-12), 1.0)
+    is_other = (short < 1.0 - 1e-9) | once
+    last_share = np.where(is_other, (last + waited[2]) / np.maximum(work, 1e-12), 1.0)
+    reduce_once = once * (beside_last + waited[2] - beside.sum(0) - waited[0] - waited[1])
     parts["host"] += joined - device
     sent = has_replicas(machine.rank) | ((p.tied > 0) & (np.asarray(p.num_stages) > 1))
     sharding = beside.sum(0) + waited[0] + waited[1]
@@ -138,6 +150,7 @@ def stage_times(batch: Batch) -> StageTimes:
         parts=parts,
         total=total,
         last_share=last_share,
+        reduce_once=reduce_once,
         host=host,
         later=later,
         waits=unit_waits,
@@ -149,6 +162,44 @@ def stage_times(batch: Batch) -> StageTimes:
         params=params,
         expert_params=experts,
     )
+
+
+def _beside(units: Sequence[ShardedUnit], machine: Machine, shape: tuple[int, ...]) -> np.ndarray:
+    """Return what sharding adds on the device to a forward, and to both parts of a backward: (3, *shape)."""
+    added = on_device(units, machine)
+    return np.stack([np.zeros(shape) + seconds for seconds in (added.forward, added.first, added.late)])
+
+
+def _chunk_seconds(
+    batch: Batch, at_ends: Any, host: Any, between: Any, device: Any, short: Any = 1.0
+) -> np.ndarray:
+    """Return the seconds of device and host together, which each chunk of a stage joins by itself.
+
+    Chunks differ by a layer at most. The first has the embedding and the last the head, `at_ends` seconds of
+    `device`, of a micro-batch of the part `short`; `host` is of the layers, `between` of each chunk besides.
+    """
+    sharpness = batch.machine.constants.host_sharpness
+    chunks = np.asarray(batch.pipeline.num_chunks)
+    one = joined_s(device, host + chunks * between, sharpness)
+    if not np.count_nonzero(chunks > 1):
+        return np.asarray(one)
+    layers = np.maximum(np.asarray(sum(batch.counts)), 1.0)
+    ends = short * at_ends
+    found, larger = 0.0, layers - chunks * np.floor(layers / chunks)
+    of_layer, host_of_layer = (device - ends) / layers, host / layers
+    with_ends = (batch.has_embedding > 0) * 1.0 + (batch.has_head > 0)
+    for count, held in ((larger, np.ceil(layers / chunks)), (chunks - larger, np.floor(layers / chunks))):
+        own, launched = held * of_layer, held * host_of_layer + between
+        found = found + count * joined_s(own, launched, sharpness)
+    # The ends are in chunks of their own kind: the first ones have more layers.
+    for has, held in (
+        (batch.has_embedding > 0, np.ceil(layers / chunks)),
+        (batch.has_head > 0, np.floor(layers / chunks)),
+    ):
+        own, launched = held * of_layer, held * host_of_layer + between
+        more = joined_s(own + ends / np.maximum(with_ends, 1.0), launched, sharpness)
+        found = found + has * (more - joined_s(own, launched, sharpness))
+    return np.where(chunks > 1, found, one)
 
 
 def _add_layers(parts: dict[str, np.ndarray], times: LayerTimes, count: np.ndarray) -> None:
@@ -191,6 +242,7 @@ def _units(
             scatter=sharded * part.scatter,
             copy_weights=sharded * whole.copy_weights,
             copy_gradients=sharded * part.copy_gradients,
+            add_gradients=sharded * part.add_gradients,
         )
 
     own = 1.0 - p.tied * (batch.has_embedding > 0)
@@ -250,15 +302,19 @@ def _regathered(batch: Batch, layers: list[LayerTimes], head: Any) -> tuple[Any,
 
 
 def _unit_waits(
-    batch: Batch, units: list[ShardedUnit], longer: Any, shorter: Any
+    batch: Batch, units: list[ShardedUnit], last_units: list[ShardedUnit], longer: Any, shorter: Any
 ) -> tuple[np.ndarray, Waits | None]:
     """Return what stages wait for in forward, backward, both of the last micro-batch, half a backward.
 
     That half are the gradients of inputs, before those of weights: what pipelines with zero bubble pass on.
     Beside it the waits of a pass that pipelines pass on.
     """
-    *layers, embedding, head = units
-    of = partial(waits, layers, embedding, head, batch.machine, chunks=batch.pipeline.num_chunks)
+
+    def of(*, longer: Any, units: list[ShardedUnit] = units, **part: Any) -> Waits:
+        *layers, embedding, head = units
+        chunks = batch.pipeline.num_chunks
+        return waits(layers, embedding, head, batch.machine, longer=longer, chunks=chunks, **part)
+
     whole = of(longer=longer)
     passed = whole
     is_split = np.asarray(batch.pipeline.zero_bubble) > 0
@@ -273,8 +329,8 @@ def _unit_waits(
             after_backward=np.where(is_split, given.after_backward, whole.after_backward),
         )
     short = whole.forward + whole.backward
-    if np.count_nonzero(shorter < longer):
-        last = of(longer=shorter)
+    if last_units is not units or np.count_nonzero(shorter < longer):
+        last = of(longer=shorter, units=last_units)
         short = last.forward + last.backward
     shape = batch.multiplicity.shape
     stated = (whole.forward, whole.backward, short, passed.backward)

@@ -151,7 +151,7 @@ class TableStages:
                 num_stages=_real(table.pp),
                 num_chunks=_real(table.vpp),
                 zero_bubble=((table.schedule == _ZERO_BUBBLE) & (table.pp > 1))[None] * 1.0,
-                all_forward=(table.schedule[None] == _GPIPE) * 1.0,
+                all_forward=((table.schedule == _GPIPE) & (table.pp > 1))[None] * 1.0,
                 ends_cross=leaves[None] * 1.0,
                 num_devices=_real(width * table.pp),
             ),
@@ -288,4 +288,4 @@ def _in_flight(table: PlanTable, stage: np.ndarray, *, expert_overlap: bool) -> 
     behind = p - stage
     ahead = expert_overlap * (table.ep > 1)
     chunks = np.where((v > 1.0) & (p > 1.0), 2.0 * behind - 1.0 + (v - 1.0) * p + ahead, behind * v)
-    return np.where(table.schedule == _GPIPE, m, np.minimum(m * v, chunks) / v)
+    return np.where((table.schedule == _GPIPE) & (p > 1.0), m, np.minimum(m * v, chunks) / v)

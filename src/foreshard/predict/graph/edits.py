@@ -31,7 +31,10 @@ CLASSES = {
 OVERLAPS = ("grad_overlap", "param_gather_overlap", "p2p_overlap")
 """Switches that only say what runs beside what, so that the tasks stay as they are priced."""
 _COMPUTED = ("compute", "recompute", "optimizer")
-_UNIT_SECONDS = ("gather_s", "regather_s", "scatter_s", "copy_weights_s", "copy_again_s", "copy_gradients_s")
+_UNIT_SECONDS = (
+    *("gather_s", "regather_s", "scatter_s"),
+    *("copy_weights_s", "copy_again_s", "copy_gradients_s", "add_gradients_s"),
+)
 
 
 def sped_up(prices: list[GroupPrices], speeds: Mapping[str, float]) -> list[GroupPrices]:

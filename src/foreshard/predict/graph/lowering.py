@@ -239,14 +239,15 @@ class _GroupLowering:
 
     def _sharded_cuts(self, shape: PipelineShape, s: int, c: int) -> list[_Cut]:
         """One piece per unit, with the copies and the slowdown of its gather and scatter."""
-        units, machine, cuts = self.prices.units[s][c], self.prices.machines[s], []
+        machine, cuts = self.prices.machines[s], []
         busy_s = self.prices.device_s[:, s, c]
+        any_pass, last_pass = self.prices.units[s][c].passes(machine)
         for op in Op:
             tasks = shape.ops[op, s, c][shape.ops[op, s, c] >= 0]
-            if len(tasks) == 0:
-                continue
-            shares, copies, slowed = piece_times(op, units, machine, float(busy_s[op]))
-            cuts.append(_Cut(tasks=tasks, shares=shares, data_s=copies + slowed))
+            for some, units in ((tasks[:-1], any_pass), (tasks[-1:], last_pass)):
+                if len(some):
+                    shares, copies, slowed = piece_times(op, units, machine, float(busy_s[op]))
+                    cuts.append(_Cut(tasks=some, shares=shares, data_s=copies + slowed))
         return cuts
 
     def _bucket_cuts(self, shape: PipelineShape, s: int, c: int) -> list[_Cut]:
@@ -403,14 +404,14 @@ class _GroupLowering:
         # In turn with the ops, a gather waits for the whole of the one before it anyway.
         longer = beside * self.prices.op_s[..., 0] / np.maximum(self.prices.device_s, 1e-12)
         moves = {
-            (op, c): _moves(op, units, float(longer[Op.FORWARD, s, c]))
+            (op, c, i): _moves(op, units, float(longer[Op.FORWARD, s, c]))
             for op in Op
-            for c, units in enumerate(self.prices.units[s])
+            for c, each in enumerate(self.prices.units[s])
+            for i, units in enumerate(each.passes(self.prices.machines[s]))
         }
-        gather_s, scatter_s = np.concatenate(
-            [moves[place] for place in zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), strict=True)],
-            axis=1,
-        )
+        is_last = ops == shape.ops[:, s].max(-1)[shape.kind[ops], shape.chunk[ops]]
+        places = zip(shape.kind[ops].tolist(), shape.chunk[ops].tolist(), is_last.tolist(), strict=True)
+        gather_s, scatter_s = np.concatenate([moves[place] for place in places], axis=1)
         owner = ops.repeat(self.lowered.last[ops] - self.lowered.first[ops] + 1)
         gathers, scatters = np.flatnonzero(gather_s), np.flatnonzero(scatter_s)
         leaves = gathers - ahead

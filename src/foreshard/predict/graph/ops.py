@@ -77,14 +77,14 @@ def with_host(
     """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
 
     The host runs ahead from op to op, so what counts is its time over the device's for a forward and its
-    backward, with what sharded weights add to them: `outside`, shape (stages, chunks).
+    backward, with what sharded weights add to them: `outside`, shape (stages, chunks, 2).
     """
     scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
     parts = {name: value[..., None] * scale for name, value in device.items()}
     busy = sum(parts.values())
     pair = [Op.FORWARD, Op.BACKWARD]
     computed = busy[pair].sum(0)
-    device_s = computed + outside[..., None]
+    device_s = computed + outside
     added = joined_s(device_s, host[pair].sum(0)[..., None], sharpness) - device_s
     parts["host"] += busy / np.maximum(computed, 1e-12) * added
     return parts

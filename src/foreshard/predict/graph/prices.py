@@ -20,6 +20,7 @@ from foreshard.predict.machine import Machine
 from foreshard.predict.placement import crosses_node, link_domains
 from foreshard.predict.tasks.collectives import (
     ShardTimes,
+    accumulates_whole,
     across_groups_s,
     every_reduce_s,
     has_replicas,
@@ -60,6 +61,7 @@ class LayerUnits:
     copy_weights_s: np.ndarray
     copy_again_s: np.ndarray  # of weights before backward; 0 where they stay gathered
     copy_gradients_s: np.ndarray
+    add_gradients_s: np.ndarray  # to whole ones of other micro-batches
 
     forward: np.ndarray = field(init=False)
     backward: np.ndarray = field(init=False)
@@ -67,6 +69,13 @@ class LayerUnits:
     def __post_init__(self) -> None:
         for name, seconds in (("forward", self.forward_s), ("backward", self.backward_s)):
             object.__setattr__(self, name, _shares(sum(seconds.values(), np.zeros(len(self.params)))))
+
+    def passes(self, machine: Machine) -> tuple[LayerUnits, LayerUnits]:
+        """Return the units of any micro-batch, and of the last one, which may reduce the gradients of all."""
+        if not accumulates_whole(machine):
+            return self, self
+        whole = replace(self, scatter_s=0.0 * self.scatter_s, copy_gradients_s=self.add_gradients_s)
+        return whole, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,6 +440,7 @@ class _GroupPricer:
             copy_weights_s=whole["copy_weights"],
             copy_again_s=again * whole["copy_weights"],
             copy_gradients_s=part["copy_gradients"],
+            add_gradients_s=part["add_gradients"],
         )
 
     def _sends(self) -> tuple[np.ndarray, np.ndarray]:
@@ -521,22 +531,23 @@ def piece_times(
 def outside_s(
     units: list[list[LayerUnits]], machines: list[Machine], device: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """Return device seconds that sharded weights add to a forward and a backward, shape (stages, chunks).
+    """Return device seconds that sharded weights add to a forward and a backward: (stages, chunks, 2).
 
-    Copies, compute that collectives slow, and collectives that run in turn with it. `device` are the seconds
-    of ops by part, shape (4, stages, chunks).
+    The last axis are any micro-batch, and the last one. Copies, compute that collectives slow, and those
+    that run in turn with it. `device` are the seconds of ops by part, shape (4, stages, chunks).
     """
     busy_s = np.sum(list(device.values()), axis=0)
-    outside = np.zeros((len(units), len(units[0])))
+    outside = np.zeros((len(units), len(units[0]), 2))
     for s, (row, machine) in enumerate(zip(units, machines, strict=True)):
         if float(machine.rank.zero) < 3:
             continue
         alone = float(machine.traits.grad_overlap) <= 0
-        for c, u in enumerate(row):
-            for op in (Op.FORWARD, Op.BACKWARD):
-                _, copies, slowed = piece_times(op, u, machine, float(busy_s[op, s, c]))
-                outside[s, c] += copies.sum() + slowed.sum()
-            outside[s, c] += alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
+        for c, each in enumerate(row):
+            for i, u in enumerate(each.passes(machine)):
+                for op in (Op.FORWARD, Op.BACKWARD):
+                    _, copies, slowed = piece_times(op, u, machine, float(busy_s[op, s, c]))
+                    outside[s, c, i] += copies.sum() + slowed.sum()
+                outside[s, c, i] += alone * (u.gather_s + u.regather_s + u.scatter_s).sum()
     return outside
 
 

@@ -136,12 +136,13 @@ def _there_and_back_s(layer: LayerShape, machine: Machine, routed: Any, narrow: 
     return np.where(fast, (there + back) * machine.constants.expert_fast, sent)
 
 
-def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
+def paired_exchange(sent: Any, times: Any, work: Any, machine: Machine) -> Any:
     """Return the part of a layer's exchanges that stays exposed where a forward runs beside a backward.
 
-    The exchanges of one take `sent` seconds and run beside the work of the other, which together with its own
-    takes `work` seconds, waits for other collectives included; meanwhile they keep `dispatch_sms` processors.
-    A pair then takes the longer of its exchanges, and of its work with what those processors would have done.
+    Exchanges take `sent` seconds each, so many `times` in the pair: forward, backward, recomputed.
+    They run beside the work of the other pass, which together with its own takes `work` seconds, waits for
+    other collectives included; meanwhile they keep `dispatch_sms` processors. A pair then takes the longer of
+    its exchanges, and of its work with what those processors would have done.
 
     Source
     ------
@@ -151,9 +152,9 @@ def paired_exchange(sent: Any, work: Any, machine: Machine) -> Any:
     if not np.count_nonzero(rank.paired):
         return 1.0
     share = np.minimum(traits.dispatch_sms / np.maximum(machine.kernels.num_sms, 1.0), 1.0)
-    both = 2.0 * sent
-    exposed = np.maximum(share * both, both - work)
-    return np.where(rank.paired > 0, exposed / np.maximum(both, 1e-12), 1.0)
+    all_s = times * sent
+    exposed = np.maximum(share * all_s, all_s - work)
+    return np.where(rank.paired > 0, exposed / np.maximum(all_s, 1e-12), 1.0)
 
 
 def beside_shared(sent: Any, busy: Any, machine: Machine) -> Any:
@@ -227,6 +228,7 @@ class ShardTimes:
     scatter: Any
     copy_weights: Any  # on the compute stream, once per gather
     copy_gradients: Any
+    add_gradients: Any  # to whole ones of other micro-batches, on the compute stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,12 +320,28 @@ def _shard_times(params: Any, trained: Any, sharing: Sharing, machine: Machine) 
         scatter=scatter,
         copy_weights=stream_s(weights, kernels),
         copy_gradients=stream_s((2.0 + traits.grad_reduce_bytes) * params, kernels) * (is_cut | flat),
+        add_gradients=stream_s(3.0 * traits.grad_reduce_bytes * params, kernels),
     )
 
 
 def has_replicas(rank: RankShape) -> Any:
     """Return whether another rank holds the same weights: what copies of sharded ones are there for."""
     return (np.asarray(rank.dp) * rank.cp > 1) | (expert_replicas(rank) > 1)
+
+
+def accumulates_whole(machine: Machine) -> Any:
+    """Return whether micro-batches add to whole gradients of sharded weights, which the last one reduces.
+
+    One rank has none to reduce them with.
+
+    Source
+    ------
+    transformers 5.24 trainer.py (no_sync but for the last micro-batch); accelerate 1.11 accelerator.py
+    no_sync (set_requires_gradient_sync; 1.10 reduced every micro-batch); torch 2.13 distributed/fsdp/
+    _fully_shard/_fsdp_param_group.py post_backward.
+    """
+    rank = machine.rank
+    return (np.asarray(machine.traits.accumulates_whole) > 0) & (rank.zero >= 3) & has_replicas(rank)
 
 
 def held_copies_s(params: Any, experts: Any, machine: Machine) -> Any:

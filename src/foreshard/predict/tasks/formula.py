@@ -182,7 +182,11 @@ def layer_times(
     # What one computation hides of others and of its pass's exchanges shows once, as the longest of them.
     waits = regions * (tensor + tensor_back) + context + context_back + offload_forward + offload_backward
     busy = forward + backward_input + backward_weight + waits + reduce
-    sent = sent * paired_exchange(sent, busy, machine)
+    sent_again, computed_again = (
+        np.maximum(again.full, again.moe),
+        again.full * forward + (1.0 - again.full) * redo,
+    )
+    sent = sent * paired_exchange(sent, 2.0 + sent_again, busy + computed_again, machine)
     shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
     counts = (np.asarray(layer.num_experts) > 0) * (1.0 - machine.traits.prefetches)
     # One launch for all experts of a layer takes their tokens from the device; an exchange asks the host.
@@ -191,7 +195,7 @@ def layer_times(
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
-        recompute=again.full * forward + (1.0 - again.full) * redo,
+        recompute=computed_again,
         tensor_forward=regions * tensor,
         tensor_backward=regions * tensor_back,
         # Selected operations keep what reduce-scatters bring, not what gathers do (torchtitan b5bcd76
@@ -201,7 +205,7 @@ def layer_times(
         context_backward=context_back + np.maximum(again.full, again.core_attn) * context,
         expert_forward=shown,
         expert_backward=shown_back,
-        expert_recompute=np.maximum(again.full, again.moe) * shown,
+        expert_recompute=sent_again * shown,
         host_forward=host_forward,
         host_backward=host_backward,
         offload_forward=offload_forward,
