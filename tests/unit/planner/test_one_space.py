@@ -155,3 +155,13 @@ def test_the_cheapest_of_as_many_devices_comes_before_the_fastest(objective):
     assert of(first) < of(second)
     assert all(grid.promise_s(1e-9) > 0.0 for grid in search.even)
     assert search._holding_down() is None
+
+
+def test_a_device_more_in_a_node_costs_no_energy():
+    """It may be left out: joules are those of devices in use."""
+    asked = {"global_batch": 2, "seq_len": 256, "objective": "energy", "memory_margin": 0.0}
+    one, two = (
+        plan(load_model("gpt2"), load_cluster(cluster), **asked).plans[0].prediction.energy_j_per_step
+        for cluster in ("1x1xl4", "1x2xl4")
+    )
+    assert two <= one * (1 + 1e-3)
