@@ -81,7 +81,7 @@ _LEAST_S = 1e-9
 _GRID = 0.03
 """Part of the time that is left for each of several grids at first."""
 _GRIDS_PAID = 0.5
-"""The same for all of them together where dollars or joules are made small: the least are often on few nodes."""
+"""The same for all of them together where dollars or joules are made small: fewest are often on one kind."""
 _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _SHOWING = 0.05
