@@ -9,6 +9,7 @@ from typing import Any
 
 from foreshard.catalog.shipped import inherited, shipped, shipped_text
 from foreshard.errors import SpecError, unknown
+from foreshard.spec.codec import invalid
 from foreshard.spec.framework import Framework
 from foreshard.spec.plan import ATTENTIONS, DISPATCHERS
 
@@ -87,6 +88,8 @@ def load_framework(label: str) -> Framework:
     >>> load_framework("megatron-bridge@26.06").grouped_gemm
     True
     """
+    if not isinstance(label, str):
+        raise invalid(label, "Must be a name or name@release", key="framework", name="framework")
     name, _, release = label.partition("@")
     name, _ = alias_of(name)
     releases = {entry.release: entry for entry in frameworks() if entry.name == name}

@@ -22,7 +22,7 @@ from foreshard.planner.result import Ranked
 from foreshard.predict.run_setup import RunSetup
 from foreshard.predict.step import ENGINES, checked_costs, checked_network
 from foreshard.spec.cluster import Cluster, NodeGroup
-from foreshard.spec.codec import invalid, one_of, whole
+from foreshard.spec.codec import check_amount, one_of, whole
 from foreshard.spec.framework import Framework, Overrides
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
@@ -204,7 +204,7 @@ def checked_request(
 
     `stated` are `OF_FRAMEWORK`, and choices of the plans to search, as `planner.choices.choices` takes them.
     """
-    stated_objectives = (objective,) if isinstance(objective, str) else objective
+    stated_objectives = objective if isinstance(objective, tuple | list) else (objective,)
     objectives = tuple(
         one_of(name, OBJECTIVES, key="--objective", name="objective") for name in stated_objectives
     )
@@ -221,10 +221,9 @@ def checked_request(
         ("--max-usd", max_usd),
         ("--max-hours", max_hours),
         ("--tokens", tokens),
-        ("--budget-s", budget_s),
     ):
-        if value is not None and not 0 < value < 1e30:
-            raise invalid(value, "Must be a finite number above 0", key=flag, name=flag.strip("-"))
+        check_amount(flag, value)
+    check_amount("--budget-s", budget_s, optional=False)
     if tool is not None and len(in_fewest_groups(cluster).nodes) > 1:
         raise SpecError(
             f"{tool} on nodes that differ",

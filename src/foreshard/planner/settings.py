@@ -49,7 +49,7 @@ class Setting:
 
 def checked_precisions(asked: Sequence[str] | str) -> tuple[str, ...]:
     """Return the precisions that may be chosen from, or raise SpecError."""
-    names = (asked,) if isinstance(asked, str) else tuple(asked)
+    names = tuple(asked) if isinstance(asked, tuple | list) else (asked,)
     for name in names or ("",):
         one_of(name, PRECISIONS, key="--dtype", name="dtype", exact=True)
     return tuple(dict.fromkeys(names))

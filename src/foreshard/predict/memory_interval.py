@@ -91,7 +91,8 @@ def usable_share(framework: Framework, probability: float) -> float:
         For a probability outside [0, 1), or one that so few runs cannot show.
     """
     flag = "--memory-margin"
-    if not 0.0 <= probability < 1.0:
+    is_number = isinstance(probability, int | float) and not isinstance(probability, bool)
+    if not is_number or not 0.0 <= probability < 1.0:
         raise invalid(probability, "Must be a probability of at least 0 and below 1", key=flag, name="margin")
     known = _of("reserved", kin(framework))
     most = len(known) / (len(known) + 1)

@@ -33,7 +33,7 @@ from foreshard.predict.rates import devices_of, rates_of
 from foreshard.predict.tasks.sources import source_shares, sources_text
 from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.codec import invalid, one_of
+from foreshard.spec.codec import check_amount, one_of
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
@@ -152,9 +152,9 @@ def predict_timeline(
     _check_bursts(bursts, other_jobs, engine)
     checked_costs(costs, fidelity)
     fidelity = one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
-    _number("--tokens", tokens)
-    _number("--usd-per-device-hour", usd_per_device_hour, zero=True)
-    _number("--observed-step-s", observed_step_s)
+    check_amount("--tokens", tokens)
+    check_amount("--usd-per-device-hour", usd_per_device_hour, zero=True)
+    check_amount("--observed-step-s", observed_step_s)
     _check_units(plan, engine)
     if checked:
         check_plan(plan, model, cluster)
@@ -250,16 +250,6 @@ def _calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ..
     if framework not in calibration.frameworks:
         said.append(f"the calibrated steps ran {', '.join(calibration.frameworks)}, not {framework}")
     return tuple(said)
-
-
-def _number(key: str, value: Any, *, zero: bool = False) -> None:
-    """Refuse what is no finite number above 0, or at least 0 with `zero`; None stands for not asked."""
-    if value is None:
-        return
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if not known or not 0 <= value < 1e30 or (value == 0 and not zero):
-        rule = f"Must be a finite number {'of at least' if zero else 'above'} 0"
-        raise invalid(value, rule, key=key, name=key.strip("-"), fix="Leave it out, or give a number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

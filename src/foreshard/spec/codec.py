@@ -110,6 +110,19 @@ def whole(
     raise invalid(value, rule, key=key, name=name, file=file)
 
 
+def check_amount(key: str, value: Any, *, zero: bool = False, optional: bool = True) -> None:
+    """Refuse what is no finite number above 0, or at least 0 with `zero`.
+
+    None stands for not asked where the amount is `optional`.
+    """
+    if value is None and optional:
+        return
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not 0 <= value < 1e30 or (value == 0 and not zero):
+        rule = f"Must be a finite number {'of at least' if zero else 'above'} 0"
+        raise invalid(value, rule, key=key, name=key.strip("-"), fix="Leave it out, or give a number")
+
+
 def one_of(
     value: Any,
     known: Sequence[Any],

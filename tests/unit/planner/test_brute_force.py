@@ -311,6 +311,16 @@ def test_listed_templates_are_all_of_them(seed):
     assert not every or all_templates(problem, most=every - 1) is None
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_of_more_devices_than_may_be_used_are_in_no_listed_template(seed):
+    """As --max-devices leaves a problem."""
+    problem = random_problem(seed)
+    takes = problem.takes.copy()
+    takes[0] = np.array(problem.counts) + 2
+    capped = replace(problem, takes=takes)
+    assert set(all_templates(capped)) == set(every_template(capped))
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_quicker_stages_stand_for_those_they_are_better_than(seed):
     """No step is longer with them, so the best of all is among pipelines of worthwhile stages."""

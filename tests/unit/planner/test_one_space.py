@@ -9,10 +9,11 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.mixed import search as search_module
+from foreshard.planner.mixed.search import MixedSearch
 from foreshard.planner.request import checked_request, in_fewest_groups
 from foreshard.planner.search import plan
 from foreshard.predict.step import predict
-from foreshard.spec.plan import Group, Stage
+from foreshard.spec.plan import Group, Plan, Stage
 
 pytest.importorskip("scipy", reason="pipelines that differ need the extra `plan`")
 
@@ -135,3 +136,32 @@ def test_a_stage_of_the_head_alone_is_in_the_space():
     by_hand = predict(model, cluster, made)
     assert found.lower_bound_step_time_s <= by_hand.step_time_s
     assert found.plans[0].prediction.step_time_s <= by_hand.step_time_s * 1.01
+
+
+@pytest.mark.parametrize("objective", ["cost", "energy"])
+def test_the_cheapest_of_as_many_devices_comes_before_the_fastest(objective):
+    """On no grid does a search give up since others are faster, nor does it go on for a bound on time."""
+    model, cluster = load_model("gpt2"), load_cluster("1x1xh100-sxm+1x1xt4@100Gb/s")
+    asked = {"global_batch": 8, "seq_len": 512, "precision": "fp16", "objective": objective, "top": 1}
+    search = MixedSearch(checked_request(model, cluster, engine="analytical", **asked))
+    stage = Stage(ranks=(0,), layers=((0, 14),), zero=1)
+    fast = Plan(global_batch=8, seq_len=512, precision="fp16", groups=(Group(share=8, stages=(stage,)),))
+    slow = replace(fast, groups=(Group(share=8, stages=(replace(stage, ranks=(1,)),)),))
+    slow_s, fast_s = search.found.take(slow), search.found.take(fast)
+    assert fast_s < slow_s
+    first, second = search._predictions()[:2]
+    assert first.plan == slow and second.plan == fast
+    of = {"cost": lambda one: one.cost.usd_per_step, "energy": lambda one: one.energy_j_per_step}[objective]
+    assert of(first) < of(second)
+    assert all(grid.promise_s(1e-9) > 0.0 for grid in search.even)
+    assert search._holding_down() is None
+
+
+def test_a_device_more_in_a_node_costs_no_energy():
+    """It may be left out: joules are those of devices in use."""
+    asked = {"global_batch": 2, "seq_len": 256, "objective": "energy", "memory_margin": 0.0}
+    one, two = (
+        plan(load_model("gpt2"), load_cluster(cluster), **asked).plans[0].prediction.energy_j_per_step
+        for cluster in ("1x1xl4", "1x2xl4")
+    )
+    assert two <= one * (1 + 1e-3)

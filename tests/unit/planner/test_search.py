@@ -261,3 +261,23 @@ def test_a_search_that_ended_early_does_not_call_a_run_impossible(monkeypatch):
     assert isinstance(result.infeasible, InfeasibleError)
     assert result.interrupted
     assert "a plan may exist" in str(result.infeasible)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory_margin", None),
+        ("memory_margin", "most"),
+        ("budget_s", None),
+        ("budget_s", "long"),
+        ("tokens", "many"),
+        ("objective", None),
+        ("precision", 16),
+        ("executor", None),
+        ("framework", None),
+    ],
+)
+def test_what_is_no_value_of_an_option_is_named(name, value):
+    asked = {"global_batch": 4, "seq_len": 256, name: value}
+    with pytest.raises(SpecError, match=r"is not valid|is not a valid|is no executor"):
+        plan(load_model("gpt2"), load_cluster("1x2xl4"), **asked)

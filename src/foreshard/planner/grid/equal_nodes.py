@@ -142,7 +142,8 @@ def least_step_s(request: PlanRequest) -> float:
 def _search(request: PlanRequest, deadline: float, patience_s: float) -> _Searched:
     """Search every size that may hold one of the best plans; Ctrl-C ends it once there is one."""
     searched = _Searched()
-    paid = request.objectives[0] != "time" or request.limits.max_usd is not None
+    objective = request.objectives[0]  # joules are those of devices in use, dollars those of whole nodes
+    paid = objective == "cost" or (objective == "time" and request.limits.max_usd is not None)
     sizes = list(sizes_of(request.cluster, request.max_devices, whole_nodes=paid))
     floor: float | None = None
     for i, size in enumerate(sizes):

@@ -31,7 +31,7 @@ _TASKS_PER_CPU = 4
 
 def check_executor(text: str) -> str:
     """Return an executor that is 'local', 'ray' or 'ray:ADDRESS', or raise SpecError."""
-    kind, colon, address = text.partition(":")
+    kind, colon, address = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "local" or (kind == "ray" and (address or not colon)):
         return text
     raise SpecError(

@@ -34,11 +34,14 @@ class EvenPlans:
         Of those nodes in the whole cluster.
     result : PlanResult or None
         What the search came to.
+    alone : bool
+        Whether its own best plan is looked for, however fast others are: it may be cheaper.
     """
 
     request: PlanRequest
     ranks: np.ndarray
     result: PlanResult | None = None
+    alone: bool = False
     spent_s: float = 0.0
     slice_s: float = 0.0
     proof_slice_s: float = 0.0
@@ -60,6 +63,10 @@ class EvenPlans:
         """Return by how many seconds the step may become shorter; 0 once all of it was searched."""
         if self.result is not None and not self.result.interrupted:
             return 0.0
+        if self.alone and self.result is None:
+            return np.inf
+        if self.alone and self.result is not None and self.result.plans:
+            best_s = self.result.plans[0].prediction.step_time_s
         return max(0.0, best_s - self.bound_s) if np.isfinite(best_s) else np.inf
 
     def is_unproven(self, best_s: float) -> bool:
@@ -84,7 +91,7 @@ class EvenPlans:
         return self.result.evaluated if self.result else 0
 
 
-def even_plans_of(request: PlanRequest) -> list[EvenPlans]:
+def even_plans_of(request: PlanRequest, *, alone: bool = False) -> list[EvenPlans]:
     """Return the grids of a cluster: on all nodes of each kind of device, and on each group of equal nodes.
 
     Nodes of one kind that differ, or that slower links join, are taken as equal ones with the best links of
@@ -105,7 +112,8 @@ def even_plans_of(request: PlanRequest) -> list[EvenPlans]:
         )
         ranks = np.concatenate([np.arange(first[g], first[g + 1]) for g in use])
         local = "local" if len(cluster.nodes) > 1 else request.executor
-        found.append(EvenPlans(request=replace(request, cluster=nodes, executor=local), ranks=ranks))
+        own = replace(request, cluster=nodes, executor=local)
+        found.append(EvenPlans(request=own, ranks=ranks, alone=alone))
     return found
 
 

@@ -39,7 +39,7 @@ from foreshard.planner.mixed.subspaces import (
     holding_down,
     next_subspace,
 )
-from foreshard.planner.pricing.engine_times import predicted
+from foreshard.planner.pricing.engine_times import predicted, resources
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import SharedPrices, price_stages
 from foreshard.planner.ranking import SHOWN, family_of, front_of
@@ -80,6 +80,8 @@ _LEAST_S = 1e-9
 """Seconds left that count as some."""
 _GRID = 0.03
 """Part of the time that is left for each of several grids at first."""
+_GRIDS_PAID = 0.5
+"""The same for all of them together where dollars or joules are made small: fewest are often on one kind."""
 _SEARCHING = 0.88
 """Part of the budget for the search; the rest is for predicting the plans that are shown."""
 _SHOWING = 0.05
@@ -164,7 +166,7 @@ class MixedSearch:
         self.stopped = False
         self.notes = _notes(request)
         self.by_set = [self._of_set(use) for use in self.sets]
-        self.even = even_plans_of(request)
+        self.even = even_plans_of(request, alone=self.by_price)
         self.roomier: list[Subspace] = []
         self.others: list[Subspace] = []
         self.interleaved_bounds: list[Subspace] = []
@@ -190,7 +192,7 @@ class MixedSearch:
             while not (self._is_over(searching) or self.stopped):
                 self._leave_time()
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
-                lowest = holding_down(self._subspaces, self.found.known_s) if self.found.timed else None
+                lowest = self._holding_down()
                 if chosen is None and lowest is None:
                     break
                 part = _PROVING if lowest is None or lowest.is_bounded else _PROVING_AT_FIRST
@@ -210,6 +212,12 @@ class MixedSearch:
                 raise
             self.stopped = True
 
+    def _holding_down(self) -> Part | None:
+        """Return the part of the space whose bound is to be raised: that of the answer, if it has any."""
+        if not self.found.timed or self.request.objectives[0] != "time":
+            return None
+        return holding_down(self._subspaces, self.found.known_s)
+
     def _is_over(self, searching: TimeBudget) -> bool:
         """Return whether time is over: with a plan that of the search, else all there is."""
         over = searching.is_over or self.budget.is_over
@@ -224,7 +232,8 @@ class MixedSearch:
 
     def _start(self) -> None:
         """Search grids, the most promising first, a while each; a single one to its end."""
-        share = 1.0 if len(self.even) == 1 else _GRID
+        share = _GRIDS_PAID / len(self.even) if self.by_price else _GRID
+        share = 1.0 if len(self.even) == 1 else share
         for even_plans in sorted(self.even, key=lambda one: one.bound_s):
             if even_plans.promise_s(self.found.best_s) > 0.0:
                 self._advance(even_plans, share)
@@ -582,7 +591,7 @@ class MixedSearch:
     def _predictions(self) -> list[Prediction]:
         """Return predictions of the best plan of each family, the best on each number of devices among them.
 
-        Late, the fastest alone; where time is not to be small, as many as are shown, of least device-seconds.
+        Late, the fastest alone; where time is not to be small, as many as are shown, those that take least.
         """
         request = self.request
         families: dict[Hashable, tuple[float, Plan]] = {}
@@ -590,13 +599,14 @@ class MixedSearch:
         for timed in best_first:
             families.setdefault((len(timed[1].ranks), family_of(timed[1])), timed)
         order = (best_first[: request.top] if request.chooses_later else []) + list(families.values())
-        first: dict[int, tuple[float, Plan]] = {}
-        for seconds, plan in order:
-            first.setdefault(len(plan.ranks), (seconds * len(plan.ranks), plan))
-        frugal = [plan for _, plan in sorted(first.values(), key=lambda timed: timed[0])]
+        taking = sorted(best_first, key=lambda timed: resources(request, timed[1], timed[0]))
+        first: dict[int, Plan] = {}
+        for _, plan in taking:
+            first.setdefault(len(plan.ranks), plan)
         fastest, others = [plan for _, plan in order[: request.top]], order[request.top : 4 * request.top]
         by_time = request.objectives[0] == "time"
-        wanted = [*fastest, *frugal] if by_time else [*frugal, *fastest]
+        least_taking = [plan for _, plan in taking[: request.top]]
+        wanted = [*fastest, *first.values()] if by_time else [*least_taking, *first.values(), *fastest]
         wanted += [plan for _, plan in others]
         least = 1 if by_time and not request.chooses_later else request.top
         made: list[Prediction] = []

@@ -62,6 +62,20 @@ def predicted(request: PlanRequest, plan: Plan) -> Prediction:
     )
 
 
+def resources(request: PlanRequest, plan: Plan, step_s: float) -> float:
+    """Return about what a step takes of what is made small beside time, to order plans by.
+
+    Joules of devices that compute throughout, or dollars of the nodes in use; device-seconds where devices
+    have no power limit or no price.
+    """
+    if request.objectives[0] == "energy":
+        watts = [request.cluster.device_of(rank).tdp_w for rank in plan.ranks]
+        known = [watt for watt in watts if watt is not None]
+        return step_s * (sum(known) if len(known) == len(watts) else len(watts))
+    usd_per_h = _usd_per_h(request, _used_nodes(request.cluster, plan))
+    return step_s * (len(plan.ranks) if usd_per_h is None else usd_per_h)
+
+
 def _with_buckets(request: PlanRequest, plan: Plan) -> Plan:
     """Return the plan with the best bucket size where that was asked for and the engine can tell."""
     if not request.best_buckets or request.engine == "analytical" or not graph_takes(plan, request.network):
@@ -84,12 +98,19 @@ def _paid(request: PlanRequest, plan: Plan) -> float | None:
     used = _used_nodes(cluster, plan)
     if used.all():
         return request.usd_per_device_hour
+    total = _usd_per_h(request, used)
+    return None if total is None else total / cluster.num_devices
+
+
+def _usd_per_h(request: PlanRequest, used: np.ndarray) -> float | None:
+    """Return the price of the nodes in use, None where one has none."""
+    nodes = request.cluster.nodes
     if request.usd_per_device_hour is not None:
-        per_node = np.repeat([g.per_node for g in cluster.nodes], [g.count for g in cluster.nodes])
-        return request.usd_per_device_hour * float(per_node[used].sum()) / cluster.num_devices
-    prices = [np.nan if g.usd_per_h is None else g.usd_per_h for g in cluster.nodes]
-    total = float(np.repeat(prices, [g.count for g in cluster.nodes])[used].sum())
-    return None if np.isnan(total) else total / cluster.num_devices
+        of_each = [request.usd_per_device_hour * group.per_node for group in nodes]
+    else:
+        of_each = [np.nan if group.usd_per_h is None else group.usd_per_h for group in nodes]
+    total = float(np.repeat(of_each, [group.count for group in nodes])[used].sum())
+    return None if np.isnan(total) else total
 
 
 def _used_nodes(cluster: Cluster, plan: Plan) -> np.ndarray:

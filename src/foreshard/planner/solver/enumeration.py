@@ -78,6 +78,8 @@ def _num_templates(problem: Problem, endings: Sequence[Sequence[_Ending]]) -> fl
     stages: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
     for ends in endings:
         for part, size, room, takes in ends:
+            if any(taken > n for n, taken in zip(problem.counts, takes, strict=True)):
+                continue  # of a problem that may use fewer devices than there are
             # by stages behind, start and stop
             ways = stages.setdefault((size, takes), np.zeros((problem.max_stages, places, places)))
             ways[:room, part.start, part.stop] += 1.0
