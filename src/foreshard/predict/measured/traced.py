@@ -251,7 +251,9 @@ def device_operations_s(
     Products in 32 bit run as torch lets them by default: convolutions may take TF32, products may not.
     Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
-    vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(precision))
+    wide = "fp32" if device.supports("fp32") else precision
+    vector = float(device.peak(wide))
+    vector_eff = float(kernel_model(device, wide, fidelity=fidelity).gemm_eff)
     issued_per_s = _LANES * sm_cycles_per_s(device) if device.vendor == "nvidia" else 0.0
     found = np.zeros(len(operations))
     of_precision: dict[str, list[int]] = {}
@@ -265,6 +267,7 @@ def device_operations_s(
             samples,
             kernels,
             vector,
+            vector_eff=vector_eff,
             matrix_units=units,
             issued_per_s=issued_per_s,
             processors=device.num_sms,

@@ -1,0 +1,1 @@
+"""Networks that find objects: a module takes images and targets, and returns the loss."""

@@ -1,0 +1,1 @@
+"""Networks that make speech: a module takes text, spectra or sound, and returns the loss."""
