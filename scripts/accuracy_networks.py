@@ -22,18 +22,42 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from foreshard.advise.traced_request import plan_of
 from foreshard.api import load_cluster, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError
-from foreshard.profile.networks.catalog import NETWORKS, network, network_name
+from foreshard.profile.networks.catalog import CLASSIFIERS, NETWORKS, network, network_name
+from foreshard.profile.networks.speech.tacotron2 import MEAN_FRAMES
 from foreshard.profile.tracing.trace import trace_module
-from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.traced_module import TracedModule
 
 ROOT = Path(__file__).resolve().parents[1]
 RESIDUALS = ROOT / "src/foreshard/catalog/data/network_residuals.json"
 DLE_BATCH = {"mixed": 256, "tf32": 128, "fp32": 128}  # of the README's commands; tables leave it out
+DLE_EFFICIENT = {  # of configs.yml: A100, then DGX-1
+    "efficientnet_b0": ({"mixed": 256, "tf32": 256}, {"mixed": 128, "fp32": 64}),
+    "efficientnet_b4": ({"mixed": 128, "tf32": 64}, {"mixed": 32, "fp32": 16}),
+}
 DLE_DEVICE = {"A100": "a100-sxm-80gb", "V100 16GB": "v100-sxm-16gb", "V100 32GB": "v100-sxm-32gb"}
+
+
+LAMBDA = {  # network, optimizer, units of speed that a sample counts as; padding of Tacotron's is not counted
+    "resnet50": ("resnet50", "sgd", 1.0),
+    "ssd": ("ssd300", "sgd", 1.0),
+    "tacotron2": ("tacotron2", "adam", float(MEAN_FRAMES)),
+    "waveglow": ("waveglow", "adam", 8000.0),
+}
+LAMBDA_B200 = {  # batch of a device in 16 bit and else: config_192GB.sh; tables leave it out
+    "ssd": (1152, 640),
+    "tacotron2": (640, 640),
+    "waveglow": (128, 88),
+}
+LAMBDA_WIDE = ("tacotron2", "waveglow")
+"""Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not know
+and passes over (its flag is `--amp`); V100s are equally fast with and without."""
+SAME_SPEED, SUPERLINEAR = 1.05, 1.03
+"""A row in 16 bit that is not so many times as fast as the one beside it, and one of N devices that is more
+than so many times N as fast as one, is not what it says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +71,9 @@ class Measured:
     layout: str
     num_devices: int
     batch: int  # of a device
-    side: int
+    side: int | None
     samples_per_s: float
+    optimizer: str = "sgd"
 
     @property
     def case(self) -> tuple[str, ...]:
@@ -73,37 +98,48 @@ def timm(row: dict[str, str]) -> Measured | None:
 
 def examples(row: dict[str, str]) -> Measured | None:
     """Return a row of NVIDIA's DeepLearningExamples, which put channels last in 16 bit."""
-    if row["framework"] != "PyTorch" or row["unit"] not in ("img/s", "images/sec"):
+    if row["framework"] != "PyTorch" or row["unit"] not in ("img/s", "images/sec", "images per second"):
         return None
+    given = row["seq_or_variant"].removeprefix("Model=") or row["model"]
+    name, narrow = network_name(given) or given.lower(), row["precision"] == "mixed"
+    batch, side, last = DLE_BATCH[row["precision"]], 224, narrow
+    if name in DLE_EFFICIENT:
+        batch = DLE_EFFICIENT[name][row["gpu_model"] != "A100"][row["precision"]]
+        side = 380 if name == "efficientnet_b4" else 224
+    elif name == "mask_rcnn":  # channels last but in 32 bit on V100
+        batch, side, last = int(row["batch_per_gpu"]), None, row["precision"] != "fp32"
     return Measured(
         source="DeepLearningExamples",
-        network=network_name(row["model"]) or row["model"].lower(),
+        network=name,
         device=DLE_DEVICE[row["gpu_model"]],
-        precision={"mixed": "fp16"}.get(row["precision"], row["precision"]),
-        layout="nhwc" if row["precision"] == "mixed" else "nchw",
+        precision="fp16" if narrow else row["precision"],
+        layout="nhwc" if last else "nchw",
         num_devices=int(row["num_gpus"]),
-        batch=DLE_BATCH[row["precision"]],
-        side=224,
+        batch=batch,
+        side=side,
         samples_per_s=float(row["throughput"]),
     )
 
 
 def lambda_bench(row: dict[str, str]) -> Measured | None:
     """Return a row of Lambda's benchmark, which leaves the layout at channels first."""
-    if row["model"] != "resnet50" or not row["global_batch"]:
+    b200 = LAMBDA_B200.get(row["model"]) if row["gpu"].startswith("B200") else None
+    if row["model"] not in LAMBDA or not (row["global_batch"] or b200):
         return None
+    name, optimizer, units = LAMBDA[row["model"]]
     device, count = resolve_device(row["gpu"]), int(row["num_gpus"])
-    wide = "tf32" if device.supports("tf32") else "fp32"
+    wide, narrow = "tf32" if device.supports("tf32") else "fp32", row["precision"].startswith("amp")
     return Measured(
         source="Lambda",
-        network="resnet50",
+        network=name,
         device=device.name,
-        precision="fp16" if row["precision"].startswith("amp") else wide,
+        precision="fp16" if narrow and row["model"] not in LAMBDA_WIDE else wide,
         layout="nchw",
         num_devices=count,
-        batch=int(float(row["global_batch"])) // count,
-        side=224,
-        samples_per_s=float(row["throughput"]),
+        batch=b200[not narrow] if b200 else int(float(row["global_batch"])) // count,
+        side=224 if name in CLASSIFIERS else None,
+        samples_per_s=float(row["throughput"]) / units,
+        optimizer=optimizer,
     )
 
 
@@ -115,7 +151,7 @@ TABLES = {
 
 
 @cache
-def traced(name: str, side: int, precision: str, layout: str) -> TracedModule:
+def traced(name: str, side: int | None, precision: str, layout: str) -> TracedModule:
     """Return a network as it was measured."""
     import torch
 
@@ -126,21 +162,14 @@ def traced(name: str, side: int, precision: str, layout: str) -> TracedModule:
 
 
 @cache
-def predicted(case: tuple[str, ...], num_devices: int, batch: int, side: int) -> float:
+def predicted(
+    case: tuple[str, ...], num_devices: int, batch: int, side: int | None, optimizer: str = "sgd"
+) -> float:
     """Return predicted samples per second."""
     _, name, device, precision, layout = case
     module = traced(name, side, precision, layout)
     cluster = load_cluster(f"1x{num_devices}x{device}")
-    plan = plan_from_degrees(
-        len(module.layers) - 2,
-        num_devices,
-        micro_batch=batch,
-        seq_len=1,
-        precision=precision,
-        optimizer="sgd",
-        zero=0,
-        framework="ddp",
-    )
+    plan = plan_of(module, cluster, {"micro_batch": batch, "optimizer": optimizer})
     return predict_traced(module, cluster, plan).samples_per_s
 
 
@@ -160,12 +189,36 @@ def rows(folder: Path, skipped: Counter[str]) -> Iterator[Measured]:
                     yield made
 
 
+def plausible(measured: list[Measured], skipped: Counter[str]) -> Iterator[Measured]:
+    """Yield the rows that those beside them do not contradict; count the others by reason."""
+    speeds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for row in measured:
+        speeds[(*row.case, row.num_devices)].append(row.samples_per_s)
+    for row in measured:
+        source, name, device, precision, layout = row.case
+        alone = speeds.get((*row.case, 1))
+        beside = [
+            median(found)
+            for wide in ("tf32", "fp32")
+            for lies in ("nchw", "nhwc")
+            if (found := speeds.get((source, name, device, wide, lies, row.num_devices)))
+        ]
+        if row.num_devices > 8:
+            skipped[f"{source}: several nodes, their network not stated"] += 1
+        elif precision == "fp16" and beside and row.samples_per_s < SAME_SPEED * max(beside):
+            skipped[f"{source}: {name} on {device} no faster in 16 bit"] += 1
+        elif alone and row.samples_per_s > SUPERLINEAR * row.num_devices * median(alone):
+            skipped[f"{source}: {name} on {device} superlinear"] += 1
+        else:
+            yield row
+
+
 def residuals(folder: Path, skipped: Counter[str]) -> dict[tuple[Any, ...], list[float]]:
     """Return the log residuals of every case and number of devices."""
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for row in rows(folder, skipped):
+    for row in plausible(list(rows(folder, skipped)), skipped):
         try:
-            speed = predicted(row.case, row.num_devices, row.batch, row.side)
+            speed = predicted(row.case, row.num_devices, row.batch, row.side, row.optimizer)
         except SpecError as error:
             skipped[f"{row.source}: {error.what}"] += 1
             continue
@@ -174,13 +227,14 @@ def residuals(folder: Path, skipped: Counter[str]) -> dict[tuple[Any, ...], list
 
 
 def table(found: dict[tuple[Any, ...], list[float]]) -> str:
-    """Return the errors of each source, device, precision and layout as Markdown."""
+    """Return the errors of each source, network, device, precision and layout as Markdown."""
     groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for (source, _, device, precision, layout, _), values in found.items():
-        groups[source, device, precision, layout] += [math.expm1(value) for value in values]
+    for (source, name, device, precision, layout, _), values in found.items():
+        of_one = "classifiers" if name in CLASSIFIERS else name
+        groups[source, of_one, device, precision, layout] += [math.expm1(value) for value in values]
     lines = [
-        "| source | device | precision | layout | rows | median | p90 | bias |",
-        "|---|---|---|---|---|---|---|---|",
+        "| source | network | device | precision | layout | rows | median | p90 | bias |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for key, errors in sorted(groups.items()):
         sizes = sorted(map(abs, errors))
@@ -196,7 +250,8 @@ def scaling(found: dict[tuple[Any, ...], list[float]]) -> str:
     for (*case, num_devices), values in found.items():
         alone = found.get((*case, 1))
         if num_devices > 1 and alone:
-            errors[case[0]].append(math.expm1(median(values) - median(alone)))
+            of_one = "" if case[1] in CLASSIFIERS else f", {case[1]}"
+            errors[case[0] + of_one].append(math.expm1(median(values) - median(alone)))
     lines = ["| source | cases of several devices | median | bias |", "|---|---|---|---|"]
     errors["all"] = [error for values in errors.values() for error in values]
     for source, values in sorted(errors.items()):

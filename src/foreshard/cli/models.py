@@ -17,13 +17,20 @@ from foreshard.spec.model import Block, Model
 @verb_command("models")
 @click.argument("name", required=False)
 def command(name: str | None) -> None:
-    """List every known model, or show the one that NAME (a catalog name or a config.json) means."""
+    """List models and networks, or show the model that NAME (a catalog name or a config.json) means."""
     from foreshard import api
     from foreshard.catalog.models import models
+    from foreshard.profile.networks.catalog import NETWORKS, sample_of
 
     found = [api.load_model(name)] if name else list(models().values())
+    networks = [] if name else [(network, sample_of(network)) for network in NETWORKS]
     data = {"schema_version": 1, "models": [model_dict(model) for model in found]}
-    give(data, lambda: _detail(found[0]) if name else _list(found))
+    data |= (
+        {"networks": [{"name": network, "sample": sample} for network, sample in networks]}
+        if networks
+        else {}
+    )
+    give(data, lambda: _detail(found[0]) if name else _list(found, networks))
 
 
 _SIZES = (
@@ -75,9 +82,11 @@ def _experts(block: Block) -> str | None:
     return f"{block.num_experts} x {block.expert_ffn}, top {block.top_k}" if block.num_experts else None
 
 
-def _list(found: list[Model]) -> Screen:
+def _list(found: list[Model], networks: list[tuple[str, str]]) -> Screen:
     title = f"{len(found)} models; any HF config.json works as well. 'foreshard models NAME' shows one."
-    return Screen(tables=(listing(title, found, _COLUMNS, spare=("kind", ">hidden")),))
+    traced = f"{len(networks)} networks, traced by predict, plan and export; module.py:factory works as well."
+    models = listing(title, found, _COLUMNS, spare=("kind", ">hidden"))
+    return Screen(tables=(models, table(traced, ("network", "a sample"), networks)))
 
 
 def _detail(model: Model) -> Screen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -103,8 +104,17 @@ _MODULES = {
     **dict.fromkeys(("efficientnet", "efficientnet_v2"), "mobilenet"),
 }
 """The module of a function where it is not of its name."""
-NETWORKS = tuple(name for family in _BY_FUNCTION.values() for name in family)
+_TASKS = {
+    "ssd300": ("detection.ssd", "image of 300 x 300 and 8,732 boxes"),
+    "mask_rcnn": ("detection.mask_rcnn", "image of 800 x 1,088 and 512 regions"),
+    "tacotron2": ("speech.tacotron2", "180 characters and 870 frames of 80 mels"),
+    "waveglow": ("speech.waveglow", "8,000 samples of sound"),
+}
+"""The module of each other network, whose function of that name gives it with its loss, and its sample."""
+CLASSIFIERS = tuple(name for family in _BY_FUNCTION.values() for name in family)
 """Names of networks for images of three channels and 1,000 classes."""
+NETWORKS = (*CLASSIFIERS, *_TASKS)
+"""Names of all networks."""
 _SIDES = {
     "inception_v3": 299,
     "efficientnet_b1": 240,
@@ -143,6 +153,12 @@ _NAMES = {
     "regnety_160": "regnet_y_16gf",
     "regnety_320": "regnet_y_32gf",
     "resnet50v1.5": "resnet50",
+    "ssd": "ssd300",
+    "ssd300_resnet50": "ssd300",
+    "nvidia_ssd": "ssd300",
+    "maskrcnn_resnet50_fpn": "mask_rcnn",
+    "nvidia_tacotron2": "tacotron2",
+    "nvidia_waveglow": "waveglow",
     "squeezenet": "squeezenet1_0",
     "swin_tiny_patch4_window7_224": "swin_t",
     "swin_small_patch4_window7_224": "swin_s",
@@ -179,26 +195,39 @@ def is_traced(model: str) -> bool:
 
 
 def near_networks(text: str) -> list[str]:
-    """Return networks of the family that a name begins with.
+    """Return networks of the family that a name begins with, or of nearly the same name.
 
     Examples
     --------
-    >>> near_networks("convnext_huge")[0], near_networks("llama3")
-    ('convnext_tiny', [])
+    >>> near_networks("convnext_huge")[0], near_networks("wavegloww"), near_networks("llama3")
+    ('convnext_tiny', ['waveglow'], [])
     """
     found = re.match(r"[a-z]{4,}", text.lower())
-    return [name for name in NETWORKS if found and name.startswith(found[0])][:8]
+    family = [name for name in NETWORKS if found and name.startswith(found[0])]
+    return (family or get_close_matches(text.lower(), NETWORKS, cutoff=0.8))[:8]
+
+
+def sample_of(name: str) -> str:
+    """Return what one sample of a network is.
+
+    Examples
+    --------
+    >>> sample_of("resnet50"), sample_of("waveglow")
+    ('image of 224 x 224', '8,000 samples of sound')
+    """
+    side = _SIDES.get(name, 224)
+    return _TASKS[name][1] if name in _TASKS else f"image of {side} x {side}"
 
 
 def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
-    """Return a network on the meta device and one example image, with channels first.
+    """Return a network on the meta device and one example, an image of a classifier with channels first.
 
     Parameters
     ----------
     name : str
         One of `NETWORKS`.
     side : int, optional
-        Of the image, pixels; by default what the network is trained or evaluated with.
+        Of a classifier's image, pixels; by default what the network is trained or evaluated with.
 
     Examples
     --------
@@ -208,6 +237,11 @@ def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
     """
     import torch
 
+    if name in _TASKS:
+        make = getattr(import_module(f"foreshard.profile.networks.{_TASKS[name][0]}"), name)
+        with torch.device("meta"):
+            module, example = make()
+        return module, example
     function = next(function for function, known in _BY_FUNCTION.items() if name in known)
     positional, named = _BY_FUNCTION[function][name]
     module = _MODULES.get(function, function)

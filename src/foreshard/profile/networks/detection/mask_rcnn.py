@@ -1,15 +1,17 @@
 """Mask R-CNN on a ResNet-50 with a feature pyramid: He et al. 2017 (arXiv 1703.06870), Lin et al. 2016.
 
-Numbers of proposals and sizes are those of NVIDIA's DeepLearningExamples: a short side of 800 pixels, 512 regions
-an image for boxes, a quarter of them for masks. Norms of the backbone are frozen, as are its stem and its
-first stage. How many regions are kept, and at which level, are values: here each image has as many as are asked
-for, a quarter at each level. Suppression of overlapping proposals and the matching of anchors and regions with
-objects are left out: short kernels whose number are values, too.
+Numbers of proposals and sizes are those of NVIDIA's DeepLearningExamples: a short side of 800 pixels, 512
+regions an image for boxes, a quarter of them for masks. Norms of the backbone are frozen, as are its stem and
+its first stage. How many regions are kept, and at which level, depends on values: here each image has as many
+as are asked for, a quarter at each level. Suppression of overlapping proposals and the matching of anchors
+and regions with objects are left out: short kernels, whose number depends on values, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +48,10 @@ def _backbone() -> nn.ModuleList:
     """Return the stem with the first stage, and each of the others."""
     layers = list(resnet(_STAGES).children())[:-3]
     starts = [0, *(4 + sum(_STAGES[:stage]) for stage in range(1, 4)), len(layers)]
-    stages = [nn.Sequential(*layers[lo:hi]) for lo, hi in zip(starts, starts[1:], strict=False)]
+    stages = [nn.Sequential(*layers[lo:hi]) for lo, hi in pairwise(starts)]
     for stage in stages[1:]:  # the stride is in the first convolution of a block, as first published
-        first, second = stage[0].path[0], stage[0].path[3]
+        block: Any = stage[0]
+        first, second = block.path[0], block.path[3]
         first.stride, second.stride = second.stride, first.stride
     for module in list(nn.ModuleList(stages).modules()):
         for name, child in module.named_children():
@@ -70,7 +73,9 @@ class _Pyramid(nn.Module):
         """Return the maps, the finest first."""
         inner = [convolution(image) for convolution, image in zip(self.inner, maps, strict=True)]
         for level in (2, 1, 0):
-            inner[level] = inner[level] + functional.interpolate(inner[level + 1], size=inner[level].shape[2:])
+            inner[level] = inner[level] + functional.interpolate(
+                inner[level + 1], size=inner[level].shape[2:]
+            )
         made = [convolution(image) for convolution, image in zip(self.outer, inner, strict=True)]
         return [*made, functional.max_pool2d(made[-1], 1, 2)]
 
@@ -183,7 +188,7 @@ class MaskRCNN(nn.Module):
         return loss + functional.binary_cross_entropy_with_logits(drawn, masks.flatten(0, 1))
 
 
-def mask_rcnn(height: int = HEIGHT, width: int = WIDTH) -> tuple[nn.Module, tuple[object, ...]]:
+def mask_rcnn(height: int = HEIGHT, width: int = WIDTH) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return Mask R-CNN and one example."""
     count = _ANCHORS * sum(-(-height // stride) * -(-width // stride) for stride in _STRIDES)
     anchors = (torch.empty(1, count), torch.empty(1, count, 4))

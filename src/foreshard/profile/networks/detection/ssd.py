@@ -1,7 +1,7 @@
 """SSD300 on a ResNet-50: Liu et al. 2015 (arXiv 1512.02325) with the backbone of Huang et al. 2016.
 
-The shapes are those of NVIDIA's DeepLearningExamples, which Lambda's benchmark runs: images of 300 pixels, the
-first four stages of the backbone (the last of them without a stride), 81 classes, 8,732 boxes.
+The shapes are those of NVIDIA's DeepLearningExamples, which Lambda's benchmark runs: images of 300 pixels,
+the stem and three stages of the backbone (the last without a stride), 81 classes, 8,732 boxes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ def _backbone() -> nn.Sequential:
 
 
 def _smaller(inside: int, narrow: int, outside: int, *, strided: bool) -> nn.Sequential:
-    step = {"stride": 2, "padding": 1} if strided else {}
     return nn.Sequential(
         nn.Conv2d(inside, narrow, 1, bias=False),
         nn.BatchNorm2d(narrow),
         nn.ReLU(inplace=True),
-        nn.Conv2d(narrow, outside, 3, bias=False, **step),
+        nn.Conv2d(narrow, outside, 3, stride=1 + strided, padding=int(strided), bias=False),
         nn.BatchNorm2d(outside),
         nn.ReLU(inplace=True),
     )
