@@ -53,11 +53,12 @@ LAMBDA_B200 = {  # batch of a device in 16 bit and else: config_192GB.sh; tables
     "waveglow": (128, 88),
 }
 LAMBDA_WIDE = ("tacotron2", "waveglow")
-"""Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not know
-and passes over (its flag is `--amp`); V100s are equally fast with and without."""
+"""Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
+know and passes over (its flag is `--amp`); V100s are equally fast with and without."""
 SAME_SPEED, SUPERLINEAR = 1.05, 1.03
-"""A row in 16 bit that is not so many times as fast as the one beside it, and one of N devices that is more
-than so many times N as fast as one, is not what it says."""
+"""A row in 16 bit that is not so many times as fast as the one beside it is not what it says, nor are rows of
+a case in which N devices are more than so many times N as fast as one."""
+NODE = 8  # devices of a node, in both sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,20 +195,24 @@ def plausible(measured: list[Measured], skipped: Counter[str]) -> Iterator[Measu
     speeds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for row in measured:
         speeds[(*row.case, row.num_devices)].append(row.samples_per_s)
+    superlinear = {
+        tuple(case)
+        for (*case, count), found in speeds.items()
+        if median(found) > SUPERLINEAR * count * max(speeds.get((*case, 1), [math.inf]))
+    }
     for row in measured:
-        source, name, device, precision, layout = row.case
-        alone = speeds.get((*row.case, 1))
+        source, name, device, precision, _ = row.case
         beside = [
             median(found)
             for wide in ("tf32", "fp32")
-            for lies in ("nchw", "nhwc")
-            if (found := speeds.get((source, name, device, wide, lies, row.num_devices)))
+            for layout in ("nchw", "nhwc")
+            if (found := speeds.get((source, name, device, wide, layout, row.num_devices)))
         ]
-        if row.num_devices > 8:
+        if row.num_devices > NODE:
             skipped[f"{source}: several nodes, their network not stated"] += 1
         elif precision == "fp16" and beside and row.samples_per_s < SAME_SPEED * max(beside):
             skipped[f"{source}: {name} on {device} no faster in 16 bit"] += 1
-        elif alone and row.samples_per_s > SUPERLINEAR * row.num_devices * median(alone):
+        elif row.case in superlinear:
             skipped[f"{source}: {name} on {device} superlinear"] += 1
         else:
             yield row

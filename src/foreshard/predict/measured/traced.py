@@ -36,6 +36,8 @@ BUCKET_BYTES = 25 * 2**20
 
 _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved")
 """Schedules that run the backward of a layer in one."""
+_OF_LAYOUT = ("layout", "batch_norm")  # kinds of operations that images with channels last do not have
+_NAMED_SHARE = 0.01  # of the work on a device, from which on it is named
 _SHOWN = 3  # weights that stay whole, by name
 
 Price = Callable[..., np.ndarray]
@@ -127,8 +129,26 @@ def traced_costs(
         host_sharpness=constants.host_sharpness,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
-        notes=module.assumptions,
+        notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity)),
         part_notes={degree: _part_notes(part) for degree, part in split.items()},
+    )
+
+
+def _layout_notes(module: TracedModule, device: Device, samples: float, fidelity: str) -> tuple[str, ...]:
+    """Return what images that lie channels first cost a module, where that is a share of its time."""
+    operations = tuple(op for layer in module.layers for op in (*layer.forward, *layer.backward))
+    if not any(op.kind in _OF_LAYOUT for op in operations):
+        return ()
+    seconds = device_operations_s(
+        operations, samples, device=device, precision=module.precision, fidelity=fidelity
+    )
+    share = sum(s for op, s in zip(operations, seconds, strict=True) if op.kind in _OF_LAYOUT) / seconds.sum()
+    if share < _NAMED_SHARE:
+        return ()
+    return (
+        "images lie channels first, as the module's weights do: norms by channel and changes of layout for "
+        f"convolutions take {100 * share:.0f} % of the work of {device.name}; those of a factory that "
+        "returns module.to(memory_format=torch.channels_last) lie channels last",
     )
 
 

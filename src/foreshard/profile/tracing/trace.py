@@ -19,7 +19,7 @@ from foreshard.errors import SpecError
 from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
 from foreshard.profile.tracing.dropout import FusedDropout
-from foreshard.profile.tracing.operations import Call, is_channels_last
+from foreshard.profile.tracing.operations import Call, channels_last, is_channels_last
 from foreshard.profile.tracing.rank_part import RankPart, all_of, part_of
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
 from foreshard.profile.tracing.recurrent import FusedRecurrence
@@ -265,7 +265,7 @@ def _inputs(inputs: Any, samples: int, dtype: Any) -> Any:
             return value
         kept = dtype if value.is_floating_point() else value.dtype
         blank = torch.empty((samples, *value.shape[1:]), dtype=kept, device="meta")
-        return blank.to(memory_format=torch.channels_last) if is_channels_last([value]) else blank
+        return channels_last(blank) if is_channels_last([value]) else blank
 
     return tree_map(made, inputs)
 

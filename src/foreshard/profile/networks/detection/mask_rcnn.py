@@ -25,6 +25,7 @@ HEIGHT, WIDTH = 800, 1088
 _STAGES, _CHANNELS = (3, 4, 6, 3), (256, 512, 1024, 2048)
 _WIDE, _HIDDEN = 256, 1024
 _ANCHORS, _STRIDES = 3, (4, 8, 16, 32, 64)
+_LEVELS = 4  # the finest, of which regions are pooled
 _PROPOSALS, _REGIONS, _MASKED = 2_000, 512, 128  # of a level, and of an image for boxes and for masks
 _BOX, _MASK, _POINTS = 7, 14, 2  # a side of what is pooled of a region, and points of a side of one of it
 
@@ -116,7 +117,7 @@ def _pooled(maps: Sequence[Tensor], regions: Tensor, side: int) -> Tensor:
     """Return what regions have of the maps: bilinear at points, each position the mean of four of them."""
     points = torch.linspace(-1.0, 1.0, side * _POINTS)
     found = []
-    for image, own in zip(maps, regions.chunk(len(maps), 1), strict=False):
+    for image, own in zip(maps, regions.chunk(len(maps), 1), strict=True):
         middle, half = (own[..., 2:] + own[..., :2]) / 2, (own[..., 2:] - own[..., :2]) / 2
         along = middle[..., None, :] + half[..., None, :] * points[:, None]
         x = along[..., None, :, 0].expand(-1, -1, len(points), -1)
@@ -176,13 +177,14 @@ class MaskRCNN(nn.Module):
         loss = loss + functional.smooth_l1_loss(torch.cat(places, 1).float(), anchors[1])
         with torch.no_grad():
             regions = _regions(scores, places)
-        seen = self.box(_pooled(pyramid, regions, _BOX).flatten(1))
+        finest = pyramid[:_LEVELS]
+        seen = self.box(_pooled(finest, regions, _BOX).flatten(1))
         classes = labels.flatten()
         loss = loss + functional.cross_entropy(self.classes(seen).float(), classes)
         own = classes[:, None, None].expand(-1, 1, 4)
         place = self.places(seen).float().unflatten(1, (-1, 4)).gather(1, own).squeeze(1)
         loss = loss + functional.smooth_l1_loss(place, offsets.flatten(0, 1))
-        drawn = self.mask(_pooled(pyramid, regions[:, :_MASKED], _MASK)).float()
+        drawn = self.mask(_pooled(finest, regions[:, :_MASKED], _MASK)).float()
         own = labels[:, :_MASKED].flatten()[:, None, None, None].expand(-1, 1, *drawn.shape[2:])
         drawn = drawn.gather(1, own).squeeze(1)
         return loss + functional.binary_cross_entropy_with_logits(drawn, masks.flatten(0, 1))
