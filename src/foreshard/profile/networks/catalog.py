@@ -98,22 +98,35 @@ _BY_FUNCTION: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = 
     },
 }
 """Arguments of each network by the function that makes it."""
+_WITH_INPUTS: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
+    "ssd300": {"ssd300": ((), {})},
+    "mask_rcnn": {"mask_rcnn": ((), {})},
+    "tacotron2": {"tacotron2": ((), {})},
+    "waveglow": {"waveglow": ((), {})},
+}
+"""Arguments of networks whose functions also make example inputs: images with targets, text, sound."""
+_SAMPLES = {
+    "ssd300": "image of 300 x 300",
+    "mask_rcnn": "image of 800 x 1,088",
+    "tacotron2": "180 characters and 870 frames",
+    "waveglow": "8,000 samples of sound",
+}
+"""Samples of these networks."""
 _MODULES = {
+    "ssd300": "detection.ssd",
+    "mask_rcnn": "detection.mask_rcnn",
+    "tacotron2": "speech.tacotron2",
+    "waveglow": "speech.waveglow",
     **dict.fromkeys(("googlenet", "inception_v3"), "inception"),
     **dict.fromkeys(("mobilenet_v2", "mobilenet_v3", "mnasnet"), "mobilenet"),
     **dict.fromkeys(("efficientnet", "efficientnet_v2"), "mobilenet"),
 }
 """The module of a function where it is not of its name."""
-_TASKS = {
-    "ssd300": ("detection.ssd", "image of 300 x 300 and 8,732 boxes"),
-    "mask_rcnn": ("detection.mask_rcnn", "image of 800 x 1,088 and 512 regions"),
-    "tacotron2": ("speech.tacotron2", "180 characters and 870 frames of 80 mels"),
-    "waveglow": ("speech.waveglow", "8,000 samples of sound"),
-}
-"""The module of each other network, whose function of that name gives it with its loss, and its sample."""
 CLASSIFIERS = tuple(name for family in _BY_FUNCTION.values() for name in family)
 """Names of networks for images of three channels and 1,000 classes."""
-NETWORKS = (*CLASSIFIERS, *_TASKS)
+OTHER_NETWORKS = tuple(name for family in _WITH_INPUTS.values() for name in family)
+"""Names of networks that read anything else; each returns its loss."""
+NETWORKS = (*CLASSIFIERS, *OTHER_NETWORKS)
 """Names of all networks."""
 _SIDES = {
     "inception_v3": 299,
@@ -215,12 +228,19 @@ def sample_of(name: str) -> str:
     >>> sample_of("resnet50"), sample_of("waveglow")
     ('image of 224 x 224', '8,000 samples of sound')
     """
-    side = _SIDES.get(name, 224)
-    return _TASKS[name][1] if name in _TASKS else f"image of {side} x {side}"
+    if name in CLASSIFIERS:
+        side = _SIDES.get(name, 224)
+        return f"image of {side} x {side}"
+    return _SAMPLES[_function_of(name)]
 
 
-def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
-    """Return a network on the meta device and one example, an image of a classifier with channels first.
+def _function_of(name: str) -> str:
+    families = _BY_FUNCTION | _WITH_INPUTS
+    return next(function for function, known in families.items() if name in known)
+
+
+def network(name: str, *, side: int | None = None, **changed: Any) -> tuple[Any, Any]:
+    """Return a network on the meta device and its example inputs, of one sample; images have channels first.
 
     Parameters
     ----------
@@ -228,6 +248,8 @@ def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
         One of `NETWORKS`.
     side : int, optional
         Of a classifier's image, pixels; by default what the network is trained or evaluated with.
+    **changed
+        Arguments of the function that makes it, in place of the network's own: `frames` of a spectrum.
 
     Examples
     --------
@@ -237,15 +259,14 @@ def network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
     """
     import torch
 
-    if name in _TASKS:
-        make = getattr(import_module(f"foreshard.profile.networks.{_TASKS[name][0]}"), name)
-        with torch.device("meta"):
-            module, example = make()
-        return module, example
-    function = next(function for function, known in _BY_FUNCTION.items() if name in known)
-    positional, named = _BY_FUNCTION[function][name]
+    function = _function_of(name)
+    positional, named = (_BY_FUNCTION | _WITH_INPUTS)[function][name]
     module = _MODULES.get(function, function)
     make = getattr(import_module(f"foreshard.profile.networks.{module}"), function)
-    side = side or _SIDES.get(name, 224)
     with torch.device("meta"):
-        return make(*positional, **named), torch.empty(1, 3, side, side)
+        made = make(*positional, **{**named, **changed})
+        if function in _WITH_INPUTS:
+            network_and_inputs: tuple[Any, Any] = made
+            return network_and_inputs
+        side = side or _SIDES.get(name, 224)
+        return made, torch.empty(1, 3, side, side)
