@@ -235,7 +235,7 @@ def table(found: dict[tuple[Any, ...], list[float]]) -> str:
     """Return the errors of each source, network, device, precision and layout as Markdown."""
     groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for (source, name, device, precision, layout, _), values in found.items():
-        of_one = "classifiers" if name in CLASSIFIERS else name
+        of_one = "all" if source == "timm" else name
         groups[source, of_one, device, precision, layout] += [math.expm1(value) for value in values]
     lines = [
         "| source | network | device | precision | layout | rows | median | p90 | bias |",
