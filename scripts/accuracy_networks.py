@@ -1,6 +1,7 @@
 """Classic networks against published training speeds; only RegNet's are in a fit (scripts/fit_grouped.py).
 
-Networks of words and tables (`network_runs` says how each was trained) are in none, nor in the residuals.
+Networks other than classifiers of images (`network_runs` says how those of words were trained) are in none,
+nor in the residuals, which are of ResNet-50 and of timm's networks.
 
     python scripts/accuracy_networks.py [--data FOLDER] [--residuals]
 
@@ -24,20 +25,43 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from network_runs import LAMBDA, WORDS, Run, dle_batch, dle_device, dle_run, suspects
+from network_runs import LAMBDA_WORDS, WORDS, Run, dle_batch, dle_device, dle_run, suspects
 
+from foreshard.advise.traced_request import plan_of
 from foreshard.api import load_cluster, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError
 from foreshard.profile.networks.catalog import CLASSIFIERS, NETWORKS, is_mixed, network, network_name
+from foreshard.profile.networks.speech.tacotron2 import MEAN_FRAMES
 from foreshard.profile.tracing.trace import trace_module
-from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.traced_module import TracedModule
 
 ROOT = Path(__file__).resolve().parents[1]
 RESIDUALS = ROOT / "src/foreshard/catalog/data/network_residuals.json"
 DLE_BATCH = {"mixed": 256, "tf32": 128, "fp32": 128}  # of the README's commands; tables leave it out
+DLE_EFFICIENT = {  # of configs.yml: A100, then DGX-1
+    "efficientnet_b0": ({"mixed": 256, "tf32": 256}, {"mixed": 128, "fp32": 64}),
+    "efficientnet_b4": ({"mixed": 128, "tf32": 64}, {"mixed": 32, "fp32": 16}),
+}
 DLE_DEVICE = {"A100": "a100-sxm-80gb", "V100 16GB": "v100-sxm-16gb", "V100 32GB": "v100-sxm-32gb"}
+LAMBDA_MEDIA = {  # network, optimizer, units of speed of a sample; padding of Tacotron's is not counted
+    "resnet50": ("resnet50", "sgd", 1.0),
+    "ssd": ("ssd300", "sgd", 1.0),
+    "tacotron2": ("tacotron2", "adam", float(MEAN_FRAMES)),
+    "waveglow": ("waveglow", "adam", 8000.0),
+}
+LAMBDA_B200 = {  # batch of a device in 16 bit and else: config_192GB.sh; tables leave it out
+    "ssd": (1152, 640),
+    "tacotron2": (640, 640),
+    "waveglow": (128, 88),
+}
+LAMBDA_WIDE = ("tacotron2", "waveglow")
+"""Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
+know and passes over (its flag is `--amp`); V100s are equally fast with and without."""
+SAME_SPEED, SUPERLINEAR = 1.05, 1.03
+"""A row in 16 bit that is not so many times as fast as the one beside it is not what it says, nor are rows of
+a case in which N devices are more than so many times N as fast as one."""
+NODE = 8  # devices of a node, in both sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +74,8 @@ class Measured:
         Of images; for other networks the samples that a device takes at once.
     batch, accumulated : int
         Samples that a device takes at once, and how often before it updates.
-    side : int
-        Of images, pixels.
+    side : int, optional
+        Of a classifier's images, pixels.
     changed : tuple of (str, object)
         Arguments of the network in place of its own.
     """
@@ -64,7 +88,7 @@ class Measured:
     num_devices: int
     batch: int
     samples_per_s: float
-    side: int = 0
+    side: int | None = None
     accumulated: int = 1
     optimizer: str = "sgd"
     changed: tuple[tuple[str, Any], ...] = ()
@@ -114,42 +138,52 @@ def examples(row: dict[str, str]) -> Measured | None:
         known = {"device": dle_device(row), "precision": precision, "accumulated": accumulated}
         num_devices, taken = int(row["num_gpus"]), round(batch * run.samples)
         return of_words("DeepLearningExamples", run, num_devices, taken, float(row["throughput"]), **known)
-    if row["framework"] != "PyTorch" or row["unit"] not in ("img/s", "images/sec"):
+    if row["framework"] != "PyTorch" or row["unit"] not in ("img/s", "images/sec", "images per second"):
         return None
+    given = row["seq_or_variant"].removeprefix("Model=") or row["model"]
+    name, narrow = network_name(given) or given.lower(), row["precision"] == "mixed"
+    batch, side, last = DLE_BATCH[row["precision"]], 224, narrow
+    if name in DLE_EFFICIENT:
+        batch = DLE_EFFICIENT[name][row["gpu_model"] != "A100"][row["precision"]]
+        side = 380 if name == "efficientnet_b4" else 224
+    elif name == "mask_rcnn":  # channels last but in 32 bit on V100
+        batch, side, last = int(row["batch_per_gpu"]), None, row["precision"] != "fp32"
     return Measured(
         source="DeepLearningExamples",
-        network=network_name(row["model"]) or row["model"].lower(),
+        network=name,
         device=DLE_DEVICE[row["gpu_model"]],
-        precision={"mixed": "fp16"}.get(row["precision"], row["precision"]),
-        layout="nhwc" if row["precision"] == "mixed" else "nchw",
+        precision="fp16" if narrow else row["precision"],
+        layout="nhwc" if last else "nchw",
         num_devices=int(row["num_gpus"]),
-        batch=DLE_BATCH[row["precision"]],
-        side=224,
+        batch=batch,
+        side=side,
         samples_per_s=float(row["throughput"]),
     )
 
 
 def lambda_bench(row: dict[str, str]) -> Measured | None:
     """Return a row of Lambda's benchmark, which leaves the layout at channels first."""
-    if row["model"] not in ("resnet50", *LAMBDA) or not row["global_batch"]:
+    b200 = LAMBDA_B200.get(row["model"]) if row["gpu"].startswith("B200") else None
+    if row["model"] not in (*LAMBDA_WORDS, *LAMBDA_MEDIA) or not (row["global_batch"] or b200):
         return None
     device, count = resolve_device(row["gpu"]), int(row["num_gpus"])
-    wide = "tf32" if device.supports("tf32") else "fp32"
-    precision, batch = "fp16" if row["precision"].startswith("amp") else wide, int(float(row["global_batch"]))
-    if row["model"] in LAMBDA:
-        known = {"device": device.name, "precision": precision}
-        speed = float(row["throughput"])
-        return of_words("Lambda", LAMBDA[row["model"]], count, batch // count, speed, **known)
+    wide, narrow = "tf32" if device.supports("tf32") else "fp32", row["precision"].startswith("amp")
+    if row["model"] in LAMBDA_WORDS:
+        known = {"device": device.name, "precision": "fp16" if narrow else wide}
+        batch, speed = int(float(row["global_batch"])) // count, float(row["throughput"])
+        return of_words("Lambda", LAMBDA_WORDS[row["model"]], count, batch, speed, **known)
+    name, optimizer, units = LAMBDA_MEDIA[row["model"]]
     return Measured(
         source="Lambda",
-        network="resnet50",
+        network=name,
         device=device.name,
-        precision=precision,
+        precision="fp16" if narrow and row["model"] not in LAMBDA_WIDE else wide,
         layout="nchw",
         num_devices=count,
-        batch=batch // count,
-        side=224,
-        samples_per_s=float(row["throughput"]),
+        batch=b200[not narrow] if b200 else int(float(row["global_batch"])) // count,
+        side=224 if name in CLASSIFIERS else None,
+        samples_per_s=float(row["throughput"]) / units,
+        optimizer=optimizer,
     )
 
 
@@ -162,7 +196,7 @@ TABLES = {
 
 @cache
 def traced(
-    name: str, side: int, precision: str, channels_last: bool, changed: tuple[tuple[str, Any], ...]
+    name: str, side: int | None, precision: str, channels_last: bool, changed: tuple[tuple[str, Any], ...]
 ) -> TracedModule:
     """Return a network as it was measured."""
     import torch
@@ -183,17 +217,9 @@ def predicted(row: Measured) -> float:
     """Return predicted samples per second of a run, whatever it was measured at."""
     module = traced_of(row)
     cluster = load_cluster(f"1x{row.num_devices}x{row.device}")
-    plan = plan_from_degrees(
-        max(1, len(module.layers) - 2),
-        row.num_devices,
-        micro_batch=row.batch,
-        global_batch=row.batch * row.accumulated * row.num_devices,
-        seq_len=1,
-        precision=row.precision,
-        optimizer=row.optimizer,
-        zero=0,
-        framework="ddp",
-    )
+    whole = row.batch * row.accumulated * row.num_devices
+    asked = {"micro_batch": row.batch, "global_batch": whole, "optimizer": row.optimizer}
+    plan = plan_of(module, cluster, asked)
     return predict_traced(module, cluster, plan).samples_per_s
 
 
@@ -222,21 +248,54 @@ def rows(folder: Path, skipped: Counter[str]) -> Iterator[Measured]:
                     yield made
 
 
+def plausible(measured: list[Measured], skipped: Counter[str]) -> Iterator[Measured]:
+    """Yield the rows that those beside them do not contradict; count the others by reason."""
+    speeds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for row in measured:
+        speeds[(*row.case, row.num_devices)].append(row.samples_per_s)
+    superlinear = {
+        tuple(case)
+        for (*case, count), found in speeds.items()
+        if median(found) > SUPERLINEAR * count * max(speeds.get((*case, 1), [math.inf]))
+    }
+    for row in measured:
+        source, name, device, precision, _ = row.case
+        beside = [
+            median(found)
+            for wide in ("tf32", "fp32")
+            for layout in ("nchw", "nhwc")
+            if (found := speeds.get((source, name, device, wide, layout, row.num_devices)))
+        ]
+        if row.num_devices > NODE:
+            skipped[f"{source}: several nodes, their network not stated"] += 1
+        elif precision == "fp16" and beside and row.samples_per_s < SAME_SPEED * max(beside):
+            skipped[f"{source}: {name} on {device} no faster in 16 bit"] += 1
+        elif row.case in superlinear:
+            skipped[f"{source}: {name} on {device} superlinear"] += 1
+        else:
+            yield row
+
+
+def plausible_words(measured: list[Measured], skipped: Counter[str]) -> Iterator[Measured]:
+    """Yield the rows of words and tables that are as fast as they can be; count the others by reason."""
+    odd = suspects((row.case, row.num_devices, row.batch, row.samples_per_s) for row in measured)
+    faster = {row for row in measured if (row.case, row.num_devices, row.batch, row.samples_per_s) in odd}
+    shorter = {(row.source, row.network) for row in measured if row not in faster and beyond_peak(row)}
+    for row in measured:
+        if row in faster:
+            skipped[f"{row.source}, {row.network}: faster by devices than devices are more"] += 1
+        elif (row.source, row.network) in shorter:
+            skipped[f"{row.source}, {row.network}: beyond the peak of a device at the stated length"] += 1
+        else:
+            yield row
+
+
 def residuals(folder: Path, skipped: Counter[str]) -> dict[tuple[Any, ...], list[float]]:
     """Return the log residuals of every case and number of devices."""
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     every = list(rows(folder, skipped))
-    odd = suspects((row.case, row.num_devices, row.batch, row.samples_per_s) for row in every)
-    textual = [row for row in every if row.network in WORDS]
-    faster = {row for row in textual if (row.case, row.num_devices, row.batch, row.samples_per_s) in odd}
-    shorter = {(row.source, row.network) for row in textual if row not in faster and beyond_peak(row)}
-    for row in every:
-        if row in faster:
-            skipped[f"{row.source}, {row.network}: faster by devices than devices are more"] += 1
-            continue
-        if (row.source, row.network) in shorter:
-            skipped[f"{row.source}, {row.network}: beyond the peak of a device at the stated length"] += 1
-            continue
+    media = plausible([row for row in every if row.network not in WORDS], skipped)
+    for row in (*media, *plausible_words([row for row in every if row.network in WORDS], skipped)):
         try:
             speed = predicted(replace(row, samples_per_s=0.0))
         except SpecError as error:
@@ -293,18 +352,18 @@ def main() -> None:
     asked = parser.parse_args()
     skipped: Counter[str] = Counter()
     every = residuals(asked.data, skipped)
-    found = {key: values for key, values in every.items() if key[1] in CLASSIFIERS}
-    words = {key: values for key, values in every.items() if key[1] in WORDS}
+    found = {key: values for key, values in every.items() if key[0] == "timm" or key[1] == "resnet50"}
+    others = {key: values for key, values in every.items() if key not in found}
     print(table(found, {"source": 0, "device": 2, "precision": 3, "layout": 4}))
     print("\nScaling efficiency:\n")
     print(scaling(found))
-    print("\nNetworks of words and tables, on one device:\n")
-    alone = {key: values for key, values in words.items() if key[-1] == 1}
+    print("\nNetworks that no fit and no interval has seen, on one device:\n")
+    alone = {key: values for key, values in others.items() if key[-1] == 1}
     print(table(alone, {"source": 0, "network": 1, "precision": 3}))
     print()
     print(table(alone, {"device": 2, "precision": 3}))
     print("\nScaling efficiency:\n")
-    print(scaling(words, by=1))
+    print(scaling(others, by=1))
     print("\nLeft out:", "; ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items())))
     if asked.residuals:
         cases = [

@@ -46,7 +46,7 @@ class Run:
 
 _GNMT = Run(network="gnmt", counted=(2 * SENTENCE - 1) * FILLED, changed={"words": SENTENCE})
 _UNCLUSTERED = {"cutoffs": (), "narrower": 1}  # Lambda's commands lack --adaptive and --div_val
-LAMBDA = {
+LAMBDA_WORDS = {
     "bert_base_squad": Run(network="bert_base_squad"),
     "bert_large_squad": Run(network="bert_large_squad"),
     "gnmt": _GNMT,
@@ -77,9 +77,8 @@ _DLE: dict[str, Callable[[str], Run]] = {
 }
 
 
-WORDS = frozenset(
-    {run.network for run in LAMBDA.values()} | {"bert_large_phase1", "bert_large_phase2", "transformer_big"}
-)
+_WORDS_OF_DLE = {"bert_large_phase1", "bert_large_phase2", "transformer_big"}
+WORDS = frozenset({run.network for run in LAMBDA_WORDS.values()} | _WORDS_OF_DLE)
 """Networks of these runs."""
 
 

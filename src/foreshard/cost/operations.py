@@ -91,6 +91,7 @@ def operations_s(
     kernels: KernelModel,
     vector_flops_per_s: float,
     *,
+    vector_eff: float = 1.0,
     matrix_units: bool = True,
     issued_per_s: float = 0.0,
     processors: int = 0,
@@ -106,6 +107,8 @@ def operations_s(
     vector_flops_per_s : float
         Rate outside the matrix units: convolutions with few channels to a group run there where that is
         faster, which libraries choose.
+    vector_eff : float
+        Share of that rate which products reach there, and so convolutions.
     matrix_units : bool
         Whether 16-bit products run on units of their own, which ask for a layout.
     issued_per_s : float
@@ -124,6 +127,7 @@ def operations_s(
     found = np.zeros(len(operations))
     one_per_s = issued_per_s / processors if processors else 0.0
     prices = _PRICES | {"grouped": partial(_grouped, apart=cudnn_9)}
+    prices |= {"convolution": partial(_convolutions, vector_eff=vector_eff)}
     prices |= {"batch_norm": partial(_batch_norms, processors=processors, one_per_s=one_per_s)}
     for kind, price in prices.items():
         which = [i for i, operation in enumerate(operations) if operation.kind == kind]
@@ -156,9 +160,11 @@ def _experts(operations: list[Operation], samples: float, kernels: KernelModel, 
     return grouped_gemm_s(rows * count, count, columns, inner, kernels)
 
 
-def _convolutions(operations: list[Operation], samples: float, kernels: KernelModel, vector: float) -> Any:
+def _convolutions(
+    operations: list[Operation], samples: float, kernels: KernelModel, vector: float, *, vector_eff: float
+) -> Any:
     moved = _bytes(operations, samples)
-    direct_s = np.maximum(_flops(operations, samples) / vector, stream_s(moved, kernels))
+    direct_s = np.maximum(_flops(operations, samples) / (vector * vector_eff), stream_s(moved, kernels))
     return np.minimum(_products(operations, samples, kernels, vector), direct_s)
 
 
@@ -224,7 +230,6 @@ def _streams(operations: list[Operation], samples: float, kernels: KernelModel, 
 _PRICES = {
     "product": _products,
     "experts": _experts,
-    "convolution": _convolutions,
     "depthwise": _depthwise,
     "attention": _attention,
     "stream": _streams,

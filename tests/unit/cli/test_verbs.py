@@ -55,6 +55,12 @@ def test_one_device_by_any_of_its_names(shell):
     assert shell("devices", "h100-sxn").code == 2
 
 
+def test_networks_that_are_traced_are_listed_with_their_samples(shell):
+    found = {network["name"]: network["sample"] for network in shell("models", "--json").json["networks"]}
+    assert found["resnet50"] == "image of 224 x 224" and found["waveglow"] == "8,000 samples of sound"
+    assert {"ssd300", "mask_rcnn", "tacotron2"} <= found.keys() and "ssd300" in shell("models").out
+
+
 def test_one_model_in_full(shell):
     found = shell("models", "llama3-8b", "--json").json["models"][0]
     assert found["num_params"] == 8_030_261_248

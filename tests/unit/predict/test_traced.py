@@ -18,7 +18,7 @@ from foreshard.errors import SpecError
 from foreshard.planner.measured.places import Places
 from foreshard.planner.measured.prices import priced
 from foreshard.predict.measured.engine import predict_measured
-from foreshard.predict.measured.traced import BUCKET_BYTES, traced_costs
+from foreshard.predict.measured.traced import BUCKET_BYTES, device_operations_s, traced_costs
 from foreshard.predict.tasks.host import LAYER_OPERATIONS, operation_launch_s
 from foreshard.predict.traits import sm_cycles_per_s
 from foreshard.profile.networks.catalog import network
@@ -49,7 +49,12 @@ def step_of(module, cluster, **degrees):
 
 
 def issue_of(device):
-    return {"issued_per_s": 128 * sm_cycles_per_s(device), "processors": device.num_sms}
+    wide = kernel_model(device, "fp32")
+    return {
+        "issued_per_s": 128 * sm_cycles_per_s(device),
+        "processors": device.num_sms,
+        "vector_eff": wide.gemm_eff,
+    }
 
 
 def test_one_device_takes_the_sum_of_its_operations(resnet):
@@ -553,3 +558,32 @@ def test_filters_of_one_position_take_channels_first_where_positions_are_aligned
     kernels = kernel_model(resolve_device("a100-sxm-80gb"), precision)
     seconds = [operations_s(layouts, 4, kernels, 1e12, cudnn_9=nine).sum() for nine in (False, True)]
     assert [took == 0.0 for took in seconds] == [bool(k) for k in kept]
+
+
+@pytest.mark.parametrize(("device", "precision"), [("v100-sxm-16gb", "fp32"), ("rtx-3090", "tf32")])
+def test_a_convolution_reaches_no_more_of_the_peak_than_a_product(device, precision):
+    """Outside the matrix units, or on those of a device where they are no faster (TF32 of an RTX 3090)."""
+    found = resolve_device(device)
+    wide = torch.nn.Sequential(torch.nn.Conv2d(512, 512, 3, padding=1, bias=False), torch.nn.ReLU())
+    traced = trace_module(wide, torch.empty(1, 512, 28, 28), precision=precision)
+    convolutions = tuple(o for layer in traced.layers for o in layer.forward if o.kind == "convolution")
+    products = tuple(replace(one, kind="product") for one in convolutions)
+    work = convolutions[0].flops.at(64) / found.peak("fp32")
+    reached, of_product = (
+        work / device_operations_s(kind, 64, device=found, precision=precision)[0]
+        for kind in (convolutions, products)
+    )
+    assert 0.5 < reached <= 1.000001 * max(of_product, kernel_model(found, "fp32").gemm_eff) < 0.98
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_prediction_says_that_the_layout_of_the_module_decides(last):
+    module, image = network("resnet18")
+    if last:
+        module = module.to(memory_format=torch.channels_last)
+    traced = trace_module(module, image, precision="fp16", autocast=True)
+    said = [text for text in step_of(traced, "1x1xa100-sxm-40gb").assumptions if "channels first" in text]
+    assert len(said) == (not last)
+    encoder = trace_module(torch.nn.Linear(8, 8), torch.empty(1, 8), precision="fp16")
+    costs = traced_costs(encoder, [resolve_device("a100-sxm-40gb")], micro_batches=[8])
+    assert not any("channels" in note for note in costs.notes)

@@ -82,6 +82,25 @@ PARAMETERS = {
     "swin_b": 87_768_224,
     "resnext101_64x4d": 83_455_272,
     "vgg13_bn": 133_053_736,
+    # of torchvision's, 44,401,393 with 91 classes, less ten classes of boxes and masks
+    "mask_rcnn": 44_401_393 - 10 * (5 * 1025 + 257),
+    "tacotron2": 28_193_153,  # NVIDIA's
+    # a ResNet-50 without its last stage and its head, smaller maps, and 3 x 3 filters for every box
+    "ssd300": 25_557_032
+    - 14_964_736
+    - 2_049_000
+    + (1024 + 512) * 256
+    + 512 * 128
+    + 2 * 256 * 128
+    + 9 * (256 * (512 + 512) + 128 * (256 + 256 + 256))
+    + 2 * (2 * 256 + 3 * 128 + 2 * 512 + 3 * 256)
+    + 85 * (9 * (4 * 1024 + 6 * (512 + 512 + 256) + 4 * (256 + 256)) + 30),
+    # convolutions of a step of flow, each output with a bias and the magnitude of its weight
+    "waveglow": 12 * 8 * 1024 * (3 * 512 + 640 + 2 * 2)
+    + 12 * 7 * 1024 * (512 + 2)
+    + 12 * 512 * (512 + 2)
+    + sum(half * 512 + 512 * 2 + 2 * half * 513 + 4 * half**2 for half in (4,) * 4 + (3,) * 4 + (2,) * 4)
+    + 80 * (80 * 1024 + 1),
 }
 # torchvision's published multiply-adds of one image, in billions, at the side that the network has by default
 MULTIPLY_ADDS = {

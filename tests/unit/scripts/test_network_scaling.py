@@ -1,7 +1,8 @@
-"""Scaling efficiency of classic networks: what N devices do over N times one, whatever one does."""
+"""Published speeds of networks: which rows others contradict, and what N devices do over N times one."""
 
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
-from accuracy_networks import scaling
+from accuracy_networks import Measured, examples, lambda_bench, plausible, scaling
 from network_runs import dle_batch, suspects
 
 
@@ -27,6 +28,57 @@ def test_scaling_is_compared_with_one_device_of_the_same_case():
         "| DLE | 1 | 10.0% | -10.0% |",
         "| Lambda | 1 | 5.0% | +5.0% |",
         "| all | 2 | 7.5% | -2.5% |",
+    ]
+
+
+def row(speed, *, precision="fp16", devices=1, network="ssd300", device="v100-sxm-16gb"):
+    return Measured(
+        source="Lambda",
+        network=network,
+        device=device,
+        precision=precision,
+        layout="nchw",
+        num_devices=devices,
+        batch=8,
+        side=None,
+        samples_per_s=speed,
+    )
+
+
+def test_rows_that_others_contradict_are_left_out():
+    fine = [row(200.0), row(390.0, devices=2), row(100.0, precision="fp32")]
+    same = row(101.0, network="mask_rcnn")  # as fast as in 32 bit: it was none
+    beside = row(100.0, network="mask_rcnn", precision="fp32")
+    slow = [row(36.0, network="efficientnet_b4"), row(641.0, network="efficientnet_b4", devices=8)]
+    apart = row(900.0, devices=16)
+    skipped = Counter()
+    assert list(plausible([*fine, same, beside, *slow, apart], skipped)) == [*fine, beside]
+    assert sorted(skipped.values()) == [1, 1, 2]
+    # the fastest of several hosts is what others are compared with
+    hosts = [row(100.0), row(120.0), row(235.0, devices=2)]
+    assert list(plausible(hosts, Counter())) == hosts
+
+
+def test_speech_of_lambda_ran_in_32_bit_whatever_its_label_says():
+    told = {"model": "waveglow", "gpu": "V100 16GB", "num_gpus": "2", "precision": "amp/fp16"}
+    found = lambda_bench(told | {"global_batch": "16", "throughput": "80000"})
+    assert (found.precision, found.batch, found.samples_per_s) == ("fp32", 8, 10.0)
+    assert (found.network, found.optimizer) == ("waveglow", "adam")
+    found = lambda_bench(told | {"model": "ssd", "global_batch": "192", "throughput": "440"})
+    assert (found.network, found.precision, found.optimizer) == ("ssd300", "fp16", "sgd")
+
+
+def test_batches_of_deep_learning_examples_are_those_of_its_commands():
+    told = {"framework": "PyTorch", "unit": "img/s", "model": "efficientnet", "num_gpus": "8"}
+    told |= {"num_nodes": "", "seq_or_variant": "Model=efficientnet-b4", "throughput": "1", "batch_per_gpu": ""}
+    found = [
+        examples(told | {"gpu_model": model, "precision": precision})
+        for model, precision in (("A100", "mixed"), ("A100", "tf32"), ("V100 16GB", "fp32"))
+    ]
+    assert [(one.batch, one.side, one.layout) for one in found] == [
+        (128, 380, "nhwc"),
+        (64, 380, "nchw"),
+        (16, 380, "nchw"),
     ]
 
 

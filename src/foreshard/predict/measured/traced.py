@@ -41,6 +41,8 @@ _LIBRARY_LAUNCH_S = 3.8e-6
 
 Source: Gray 2019, "Getting Started with CUDA Graphs" (NVIDIA), short kernels launched one after another.
 """
+_OF_LAYOUT = ("layout", "batch_norm")  # kinds of operations that images with channels last do not have
+_NAMED_SHARE = 0.01  # of the work on a device, from which on it is named
 _SHOWN = 3  # weights that stay whole, by name
 
 Price = Callable[..., np.ndarray]
@@ -132,8 +134,26 @@ def traced_costs(
         host_sharpness=constants.host_sharpness,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
-        notes=module.assumptions,
+        notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity)),
         part_notes={degree: _part_notes(part) for degree, part in split.items()},
+    )
+
+
+def _layout_notes(module: TracedModule, device: Device, samples: float, fidelity: str) -> tuple[str, ...]:
+    """Return what images that lie channels first cost a module, where that is a share of its time."""
+    operations = tuple(op for layer in module.layers for op in (*layer.forward, *layer.backward))
+    if not any(op.kind in _OF_LAYOUT for op in operations):
+        return ()
+    seconds = device_operations_s(
+        operations, samples, device=device, precision=module.precision, fidelity=fidelity
+    )
+    share = sum(s for op, s in zip(operations, seconds, strict=True) if op.kind in _OF_LAYOUT) / seconds.sum()
+    if share < _NAMED_SHARE:
+        return ()
+    return (
+        "images lie channels first, as the module's weights do: norms by channel and changes of layout for "
+        f"convolutions take {100 * share:.0f} % of the work of {device.name}; those of a factory that "
+        "returns module.to(memory_format=torch.channels_last) lie channels last",
     )
 
 
@@ -259,7 +279,9 @@ def device_operations_s(
     Products in 32 bit run as torch lets them by default: convolutions may take TF32, products may not.
     Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
-    vector = float(device.peak("fp32") if device.supports("fp32") else device.peak(precision))
+    wide = "fp32" if device.supports("fp32") else precision
+    vector = float(device.peak(wide))
+    vector_eff = float(kernel_model(device, wide, fidelity=fidelity).gemm_eff)
     issued_per_s = _LANES * sm_cycles_per_s(device) if device.vendor == "nvidia" else 0.0
     found = np.zeros(len(operations))
     of_precision: dict[str, list[int]] = {}
@@ -273,6 +295,7 @@ def device_operations_s(
             samples,
             kernels,
             vector,
+            vector_eff=vector_eff,
             matrix_units=units,
             issued_per_s=issued_per_s,
             processors=device.num_sms,

@@ -117,13 +117,21 @@ _WITH_INPUTS: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = 
     },
     "gnmt": {"gnmt": ((1024, 4), {})},
     "ncf": {"ncf": ((64, (256, 256, 128, 64)), {})},
+    "ssd300": {"ssd300": ((), {})},
+    "mask_rcnn": {"mask_rcnn": ((), {})},
+    "tacotron2": {"tacotron2": ((), {})},
+    "waveglow": {"waveglow": ((), {})},
 }
-"""Arguments of networks whose functions also make example inputs: text, or a user and an item."""
+"""Arguments of networks whose functions also make inputs: objects, sound, text, a user and an item."""
 _SAMPLES = {
     "bert_squad": "384 words",
     "transformer": "two sentences of 32 pieces of words",
     "gnmt": "two sentences of 30 pieces of words",
     "ncf": "user and item",
+    "ssd300": "image of 300 x 300",
+    "mask_rcnn": "image of 800 x 1,088",
+    "tacotron2": "180 characters and 870 frames",
+    "waveglow": "8,000 samples of sound",
 }
 """Samples of networks that are not given a number of words."""
 _WHOLE_IN_16_BIT = ("bert_squad", "bert_pretraining", "transformer_xl", "transformer", "gnmt", "ncf")
@@ -134,6 +142,10 @@ _MODULES = {
     "transformer": "language.transformer",
     "gnmt": "language.gnmt",
     "ncf": "recommendation.ncf",
+    "ssd300": "detection.ssd",
+    "mask_rcnn": "detection.mask_rcnn",
+    "tacotron2": "speech.tacotron2",
+    "waveglow": "speech.waveglow",
     **dict.fromkeys(("googlenet", "inception_v3"), "inception"),
     **dict.fromkeys(("mobilenet_v2", "mobilenet_v3", "mnasnet"), "mobilenet"),
     **dict.fromkeys(("efficientnet", "efficientnet_v2"), "mobilenet"),
@@ -183,6 +195,12 @@ _NAMES = {
     "regnety_160": "regnet_y_16gf",
     "regnety_320": "regnet_y_32gf",
     "resnet50v1.5": "resnet50",
+    "ssd": "ssd300",
+    "ssd300_resnet50": "ssd300",
+    "nvidia_ssd": "ssd300",
+    "maskrcnn_resnet50_fpn": "mask_rcnn",
+    "nvidia_tacotron2": "tacotron2",
+    "nvidia_waveglow": "waveglow",
     "squeezenet": "squeezenet1_0",
     "swin_tiny_patch4_window7_224": "swin_t",
     "swin_small_patch4_window7_224": "swin_s",
@@ -245,8 +263,8 @@ def sample_of(name: str) -> str:
 
     Examples
     --------
-    >>> sample_of("resnet50"), sample_of("transformer_xl_base"), sample_of("ncf")
-    ('image of 224 x 224', '192 words', 'user and item')
+    >>> sample_of("resnet50"), sample_of("transformer_xl_base"), sample_of("waveglow")
+    ('image of 224 x 224', '192 words', '8,000 samples of sound')
     """
     if name in CLASSIFIERS:
         side = _SIDES.get(name, 224)
@@ -274,7 +292,7 @@ def network(name: str, *, side: int | None = None, **changed: Any) -> tuple[Any,
     name : str
         One of `NETWORKS`.
     side : int, optional
-        Of the image, pixels; by default what the network is trained or evaluated with.
+        Of a classifier's image, pixels; by default what the network is trained or evaluated with.
     **changed
         Arguments of the function that makes it, in place of the network's own: `words` of a text.
 

@@ -19,6 +19,8 @@ import torch
 
 aten = torch.ops.aten
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""How images, and weights of convolutions, of so many dimensions lie with their channels last."""
 _NORMS = {aten.native_layer_norm.default: 1, aten.native_layer_norm_backward.default: 2}  # place of the shape
 _ROW = 28_000.0
 """A row of a layer norm, which is a block of four warps however few columns it has. The H200 took 56,000
@@ -148,7 +150,7 @@ def _differs(operand: torch.Tensor, out: torch.Tensor, channels_last: bool) -> b
     if operand.shape != out.shape:
         return True
     # images: convolutions on the meta device forget that channels are last
-    if channels_last and out.dim() == 4:
+    if channels_last and out.dim() in CHANNELS_LAST:
         return False
     return _order(operand) != _order(out)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from foreshard.profile.tracing.issued import (
+    CHANNELS_LAST,
     by_cudnn,
     issued_by,
     issued_by_bias,
@@ -168,12 +169,17 @@ def _by_channels(func: Any, args: tuple[Any, ...], channels_last: bool) -> bool:
 def is_channels_last(tensors: Iterable[Any]) -> bool:
     """Return whether any of images, or of weights of convolutions, has its channels last."""
     return any(
-        tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
+        tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.dim()]) and not tensor.is_contiguous()
         for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
+        if isinstance(tensor, torch.Tensor) and tensor.dim() in CHANNELS_LAST
     )
+
+
+def channels_last(made: Any) -> Any:
+    """Return a tensor with its channels last if it is an image, else as it is."""
+    if not isinstance(made, torch.Tensor) or made.dim() not in CHANNELS_LAST:
+        return made
+    return torch.empty_like(made, memory_format=CHANNELS_LAST[made.dim()])
 
 
 def laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
@@ -182,15 +188,10 @@ def laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     Source: torch 2.11, aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format.
     """
     if func is aten.convolution.default and is_channels_last(args[:2]):
-        return _channels_last(out)
+        return channels_last(out)
     if func is aten.convolution_backward.default and is_channels_last(args[1:3]):
-        return (_channels_last(out[0]), *out[1:])
+        return (channels_last(out[0]), *out[1:])
     return out
-
-
-def _channels_last(made: Any) -> Any:
-    images = isinstance(made, torch.Tensor) and made.dim() == 4
-    return torch.empty_like(made, memory_format=torch.channels_last) if images else made
 
 
 def nbytes(tensor: Any) -> float:

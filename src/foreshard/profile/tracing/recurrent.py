@@ -16,6 +16,8 @@ from foreshard.profile.tracing.attention import Note
 from foreshard.profile.tracing.operations import Call, bytes_of
 
 RECURRENCE = "recurrent layer"
+CELL = "recurrent cell"
+_CELLS = ("lstm_cell", "gru_cell")  # whose gates are one kernel
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -126,8 +128,37 @@ class _Layers(torch.autograd.Function):
         return (None, None, torch.empty_like(kept[0]), *(torch.empty_like(tensor) for tensor in rest))
 
 
+class _Gates(torch.autograd.Function):
+    """What a cell makes of the products of its input and its state: one kernel in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Note, of_input: Any, of_state: Any, state: Any, *biases: Any) -> Any:
+        is_lstm = of_input.shape[-1] == 4 * state.shape[-1]
+        made = tuple(torch.empty_like(state) for _ in range(1 + is_lstm))
+        gates = state.new_empty((*state.shape[:-1], (5 - is_lstm) * state.shape[-1]))
+        read = (of_input, of_state, state, *biases)
+        note(CELL, Call("cell", "stream", (), bytes_of((read, made, gates)), 0.0), read, (*made, gates))
+        ctx.note, ctx.wide, ctx.biases = note, of_input.shape, len(biases)
+        ctx.save_for_backward(state, gates, *made[1:])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        state, *kept = ctx.saved_tensors
+        is_lstm = len(kept) > 1  # whose gates sum both products: one gradient
+        products = tuple(state.new_empty(ctx.wide) for _ in range(2 - is_lstm))
+        made = (*products, torch.empty_like(state))
+        read = (*gradients, state, *kept)
+        ctx.note(CELL, Call("cell_backward", "stream", (), bytes_of((read, made)), 0.0), read, made)
+        sums = [product.sum(0) for product in products[: ctx.biases]]
+        both = 1 + is_lstm
+        return (None, *products * both, made[-1], *(sums * both)[: ctx.biases])
+
+
 class FusedRecurrence(TorchFunctionMode):
-    """Runs recurrent layers by the kernels of a library, as accelerators do.
+    """Runs recurrent layers and cells by the kernels of a library, as accelerators do.
+
+    A cell is two products and one kernel (torch 2.11, aten/src/ATen/native/cuda/RNN.cu).
 
     Packed sequences, whose lengths are values, and layers with projections are left to torch. Dropout between
     layers is not counted. Layers that cuDNN keeps in one kernel (a single one of up to 1,024 channels) are
@@ -141,6 +172,8 @@ class FusedRecurrence(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace recurrent layers, pass everything else on."""
         name = getattr(func, "__name__", "")
+        if name in _CELLS and not kwargs:
+            return self._cell(name, *args)
         # packed sequences have nine arguments, too: their weights where others have whether there are biases
         if name not in _GATES or len(args) != 9 or not isinstance(args[3], bool) or kwargs:
             return func(*args, **(kwargs or {}))
@@ -160,3 +193,12 @@ class FusedRecurrence(TorchFunctionMode):
             each=each,
         )
         return _Layers.apply(self._note, shape, inputs, *states, *weights)
+
+    def _cell(self, name: str, read: Any, state: Any, of_input: Any, of_state: Any, *biases: Any) -> Any:
+        """Run a cell; an LSTM has a hidden state and one of its own."""
+        hidden, kept = state if name == "lstm_cell" else (state, state)
+        linear = torch.nn.functional.linear
+        products = linear(read, of_input), linear(hidden, of_state)
+        given = [bias for bias in biases if bias is not None]
+        made = _Gates.apply(self._note, *products, kept, *given)
+        return made if name == "lstm_cell" else made[0]

@@ -19,7 +19,7 @@ from foreshard.errors import SpecError
 from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
 from foreshard.profile.tracing.dropout import FusedDropout
-from foreshard.profile.tracing.operations import Call, is_channels_last
+from foreshard.profile.tracing.operations import Call, channels_last, is_channels_last
 from foreshard.profile.tracing.rank_part import RankPart, all_of, part_of
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
 from foreshard.profile.tracing.recurrent import FusedRecurrence
@@ -265,7 +265,7 @@ def _inputs(inputs: Any, samples: int, dtype: Any) -> Any:
             return value
         kept = dtype if value.is_floating_point() else value.dtype
         blank = torch.empty((samples, *value.shape[1:]), dtype=kept, device="meta")
-        return blank.to(memory_format=torch.channels_last) if is_channels_last([value]) else blank
+        return channels_last(blank) if is_channels_last([value]) else blank
 
     return tree_map(made, inputs)
 
@@ -362,16 +362,16 @@ def _cuts(recorder: Recorder, trained: set[int]) -> list[int]:
     needed = {
         storage: (first[storage], last.get(storage, -1)) for storage in grown - trained if storage in first
     }
-    alive = _alive_at(needed, len(recorder.reads))
+    alone = _alone_at(needed, len(recorder.reads))
     found: dict[int, int] = {}
     for place, end in enumerate(recorder.ends):
-        if 0 < end.at < len(recorder.reads) and alive[end.at] == {end.storage}:
+        if 0 < end.at < len(recorder.reads) and alone[end.at] == end.storage:
             found.setdefault(end.at, place)
     return list(found.values())
 
 
-def _alive_at(needed: dict[int, tuple[int, int]], num_operations: int) -> list[set[int]]:
-    """Return what was made before each operation and is read by it or later."""
+def _alone_at(needed: dict[int, tuple[int, int]], num_operations: int) -> list[int | None]:
+    """Return the storage made before each operation and read by it or later, where it is the only one."""
     starts: list[list[int]] = [[] for _ in range(num_operations + 1)]
     stops: list[list[int]] = [[] for _ in range(num_operations + 1)]
     for storage, (first, last) in needed.items():
@@ -381,8 +381,9 @@ def _alive_at(needed: dict[int, tuple[int, int]], num_operations: int) -> list[s
     alive: set[int] = set()
     found = []
     for i in range(num_operations + 1):
-        alive = (alive - set(stops[i])) | set(starts[i])
-        found.append(alive)
+        alive.difference_update(stops[i])
+        alive.update(starts[i])
+        found.append(next(iter(alive)) if len(alive) == 1 else None)
     return found
 
 
