@@ -70,7 +70,12 @@ def test_speech_of_lambda_ran_in_32_bit_whatever_its_label_says():
 
 def test_batches_of_deep_learning_examples_are_those_of_its_commands():
     told = {"framework": "PyTorch", "unit": "img/s", "model": "efficientnet", "num_gpus": "8"}
-    told |= {"num_nodes": "", "seq_or_variant": "Model=efficientnet-b4", "throughput": "1", "batch_per_gpu": ""}
+    told |= {
+        "num_nodes": "",
+        "seq_or_variant": "Model=efficientnet-b4",
+        "throughput": "1",
+        "batch_per_gpu": "",
+    }
     found = [
         examples(told | {"gpu_model": model, "precision": precision})
         for model, precision in (("A100", "mixed"), ("A100", "tf32"), ("V100 16GB", "fp32"))
