@@ -371,7 +371,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", default="gains-runs")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="names of regimes, several by |")
     parser.add_argument("--picture", help="file of the gains as SVG")
