@@ -1,7 +1,6 @@
 """Classic networks against published training speeds; only RegNet's are in a fit (scripts/fit_grouped.py).
 
-Networks other than classifiers of images (`network_runs` says how those of words were trained) are in none,
-nor in the residuals, which are of ResNet-50 and of timm's networks.
+How networks of words and tables were trained is in `network_runs`.
 
     python scripts/accuracy_networks.py [--data FOLDER] [--residuals]
 
@@ -61,6 +60,7 @@ know and passes over (its flag is `--amp`); V100s are equally fast with and with
 SAME_SPEED, SUPERLINEAR = 1.05, 1.03
 """A row in 16 bit that is not so many times as fast as the one beside it is not what it says, nor are rows of
 a case in which N devices are more than so many times N as fast as one."""
+IMAGES = (*CLASSIFIERS, "ssd300", "mask_rcnn")
 NODE = 8  # devices of a node, in both sources
 
 
@@ -367,8 +367,13 @@ def main() -> None:
     print("\nLeft out:", "; ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items())))
     if asked.residuals:
         cases = [
-            {"case": list(key[:-1]), "devices": key[-1], "residual": round(median(values), 6)}
-            for key, values in sorted(found.items())
+            {
+                "case": list(key[:-1]),
+                "devices": key[-1],
+                "images": key[1] in IMAGES,
+                "residual": round(median(values), 6),
+            }
+            for key, values in sorted(every.items())
         ]
         source = "scripts/accuracy_networks.py --residuals; log(predicted / measured samples per second)"
         RESIDUALS.write_text(

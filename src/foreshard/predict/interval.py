@@ -336,21 +336,23 @@ def calibrated_intervals(
 
 
 @cache
-def _traced_residuals() -> tuple[float, ...]:
+def _traced_residuals(reads_images: bool) -> tuple[float, ...]:
     """Return residuals of classic networks, in no fit but that of grouped convolutions (RegNet).
 
     One for each network, device, precision, layout and number of devices, by
     `scripts/accuracy_networks.py --residuals`.
     """
-    return tuple(case["residual"] for case in shipped("network_residuals.json")["cases"])
+    cases = shipped("network_residuals.json")["cases"]
+    return tuple(case["residual"] for case in cases if case["images"] is reads_images)
 
 
-def traced_intervals(step_time_s: float, *, evidence: str, num_devices: int) -> Intervals:
+def traced_intervals(step_time_s: float, *, evidence: str, num_devices: int, reads_images: bool) -> Intervals:
     """Return the intervals of a traced module's step, by level.
 
-    Two distances widen them. More than the 8 devices of the measured networks: by half the logarithm of the
-    doublings over those three. A device whose kernels were not measured: as it widens the intervals of
-    language models, of which more ran on other devices.
+    They are by networks that read images, or by all others: words, tables and sound, whose kernels are less
+    alike. Two distances widen them. More than the 8 devices of the measured networks: by half the logarithm
+    of the doublings over those three. A device whose kernels were not measured: as it widens the intervals
+    of language models, of which more ran on other devices.
     """
     doublings = math.log2(max(num_devices, 1)) / math.log2(_TRACED_DEVICES)
     table = residual_classes()
@@ -361,7 +363,8 @@ def traced_intervals(step_time_s: float, *, evidence: str, num_devices: int) -> 
     factor = float(widening(doublings, 1.0)) * own / known
     return {
         level: tuple(
-            float(end) for end in spread(step_time_s, absolute_bounds(_traced_residuals(), level), factor)
+            float(end)
+            for end in spread(step_time_s, absolute_bounds(_traced_residuals(reads_images), level), factor)
         )  # type: ignore[misc]
         for level in LEVELS
     }

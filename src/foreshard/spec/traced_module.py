@@ -152,6 +152,8 @@ class TracedModule:
         By the number of ranks that compute every layer together.
     casts_weights : bool
         Whether each step casts all weights to 16 bit besides its operations.
+    reads_images : bool
+        Whether an input is an image or a volume: numbers in four dimensions or more.
     """
 
     name: str
@@ -160,6 +162,7 @@ class TracedModule:
     source: str
     tied: Tied = ()
     casts_weights: bool = True
+    reads_images: bool = False
     assumptions: tuple[str, ...] = ()
     parts: Mapping[int, TracedPart] = field(default_factory=dict)
 

@@ -157,6 +157,7 @@ class MeasuredCosts:
     # the device's seconds; measured seconds hold them, and devices with compiled steps have none
     launch_s: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     host_sharpness: float = 1.0  # how host and device time join: `predict.tasks.host.joined_s`
+    reads_images: bool = False  # of a traced module, which intervals go by
     gathered_share: float = 1.0  # bytes of a parameter that ZeRO 3 moves, of those that are kept
     flops_per_sample: float = 0.0  # of forward and backward; 0: not known
     notes: tuple[str, ...] = ()  # of how the costs were made

@@ -112,7 +112,9 @@ def predict_measured(
     used = _utilisation(costs, cluster, plan, step_s, costs.precision) or 0.0
     evidence = _evidence(costs, cluster, plan)
     intervals = (
-        traced_intervals(step_s, evidence=evidence, num_devices=len(plan.ranks))
+        traced_intervals(
+            step_s, evidence=evidence, num_devices=len(plan.ranks), reads_images=costs.reads_images
+        )
         if costs.by_formula
         else {COVERAGE: (step_s * costs.spread[0], step_s * costs.spread[1])}
     )

@@ -132,6 +132,7 @@ def traced_costs(
         bucket_bytes=BUCKET_BYTES,
         launch_s={device.name: _launches(module, device, constants) for device in devices},
         host_sharpness=constants.host_sharpness,
+        reads_images=module.reads_images,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
         notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity)),

@@ -137,6 +137,10 @@ def trace_module(
         source=where,
         tied=_tied(meta, runs[0], whole[0]),
         casts_weights=not mixed,
+        reads_images=any(
+            isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() >= 4
+            for one in tree_leaves(inputs)
+        ),
         assumptions=tuple(_assumptions(runs[0], loss)),
         parts=parts,
     )
