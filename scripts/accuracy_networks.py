@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from network_runs import LAMBDA_WORDS, WORDS, Run, dle_batch, dle_device, dle_run, suspects
+from network_runs import LAMBDA_WORDS, SUPERLINEAR, WORDS, Run, dle_batch, dle_device, dle_run, suspects
 
 from foreshard.advise.traced_request import plan_of
 from foreshard.api import load_cluster, predict_traced
@@ -57,9 +57,8 @@ LAMBDA_B200 = {  # batch of a device in 16 bit and else: config_192GB.sh; tables
 LAMBDA_WIDE = ("tacotron2", "waveglow")
 """Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
 know and passes over (its flag is `--amp`); V100s are equally fast with and without."""
-SAME_SPEED, SUPERLINEAR = 1.05, 1.03
-"""A row in 16 bit that is not so many times as fast as the one beside it is not what it says, nor are rows of
-a case in which N devices are more than so many times N as fast as one."""
+SAME_SPEED = 1.05
+"""A row in 16 bit that is not so many times as fast as the one beside it is not what it says."""
 IMAGES = (*CLASSIFIERS, "ssd300", "mask_rcnn")
 NODE = 8  # devices of a node, in both sources
 

@@ -19,7 +19,7 @@ Its sentences of up to 50 pieces lie in five buckets of ten lengths, each batch 
 to the longest: the middle bucket's here, and lengths that are even within each.
 """
 _TRANSLATED = 32  # pieces of a sentence, for attention alone: batches are counted in pieces
-_SUPER_LINEAR = 1.05
+SUPERLINEAR = 1.05  # N devices are more than so many times N as fast as one: not what a row says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +124,6 @@ def suspects(speeds: Iterable[tuple[Any, int, int, float]]) -> set[tuple[Any, in
         (case, devices, batch, speed)
         for case, devices, batch, speed in speeds
         if (case, batch) in alone
-        and speed > _SUPER_LINEAR * devices * median(alone[case, batch])
+        and speed > SUPERLINEAR * devices * median(alone[case, batch])
         and devices > 1
     }

@@ -10,6 +10,7 @@ from foreshard.advise.request import ASKED, DEGREES, OPTIONS, check_beside, flag
 from foreshard.errors import SpecError
 from foreshard.spec.codec import whole
 from foreshard.spec.degrees import plan_from_degrees
+from foreshard.spec.plan import COMM_OPTIONS
 from foreshard.spec.variation import Noise
 from foreshard.units import number_of
 
@@ -26,6 +27,10 @@ PREDICTS = {
     *(one.name for one in fields(Noise)),
 }
 """Names of what a prediction takes."""
+CHANGES = {*_DEGREES, "zero", "precision"}
+"""Names of what a change may set, besides the hardware."""
+_SWITCHES = {"sp", "compile", "lora", *COMM_OPTIONS}
+"""What other models have besides, which a change may set to off."""
 PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
 """Names of what a search takes."""
 _ARGUMENTS = {"model", "cluster"}
@@ -184,7 +189,13 @@ def _within(plan: Plan, num_layers: int) -> Plan:
 
 def check_change(key: str, value: str) -> None:
     """Raise SpecError for a change that a prediction of a traced module does not take."""
-    _reject_unknown({key: value}, PREDICTS - _ARGUMENTS - {"plan"})
+    same = key in _SWITCHES and value.lower() in ("off", "none", "no", "false")
+    if key not in CHANGES and not same and (key, value) != ("framework", _FRAMEWORK):
+        shown, *known = (flag_of(one).removeprefix("--") for one in (key, *sorted(CHANGES)))
+        rule = f"Of a traced module may be changed {', '.join(known)}"
+        what = f"{shown} is not taken for a traced module"
+        fix = "Leave it out, or change device, nodes, nic, link or memory-bandwidth"
+        raise SpecError(what, key=f"--change {shown}", value=value, rule=rule, fix=fix)
 
 
 def _reject_unknown(values: Mapping[str, Any], known: set[str]) -> None:

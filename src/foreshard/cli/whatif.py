@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from foreshard.advise.change import Effect
     from foreshard.advise.diagnosis import Diagnosis
     from foreshard.spec.prediction import Prediction
+
+
+_STATED = re.compile(r"global[-_]batch|gbs", re.I)  # in a change that says what the global batch is
 
 
 @verb_command("whatif", describing_a_run)
@@ -72,21 +76,21 @@ def effect_dict(effect: Effect) -> dict[str, Any]:
     }
 
 
-def _row(name: str, gain: str, prediction: Prediction) -> tuple[str, ...]:
+def _row(name: str, gain: str, prediction: Prediction, base: Prediction) -> tuple[str, ...]:
     return (
         name,
         gain,
         quantity.seconds(prediction.step_time_s),
         quantity.gib(prediction.memory.peak_bytes),
-        quantity.usd(priced(prediction.plan, prediction.cost.usd_per_1b_tokens)[0]),
+        quantity.usd(priced(base.plan, prediction.cost.usd_per_1b_tokens)[0]),
         "" if prediction.memory.fits else "does not fit",
     )
 
 
-def _effect_row(effect: Effect) -> tuple[str, ...]:
+def _effect_row(effect: Effect, base: Prediction) -> tuple[str, ...]:
     if effect.prediction is None or effect.gain is None:
         return effect.change, "-", "-", "-", "-", f"not valid: {effect.error}"
-    return _row(effect.change, quantity.gain(effect.gain), effect.prediction)
+    return _row(effect.change, quantity.gain(effect.gain), effect.prediction, base)
 
 
 def _screen(base: Prediction, effects: tuple[Effect, ...], found: Diagnosis | None) -> Screen:
@@ -94,7 +98,7 @@ def _screen(base: Prediction, effects: tuple[Effect, ...], found: Diagnosis | No
 
     many, price = counted(base.plan), f">per {priced(base.plan, None)[1]}"
     columns = ("change", f">{many}/s", ">step", ">peak GiB", price, "")
-    rows = [_row("(now)", "", base), *map(_effect_row, effects)]
+    rows = [_row("(now)", "", base, base), *(_effect_row(effect, base) for effect in effects)]
     gains = [effect.gain or 0.0 for effect in effects if effect.prediction and effect.prediction.memory.fits]
     useless = bool(effects) and not any(gain > 0 for gain in gains)
     notes = (f"No change gives more {many} per second.",) if useless else ()
@@ -112,7 +116,8 @@ def _batches(base: Prediction, effects: tuple[Effect, ...]) -> tuple[str, ...]:
     """Say where a step holds other samples than now: its seconds then do not compare."""
     now = base.plan.global_batch
     found = [(effect.change, effect.prediction.plan.global_batch) for effect in effects if effect.prediction]
-    said = ", ".join(f"{change} {batch}" for change, batch in found if batch != now)
+    followed = [(change, batch) for change, batch in found if batch != now and not _STATED.search(change)]
+    said = ", ".join(f"{change} {batch}" for change, batch in followed)
     if not said:
         return ()
     return (f"The global batch follows the change: {now} now, {said}. State --global-batch to keep it.",)

@@ -259,9 +259,14 @@ def test_what_if_of_a_module_counts_samples_and_says_what_it_does_not_take(shell
     place = ("whatif", f"{net}:net", "1x4xa40", "--micro-batch", "32")
     told = shell(*place, "--change", "micro-batch=64", "--change", "tp=2")
     assert told.code == 0 and "samples/s" in told.out and "tokens" not in told.out
-    for change, said in (("framework=hf", "--framework"), ("cp=2", "--cp"), ("speed-compute=2", "--speed")):
+    for change in ("framework=hf", "cp=2", "speed-compute=2", "prefetch=none", "sp=on"):
+        said = f"--change {change.split('=')[0]}"
         refused = shell(*place, "--change", change)
         assert refused.code == 2 and said in refused.err and "traced module" in refused.err
+    kept = shell(*place, "--change", "sp=off", "--change", "lora=none", "--json")
+    assert [effect["gain"] for effect in kept.json["effects"]] == [0.0, 0.0]
+    stated = shell(*place, "--change", "global-batch=256")
+    assert stated.code == 0 and "follows the change" not in stated.out
     assert "no diagnosis" in shell(*place).err
     assert shell(*place[:3], "--framework", "ddp", "--change", "zero=2").code == 0
 
@@ -273,6 +278,15 @@ def test_engines_are_compared_on_a_module(shell, net):
     assert seconds["event"] == pytest.approx(seconds["graph"], rel=1e-3)
     told = shell("compare", f"{net}:net", "1x4xa40", "--predictor", "mine.py")
     assert told.code == 2 and told.err
+
+
+def test_idle_nodes_of_a_plan_are_not_paid(shell):
+    ask = ("--global-batch", "16", "--budget-s", "1", "--json")
+    small = shell("plan", "ncf", "1x4xa100-sxm-80gb", *ask).json["plans"][0]["prediction"]
+    large = shell("plan", "ncf", "2x4xa100-sxm-80gb", *ask).json["plans"][0]["prediction"]
+    assert max(rank for g in large["plan"]["groups"] for s in g["stages"] for rank in s["ranks"]) < 4
+    per_s = [found["cost"]["usd_per_step"] / found["step_time_s"] for found in (small, large)]
+    assert per_s[1] == pytest.approx(per_s[0])
 
 
 def test_plans_of_images_are_priced_by_samples(shell):

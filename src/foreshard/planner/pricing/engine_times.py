@@ -113,6 +113,14 @@ def _usd_per_h(request: PlanRequest, used: np.ndarray) -> float | None:
     return None if np.isnan(total) else total
 
 
+def nodes_in_use(cluster: Cluster, plan: Plan) -> Cluster:
+    """Return the nodes that any rank of a plan is on, as a cluster of their own."""
+    counts = [group.count for group in cluster.nodes]
+    used = np.add.reduceat(_used_nodes(cluster, plan), np.cumsum([0, *counts[:-1]]), dtype=int)
+    kept = [replace(g, count=int(n)) for g, n in zip(cluster.nodes, used, strict=True) if n]
+    return replace(cluster, nodes=tuple(kept))
+
+
 def _used_nodes(cluster: Cluster, plan: Plan) -> np.ndarray:
     """Return which nodes any rank of a plan is on, shape (nodes,)."""
     sizes = np.repeat([g.per_node for g in cluster.nodes], [g.count for g in cluster.nodes])

@@ -143,7 +143,7 @@ def traced_costs(
 def _layout_notes(module: TracedModule, device: Device, samples: float, fidelity: str) -> tuple[str, ...]:
     """Return what images that lie channels first cost a module, where that is a share of its time."""
     operations = tuple(op for layer in module.layers for op in (*layer.forward, *layer.backward))
-    if not any(op.kind in _OF_LAYOUT for op in operations):
+    if not module.reads_images or not any(op.kind in _OF_LAYOUT for op in operations):
         return ()
     seconds = device_operations_s(
         operations, samples, device=device, precision=module.precision, fidelity=fidelity
@@ -263,7 +263,7 @@ def _launches(
 def _launched_s(operations: tuple[Operation, ...], each_s: float) -> float:
     """Return the host seconds of operations, and of kernels that a library launches within one."""
     kernels = sum(operation.name.startswith("recurrent") for operation in operations)
-    launched = sum(operation.kind != "layout" for operation in operations) - kernels
+    launched = sum(operation.kind != "layout" for operation in operations) - kernels + (kernels > 0)
     return launched * each_s + kernels * min(each_s, _LIBRARY_LAUNCH_S)
 
 

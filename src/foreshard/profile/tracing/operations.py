@@ -46,6 +46,7 @@ _PASSES = {  # passes over the largest tensor beyond reading and writing each on
     aten.native_group_norm.default: 1,
     aten.native_group_norm_backward.default: 2,
     aten.native_layer_norm_backward.default: 2,  # gradients of weight and bias are a kernel of their own
+    aten._softmax_backward_data.default: 3,  # gradients times probabilities are a kernel of their own
 }
 
 
