@@ -292,7 +292,7 @@ def of_torchrun(name: str, default: int | None = None) -> int:
             "not set" if name not in os.environ else f"not a number: {given!r}",
             key=name,
             value=os.environ.get(name),
-            rule="torchrun sets it to a whole number from 0",
+            rule="A whole number from 0, as torchrun sets it",
             fix="Start with torchrun, or with --local N on this machine alone",
         )
     return int(given)

@@ -251,3 +251,14 @@ def test_what_is_not_measured_in_parts_is_not_planned_in_parts():
     assert "one device or tp 2 a stage" in both.space
     assert both.plans[0].plan.groups[0].stages[0].tp == 2
     assert both.plans[0].prediction.step_time_s < result.plans[0].prediction.step_time_s
+
+
+def test_idle_nodes_are_not_paid():
+    told = costs(np.random.default_rng(6), 3, {"a": 1.0, "b": 1e4})
+    cluster = lab("ab")
+    cluster = replace(cluster, nodes=tuple(replace(nodes, usd_per_h=10.0) for nodes in cluster.nodes))
+    assert len(cluster.nodes) == 2
+    best = plan_measured(told, cluster, global_batch=4, seq_len=1, budget_s=600.0).plans[0]
+    assert best.plan.ranks == (0,)
+    hours = best.prediction.step_time_s / 3600.0
+    assert best.prediction.cost.usd_per_step == pytest.approx(10.0 * hours)

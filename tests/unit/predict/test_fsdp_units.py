@@ -23,6 +23,7 @@ from foreshard.sim import critical_path
 
 # Nothing slows computation, so that a step is its order alone.
 CONSTANTS = TrainingConstants(fsdp_contention=0.0)
+REDUCES_EACH = "hf@4"  # every micro-batch: later releases reduce behind the last one
 SLOW, FAST = "2x4xa100-sxm-80gb@50Gb/s", "1x4xh100-sxm"
 
 
@@ -32,10 +33,10 @@ def case_of(cluster, count, layers=5, **units):
     model = replace(model, blocks=model.blocks[:layers], vocab=32000)
     cluster = api.load_cluster(cluster)
     plan = api.make_plan(
-        model, cluster, zero=3, seq_len=2048, framework="hf", global_batch=count * cluster.num_devices
+        model, cluster, zero=3, seq_len=2048, framework=REDUCES_EACH, global_batch=count * cluster.num_devices
     )
     return PlannedRun(
-        model=model, cluster=cluster, plan=replace(plan, **units), framework=load_framework("hf")
+        model=model, cluster=cluster, plan=replace(plan, **units), framework=load_framework(REDUCES_EACH)
     )
 
 
