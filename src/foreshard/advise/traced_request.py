@@ -85,7 +85,7 @@ class TracedRequest:
 
     def compare(self) -> tuple[Prediction, ...]:
         """Return the predictions under both engines that take operations of a trace."""
-        alike = {name: None for name in (one.name for one in fields(Noise))}
+        alike = dict.fromkeys((named.name for named in fields(Noise)), None)
         request = replace(self, choices={**self.choices, **alike})
         return tuple(request.predict(engine) for engine in ("graph", "event"))
 

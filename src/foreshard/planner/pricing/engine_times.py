@@ -49,11 +49,10 @@ def predicted(request: PlanRequest, plan: Plan) -> Prediction:
     """Return the prediction of a plan as its file states it; nodes that are idle are not paid for."""
     plan = _with_buckets(request, request.stated(plan))
     found = steps_of(request, _paid(request, plan)).predict(plan, tokens=request.tokens)
-    used = _used_nodes(request.cluster, plan)
-    if used.all():
+    used = nodes_in_use(request.cluster, plan)
+    if used.num_nodes == request.cluster.num_nodes:
         return found
-    nodes = [group for group in request.cluster.nodes for _ in range(group.count)]
-    dates = [group.price_date for group, is_used in zip(nodes, used, strict=True) if is_used]
+    dates = [group.price_date for group in used.nodes]
     stated = request.usd_per_device_hour is not None or found.cost.usd_per_step is None
     return replace(
         found,
