@@ -78,6 +78,7 @@ def build(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
     """Return the model, a function that returns a loss, and the optimizer."""
     makers = {"transformers": _transformers, "sharded": _sharded_transformers}
     makers |= {"torchtitan": _torchtitan, "torchvision": _torchvision, "module": _module}
+    makers |= {"catalog": _catalog}
     return makers[step.library](step, device)
 
 
@@ -178,6 +179,30 @@ def _module(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
         return loss_of(model(*made))
 
     return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
+def _catalog(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
+    """Return a network of the catalog that makes its own loss, in 16 bit as its published runs are."""
+    import torch
+
+    from foreshard.profile.networks.catalog import is_mixed, network
+
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = step.dtype == "tf32"
+    model, inputs = network(str(step.model), device=device)
+    narrow = getattr(torch, TORCH_TYPES.get(step.dtype, "float32"))
+    whole = step.dtype in TORCH_TYPES and not is_mixed(str(step.model))
+    model = model.to(narrow if whole else torch.float32).train()
+    made = []
+    for each in inputs:
+        kind = each.dtype if not each.is_floating_point() else narrow if whole else torch.float32
+        made.append(torch.ones(step.batch, *each.shape[1:], dtype=kind, device=device))
+
+    def loss() -> Any:
+        with nullcontext() if whole or narrow is torch.float32 else torch.autocast(device, narrow):
+            return model(*made).float()
+
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e-6)
 
 
 def _torchtitan(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:

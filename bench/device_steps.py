@@ -1,8 +1,8 @@
 """The training steps that `bench_device.py` predicts and trains.
 
 A step is by transformers under autocast (predicted as `ddp`) or under fully_shard (`hf`), by torchtitan's
-model, recomputation, compile and fully_shard (`torchtitan`), by torchvision under autocast, or a module of
-`device_modules.py`.
+model, recomputation, compile and fully_shard (`torchtitan`), by torchvision under autocast, a module of
+`device_modules.py`, or a network of the catalog that makes its own loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class Step:
 
     name: str
     kind: str  # dense, experts, network
-    library: str  # transformers, sharded (the same under fully_shard), torchtitan, torchvision, module
+    library: (
+        str  # transformers, sharded (the same under fully_shard), torchtitan, torchvision, module, catalog
+    )
     model: str | dict
     batch: int
     seq: int = 0
@@ -122,6 +124,11 @@ def _channels_first(model: str, batch: int, dtype: str) -> Step:
 
 def _module(name: str, batch: int) -> Step:
     return Step(name=f"{name}-{batch}", kind="module", library="module", model=name, batch=batch)
+
+
+def _catalog(name: str, batch: int, dtype: str) -> Step:
+    named = f"{name}-{batch}-{dtype}"
+    return Step(name=named, kind="network", library="catalog", model=name, batch=batch, dtype=dtype)
 
 
 TITAN_8B = {"flavor": "llama3:8B", "n_layers": 8}
@@ -340,4 +347,25 @@ STEPS_TRAINED = (
     _channels_first("resnet101", 64, "tf32"),
     _channels_first("resnet50", 256, "bf16"),
     _channels_first("mobilenet_v2", 256, "bf16"),
+    # Trained on an H100 after all above: networks that make their own loss, whose kernels were recorded;
+    # long sequences, and steps that torch compiled.
+    _catalog("bert_base_squad", 32, "fp16"),
+    _catalog("bert_base_squad", 32, "tf32"),
+    _catalog("bert_large_phase1", 64, "fp16"),
+    _catalog("transformer_big", 160, "fp16"),
+    _catalog("transformer_big", 160, "tf32"),
+    _catalog("gnmt", 128, "fp16"),
+    _catalog("gnmt", 128, "tf32"),
+    _catalog("ncf", 1048576, "fp16"),
+    _catalog("ncf", 1048576, "tf32"),
+    _catalog("ssd300", 64, "fp16"),
+    _catalog("ssd300", 64, "tf32"),
+    _catalog("waveglow", 4, "tf32"),
+    _catalog("transformer_xl_base", 32, "fp16"),
+    _catalog("transformer_xl_base", 32, "tf32"),
+    _hf("llama-1b-16k", MODELS["LLAMA_1B"], 1, 16384, recompute="full"),
+    _hf("mistral-6-16k", MODELS["MISTRAL_7B_6"], 1, 16384, recompute="full"),
+    _hf("qwen2.5-0.5b-compiled", MODELS["QWEN2_05B"], 4, 2048, compile=True),
+    _hf("bert-large-compiled", MODELS["BERT"], 32, 512, compile=True),
+    _hf("gpt2-xl-compiled", MODELS["GPT2_XL"], 4, 1024, compile=True),
 )

@@ -284,8 +284,10 @@ def _function_of(name: str) -> str:
     return next(function for function, known in families.items() if name in known)
 
 
-def network(name: str, *, side: int | None = None, **changed: Any) -> tuple[Any, Any]:
-    """Return a network on the meta device and its example inputs, of one sample; images have channels first.
+def network(
+    name: str, *, side: int | None = None, device: str = "meta", **changed: Any
+) -> tuple[Any, Any]:
+    """Return a network and its example inputs, of one sample; images have channels first.
 
     Parameters
     ----------
@@ -293,6 +295,8 @@ def network(name: str, *, side: int | None = None, **changed: Any) -> tuple[Any,
         One of `NETWORKS`.
     side : int, optional
         Of a classifier's image, pixels; by default what the network is trained or evaluated with.
+    device : str
+        Where it lies; on the meta device it has no values.
     **changed
         Arguments of the function that makes it, in place of the network's own: `words` of a text.
 
@@ -311,7 +315,7 @@ def network(name: str, *, side: int | None = None, **changed: Any) -> tuple[Any,
     positional, named = (_BY_FUNCTION | _WITH_INPUTS)[function][name]
     module = _MODULES.get(function, function)
     make = getattr(import_module(f"foreshard.profile.networks.{module}"), function)
-    with torch.device("meta"):
+    with torch.device(device):
         made = make(*positional, **{**named, **changed})
         if function in _WITH_INPUTS:
             network_and_inputs: tuple[Any, Any] = made
