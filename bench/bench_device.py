@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from device_steps import STEPS_TRAINED, TORCH_TYPES, Step
+from device_steps import STEPS_TRAINED, TORCH_TYPES, VALUES_BELOW, Step
 
 WARM_UP, STEPS = 4, 12
 OUT = Path(__file__).parents[1] / "src/foreshard/catalog/data/step_residuals.json"
@@ -194,9 +194,12 @@ def _catalog(step: Step, device: str) -> tuple[Any, Callable[[], Any], Any]:
     whole = step.dtype in TORCH_TYPES and not is_mixed(str(step.model))
     model = model.to(narrow if whole else torch.float32).train()
     made = []
-    for each in inputs:
-        kind = each.dtype if not each.is_floating_point() else narrow if whole else torch.float32
-        made.append(torch.ones(step.batch, *each.shape[1:], dtype=kind, device=device))
+    for each, below in zip(inputs, VALUES_BELOW[str(step.model)], strict=True):
+        size = (step.batch, *each.shape[1:])
+        if each.is_floating_point():
+            made.append(torch.rand(size, device=device, dtype=narrow if whole else torch.float32))
+        else:
+            made.append(torch.randint(min(1, below - 1), below, size, device=device))
 
     def loss() -> Any:
         with nullcontext() if whole or narrow is torch.float32 else torch.autocast(device, narrow):

@@ -74,6 +74,17 @@ MODELS = json.loads((Path(__file__).parent / "device_models.json").read_text())
 
 TORCH_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 """What autocast computes in; without it in tf32 and fp32."""
+VALUES_BELOW = {
+    "bert_base_squad": (30522, 2, 2, 384),
+    "bert_large_phase1": (30522, 2, 2, 128, 30522, 2),
+    "transformer_big": (33000, 33000, 33000),
+    "gnmt": (32000, 32000, 32000),
+    "ncf": (138000, 26000, 1),
+    "ssd300": (1, 1, 81),
+    "waveglow": (1, 1),
+    "transformer_xl_base": (200000, 200000),
+}
+"""What whole numbers that a network reads are below, input by input: all rows of its tables are read."""
 NETWORK = """# A network as `_torchvision` trains it.
 import torch
 
@@ -367,5 +378,12 @@ STEPS_TRAINED = (
     _hf("mistral-6-16k", MODELS["MISTRAL_7B_6"], 1, 16384, recompute="full"),
     _hf("qwen2.5-0.5b-compiled", MODELS["QWEN2_05B"], 4, 2048, compile=True),
     _hf("bert-large-compiled", MODELS["BERT"], 32, 512, compile=True),
-    _hf("gpt2-xl-compiled", MODELS["GPT2_XL"], 4, 1024, compile=True),
+    # Trained on an H200 as a test of what those above had shown.
+    _hf("qwen3-0.6b-16k", MODELS["QWEN3_06B"], 1, 16384, recompute="full"),
+    _hf("smollm-360m-16k", MODELS["SMOL"], 1, 16384, recompute="full"),
+    _hf("llama-3b-8k", MODELS["LLAMA_3B"], 1, 8192, recompute="full"),
+    _sharded("hf-llama-1b-16k", MODELS["LLAMA_1B"], 1, 16384),
+    _hf("bert-large-tf32", MODELS["BERT"], 32, 512, dtype="tf32"),
+    _hf("llama-1b-tf32", MODELS["LLAMA_1B"], 4, 2048, dtype="tf32"),
+    _hf("pythia-410m-tf32", MODELS["PYTHIA"], 8, 2048, dtype="tf32"),
 )

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from columns import Table
+from columns import Table, read_columns
 from kernel_tables import (
     DATA,
     anchors,
@@ -33,7 +33,7 @@ from scipy.optimize import minimize
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import KernelModel
-from foreshard.cost.attention import flash_attention_forward_s
+from foreshard.cost.attention import flash_attention_backward_s, flash_attention_forward_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
@@ -73,6 +73,7 @@ BACKWARD_RATIO = 0.55  # not identified by forward kernels: long-sequence traini
 # Shah et al. 2024 (arXiv 2407.08608), figures 5 and 6: head 128, 16k tokens on H100, backward over forward.
 FA3_BACKWARD_RATIO = 561.0 / 648.0
 D0_UNMEASURED = 8.0  # Ampere has no 64-wide kernel rows: training rows of llm-foundry want .95 there
+LAUNCHED_MS = 0.05  # the H200's host launched a kernel in some 0.02: longer ones hide it
 FA1_OVER_FA2 = 0.5  # Dao 2023 (arXiv 2307.08691), abstract: FlashAttention-2 is about 2x its predecessor
 FA2_HOPPER = 327.9e12  # Azure AI-benchmarking-guide ND H100 v5 L52: FA2, head_dim 128, batch 2, seq 8192
 SMALL_TABLE_ARCHES = ("volta", "turing")  # DeepBench: 160 products a device
@@ -369,7 +370,7 @@ def attention(report: dict) -> dict:
         fits.setdefault(kernel, {})[device] = entry | {"bwd_ratio": BACKWARD_RATIO}
     report["attention"]["all"] = figures(np.concatenate(logs))
     left_out_attention(rows, fits, report)
-    return attention_sections(fits)
+    return attention_sections(fits, report)
 
 
 def left_out_attention(rows: Table, fits: dict, report: dict) -> None:
@@ -386,7 +387,7 @@ def left_out_attention(rows: Table, fits: dict, report: dict) -> None:
     report["attention_left_out"]["all"] = figures(np.concatenate(logs))
 
 
-def attention_sections(fits: dict[str, dict[str, dict[str, float]]]) -> dict:
+def attention_sections(fits: dict[str, dict[str, dict[str, float]]], report: dict) -> dict:
     """Return one section per kernel family; who lacks the kernel takes what libraries run instead."""
     fa2, fa3, cudnn = section(fits["fa2"]), section(fits["fa3"]), section(fits["cudnn"])
     hopper, blackwell = fa3["architectures"]["hopper"], cudnn["architectures"]["blackwell"]
@@ -408,15 +409,73 @@ def attention_sections(fits: dict[str, dict[str, dict[str, float]]]) -> dict:
         },
         "generic": fa2["generic"] | {"fwd_eff": fa2["generic"]["fwd_eff"] * FA1_OVER_FA2},
     }
-    third = float(f"{FA3_BACKWARD_RATIO:.6g}")
-    own = {
-        "devices": {
-            n: e | {"bwd_ratio": third} if n in fits["fa3"] else e for n, e in new["devices"].items()
-        },
-        "architectures": new["architectures"] | {"hopper": hopper | {"bwd_ratio": third}},
-        "generic": new["generic"],
+
+    def on_hopper(**backward: float) -> dict:
+        return {
+            "devices": {n: e | backward if n in fits["fa3"] else e for n, e in new["devices"].items()},
+            "architectures": new["architectures"] | {"hopper": hopper | backward},
+            "generic": new["generic"],
+        }
+
+    return {
+        "fa1": halved,
+        "fa2": fa2,
+        "fa3": on_hopper(bwd_ratio=float(f"{FA3_BACKWARD_RATIO:.6g}")),
+        "cudnn": new,
+        "sdpa": on_hopper(**backward_of_torch(hopper, report)),
+        "trtllm": section(fits["trtllm"]),
     }
-    return {"fa1": halved, "fa2": fa2, "fa3": own, "cudnn": new, "te": new, "trtllm": section(fits["trtllm"])}
+
+
+def backward_of_torch(forward: dict[str, float], report: dict) -> dict[str, float]:
+    """Return the constants of the backward of torch's attention on Hopper, timed on an H200."""
+    rows = read_columns(ROOT / "bench" / "device_attention.csv")
+    sizes = ("batch", "num_heads", "num_kv_heads", "seq_len", "head_dim")
+
+    def predictor(group: Table, is_backward: bool) -> Callable[[dict[str, float]], np.ndarray]:
+        batch, heads, kv_heads, length, dim = (group[name] for name in sizes)
+        known = {f"attn_{name}": value for name, value in forward.items()}
+
+        def predict(values: dict[str, float]) -> np.ndarray:
+            fitted = {f"attn_{name}": value for name, value in values.items()}
+            kernels = replace(ideal("h200-sxm", "bf16"), **known | fitted)
+            whole = (batch, heads, kv_heads, length, length, dim, dim)
+            took_s = flash_attention_forward_s(*whole, kernels, causal=True)
+            return flash_attention_backward_s(took_s, whole, kernels, causal=True) if is_backward else took_s
+
+        return predict
+
+    def longer(op: str, least_ms: float) -> Table:
+        return rows.take((rows["op"] == op) & (rows["latency_ms"] > least_ms))
+
+    group = longer("attention", LAUNCHED_MS)
+    log_ratio = np.log(predictor(group, False)({})) - np.log(group["latency_ms"] * 1e-3)
+    report["attention_of_torch"]["forward, not fitted"] = figures(log_ratio)
+    group = longer("attention_backward", 5 * LAUNCHED_MS)  # autograd launches several kernels
+    bounds, start = {"bwd_ratio": (0.3, 1.2), "bwd_fixed": (0.5, 4.0)}, {"bwd_ratio": 0.8, "bwd_fixed": 1.0}
+    entry, log_ratio = fit(predictor(group, True), group["latency_ms"] * 1e-3, bounds, start)
+    report["attention_of_torch"]["backward"] = figures(log_ratio)
+    for (length,), part in group.groups("seq_len"):
+        error = np.log(predictor(part, True)(entry)) - np.log(part["latency_ms"] * 1e-3)
+        report["attention_of_torch"][f"backward of {length:.0f}"] = figures(error)
+    return entry
+
+
+def tf32_over_16bit() -> dict[str, float]:
+    """Return the share of its peak that TF32 reaches in a layer's three products over that of 16 bit (H200).
+
+    Hopper's matrix units read operands in TF32 along the inner dimension only. Those of the gradient of a
+    weight do not lie so, and libraries run what older devices have.
+    """
+    rows = read_columns(ROOT / "bench" / "device_products.csv")
+    ratios = []
+    for _, same in rows.take(rows["dtype"] != "fp32").groups("m", "n", "k"):
+        narrow, tf32 = (same["ms"][same["dtype"] == name] for name in ("bf16", "tf32"))
+        if narrow.min() > LAUNCHED_MS:
+            ratios.append(
+                2.0 * narrow.sum() / tf32.sum()
+            )  # a multiply-add of TF32 takes twice as long at the peak
+    return {"hopper": float(f"{np.median(ratios):.6g}")}
 
 
 # ---- elementwise and grouped products ------------------------------------------------------------------
@@ -527,9 +586,11 @@ def constants() -> dict:
             "gemm 16bit volta, turing; fp32 maxwell, vega": "baidu-research/DeepBench (Apache-2.0)",
             "gemm fp32, stream": "NeuSight, ASPLOS 2025 (MIT)",
             "stream hopper, fa2 hopper": "Azure/AI-benchmarking-guide (MIT)",
+            "tf32 hopper, backward of sdpa hopper": "bench/device_products.csv, bench/device_attention.csv",
         },
         "curve_of": {name: "ada" for name in CONSUMER_BLACKWELL},
         "gemm": gemm,
+        "tf32_over_16bit": tf32_over_16bit(),
         "attention": attention(report),
         "stream": stream,
         "grouped": grouped(sixteen, report),

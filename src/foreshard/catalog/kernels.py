@@ -18,7 +18,7 @@ from foreshard.errors import unknown
 if TYPE_CHECKING:
     from foreshard.spec.device import Device
 
-ATTENTION_KERNELS = ("fa1", "fa2", "fa3", "cudnn", "te", "trtllm")
+ATTENTION_KERNELS = ("fa1", "fa2", "fa3", "cudnn", "sdpa", "trtllm")
 FIDELITIES = ("datasheet", "zero-shot")
 COSTS = ("auto", "formula", "learned")
 
@@ -91,6 +91,8 @@ class KernelModel:
     """Head dimensions that the exponential of a score is worth."""
     attn_bwd_ratio: Any
     """Backward efficiency over forward efficiency."""
+    attn_bwd_fixed: Any
+    """Fixed cost of a query row in the backward over that in the forward."""
     attn_launch_s: Any
     stream_eff: Any
     """Achievable share of the memory bandwidth in elementwise kernels."""
@@ -178,7 +180,8 @@ def kernel_model(
     precision : str
         fp32, tf32, fp16, bf16, fp8, mxfp8 or nvfp4; the device must have a peak for it.
     attention : str
-        Flash attention kernel: fa1, fa2, fa3, cudnn, te, or trtllm (prefill of TensorRT-LLM).
+        Flash attention kernel: fa1, fa2, fa3, cudnn, sdpa (cuDNN of the releases that torch takes it from),
+        or trtllm (prefill of TensorRT-LLM).
     fidelity : str
         ``datasheet`` uses no fitted constant: every kernel runs at the datasheet rates.
     sustained : bool
@@ -240,14 +243,22 @@ def learned_kinds(device: Device, costs: str) -> frozenset[str]:
 def _fitted(device: Device, precision: str, attention: str) -> dict[str, float]:
     """Return every fitted field of the device."""
     constants = kernel_constants()
-    gemm = _find(constants["gemm"][_CURVE[precision]], device)[0]
-    gemm16 = _find(constants["gemm"][_CURVE[_wide(device, precision)]], device)[0]
+    gemm, gemm16 = (_curve(device, name) for name in (precision, _wide(device, precision)))
     values = {f"gemm_{name}": value for name, value in gemm.items()}
     values |= {f"gemm16_{name}": gemm16[name] for name in ("eff", "k0", "split_k", "sag")}
     values |= {f"attn_{name}": v for name, v in _find(constants["attention"][attention], device)[0].items()}
+    values.setdefault("attn_bwd_fixed", 1.0)
     values |= {f"stream_{name}": v for name, v in _find(constants["stream"], device)[0].items()}
     values |= {f"grouped_{name}": v for name, v in _find(constants["grouped"], device)[0].items()}
     return values
+
+
+def _curve(device: Device, precision: str) -> dict[str, float]:
+    """Return the curve of matrix products; in TF32 that of 16 bit, at another share of the peak."""
+    constants = kernel_constants()
+    found = _find(constants["gemm"][_CURVE[precision]], device)[0]
+    share = constants["tf32_over_16bit"].get(device.arch, 1.0) if precision == "tf32" else 1.0
+    return found | {"eff": found["eff"] * share}
 
 
 def _check(key: str, value: str, known: Sequence[str]) -> None:
@@ -263,6 +274,7 @@ _IDEAL = {f.name: 0.0 for f in fields(KernelModel)[4:]} | {
     "gemm16_split_k": 1e30,
     "attn_fwd_eff": 1.0,
     "attn_bwd_ratio": 1.0,
+    "attn_bwd_fixed": 1.0,
     "stream_eff": 1.0,
     "grouped_eff": 1.0,
 }

@@ -99,7 +99,7 @@ def learned_constants(
         if "grouped" in kinds:
             found |= {"grouped_eff": 1.0, "grouped_learned": 1.0}
     serving = float(attention == "trtllm")
-    native = attention in ("fa3", "cudnn", "te") or attention == NATIVE_ATTENTION.get(device.arch, "fa2")
+    native = attention in ("fa3", "cudnn", "sdpa") or attention == NATIVE_ATTENTION.get(device.arch, "fa2")
     if "attention" in kinds and sixteen and (native or serving):
         share = learned_share("attention", device, precision, serving=serving)
         if share is not None:

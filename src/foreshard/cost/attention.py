@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,11 @@ def _seen_up_to(position: np.ndarray, reach: np.ndarray) -> np.ndarray:
     return seen * (position - 0.5 * seen)
 
 
+def seen_keys(q_len: Any, kv_len: Any, *, causal: Any, window: Any = 0) -> np.ndarray:
+    """Return twice the keys that a query sees in the mean: the length of a causal sequence."""
+    return 2.0 * attended_pairs(q_len, kv_len, causal=causal, window=window) / np.maximum(q_len, 1.0)
+
+
 def flash_attention_forward_s(
     batch: Any,
     num_heads: Any,
@@ -75,7 +81,8 @@ def flash_attention_forward_s(
     pairs = attended_pairs(q_len, kv_len, causal=causal, window=window)
     rows = batch * num_heads
     dims = np.asarray(head_dim, dtype=np.float64) + value_head_dim
-    longest = np.minimum(q_len, QUERY_TILE) * np.minimum(kv_len, 2.0 * pairs / np.maximum(q_len, 1.0))
+    seen = seen_keys(q_len, kv_len, causal=causal, window=window)
+    longest = np.minimum(q_len, QUERY_TILE) * np.minimum(kv_len, seen)
     work = rows * (pairs + 0.5 * kernels.attn_s0 * q_len) + kernels.attn_tail * kernels.num_sms * longest
     # Normalised so that a head dimension of 128 costs its own products.
     flops = work * (dims + 2.0 * kernels.attn_d0) * (256.0 / (128.0 + kernels.attn_d0))
@@ -107,14 +114,24 @@ def whole_causal(
     return np.asarray(causal, dtype=bool) & same & unmasked
 
 
-def backward_of_forward_s(forward_s: np.ndarray, kernels: KernelModel) -> np.ndarray:
+def backward_of_forward_s(forward_s: np.ndarray, kernels: KernelModel, seen: Any = math.inf) -> np.ndarray:
     """Return the backward of a fused attention whose forward takes `forward_s`: 2.5 times its work.
+
+    Parameters
+    ----------
+    forward_s : ndarray
+    kernels : KernelModel
+    seen : array_like
+        Twice the keys that a query sees in the mean, which is the length of a causal sequence: a query row
+        costs `attn_bwd_fixed` times what it does in the forward beside them.
 
     Source
     ------
     Five products against two: Dao et al. 2022, algorithm 4; ratio in docs/derivations/kernels.md.
     """
     busy_s = (forward_s - kernels.attn_launch_s) * (BACKWARD_FLOPS / kernels.attn_bwd_ratio)
+    more = kernels.attn_s0 * (kernels.attn_bwd_fixed - 1.0)
+    busy_s = busy_s * (1.0 + more / np.maximum(seen + kernels.attn_s0, 1.0))
     return np.where(forward_s > 0, busy_s + kernels.attn_launch_s, 0.0)
 
 
@@ -132,10 +149,11 @@ def flash_attention_backward_s(
     kernels : KernelModel
     causal, window : array_like
     """
-    backward_s = backward_of_forward_s(forward_s, kernels)
+    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = sizes
+    seen = seen_keys(q_len, kv_len, causal=causal, window=window)
+    backward_s = backward_of_forward_s(forward_s, kernels, seen)
     if not np.count_nonzero(kernels.attn_back_table):
         return backward_s
-    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = sizes
     form = whole_causal(q_len, kv_len, head_dim, value_dim, causal=causal, window=window)
     asked = (batch, heads, kv_heads, np.where(form, q_len, 0.0), head_dim)
     return np.where(backward_s > 0, tabled_s(backward_s, kernels.attn_back_table, asked), 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s
+from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s, seen_keys
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
@@ -220,7 +220,8 @@ def _attention(operations: list[Operation], samples: float, kernels: KernelModel
         sequences, heads, heads, queries, keys, width, width, kernels, causal=causal > 0
     )
     backward = np.array([operation.name.endswith("backward") for operation in operations])
-    return np.where(backward, backward_of_forward_s(forward_s, kernels), forward_s)
+    seen = seen_keys(queries, keys, causal=causal > 0)
+    return np.where(backward, backward_of_forward_s(forward_s, kernels, seen), forward_s)
 
 
 def _streams(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:

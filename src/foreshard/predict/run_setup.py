@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from foreshard.catalog.kernels import Tables, kernel_model
-from foreshard.catalog.stacks import attention_on
+from foreshard.catalog.stacks import attention_constants, attention_on
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import CHANNELS, StageLoad, optimizer_state_bytes, table_state_bytes
 from foreshard.cost.memory_activations import Recompute
@@ -86,10 +86,9 @@ class RunSetup:
         }
 
     def kernels(self, device: Device) -> KernelModel:
-        """Return the kernel constants of a device; attention outside flash kernels has its own formula."""
-        attention = attention_on(self.framework, device)
-        constants = {"unfused": "fa2", "efficient": "fa1"}.get(attention, attention)
-        return _kernel_model(device, self.precision, constants, self.fidelity, self.costs)
+        """Return the kernel constants of a device."""
+        attention = attention_constants(self.framework, device)
+        return _kernel_model(device, self.precision, attention, self.fidelity, self.costs)
 
     def traits(self, device: Device, zero: Any) -> Traits:
         """Return what the framework does on a device at a ZeRO level, or at each of several."""

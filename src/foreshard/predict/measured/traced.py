@@ -11,6 +11,7 @@ import numpy as np
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import kernel_model
+from foreshard.catalog.stacks import attention_constants
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.kernels import KernelModel
@@ -284,13 +285,14 @@ def device_operations_s(
     vector = float(device.peak(wide))
     vector_eff = float(kernel_model(device, wide, fidelity=fidelity).gemm_eff)
     issued_per_s = _LANES * sm_cycles_per_s(device) if device.vendor == "nvidia" else 0.0
+    attention = attention_constants(load_framework("ddp"), device)
     found = np.zeros(len(operations))
     of_precision: dict[str, list[int]] = {}
     for i, operation in enumerate(operations):
         of_precision.setdefault(_precision_of(operation, device, precision), []).append(i)
     for name, which in of_precision.items():
         units = name != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
-        kernels = kernel_model(device, name, fidelity=fidelity)
+        kernels = kernel_model(device, name, attention=attention, fidelity=fidelity)
         found[which] = operations_s(
             [operations[i] for i in which],
             samples,

@@ -284,9 +284,7 @@ def _function_of(name: str) -> str:
     return next(function for function, known in families.items() if name in known)
 
 
-def network(
-    name: str, *, side: int | None = None, device: str = "meta", **changed: Any
-) -> tuple[Any, Any]:
+def network(name: str, *, side: int | None = None, device: str = "meta", **changed: Any) -> tuple[Any, Any]:
     """Return a network and its example inputs, of one sample; images have channels first.
 
     Parameters
