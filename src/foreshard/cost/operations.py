@@ -234,7 +234,7 @@ def _recurrences(
         _sizes(operations, samples),
         _bytes(operations, samples),
         kernels,
-        waiting_s=library.waiting_s,
+        library=library,
         backward=np.array([operation.name.endswith("backward") for operation in operations]),
         kept=library.keeps(operations, samples),
     )

@@ -13,7 +13,7 @@ from foreshard.cost.kernels import KernelModel
 from foreshard.spec.traced_module import Operation
 
 _FEW_ROWS = 64.0
-"""Samples up to which libraries have kernels that leave no rows of a tile empty."""
+"""Samples up to which cuBLAS has kernels that leave no rows of a tile empty."""
 _TILE_SAMPLES = 16.0
 _TILE_S = (1.6e-6, 2.7e-6)
 """Seconds of a step of as many samples in a persistent kernel, forward and backward.
@@ -35,6 +35,8 @@ class RecurrentKernels:
     volta, later : bool
         Whether one kernel keeps the weights on the processors for all steps: by torch's rule for V100, and
         by that for A100 and later devices with 98 processors or more; in fp16.
+    full_tiles : bool
+        Whether it has products of few samples that leave no rows of a tile empty.
     waiting_s : float
         Seconds that a step of other layers takes beyond a product and the gates.
 
@@ -46,6 +48,7 @@ class RecurrentKernels:
 
     volta: bool = False
     later: bool = False
+    full_tiles: bool = True
     waiting_s: float = 0.0
 
     def keeps(self, operations: Sequence[Operation], samples: float) -> np.ndarray:
@@ -74,7 +77,7 @@ def recurrence_s(
     cell_bytes: np.ndarray,
     kernels: KernelModel,
     *,
-    waiting_s: float,
+    library: RecurrentKernels,
     backward: np.ndarray,
     kept: np.ndarray,
 ) -> np.ndarray:
@@ -89,8 +92,7 @@ def recurrence_s(
     cell_bytes : ndarray, shape (recurrences,), bytes
         That the gates of all steps stream.
     kernels : KernelModel
-    waiting_s : float
-        As that of `RecurrentKernels`.
+    library : RecurrentKernels
     backward, kept : ndarray of bool, shape (recurrences,)
         Whether they are gradients, and whether one kernel runs all steps.
 
@@ -103,10 +105,11 @@ def recurrence_s(
     multiplied_s = 2.0 * rows * wide * width / (kernels.peak_flops_per_s * kernels.gemm_eff)
     read_s = element_bytes * wide * width / (kernels.stream_eff * kernels.memory_bytes_per_s)
     few_s = np.maximum(multiplied_s, read_s) + kernels.gemm_launch_s
-    product_s = np.where(rows <= _FEW_ROWS, np.minimum(product_s, few_s), product_s)
+    full = (rows <= _FEW_ROWS) & library.full_tiles
+    product_s = np.where(full, np.minimum(product_s, few_s), product_s)
     more = np.where(backward, _KERNELS[1], _KERNELS[0]) - _KERNELS[0]
     gates_s = stream_s(cell_bytes / steps, kernels) + more * kernels.stream_launch_s
-    apart_s = steps * (product_s + gates_s + waiting_s)
+    apart_s = steps * (product_s + gates_s + library.waiting_s)
     kept_s = steps * np.ceil(rows / _TILE_SAMPLES) * np.where(backward, _TILE_S[1], _TILE_S[0])
     return np.where(kept, kept_s, apart_s)
 

@@ -284,6 +284,7 @@ def _recurrent_kernels(device: Device, precision: str) -> RecurrentKernels:
     return RecurrentKernels(
         volta=narrow and device.arch == "volta",
         later=narrow and later and device.num_sms >= _KEEPING_PROCESSORS,
+        full_tiles=device.vendor == "nvidia",
         waiting_s=0.0 if later else _WAITING_S,
     )
 
