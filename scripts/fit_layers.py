@@ -3,8 +3,8 @@
     python scripts/fit_layers.py
 
 Fits `SLOWER` of `cost/convolutions.py` to the least mean absolute log error of all passes in fp32, each
-device counting alike, and `_WAITING_S` of `predict/measured/traced.py` to recurrent layers of 100 steps and
-more on V100. Prints them beside the shipped ones, and the median errors of every device by constants fitted
+device counting alike, and `WAITING_S` of `validation/kernels/deepbench.py` to recurrent layers of 100 steps
+and more on V100. Prints them beside the shipped ones, and median errors of each device by constants fitted
 to the others. Three minutes.
 """
 
@@ -21,12 +21,13 @@ from accuracy_rows import markdown
 
 from foreshard.cost import convolutions
 from foreshard.errors import SpecError
-from foreshard.predict.measured import traced
 from foreshard.spec.device import Device
 from foreshard.validation.kernels.deepbench import (
     RECURRENT,
+    WAITING_S,
     StatedPass,
     device_of,
+    operations_alone_s,
     precision_of,
     stated_passes,
 )
@@ -36,7 +37,7 @@ GRIDS = {
     "pointwise_weights": np.arange(1.0, 3.6, 0.1),
     "spread": np.arange(1.0, 4.1, 0.1),
 }
-WAITING_S = np.arange(0.0, 61e-6, 1e-6)
+WAITS_S = np.arange(0.0, 61e-6, 1e-6)
 LEAST_STEPS = 100
 TRAINED = ("NV_V100",)
 ROUNDS = 3  # over constants, one after the other
@@ -50,15 +51,13 @@ class Sheet:
     precision: str
     passes: tuple[StatedPass, ...]
 
-    def errors(self) -> np.ndarray:
+    def errors(self, waiting_s: float = WAITING_S) -> np.ndarray:
         """Return log(predicted / measured) of each pass by the constants in place."""
         found = np.zeros(len(self.passes))
         for samples in {each.samples for each in self.passes}:
             which = [i for i, each in enumerate(self.passes) if each.samples == samples]
             work = tuple(operation for i in which for operation in self.passes[i].operations)
-            seconds = traced.device_operations_s(
-                work, samples, device=self.device, precision=self.precision, sustained=False
-            )
+            seconds = operations_alone_s(work, samples, self.device, self.precision, waiting_s)
             ends = np.cumsum([len(self.passes[i].operations) for i in which])
             sums = np.array([part.sum() for part in np.split(seconds, ends[:-1])])
             found[which] = np.log(sums / [self.passes[i].measured_s for i in which])
@@ -116,10 +115,9 @@ def fitted(images: Sequence[Sheet]) -> Any:
 def waiting(steps: Sequence[Sheet]) -> float:
     """Return the seconds that a step waits, with the least error."""
     scores = []
-    for value in WAITING_S:
-        traced._WAITING_S = float(value)
-        scores.append(np.mean([np.mean(np.abs(sheet.errors())) for sheet in steps]))
-    return float(WAITING_S[int(np.argmin(scores))])
+    for value in WAITS_S:
+        scores.append(np.mean([np.mean(np.abs(sheet.errors(float(value)))) for sheet in steps]))
+    return float(WAITS_S[int(np.argmin(scores))])
 
 
 def medians(sheet: Sheet) -> list[str]:
@@ -132,11 +130,10 @@ def medians(sheet: Sheet) -> list[str]:
 def main() -> None:
     """Fit, and print."""
     images, steps = sheets()
-    shipped, shipped_s = convolutions.SLOWER, traced._WAITING_S
-    print(f"shipped: {shipped}, a step waits {shipped_s:.3g} s")
+    shipped = convolutions.SLOWER
+    print(f"shipped: {shipped}, a step waits {WAITING_S:.3g} s")
     print(f"fitted: {fitted(images)}, a step waits {waiting(steps):.3g} s")
     for sheet in steps:
-        traced._WAITING_S = shipped_s
         error = np.median(np.abs(np.expm1(sheet.errors())))
         print(f"recurrent layers on {sheet.device.name} in {sheet.precision}: {error:.1%}")
     lines = []

@@ -38,7 +38,7 @@ class RecurrentKernels:
     full_tiles : bool
         Whether it has products of few samples that leave no rows of a tile empty.
     waiting_s : float
-        Seconds that a step of other layers takes beyond a product and the gates.
+        Seconds that a step of other layers takes beyond its kernels.
 
     Source
     ------

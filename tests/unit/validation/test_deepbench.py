@@ -4,10 +4,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from foreshard.predict.measured.traced import device_operations_s
 from foreshard.profile.tracing.alone import convolution_passes, recurrent_passes
 from foreshard.validation.kernels.cases import kernel_cases
-from foreshard.validation.kernels.deepbench import device_of, timed_passes
+from foreshard.validation.kernels.deepbench import device_of, operations_alone_s, timed_passes
 from foreshard.validation.tables import read_table
 
 HEADER = "device,mode,sheet_precision,section,params,op_or_pass,time_ms\n"
@@ -25,9 +24,7 @@ def rows_of(tmp_path, *lines):
 
 def seconds(passes, samples, *names, device="NV_V100", precision="fp32"):
     work = tuple(operation for name in names for operation in passes[name])
-    return device_operations_s(
-        work, samples, device=device_of(device), precision=precision, sustained=False
-    ).sum()
+    return operations_alone_s(work, samples, device_of(device), precision).sum()
 
 
 def test_a_row_of_a_convolution_is_the_passes_that_it_states(tmp_path):

@@ -31,13 +31,7 @@ MASTER_BYTES = 4
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
 _CUDNN_9 = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
-_LATER = ("ampere", "ada", "hopper", "blackwell")  # whose recurrent layers are two kernels a step
-_KEEPING_PROCESSORS = 98  # of later devices, that keep weights of a recurrent layer
-_WAITING_S = 25e-6
-"""Seconds that a step of a recurrent layer takes beyond its product and gates on devices before Ampere.
-
-Source: scripts/fit_layers.py, DeepBench's layers of 100 steps and more on V100 (cuDNN 7).
-"""
+_KEEPS_WEIGHTS, _KEEPING_PROCESSORS = ("ampere", "ada", "hopper", "blackwell"), 98  # of recurrent layers
 _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
 """Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
@@ -278,14 +272,15 @@ def _launches(
     )
 
 
-def _recurrent_kernels(device: Device, precision: str) -> RecurrentKernels:
+def _recurrent_kernels(device: Device, precision: str, waiting_s: float = 0.0) -> RecurrentKernels:
     """Return how cuDNN, or AMD's library, runs recurrent layers."""
-    narrow, later = precision == "fp16", device.arch in _LATER
+    narrow = precision == "fp16"
+    later = device.arch in _KEEPS_WEIGHTS and device.num_sms >= _KEEPING_PROCESSORS
     return RecurrentKernels(
         volta=narrow and device.arch == "volta",
-        later=narrow and later and device.num_sms >= _KEEPING_PROCESSORS,
+        later=narrow and later,
         full_tiles=device.vendor == "nvidia",
-        waiting_s=0.0 if later else _WAITING_S,
+        waiting_s=waiting_s,
     )
 
 
@@ -297,10 +292,12 @@ def device_operations_s(
     precision: str,
     fidelity: str = "zero-shot",
     sustained: bool = True,
+    waiting_s: float = 0.0,
 ) -> np.ndarray:
     """Return the seconds of operations on a device, shape (operations,).
 
     `sustained` is that of `kernel_model`: whether the device is busy all the time, as in training.
+    `waiting_s` is that of `RecurrentKernels`: 0 for today's libraries.
     Products in 32 bit run as torch lets them by default: convolutions may take TF32, products may not.
     Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
@@ -326,7 +323,7 @@ def device_operations_s(
             issued_per_s=issued_per_s,
             processors=device.num_sms,
             cudnn_9=device.arch in _CUDNN_9,
-            recurrent=_recurrent_kernels(device, name),
+            recurrent=_recurrent_kernels(device, name, waiting_s),
         )
     return found
 
