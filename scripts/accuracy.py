@@ -41,7 +41,7 @@ from accuracy_intervals import (
     residuals_text,
     unseen_rows,
 )
-from accuracy_kernels import KernelScores, kernel_part, kernel_report
+from accuracy_kernels import LAYERS_TEXT, KernelScores, kernel_part, kernel_report, layer_report
 from accuracy_rows import ROOT, SUBSETS, TRIO, Run, markdown, pair, read_all, run_all
 from accuracy_tables import (
     PEER_CAVEATS,
@@ -275,6 +275,8 @@ def page(
         "What the fits of kernels use, after `scripts/fit_kernels.py`:",
         "",
         *kernel_report(),
+        *LAYERS_TEXT,
+        *layer_report(folder),
         "## Rows that are not predicted",
         "",
         *skip_table(skipped, sets["fit"]),

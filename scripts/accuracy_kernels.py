@@ -1,8 +1,12 @@
-"""Kernels and collectives in docs/accuracy.md: errors per table and system, in the fit and left out."""
+"""Kernels and collectives in docs/accuracy.md: errors per table and system, in the fit and left out.
+
+python scripts/accuracy_kernels.py      # convolutions and recurrent layers alone
+"""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +16,16 @@ import numpy as np
 from accuracy_rows import ROOT, markdown, pair, percent
 
 from foreshard.errors import SpecError
+from foreshard.validation.kernels.deepbench import (
+    CONVOLUTIONS,
+    RECURRENT,
+    device_of,
+    precision_of,
+    timed_passes,
+)
 from foreshard.validation.rows import TrainingRow
 from foreshard.validation.scoring import RowOutcome, distinct, summarise
-from foreshard.validation.tables import COLLECTIVE, MeasuredTable, read_table
+from foreshard.validation.tables import COLLECTIVE, MeasuredTable, measured_folder, read_table
 from foreshard.validation.validate import table_outcomes
 
 DATA = ROOT / "src/foreshard/catalog/data"
@@ -28,6 +39,13 @@ TABLES = (
     "kernel_neusight_gemm.csv.gz",
     "kernel_neusight_elementwise.csv.gz",
 )
+LAYERS_TEXT = (
+    "Convolutions and recurrent layers of DeepBench as the operations of a traced module "
+    "(`python scripts/accuracy_kernels.py`): median error and bias of a pass in percent, and passes. What is "
+    "fitted to them, and what is not: [traced_modules.md](traced_modules.md#against-published-kernels).",
+    "",
+)
+LAYER_PASSES = ("forward", "inputs", "weights", "inputs + weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +173,43 @@ def kernel_report() -> list[str]:
             text = f"{percent(figures['median'])} / {percent(figures['p90'])}"
             lines.append((section, name, figures["rows"], text, percent(figures["bias"])))
     return markdown(("fit", "device", "shapes", "median / p90 (%)", "bias (%)"), lines)
+
+
+def layer_report(folder: Path) -> list[str]:
+    """Return errors of convolutions and recurrent layers by device, precision, kind and pass."""
+    path = folder / "kernel_deepbench.csv.gz"
+    if not path.exists():
+        return []
+    groups: dict[tuple[str, str, str], list[Any]] = defaultdict(list)
+    for row in read_table(path).rows:
+        groups[row["device"], row["section"], row["sheet_precision"]].append(row)
+    errors: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (device, section, sheet), rows in groups.items():
+        kind = section.removeprefix(RECURRENT) if section.startswith(RECURRENT) else "convolution"
+        if kind == "convolution" and section not in CONVOLUTIONS:
+            continue
+        try:
+            name, precision = device_of(device).name, precision_of(sheet, section)
+            found = timed_passes(device, section, sheet, rows)
+        except SpecError:
+            continue
+        for each in (one for row in found for one in row):
+            error = each.predicted_s / each.measured_s - 1.0
+            for where in (name, "all"):
+                errors[kind, rows[0]["mode"], precision, where][each.name].append(error)
+    lines = [
+        (*key[:3], key[3], *(_passes_cell(values.get(name)) for name in LAYER_PASSES))
+        for key, values in sorted(errors.items())
+    ]
+    return markdown(("kind", "mode", "precision", "device", *LAYER_PASSES), lines)
+
+
+def _passes_cell(errors: Sequence[float] | None) -> str:
+    """Return median and bias in percent, and how many."""
+    if not errors:
+        return "-"
+    return f"{100 * np.median(np.abs(errors)):.1f} ({100 * np.median(errors):+.1f}), {len(errors)}"
+
+
+if __name__ == "__main__":
+    print("\n".join(layer_report(measured_folder())))

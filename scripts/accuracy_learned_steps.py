@@ -42,7 +42,7 @@ from foreshard.catalog.kernels import KernelModel, kernel_constants, kernel_mode
 from foreshard.catalog.learned import NATIVE_ATTENTION, datasheet_features, share_of
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.interval import LEVEL, class_of, features_of, step_intervals
-from foreshard.validation.kernel_cases import attention_kernel
+from foreshard.validation.kernels.cases import attention_kernel
 from foreshard.validation.predictors import fitted_families, left_out_constants, predict_run
 from foreshard.validation.rows import TrainingRow
 from foreshard.validation.validate import validate

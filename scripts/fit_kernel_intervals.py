@@ -20,8 +20,8 @@ from accuracy_rows import markdown
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.learned import fitted_devices
 from foreshard.catalog.shipped import shipped
-from foreshard.validation.kernel_cases import kernel_cases
-from foreshard.validation.kernel_intervals import LEVELS, kernel_group, kernel_half_widths
+from foreshard.validation.kernels.cases import kernel_cases
+from foreshard.validation.kernels.intervals import LEVELS, kernel_group, kernel_half_widths
 from foreshard.validation.tables import measured_folder, read_table, table_rules
 
 TABLE = Path(__file__).resolve().parents[1] / "src/foreshard/catalog/data/kernel_residuals.json"

@@ -37,7 +37,7 @@ from foreshard.cost.attention import flash_attention_backward_s, flash_attention
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.validation.kernel_cases import attention_kernel
+from foreshard.validation.kernels.cases import attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "src/foreshard/catalog/data/kernel_constants.json"

@@ -32,7 +32,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.learned import Trees, attention_features, gemm_features, grouped_features, trees_of
-from foreshard.validation.kernel_cases import attention_kernel
+from foreshard.validation.kernels.cases import attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src/foreshard/catalog/data"

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s, seen_keys
+from foreshard.cost.convolutions import convolution_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.kernels import KernelModel
+from foreshard.cost.recurrences import RecurrentKernels, recurrence_s
 from foreshard.spec.traced_module import Operation
 
 
@@ -79,6 +81,9 @@ _TORCH_NORMS = (
     _ChannelNorm(alone=420.0, shared=355.0),
 )
 """Of cuDNN and of torch itself, each forward and backward."""
+
+
+_STEP_BY_STEP = RecurrentKernels()
 _FIRST = _Direct(share=1.55, channels=153.0)
 _LAST = _Direct(share=0.245, channels=148.0)
 _FIRST_APART = _Direct(share=6.81, channels=214.0)
@@ -91,11 +96,12 @@ def operations_s(
     kernels: KernelModel,
     vector_flops_per_s: float,
     *,
-    vector_eff: float = 1.0,
+    outside: KernelModel | None = None,
     matrix_units: bool = True,
     issued_per_s: float = 0.0,
     processors: int = 0,
     cudnn_9: bool = False,
+    recurrent: RecurrentKernels = _STEP_BY_STEP,
 ) -> np.ndarray:
     """Seconds of each operation for a micro-batch of `samples`; shape (operations,).
 
@@ -107,8 +113,8 @@ def operations_s(
     vector_flops_per_s : float
         Rate outside the matrix units: convolutions with few channels to a group run there where that is
         faster, which libraries choose.
-    vector_eff : float
-        Share of that rate which products reach there, and so convolutions.
+    outside : KernelModel, optional
+        Of products in 32 bit outside the matrix units; without one, as `kernels`.
     matrix_units : bool
         Whether 16-bit products run on units of their own, which ask for a layout.
     issued_per_s : float
@@ -118,6 +124,8 @@ def operations_s(
     cudnn_9 : bool
         Whether matrix units take groups of any width, one after the other, and channels first where two
         positions lie together.
+    recurrent : RecurrentKernels
+        How recurrent layers run.
 
     Source
     ------
@@ -127,7 +135,8 @@ def operations_s(
     found = np.zeros(len(operations))
     one_per_s = issued_per_s / processors if processors else 0.0
     prices = _PRICES | {"grouped": partial(_grouped, apart=cudnn_9)}
-    prices |= {"convolution": partial(_convolutions, vector_eff=vector_eff)}
+    prices |= {"convolution": partial(_convolutions, outside=outside or kernels)}
+    prices |= {"recurrence": partial(_recurrences, library=recurrent)}
     prices |= {"batch_norm": partial(_batch_norms, processors=processors, one_per_s=one_per_s)}
     for kind, price in prices.items():
         which = [i for i, operation in enumerate(operations) if operation.kind == kind]
@@ -161,11 +170,15 @@ def _experts(operations: list[Operation], samples: float, kernels: KernelModel, 
 
 
 def _convolutions(
-    operations: list[Operation], samples: float, kernels: KernelModel, vector: float, *, vector_eff: float
+    operations: list[Operation], samples: float, kernels: KernelModel, vector: float, *, outside: KernelModel
 ) -> Any:
-    moved = _bytes(operations, samples)
-    direct_s = np.maximum(_flops(operations, samples) / (vector * vector_eff), stream_s(moved, kernels))
-    return np.minimum(_products(operations, samples, kernels, vector), direct_s)
+    sizes, moved = _sizes(operations, samples), _bytes(operations, samples)
+    if kernels is outside:
+        of_weights = np.array([operation.sizes[2].each > 0 for operation in operations])
+        return convolution_s(sizes, moved, of_weights, kernels)
+    rows, columns, inner, count = sizes[:4]
+    direct_s = np.maximum(_flops(operations, samples) / (vector * outside.gemm_eff), stream_s(moved, kernels))
+    return np.minimum(gemm_s(rows, columns, inner, kernels, batch=count, moved_bytes=moved), direct_s)
 
 
 def _depthwise(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:
@@ -212,6 +225,19 @@ def _batch_norms(
     blocks_s += elements * channels * second / (processors * one_per_s)
     kept = elements * element_bytes <= once_bytes
     return np.where(kept, streamed_s, np.maximum(streamed_s, blocks_s))
+
+
+def _recurrences(
+    operations: list[Operation], samples: float, kernels: KernelModel, _: float, *, library: RecurrentKernels
+) -> Any:
+    return recurrence_s(
+        _sizes(operations, samples),
+        _bytes(operations, samples),
+        kernels,
+        library=library,
+        backward=np.array([operation.name.endswith("backward") for operation in operations]),
+        kept=library.keeps(operations, samples),
+    )
 
 
 def _attention(operations: list[Operation], samples: float, kernels: KernelModel, _: float) -> Any:

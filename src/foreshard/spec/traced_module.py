@@ -48,15 +48,19 @@ class Operation:
     name : str
         The operator, as torch calls it.
     kind : str
-        What prices it: product, experts, convolution, grouped, depthwise, attention, batch_norm, stream or
-        layout. A convolution is the matrix product that it equals; those in groups that matrix units do not
-        take are of their own kinds.
+        What prices it: product, experts, convolution, grouped, depthwise, attention, recurrence, batch_norm,
+        stream or layout. A convolution is the matrix product that it equals; those in groups that matrix
+        units do not take are of their own kinds.
     sizes : tuple of Growth
-        product, experts, convolution: rows, columns, inner length, number of products; attention: number of
-        sequences, heads, queries, keys, head dimension, 1 where causal; grouped: channels of a group, 1
-        where channels are last; depthwise: times that the image is read; batch_norm: channels, elements of
-        one, bytes of an element, 1 in the backward, 1 in torch's own kernels; layout: positions of an image
-        that a filter of one position may take as it is, else 0, and bytes of an element; others: none.
+        product, experts, convolution: rows, columns, inner length, number of products; of a convolution also
+        positions of a filter, positions of an image for each of those multiplied (the stride, in the gradient
+        of what is read), and rows, columns and inner length of each product of Winograd's algorithm, 0 where
+        libraries do not have it; attention: number of sequences, heads, queries, keys, head dimension, 1
+        where causal; grouped: channels of a group, 1 where channels are last; depthwise: times that the image
+        is read; recurrence: rows, columns and inner length of the product of a step, bytes of an element, 1
+        where a layer is alone and of a size that one kernel may keep, steps; batch_norm: channels, elements
+        of one, bytes of an element, 1 in the backward, 1 in torch's own kernels; layout: positions of an
+        image that a filter of one position may take as it is, else 0, and bytes of an element; others: none.
     bytes : Growth
         Read and written.
     flops : Growth

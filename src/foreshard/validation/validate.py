@@ -14,7 +14,7 @@ from foreshard.errors import AccuracyError, InfeasibleError, SpecError, unknown
 from foreshard.predict.interval import LEVEL
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
-from foreshard.validation.kernel_cases import kernel_cases, not_modelled
+from foreshard.validation.kernels.cases import kernel_cases, not_modelled
 from foreshard.validation.mixed_rows import mixed_rows
 from foreshard.validation.rows import TrainingRow, table_rows
 from foreshard.validation.scoring import RowOutcome, score

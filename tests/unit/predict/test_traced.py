@@ -53,7 +53,7 @@ def issue_of(device):
     return {
         "issued_per_s": 128 * sm_cycles_per_s(device),
         "processors": device.num_sms,
-        "vector_eff": wide.gemm_eff,
+        "outside": wide,
     }
 
 
@@ -191,7 +191,7 @@ def test_launches_are_counted_in_layers_of_torch():
 
 
 def test_a_library_launches_the_steps_of_a_recurrence_itself():
-    """A step more is two kernels in each direction, at 3.8 us: no operation of torch's."""
+    """A step more is two kernels forward and three backward, at 13 us: no operation of torch's."""
 
     class First(torch.nn.Module):
         def __init__(self):
@@ -206,7 +206,7 @@ def test_a_library_launches_the_steps_of_a_recurrence_itself():
         module = trace_module(First(), torch.empty(1, steps, 64), precision="fp16")
         costs = traced_costs(module, [resolve_device("h100-sxm")], micro_batches=[8])
         launched.append(np.sum(costs.launch_s["h100-sxm"]))
-    assert launched[1] - launched[0] == pytest.approx(10 * 4 * 3.8e-6)
+    assert launched[1] - launched[0] == pytest.approx(10 * 5 * 13e-6)
 
 
 def test_the_planner_counts_launches_as_the_prediction_does(resnet):
@@ -564,10 +564,10 @@ def test_filters_of_one_position_take_channels_first_where_positions_are_aligned
 def test_a_convolution_reaches_no_more_of_the_peak_than_a_product(device, precision):
     """Outside the matrix units, or on those of a device where they are no faster (TF32 of an RTX 3090)."""
     found = resolve_device(device)
-    wide = torch.nn.Sequential(torch.nn.Conv2d(512, 512, 3, padding=1, bias=False), torch.nn.ReLU())
-    traced = trace_module(wide, torch.empty(1, 512, 28, 28), precision=precision)
+    spread = torch.nn.Conv2d(512, 512, 3, padding=2, dilation=2, bias=False)  # not by Winograd's algorithm
+    traced = trace_module(torch.nn.Sequential(spread), torch.empty(1, 512, 28, 28), precision=precision)
     convolutions = tuple(o for layer in traced.layers for o in layer.forward if o.kind == "convolution")
-    products = tuple(replace(one, kind="product") for one in convolutions)
+    products = tuple(replace(one, kind="product", sizes=one.sizes[:4]) for one in convolutions)
     work = convolutions[0].flops.at(64) / found.peak("fp32")
     reached, of_product = (
         work / device_operations_s(kind, 64, device=found, precision=precision)[0]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from foreshard.cost.recurrences import RecurrentKernels, recurrence_kernels
 from foreshard.errors import SpecError
 from foreshard.profile.networks.catalog import CLASSIFIERS, network, network_name
 from foreshard.profile.tracing.trace import trace_module
@@ -599,8 +600,7 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
 @pytest.mark.parametrize("both", [False, True])
-def test_recurrent_layers_are_a_product_of_all_inputs_and_two_kernels_a_step(kind, gates, both):
-    """cuDNN's own: two layers of 128 steps took 512 kernels forward on an H100."""
+def test_recurrent_layers_are_a_product_of_all_inputs_and_the_steps(kind, gates, both):
     steps, wide, hidden = 6, 8, 16
     layer = kind(wide, hidden, num_layers=2, bidirectional=both, batch_first=True)
 
@@ -615,10 +615,12 @@ def test_recurrent_layers_are_a_product_of_all_inputs_and_two_kernels_a_step(kin
     module = Picked()
     traced = trace_module(module, torch.empty(1, steps, wide), precision="fp32")
     forward = [operation for part in traced.layers for operation in part.forward]
-    cells = [operation for operation in forward if operation.name == "recurrent_cell"]
-    products = [operation for operation in forward if operation.name == "recurrent"]
-    assert len(cells) == 2 * (1 + both) * steps
-    assert len(products) == 2 * (1 + both) * (1 + steps)
+    recurrences = [operation for operation in forward if operation.kind == "recurrence"]
+    products = [operation for operation in forward if operation.name.startswith("recurrent")]
+    assert len(recurrences) == 2 * (1 + both)
+    assert len(products) == 2 * len(recurrences)
+    library = RecurrentKernels()
+    assert {recurrence_kernels(operation, 3, library) for operation in recurrences} == {2 * steps}
     samples, inner = 3.0, (wide, (1 + both) * hidden)
     expected = [2 * samples * steps * gates * hidden * (width + hidden) for width in inner]
     assert sum(operation.flops.at(samples) for operation in products) == (1 + both) * sum(expected)
@@ -843,7 +845,7 @@ def test_frozen_recurrent_weights_get_no_gradient_unless_others_do(frozen):
             return self.layer(self.inner(x))[0]
 
     traced = trace_module(Chain(), torch.empty(1, steps, wide), precision="fp32")
-    products = [o for layer in traced.layers for o in layer.backward if o.name == "recurrent"]
+    products = [o for layer in traced.layers for o in layer.backward if o.name.startswith("recurrent")]
     each = 2 * 3 * gates * hidden
     of_inputs = each * ((steps - 1) * hidden + steps * wide)
     of_weights = each * steps * (hidden + wide)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from foreshard.validation.collective_cases import collective_cases
-from foreshard.validation.kernel_cases import kernel_cases
+from foreshard.validation.kernels.cases import kernel_cases
 from foreshard.validation.mixed_rows import mixed_rows
 from foreshard.validation.row_cuts import virtual_stages
 from foreshard.validation.tables import read_table

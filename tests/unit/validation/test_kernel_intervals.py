@@ -7,7 +7,7 @@ import pytest
 
 from foreshard.catalog.shipped import shipped
 from foreshard.cli.program import run
-from foreshard.validation.kernel_intervals import LEVELS, kernel_group, kernel_half_widths
+from foreshard.validation.kernels.intervals import LEVELS, kernel_group, kernel_half_widths
 
 
 def test_a_device_is_judged_by_the_others_alone():

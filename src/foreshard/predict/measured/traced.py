@@ -17,6 +17,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import optimizer_state_bytes
 from foreshard.cost.operations import operations_s
+from foreshard.cost.recurrences import RecurrentKernels, recurrence_kernels
 from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts, Shared, Sums
 from foreshard.predict.tasks.host import operation_launch_s
@@ -31,16 +32,18 @@ MASTER_BYTES = 4
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
 _CUDNN_9 = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
+_KEEPS_WEIGHTS, _KEEPING_PROCESSORS = ("ampere", "ada", "hopper", "blackwell"), 98  # of recurrent layers
 _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
 """Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
 
 _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved")
 """Schedules that run the backward of a layer in one."""
-_LIBRARY_LAUNCH_S = 3.8e-6
+_LIBRARY_LAUNCH_S = 13e-6
 """Host seconds of each kernel that a library launches within one operation, as cuDNN does for a recurrence.
 
-Source: Gray 2019, "Getting Started with CUDA Graphs" (NVIDIA), short kernels launched one after another.
+Source: bench/device_recurrent.csv, layers of 50 steps on a host that takes 16 to 18 us for an operation of
+torch: 13.6 us a kernel forward and 11.5 backward in the median.
 """
 _OF_LAYOUT = ("layout", "batch_norm")  # kinds of operations that images with channels last do not have
 _NAMED_SHARE = 0.01  # of the work on a device, from which on it is named
@@ -131,7 +134,7 @@ def traced_costs(
         parts=parts | {"": parts[devices[0].name]},
         tied_parts={degree: _tied_bytes(part.tied) for degree, part in split.items()},
         bucket_bytes=BUCKET_BYTES,
-        launch_s={device.name: _launches(module, device, constants) for device in devices},
+        launch_s={device.name: _launches(module, device, constants, many) for device in devices},
         host_sharpness=constants.host_sharpness,
         reads_images=module.reads_images,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
@@ -252,20 +255,34 @@ def _table(
 
 
 def _launches(
-    module: TracedModule, device: Device, constants: TrainingConstants
+    module: TracedModule, device: Device, constants: TrainingConstants, samples: float
 ) -> tuple[tuple[float, float], ...]:
     """Return host seconds of each layer, forward and backward; layouts change within an operation."""
     each = operation_launch_s(constants, device)
+    library = _recurrent_kernels(device, module.precision)
+
+    def launched_s(operations: tuple[Operation, ...], each_s: float) -> float:
+        """Return the seconds of operations, and of kernels that a library launches within one."""
+        within = [operation for operation in operations if operation.name.startswith("recurrent")]
+        kernels = sum(recurrence_kernels(operation, samples, library) for operation in within)
+        launched = sum(operation.kind != "layout" for operation in operations) - len(within) + bool(within)
+        return launched * each_s + kernels * min(each_s, _LIBRARY_LAUNCH_S)
+
     return tuple(
-        (_launched_s(layer.forward, each[0]), _launched_s(layer.backward, each[1])) for layer in module.layers
+        (launched_s(layer.forward, each[0]), launched_s(layer.backward, each[1])) for layer in module.layers
     )
 
 
-def _launched_s(operations: tuple[Operation, ...], each_s: float) -> float:
-    """Return the host seconds of operations, and of kernels that a library launches within one."""
-    kernels = sum(operation.name.startswith("recurrent") for operation in operations)
-    launched = sum(operation.kind != "layout" for operation in operations) - kernels + (kernels > 0)
-    return launched * each_s + kernels * min(each_s, _LIBRARY_LAUNCH_S)
+def _recurrent_kernels(device: Device, precision: str, waiting_s: float = 0.0) -> RecurrentKernels:
+    """Return how cuDNN, or AMD's library, runs recurrent layers."""
+    narrow = precision == "fp16"
+    later = device.arch in _KEEPS_WEIGHTS and device.num_sms >= _KEEPING_PROCESSORS
+    return RecurrentKernels(
+        volta=narrow and device.arch == "volta",
+        later=narrow and later,
+        full_tiles=device.vendor == "nvidia",
+        waiting_s=waiting_s,
+    )
 
 
 def device_operations_s(
@@ -275,34 +292,40 @@ def device_operations_s(
     device: Device,
     precision: str,
     fidelity: str = "zero-shot",
+    sustained: bool = True,
+    waiting_s: float = 0.0,
 ) -> np.ndarray:
     """Return the seconds of operations on a device, shape (operations,).
 
+    `sustained` is that of `kernel_model`: whether the device is busy all the time, as in training.
+    `waiting_s` is that of `RecurrentKernels`: 0 for today's libraries.
     Products in 32 bit run as torch lets them by default: convolutions may take TF32, products may not.
     Source: PyTorch, "CUDA semantics", TensorFloat-32.
     """
     wide = "fp32" if device.supports("fp32") else precision
     vector = float(device.peak(wide))
-    vector_eff = float(kernel_model(device, wide, fidelity=fidelity).gemm_eff)
-    issued_per_s = _LANES * sm_cycles_per_s(device) if device.vendor == "nvidia" else 0.0
     attention = attention_constants(load_framework("ddp"), device)
+    model = partial(kernel_model, device, attention=attention, fidelity=fidelity, sustained=sustained)
+    outside = model(wide)
+    issued_per_s = _LANES * sm_cycles_per_s(device) if device.vendor == "nvidia" else 0.0
     found = np.zeros(len(operations))
     of_precision: dict[str, list[int]] = {}
     for i, operation in enumerate(operations):
         of_precision.setdefault(_precision_of(operation, device, precision), []).append(i)
     for name, which in of_precision.items():
         units = name != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
-        kernels = kernel_model(device, name, attention=attention, fidelity=fidelity)
+        kernels = model(name)
         found[which] = operations_s(
             [operations[i] for i in which],
             samples,
             kernels,
             vector,
-            vector_eff=vector_eff,
+            outside=kernels if name == wide else outside,
             matrix_units=units,
             issued_per_s=issued_per_s,
             processors=device.num_sms,
             cudnn_9=device.arch in _CUDNN_9,
+            recurrent=_recurrent_kernels(device, name, waiting_s),
         )
     return found
 

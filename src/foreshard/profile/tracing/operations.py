@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ _FREE = {
 _MATRIX_CHANNELS = 8  # of a group, that a matrix unit multiplies at once
 _GROUP_CHANNELS = 32  # of a group, that kernels on matrix units for groups take at most
 _BLOCK_CHANNELS = 128  # that these kernels take at once
+_TILE_SIDE, _TILE_TAPS = 4, 3  # of a tile of an image, and of a filter, in Winograd's algorithm
 _PASSES = {  # passes over the largest tensor beyond reading and writing each once: statistics come first
     aten.native_batch_norm.default: 1,
     aten._native_batch_norm_legit.default: 1,
@@ -295,6 +296,16 @@ class _Filters:
         """Positions of a filter."""
         return prod(self.weight.shape[2:])
 
+    def winograd_tiles(self, made: torch.Tensor) -> float:
+        """Return the tiles of an image for Winograd's algorithm, 0 where libraries do not have it.
+
+        Source: NVIDIA, cuDNN 7 Developer Guide, CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD and _NONFUSED.
+        """
+        plain = set(self.stride) == {1} and set(self.dilation) == {1} and self.groups == 1
+        if not plain or self.transposed or self.weight.shape[2:] != (_TILE_TAPS, _TILE_TAPS):
+            return 0.0
+        return float(made.shape[0] * prod(ceil(side / _TILE_SIDE) for side in made.shape[2:]))
+
     @property
     def is_direct(self) -> bool:
         """Whether it runs in torch's own kernels for single channels: cuDNN takes few with channels first.
@@ -337,9 +348,12 @@ def _convolution(
     groups, taps = filters.groups, filters.taps
     positions = out.shape[0] * prod(out.shape[2:]) if not transposed else data.shape[0] * prod(data.shape[2:])
     inside, outside = data.shape[1] // groups, out.shape[1] // groups
-    sizes = (positions, outside, inside * taps, groups)
+    product = (positions, outside, inside * taps, groups)
     if transposed:
-        sizes = (positions, outside * taps, inside, groups)
+        product = (positions, outside * taps, inside, groups)
+    spread = prod(filters.stride) if name != "convolution" and transposed else 1
+    tiles = filters.winograd_tiles(out)
+    sizes = (*product, taps, spread, tiles, *((outside, inside) if tiles else (0, 0)))
     moved = bytes_of((data, filters.weight, out))
     gives = "forward" if name == "convolution" else "input"
     return _of_groups(name, tuple(map(float, sizes)), moved, filters, out, gives)
@@ -350,7 +364,7 @@ def _of_groups(
 ) -> Call:
     """Return a convolution by the kernels that run its groups; it gives `forward`, or a gradient."""
     width, groups = filters.width, filters.groups
-    kind, flops, issued = "convolution", 2.0 * prod(sizes), 0.0
+    kind, flops, issued = "convolution", 2.0 * prod(sizes[:4]), 0.0
     if groups > 1 and width == 1:
         kind, sizes = "depthwise", (float(prod(filters.weight.shape[2:-1])),)
         issued = issued_by_depthwise(flops, gives, channels_last=filters.channels_last)
@@ -382,7 +396,10 @@ def _convolution_backward(
     if mask[1]:
         wide, narrow = (data, gradient) if transposed else (gradient, data)
         positions = wide.shape[0] * prod(wide.shape[2:])
-        shape = (wide.shape[1] // groups, narrow.shape[1] // groups * filters.taps, positions, groups)
+        made, read = wide.shape[1] // groups, narrow.shape[1] // groups
+        tiles = filters.winograd_tiles(data)
+        product = (made, read * filters.taps, positions, groups)
+        shape = (*product, filters.taps, 1, *((made, read) if tiles else (0, 0)), tiles)
         yield _of_groups(name, tuple(map(float, shape)), bytes_of(touched), filters, weight, "weight")
         yield from filters.layout(touched)
     if mask[2]:

@@ -1,4 +1,4 @@
-"""Recurrent layers as cuDNN runs them: inputs of all steps in one product, then two kernels a step.
+"""Recurrent layers as cuDNN runs them: inputs of all steps in one product, then step after step.
 
 On the meta device torch spells every step out: a dozen kernels where a library has two.
 """
@@ -18,6 +18,7 @@ from foreshard.profile.tracing.operations import Call, bytes_of
 RECURRENCE = "recurrent layer"
 CELL = "recurrent cell"
 _CELLS = ("lstm_cell", "gru_cell")  # whose gates are one kernel
+_KEPT_WIDTH, _KEPT_BLOCK = 1024, 128  # most channels of such a layer, and what they are a multiple of
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -43,29 +44,28 @@ class _Shape:
         return [each[at * self.directions : (at + 1) * self.directions] for at in range(self.layers)]
 
     def forward_calls(self, read: Any, weights: tuple[Any, ...], out: Any) -> list[Call]:
-        """Return one product of all inputs, and of every step one and the gates."""
+        """Return one product of all inputs, and the steps: of each a product and the gates."""
         rows, steps, wide = self._sizes(read)
         touched = bytes_of((read, weights[0])) + self.gates * bytes_of(out)
-        step = [self._step(rows / steps, out, weights[1]), self._cell(out, steps)]
-        return [_product((rows, wide, read.shape[-1]), touched, out), *step * steps]
+        of_inputs = _product((rows, wide, read.shape[-1]), touched, out)
+        return [of_inputs, self._steps("recurrent_steps", read, steps, out)]
 
     def backward_calls(
         self, read: Any, weights: tuple[Any, ...], out: Any, *, first: bool, trained: bool
     ) -> list[Call]:
-        """Return the gates and a product of every step, then the gradients of weights and inputs.
+        """Return the steps, of each the gates and a product, then the gradients of weights and inputs.
 
         `first` says whether the states that were given get a gradient, `trained` whether weights do: torch
         makes cuDNN write those of all weights or of none, and those of the inputs always.
         """
         rows, steps, wide = self._sizes(read)
         gates = self.gates * bytes_of(out)
-        step = [self._cell(out, steps), self._step(rows / steps, out, weights[1])]
         of_weights = [
             _product((wide, self.width, rows), gates + bytes_of((out, weights[1])), out),
             _product((wide, read.shape[-1], rows), gates + bytes_of((read, weights[0])), out),
         ]
         return [
-            *(step * steps)[: None if first else -1],
+            self._steps("recurrent_steps_backward", read, steps if first else steps - 1, out),
             *(of_weights if trained else []),
             _product((rows, read.shape[-1], wide), gates + bytes_of((read, weights[0])), out),
         ]
@@ -74,15 +74,19 @@ class _Shape:
         steps = read.shape[self.steps_at] if read.dim() > 2 else read.shape[0]
         return float(prod(read.shape[:-1])), steps, float(self.gates * self.width)
 
-    def _step(self, samples: float, out: Any, weight: Any) -> Call:
-        wide = float(self.gates * self.width)
-        element = out.element_size()
-        moved = bytes_of(weight) + element * samples * (self.width + wide)
-        return _product((samples, wide, float(self.width)), moved, out)
+    def _steps(self, name: str, read: Any, products: int, out: Any) -> Call:
+        """Return all steps; their cells read the sums of inputs and states, write gates, cell and output."""
+        rows, steps, wide = self._sizes(read)
+        states = float(self.width), float(out.element_size()), float(self._is_alone(read.shape[-1]))
+        flops = 2.0 * rows / steps * wide * self.width * products
+        moved = (3.0 * self.gates + 3.0) * bytes_of(out)
+        sizes = (rows / steps, wide, *states, float(steps))
+        return Call(name, "recurrence", sizes, moved, flops, wide=out.dtype is torch.float32)
 
-    def _cell(self, out: Any, steps: int) -> Call:
-        """Read the sums of inputs and states, write gates, cell and output."""
-        return Call("recurrent_cell", "stream", (), (3.0 * self.gates + 3.0) * bytes_of(out) / steps, 0.0)
+    def _is_alone(self, inputs: int) -> bool:
+        """Return whether one kernel may keep the layer's weights (`cost.recurrences.RecurrentKernels`)."""
+        single = self.layers == self.directions == 1
+        return single and self.width <= _KEPT_WIDTH and self.width % _KEPT_BLOCK == inputs % _KEPT_BLOCK == 0
 
 
 def _product(sizes: tuple[float, float, float], moved: float, like: Any) -> Call:
@@ -161,8 +165,7 @@ class FusedRecurrence(TorchFunctionMode):
     A cell is two products and one kernel (torch 2.11, aten/src/ATen/native/cuda/RNN.cu).
 
     Packed sequences, whose lengths are values, and layers with projections are left to torch. Dropout between
-    layers is not counted. Layers that cuDNN keeps in one kernel (a single one of up to 1,024 channels) are
-    priced step by step, too.
+    layers is not counted.
     """
 
     def __init__(self, note: Note) -> None:

@@ -18,9 +18,15 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.errors import SpecError
-from foreshard.spec.device import Device
 from foreshard.validation.collective_cases import NOT_MODELLED, TimedCase, reason_of
-from foreshard.validation.kernel_intervals import kernel_group, kernel_half_widths
+from foreshard.validation.kernels.deepbench import (
+    CONVOLUTIONS,
+    RECURRENT,
+    device_of,
+    precision_of,
+    timed_passes,
+)
+from foreshard.validation.kernels.intervals import kernel_group, kernel_half_widths
 from foreshard.validation.tables import MeasuredTable, table_rules
 from foreshard.words import spelled
 
@@ -80,13 +86,17 @@ def _elementwise(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray
 
 
 def _deepbench(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
+    section, sheet = shared["section"], shared["sheet_precision"]
+    if section in CONVOLUTIONS or section.startswith(RECURRENT):
+        passes = timed_passes(shared["device"], section, sheet, rows)
+        return np.array([sum(one.predicted_s for one in each) for each in passes])
     found = [re.search(r"M=(\d+);N=(\d+);K=(\d+)", row["params"]) for row in rows]
-    dense = shared["section"] == "Dense Matrix Multiplication" and "FP32" in shared["sheet_precision"]
-    if not dense or not all(found):
+    if section != "Dense Matrix Multiplication" or not all(found):
         raise SpecError(NOT_MODELLED)
+    precision = precision_of(sheet, section)
     m, n, k = np.array([[float(part) for part in match.groups()] for match in found if match]).T
-    kernels = _kernels(shared["device"].replace("_", " ").replace("NV ", ""), "fp32")
-    return gemm_s(m, n, k, kernels, bytes_per_element=4)
+    kernels = _kernels(device_of(shared["device"]).name, precision)
+    return gemm_s(m, n, k, kernels, bytes_per_element=_BYTES[precision])
 
 
 def _grouped(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
@@ -114,9 +124,10 @@ _LAYOUTS: Mapping[str, _Cost] = {
 
 def _stated_s(row: Mapping[str, str]) -> float | None:
     """Return a positive measured time in seconds, None when blank, zero or not a number."""
-    column, unit = next(
-        ((name, unit) for name, unit in table_rules()["times"].items() if name in row), ("", 1)
-    )
+    rules = table_rules()
+    if row.get("op_or_pass") in rules["not_times"]:
+        return None
+    column, unit = next(((name, unit) for name, unit in rules["times"].items() if name in row), ("", 1))
     value = _number(row.get(column, "")) or 0.0
     return value * unit if 0.0 < value * unit < float("inf") else None
 
@@ -159,17 +170,12 @@ def _with_intervals(
         if case.predicted_s is None:
             yield case
             continue
-        halves = halves or kernel_half_widths(kernel_group(layout, shared), _device_of(shared).name)
+        halves = halves or kernel_half_widths(kernel_group(layout, shared), device_of(shared["device"]).name)
         ends = {
             level: (case.predicted_s * math.exp(-half), case.predicted_s * math.exp(half))
             for level, half in halves.items()
         }
         yield replace(case, intervals_s=ends, evidence="fitted" if ends else None)
-
-
-def _device_of(shared: Mapping[str, str]) -> Device:
-    """Return the device of rows; DeepBench joins its words by underscores."""
-    return resolve_device(shared["device"].replace("_", " ").replace("NV ", ""))
 
 
 def _cases(shared: Mapping[str, str], rows: Rows, sizes: Sequence[str], cost: _Cost) -> Iterator[TimedCase]:
