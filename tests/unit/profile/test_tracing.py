@@ -18,6 +18,8 @@ from foreshard.profile.networks.catalog import CLASSIFIERS, network, network_nam
 from foreshard.profile.tracing.trace import trace_module
 
 # torchvision's and timm's published parameter counts
+# channels of the 3D U-Net at two resolutions, the finer one first
+FINER = ((32, 64), (64, 128), (128, 256), (256, 320), (320, 320))
 PARAMETERS = {
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,
@@ -84,6 +86,20 @@ PARAMETERS = {
     "vgg13_bn": 133_053_736,
     # of torchvision's, 44,401,393 with 91 classes, less ten classes of boxes and masks
     "mask_rcnn": 44_401_393 - 10 * (5 * 1025 + 257),
+    # of torchvision's, 34,014,999 on a ResNet-50 with 91 classes: 173 classes more, grouped filters
+    "retinanet": 34_014_999
+    + 173 * 9 * (9 * 256 + 1)
+    + sum(
+        -9 * width**2 + 9 * (2 * width) ** 2 // 32 + width * (inside + 4 * width)
+        for width, count, before in ((64, 3, 64), (128, 4, 256), (256, 6, 512), (512, 3, 1024))
+        for inside in (before, *(count - 1) * (4 * width,))
+    ),
+    # two filters of 27 positions at each of six resolutions and again at five, with a norm each, and what is
+    # twice as fine by filters of 8 positions
+    "unet3d": 27 * (32 + 32 * 32)
+    + sum(27 * (a * b + b * b) + 27 * (2 * a * a + a * a) + 8 * a * b + a for a, b in FINER)
+    + 2 * (2 * 32 + 2 * sum(a + b for a, b in FINER))
+    + 3 * (32 + 1),
     "tacotron2": 28_193_153,  # NVIDIA's
     # a ResNet-50 without its last stage and its head, smaller maps, and 3 x 3 filters for every box
     "ssd300": 25_557_032
