@@ -86,11 +86,8 @@ def predict_measured(
         For a plan or noise that the costs cannot price, or an engine without tasks.
     """
     started = time.perf_counter()
-    _check(costs, cluster, plan)
-    _check_engine(engine, noise)
-    _check_schedules(plan)
-    step = lower_measured(costs, cluster, plan)
-    times, distribution = _executed(step, engine), None
+    (step, times), distribution = executed(costs, cluster, plan, engine), None
+    check_noise(noise, engine)
     critical = max(_rank_times(step, times), key=lambda r: (r.end_s, -r.rank))
     step_s = alike_s = times.makespan_s
     if noise is not None:
@@ -158,7 +155,26 @@ def predict_measured(
     )
 
 
-def _check_engine(engine: str, noise: Noise | None) -> None:
+def executed(
+    costs: MeasuredCosts, cluster: Cluster, plan: Plan, engine: str = "graph"
+) -> tuple[MeasuredStep, critical_path.TaskTimes]:
+    """Return the tasks of a step and when they run: by the longest path, or from event to event.
+
+    Raises
+    ------
+    SpecError
+        As of `predict_measured`.
+    """
+    _check(costs, cluster, plan)
+    _check_engine(engine)
+    _check_schedules(plan)
+    step = lower_measured(costs, cluster, plan)
+    if engine == "graph":
+        return step, critical_path.run(step.program)
+    return step, contention.run(step.program, Phases.alone(step.program), SharedNetwork()).times
+
+
+def _check_engine(engine: str) -> None:
     if engine == "analytical":
         raise SpecError(
             "the analytical engine has no tasks",
@@ -168,7 +184,6 @@ def _check_engine(engine: str, noise: Noise | None) -> None:
             fix="Use --engine graph or --engine event",
         )
     one_of(engine, ENGINES, key="--engine", name="engine", exact=True)
-    check_noise(noise, engine)
 
 
 def _check_schedules(plan: Plan) -> None:
@@ -180,13 +195,6 @@ def _check_schedules(plan: Plan) -> None:
             rule="It keeps two copies of every layer, whose gradients measured and traced layers do not sum",
             fix="Use dualpipev or zbv, which keep one",
         )
-
-
-def _executed(step: MeasuredStep, engine: str) -> critical_path.TaskTimes:
-    """Return when the tasks of a step run: by the longest path, or from event to event."""
-    if engine == "graph":
-        return critical_path.run(step.program)
-    return contention.run(step.program, Phases.alone(step.program), SharedNetwork()).times
 
 
 def _utilisation(
