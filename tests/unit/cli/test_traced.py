@@ -375,3 +375,14 @@ def test_a_module_that_does_not_fit_is_told_the_nearest_change_that_does(shell, 
     name, _, value = found["nearest_change"].partition("=")
     again = shell(*place, f"--{name}", value, "--json")
     assert again.code == 0 and again.json["memory"]["fits"]
+
+
+def test_a_plan_of_a_module_is_drawn_and_searched_again_on_other_hardware(shell, net, tmp_path):
+    page = tmp_path / "plan.html"
+    place = ("plan", f"{net}:net", "1x2xa40", "--global-batch", "4096", "--top", "1")
+    made = shell(*place, "--report", page, "--explain", "--json")
+    assert made.code == 0 and "samples/s" in page.read_text()
+    more = next(gain for gain in made.json["explain"] if "node more" in gain["change"])
+    wider = shell("plan", f"{net}:net", "2x2xa40", "--global-batch", "4096", "--top", "1", "--json").json
+    assert more["step_time_s"] == pytest.approx(wider["plans"][0]["prediction"]["step_time_s"], rel=1e-3)
+    assert "samples/s" in shell(*place, "--explain").out
