@@ -360,7 +360,7 @@ def predict_trace(
         fidelity=stated.get("fidelity") or "zero-shot",
         engine=stated.get("engine") or "graph",
         noise=Noise.stated(stated),
-        **{name: stated.get(name) for name in ("tokens", "speeds")},
+        **{name: stated.get(name) for name in ("tokens", "speeds", "observed_step_s")},
     )
 
 
@@ -940,6 +940,7 @@ def predict_traced(
     noise: Noise | None = None,
     tokens: float | None = None,
     speeds: Mapping[str, float] | None = None,
+    observed_step_s: float | None = None,
 ) -> Prediction:
     """Return the prediction of a step of a traced module.
 
@@ -957,12 +958,15 @@ def predict_traced(
         Of the whole run, each a sample.
     speeds : mapping, optional
         Parts of the step that are so many times as fast, a question of what if.
+    observed_step_s : float, optional
+        One measured step of this plan, which corrects the prediction.
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.traced import costs_under
 
     costs = costs_under(module, cluster, plan, fidelity=fidelity, speeds=speeds)
-    return predicted(costs, cluster, plan, engine=engine, noise=noise, tokens=tokens)
+    asked = {"tokens": tokens, "observed_step_s": observed_step_s}
+    return predicted(costs, cluster, plan, engine=engine, noise=noise, **asked)
 
 
 def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:

@@ -265,23 +265,20 @@ def effect(request: Asked, base: Prediction, change: str, *, engine: str | None 
     """Return what one change does, against a base prediction of the same engine."""
     try:
         changed = apply(request, change)
-        if isinstance(request, Request) and isinstance(changed, Request):
-            prediction = _predicted(request, changed, engine)
-        else:
-            prediction = changed.predict(engine)
+        prediction = _predicted(request, changed, engine)
     except ForeshardError as error:
         return Effect(change=change, prediction=None, gain=None, error=str(error))
     gain = prediction.tokens_per_s / base.tokens_per_s - 1
     return Effect(change=change, prediction=prediction, gain=gain)
 
 
-def _predicted(request: Request, changed: Request, engine: str | None) -> Prediction:
+def _predicted(request: Asked, changed: Asked, engine: str | None) -> Prediction:
     """Return the prediction of the changed run; what one measured step taught holds for it too."""
     if request.observed_step_s is None:
         return changed.predict(engine)
-    before, after = (replace(asked, observed_step_s=None).predict(engine) for asked in (request, changed))
+    before, after = (asked.observing(None).predict(engine) for asked in (request, changed))
     ratio = request.observed_step_s / before.step_time_s
-    made = replace(changed, observed_step_s=ratio * after.step_time_s).predict(engine)
+    made = changed.observing(ratio * after.step_time_s).predict(engine)
     scaled = f"scaled by {ratio:.3f}, measured over predicted step of the run before the change"
     return replace(made, assumptions=(scaled, *made.assumptions[1:]))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DEGREES = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
 PREDICTS = {
     *("model", "cluster", "plan", "zero", "precision", "engine", "costs", "fidelity", *_DEGREES),
-    *("tokens", "prices", "usd_per_device_hour"),
+    *("tokens", "prices", "usd_per_device_hour", "observed_step_s"),
     *(one.name for one in fields(Noise)),
 }
 """Names of what a prediction takes."""
@@ -93,6 +93,15 @@ class TracedRequest:
     speeds: Mapping[str, float] = field(default_factory=dict)
     trial_engine: ClassVar[str] = "graph"
     """The engine to try changes with."""
+
+    @property
+    def observed_step_s(self) -> float | None:
+        """One measured step, which corrects the prediction."""
+        return self.choices.get("observed_step_s")
+
+    def observing(self, step_s: float | None) -> TracedRequest:
+        """Return the request with another measured step, or none."""
+        return replace(self, choices={**self.choices, "observed_step_s": step_s})
 
     @property
     def usd_per_device_hour(self) -> float | None:

@@ -386,3 +386,20 @@ def test_a_plan_of_a_module_is_drawn_and_searched_again_on_other_hardware(shell,
     wider = shell("plan", f"{net}:net", "2x2xa40", "--global-batch", "4096", "--top", "1", "--json").json
     assert more["step_time_s"] == pytest.approx(wider["plans"][0]["prediction"]["step_time_s"], rel=1e-3)
     assert "samples/s" in shell(*place, "--explain").out
+
+
+def test_a_measured_step_corrects_a_module_and_what_is_asked_of_it(net):
+    where, stated = (f"{net}:net", "1x4xa40"), {"micro_batch": 4096}
+    plain = foreshard.predict(*where, **stated)
+    seen = foreshard.predict(*where, **stated, observed_step_s=2 * plain.step_time_s)
+    assert seen.step_time_s == 2 * plain.step_time_s and seen.fidelity == "calibrated"
+    assert sum(seen.time_breakdown_s.values()) == pytest.approx(seen.step_time_s)
+    widths = [high / low for low, high in (plain.step_time_interval_s, seen.step_time_interval_s)]
+    assert widths[1] < widths[0]
+    assert any(line.startswith("one measured step") for line in seen.assumptions)
+    asked = {"changes": "micro-batch=64", **stated}
+    _, (before,) = foreshard.whatif(*where, **asked)
+    _, (after,) = foreshard.whatif(*where, **asked, observed_step_s=2 * plain.step_time_s)
+    assert after.gain == pytest.approx(before.gain, rel=1e-9)
+    with pytest.raises(SpecError, match="observed-step-s"):
+        foreshard.predict(*where, observed_step_s=-1.0)
