@@ -798,6 +798,7 @@ def test_attention_of_a_recomputed_block_is_one_kernel_each_time():
     [
         (lambda: nn.Sequential(nn.LazyLinear(4)), "sizes"),
         (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "before torch.jit.script"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU())), "before torch.jit.script"),
     ],
 )
 def test_modules_that_hide_what_they_are_get_a_way_out(make, fix):
@@ -865,3 +866,70 @@ def test_frozen_recurrent_weights_get_no_gradient_unless_others_do(frozen):
     of_weights = each * steps * (hidden + wide)
     expected = of_inputs + (0 if frozen == "weight bias" else of_weights)
     assert sum(operation.flops.at(3) for operation in products) == expected
+
+
+class Spectrum(nn.Module):
+    """A complex filter, which stays complex in whatever precision the rest is."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.empty(17, dtype=torch.complex64))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        seen = torch.fft.rfft(x.float()) * self.filter
+        return self.head(torch.fft.irfft(seen, n=32).to(x.dtype))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_module_is_traced_in_the_precision_asked_for_whatever_its_own_is(precision):
+    """A half module was traced in fp32 with parameters of 16 bit; a complex filter became real."""
+
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+    kept = trace_module(make(), torch.empty(1, 3, 8, 8), precision=precision)
+    half = trace_module(make().half(), torch.empty(1, 3, 8, 8, dtype=torch.half), precision=precision)
+    assert half.saved_bytes(2) == kept.saved_bytes(2) and half.layers == kept.layers
+    spectrum = trace_module(Spectrum(), torch.empty(1, 32), precision=precision)
+    assert sum(layer.parameters for layer in spectrum.layers) == 17 + 32 * 4 + 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module_is_traced_as_it_is_written():
+    """Dynamo compiled the tracer along with the module, which took a minute."""
+
+    def make():
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    compiled = trace_module(torch.compile(make(), backend="eager"), torch.empty(1, 8))
+    assert compiled.layers == trace_module(make(), torch.empty(1, 8)).layers
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: Fourier(), "--dtype fp32"),
+        (lambda: Alignment(), "loss"),
+    ],
+)
+def test_what_torch_cannot_run_without_values_has_a_way_out_of_its_own(make, fix):
+    with pytest.raises(SpecError) as caught:
+        trace_module(make(), torch.empty(1, 8))
+    assert fix in caught.value.fix and "branches on values" not in caught.value.fix
+
+
+class Fourier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.fft.rfft(self.layer(x)).abs()
+
+
+class Alignment(Fourier):
+    def forward(self, x):
+        scores = self.layer(x).unsqueeze(0).log_softmax(-1)
+        lengths = torch.full((len(x),), 1)
+        return nn.functional.ctc_loss(scores, lengths[:, None], lengths, lengths)
