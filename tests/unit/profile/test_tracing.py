@@ -903,7 +903,10 @@ def test_a_compiled_module_is_traced_as_it_is_written():
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
     compiled = trace_module(torch.compile(make(), backend="eager"), torch.empty(1, 8))
-    assert compiled.layers == trace_module(make(), torch.empty(1, 8)).layers
+    written = trace_module(make(), torch.empty(1, 8))
+    assert [(layer.forward, layer.backward) for layer in compiled.layers] == [
+        (layer.forward, layer.backward) for layer in written.layers
+    ]
 
 
 @pytest.mark.parametrize(
