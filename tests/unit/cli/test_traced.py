@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 import foreshard
+from foreshard.api import trace
 from foreshard.errors import SpecError
 
 pytest.importorskip("torch")
@@ -403,3 +404,22 @@ def test_a_measured_step_corrects_a_module_and_what_is_asked_of_it(net):
     assert after.gain == pytest.approx(before.gain, rel=1e-9)
     with pytest.raises(SpecError, match="observed-step-s"):
         foreshard.predict(*where, observed_step_s=-1.0)
+
+
+def test_a_module_may_be_of_several_files_beside_its_factory(shell, tmp_path):
+    """Only what lies in the working directory was found, and of two files of one name the first."""
+    for folder, width in (("one", 8), ("two", 16)):
+        package = tmp_path / folder / "parts"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "block.py").write_text(
+            f"from torch import nn\ndef block():\n    return nn.Linear(4, {width})\n"
+        )
+        (tmp_path / folder / "sizes.py").write_text("from parts.block import block\n")
+        text = "import torch\nfrom sizes import block\ndef net():\n    return block(), torch.empty(1, 4)\n"
+        (tmp_path / folder / "net.py").write_text(text)
+        module = trace(f"{tmp_path / folder / 'net.py'}:net", precision="fp32")
+        assert sum(layer.parameters for layer in module.layers) == 5 * width
+    missing = tmp_path / "missing.py"
+    missing.write_text("import nowhere_to_be_found\n")
+    assert "beside the file" in shell("predict", f"{missing}:net", "1x1xa40").err
