@@ -16,6 +16,7 @@ import csv
 import json
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -54,12 +55,17 @@ LAMBDA_B200 = {  # batch of a device in 16 bit and else: config_192GB.sh; tables
     "tacotron2": (640, 640),
     "waveglow": (128, 88),
 }
+MLPERF = {"resnet": "resnet50", "maskrcnn": "mask_rcnn", "ssd": "retinanet", "unet3d": "unet3d"}
+"""Networks by the names of MLPerf's benchmarks; `ssd` is RetinaNet since the second round."""
 LAMBDA_WIDE = ("tacotron2", "waveglow")
 """Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
 know and passes over (its flag is `--amp`); V100s are equally fast with and without."""
 SAME_SPEED = 1.05
 """A row in 16 bit that is not so many times as fast as the one beside it is not what it says."""
-IMAGES = (*CLASSIFIERS, "ssd300", "mask_rcnn")
+IMAGES = (*CLASSIFIERS, "ssd300", "mask_rcnn", "retinanet", "unet3d")
+TUNED = "MLPerf"
+"""Source of runs whose submitters fuse kernels by hand: judged, in no fit and in no interval."""
+VOLUMES = ("unet3d",)
 NODE = 8  # devices of a node, in both sources
 
 
@@ -186,10 +192,31 @@ def lambda_bench(row: dict[str, str]) -> Measured | None:
     )
 
 
+def mlperf(row: dict[str, str]) -> Measured | None:
+    """Return a row of MLPerf Training: one run of a submission on one node, in 16 bit with channels last."""
+    name, logged = MLPERF.get(row["benchmark"]), row["tracked_throughput_median"]
+    if name is None or not logged or row["nodes"] != "1" or (name, row["round"]) == ("retinanet", "v1.0"):
+        return None
+    count, accelerator = int(row["num_accelerators"]), row["accelerator"].replace("CTS", "")
+    return Measured(
+        source="MLPerf",
+        network=name,
+        device=resolve_device(re.sub(r"\(.*", "", accelerator).strip()).name,
+        precision="fp16",
+        layout="nhwc",
+        num_devices=count,
+        batch=int(row["global_batch"]) // count,
+        side=224 if name in CLASSIFIERS else None,
+        # RetinaNet's logs count the images of one device: so many passes over the images end a run
+        samples_per_s=float(logged) * (count if name == "retinanet" else 1),
+    )
+
+
 TABLES = {
     "cnn_timm_train.csv": timm,
     "cnn_nvidia_dle.csv": examples,
     "cnn_lambda_bench.csv": lambda_bench,
+    "cnn_mlperf_training.csv": mlperf,
 }
 
 
@@ -202,7 +229,7 @@ def traced(
 
     module, inputs = network(name, side=side, **dict(changed))
     if channels_last:
-        module = module.to(memory_format=torch.channels_last)
+        module = module.to(memory_format=torch.channels_last_3d if name in VOLUMES else torch.channels_last)
     return trace_module(module, inputs, precision=precision, autocast=is_mixed(name), name=name)
 
 
@@ -351,6 +378,7 @@ def main() -> None:
     asked = parser.parse_args()
     skipped: Counter[str] = Counter()
     every = residuals(asked.data, skipped)
+    tuned = {key: every.pop(key) for key in list(every) if key[0] == TUNED}
     found = {key: values for key, values in every.items() if key[0] == "timm" or key[1] == "resnet50"}
     others = {key: values for key, values in every.items() if key not in found}
     print(table(found, {"source": 0, "device": 2, "precision": 3, "layout": 4}))
@@ -363,6 +391,8 @@ def main() -> None:
     print(table(alone, {"device": 2, "precision": 3}))
     print("\nScaling efficiency:\n")
     print(scaling(others, by=1))
+    print("\nSubmissions whose kernels were fused by hand:\n")
+    print(table(tuned, {"source": 0, "network": 1, "device": 2}))
     print("\nLeft out:", "; ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items())))
     if asked.residuals:
         cases = [

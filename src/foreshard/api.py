@@ -325,7 +325,15 @@ def request_traced(
     if traced(as_stated["precision"], tuple(sorted(as_stated["degrees"]))) is None:
         return None
     on = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    return TracedRequest(trace=traced, predicted=predict_trace, cluster=on, choices=stated, plan=plan)
+    prices = None if stated.get("prices") is None else _prices(stated["prices"])
+    return TracedRequest(
+        trace=traced,
+        predicted=predict_trace,
+        cluster=on if prices is None else prices.on(on),
+        choices={name: value for name, value in stated.items() if name != "prices"},
+        plan=plan,
+        prices=prices,
+    )
 
 
 def _traced(
@@ -344,6 +352,7 @@ def predict_trace(
     """Return the prediction of a traced module under a plan, or else under stated degrees and options."""
     traced_request.check_predicts(stated)
     on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    on = on.at_usd_per_device_hour(stated.get("usd_per_device_hour"))
     return predict_traced(
         module,
         on,
@@ -351,6 +360,7 @@ def predict_trace(
         fidelity=stated.get("fidelity") or "zero-shot",
         engine=stated.get("engine") or "graph",
         noise=Noise.stated(stated),
+        **{name: stated.get(name) for name in ("tokens", "speeds", "observed_step_s")},
     )
 
 
@@ -358,7 +368,9 @@ def predict_timeline(
     model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> tuple[Prediction, Timeline | None]:
     """Return the prediction and when each task of its step runs (None from the analytical engine)."""
-    return request(model, cluster, plan, **choices).predict_timeline()
+    return (
+        _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
+    ).predict_timeline()
 
 
 def compare(
@@ -393,7 +405,7 @@ def advise(
     """Return the single changes that would win the most time."""
     from foreshard.advise.advice import improvements
 
-    asked = request(model, cluster, plan, **choices)
+    asked = _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
     return improvements(asked, asked.predict(), top=top)
 
 
@@ -405,7 +417,7 @@ def report(
     from foreshard.advise.nearest_fit import nearest_fit
     from foreshard.report.pages.prediction_page import page, page_data
 
-    asked = request(model, cluster, plan, **choices)
+    asked = _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
     prediction, timeline = asked.predict_timeline()
     fits = prediction.memory.fits
     advice = improvements(asked, prediction) if fits else ()
@@ -549,7 +561,9 @@ def plan_trace(module: TracedModule, cluster: Cluster, asked: Mapping[str, Any])
     traced_request.check_plans(asked)
     kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if asked.get(name) is not None}
     batch = whole(asked.get("global_batch"), key="--global-batch", name="global-batch")
-    return plan_traced(module, cluster, global_batch=batch, **kept)
+    on = cluster if asked.get("prices") is None else _prices(asked["prices"]).on(cluster)
+    on = on.at_usd_per_device_hour(asked.get("usd_per_device_hour"))
+    return plan_traced(module, on, global_batch=batch, **kept)
 
 
 def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:
@@ -925,6 +939,8 @@ def predict_traced(
     engine: str = "graph",
     noise: Noise | None = None,
     tokens: float | None = None,
+    speeds: Mapping[str, float] | None = None,
+    observed_step_s: float | None = None,
 ) -> Prediction:
     """Return the prediction of a step of a traced module.
 
@@ -939,30 +955,18 @@ def predict_traced(
     noise : Noise, optional
         How ranks differ (event engine).
     tokens : float, optional
-        Of the whole run.
+        Of the whole run, each a sample.
+    speeds : mapping, optional
+        Parts of the step that are so many times as fast, a question of what if.
+    observed_step_s : float, optional
+        One measured step of this plan, which corrects the prediction.
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
-    from foreshard.predict.measured.memory import counts_of
-    from foreshard.predict.measured.traced import (
-        check_degrees,
-        check_precision,
-        check_rules,
-        traced_costs,
-    )
+    from foreshard.predict.measured.traced import costs_under
 
-    check_precision(module, plan)
-    check_degrees(module, plan)
-    check_rules(plan)
-    sizes = {
-        count
-        for group in plan.groups
-        for stage in group.stages
-        for count in counts_of(stage, min(group.micro_batch, group.share))
-        if count
-    }
-    devices = [nodes.device for nodes in cluster.nodes]
-    costs = traced_costs(module, devices, micro_batches=sizes, optimizer=plan.optimizer, fidelity=fidelity)
-    return predicted(costs, cluster, plan, engine=engine, noise=noise, tokens=tokens)
+    costs = costs_under(module, cluster, plan, fidelity=fidelity, speeds=speeds)
+    asked = {"tokens": tokens, "observed_step_s": observed_step_s}
+    return predicted(costs, cluster, plan, engine=engine, noise=noise, **asked)
 
 
 def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from foreshard.advise.change import Effect, effect, rank
 from foreshard.advise.group_times import better_shares
-from foreshard.advise.request import Request, stated_degrees
+from foreshard.advise.request import stated_degrees
+from foreshard.advise.traced_request import OFFERS, Asked, TracedRequest
 from foreshard.catalog.offers import Offers, offers_of
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
@@ -24,7 +25,7 @@ MAX_DEGREE = 64
 _KINDS = {"tp": "split", "pp": "split", "cp": "split", "ep": "experts", "etp": "experts", "vpp": "schedule"}
 
 
-def improvements(request: Request, base: Prediction, *, top: int = TOP) -> tuple[Effect, ...]:
+def improvements(request: Asked, base: Prediction, *, top: int = TOP) -> tuple[Effect, ...]:
     """Return up to `top` changes that fit and win at least a hundredth of the throughput, one of a kind.
 
     `base` is the prediction of the request itself; gains are under its engine, best first.
@@ -61,19 +62,19 @@ def _one_of_a_kind(ranked: Sequence[Effect]) -> list[Effect]:
     return list(best.values())
 
 
-def offered(plan: Plan) -> Offers:
-    """Return what the framework of the plan ships."""
+def offered(request: Asked, plan: Plan) -> Offers:
+    """Return what the framework of the plan ships, or what a traced module takes."""
     from foreshard.catalog.frameworks import load_framework
 
-    return offers_of(load_framework(plan.framework))
+    return OFFERS if isinstance(request, TracedRequest) else offers_of(load_framework(plan.framework))
 
 
-def _time_changes(request: Request, plan: Plan) -> Iterator[str]:
+def _time_changes(request: Asked, plan: Plan) -> Iterator[str]:
     """Yield changes of the plan that may win time; invalid ones drop out when they are predicted."""
-    offers = offered(plan)
+    offers = offered(request, plan)
     yield from _overlap_changes(plan, offers)
     yield from _option_changes(plan, offers)
-    yield from _dispatcher_changes(request, plan, offers)
+    yield from _dispatcher_changes(plan, offers)
     if request.plan is None:
         yield from splits(request, plan, offers)
         yield from expert_changes(request, plan, offers)
@@ -108,7 +109,7 @@ def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
     yield from (f"{name.replace('_', '-')}=true" for name in off)
 
 
-def _dispatcher_changes(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
+def _dispatcher_changes(plan: Plan, offers: Offers) -> Iterator[str]:
     """Yield other ways to send tokens to experts; those that the devices do not run drop out later."""
     from foreshard.catalog.frameworks import load_framework
 
@@ -148,6 +149,7 @@ def _option_changes(plan: Plan, offers: Offers) -> Iterator[str]:
             yield f"zero={level}"
     if plan.precision == "bf16" and offers.low_precision:
         yield "dtype=fp8"
+    yield from (f"dtype={name}" for name in offers.narrower if plan.precision in ("fp32", "tf32"))
 
 
 def partial_blocks(plan: Plan) -> list[int]:
@@ -157,7 +159,7 @@ def partial_blocks(plan: Plan) -> list[int]:
     return list(dict.fromkeys(max(1, round(layers * share)) for share in (0.125, 0.25, 0.5, 0.75)))
 
 
-def splits(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
+def splits(request: Asked, plan: Plan, offers: Offers) -> Iterator[str]:
     """Yield other tensor, pipeline and context degrees, data parallelism taking what is left."""
     now = stated_degrees(plan)
     model_size = now["tp"] * now["pp"]
@@ -177,10 +179,12 @@ def splits(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
             yield f"cp={now['cp'] * 2},dp={now['dp'] // 2}"
 
 
-def expert_changes(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
+def expert_changes(request: Asked, plan: Plan, offers: Offers) -> Iterator[str]:
     """Yield other expert degrees: every power of two up to the experts, and experts cut over tp."""
+    if isinstance(request, TracedRequest) or "ep" not in offers.degrees:
+        return
     experts = max(block.num_experts for block in request.model.blocks)
-    if not experts or "ep" not in offers.degrees:
+    if not experts:
         return
     now = stated_degrees(plan)
     for etp in dict.fromkeys((now["etp"], 1, now["tp"])):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
-from foreshard.advise.traced_request import TracedRequest, check_change
+from foreshard.advise.traced_request import Asked, TracedRequest, check_change
 from foreshard.catalog.clusters import with_device, with_nic
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.predict.tasks.kernels import KERNELS
@@ -61,7 +61,6 @@ _SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not 
 _OTHERS = (*OVERRIDES, "buckets", "prefetch", "wrap", "zero", "recompute", "framework", "lora", "shares")
 KEYS = (*_COUNTS, *_CHOICES, *_SWITCHES, *_OTHERS, *_SPEEDS, *_HARDWARE, *_FLAG_NAMES)
 _SPELLED = tuple(dict.fromkeys(flag_of(key).removeprefix("--") for key in KEYS))  # as flags spell them
-Asked = TypeVar("Asked", Request, TracedRequest)
 _ON = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
@@ -106,8 +105,7 @@ def _apply_one(request: Asked, key: str, value: str) -> Asked:
         check_change(key, value)
     if key in _HARDWARE:
         cluster = _change_cluster(request.cluster, key, value)
-        prices = request.prices if isinstance(request, Request) else None
-        cluster = cluster if prices is None else prices.on(cluster)
+        cluster = cluster if request.prices is None else request.prices.on(cluster)
         return _resize(replace(request, cluster=cluster), key)
     if key in _COUNTS:
         return request.with_choice(key, _whole(key, value, 1, 2**31))
@@ -123,6 +121,11 @@ def _apply_one(request: Asked, key: str, value: str) -> Asked:
         request = request.with_choice("fp8_recipe", None)  # scales are of 8-bit products alone
     if key in _CHOICES:
         return request.with_choice(key, _one_of(key, value, _CHOICES[key]))
+    if key in _SPEEDS:
+        faster = {key.removeprefix("speed_"): _factor(key, value)}
+        return replace(request, speeds={**request.speeds, **faster})
+    if key == "shares":
+        return _with_shares(request, value)
     return _apply_to_model(request, key, value) if isinstance(request, Request) else request
 
 
@@ -147,11 +150,6 @@ def _apply_to_model(request: Request, key: str, value: str) -> Request:
         changed = replace(request, lora=None if value == "none" else value)
         assert changed.trained
         return changed
-    if key in _SPEEDS:
-        faster = {key.removeprefix("speed_"): _factor(key, value)}
-        return replace(request, speeds={**request.speeds, **faster})
-    if key == "shares":
-        return _with_shares(request, value)
     if key == "framework":
         _check_framework(value)
     return request.with_choice(key, value)
@@ -178,7 +176,7 @@ def _resize(request: Asked, key: str) -> Asked:
     return replace(request, choices={k: v for k, v in request.choices.items() if k != "dp"})
 
 
-def _with_shares(request: Request, value: str) -> Request:
+def _with_shares(request: Asked, value: str) -> Asked:
     """Return the request with other samples per group of its plan file, written 24:8."""
     if request.plan is None:
         what = "shares without a plan file"
@@ -267,23 +265,20 @@ def effect(request: Asked, base: Prediction, change: str, *, engine: str | None 
     """Return what one change does, against a base prediction of the same engine."""
     try:
         changed = apply(request, change)
-        if isinstance(request, Request) and isinstance(changed, Request):
-            prediction = _predicted(request, changed, engine)
-        else:
-            prediction = changed.predict(engine)
+        prediction = _predicted(request, changed, engine)
     except ForeshardError as error:
         return Effect(change=change, prediction=None, gain=None, error=str(error))
     gain = prediction.tokens_per_s / base.tokens_per_s - 1
     return Effect(change=change, prediction=prediction, gain=gain)
 
 
-def _predicted(request: Request, changed: Request, engine: str | None) -> Prediction:
+def _predicted(request: Asked, changed: Asked, engine: str | None) -> Prediction:
     """Return the prediction of the changed run; what one measured step taught holds for it too."""
     if request.observed_step_s is None:
         return changed.predict(engine)
-    before, after = (replace(asked, observed_step_s=None).predict(engine) for asked in (request, changed))
+    before, after = (asked.observing(None).predict(engine) for asked in (request, changed))
     ratio = request.observed_step_s / before.step_time_s
-    made = replace(changed, observed_step_s=ratio * after.step_time_s).predict(engine)
+    made = changed.observing(ratio * after.step_time_s).predict(engine)
     scaled = f"scaled by {ratio:.3f}, measured over predicted step of the run before the change"
     return replace(made, assumptions=(scaled, *made.assumptions[1:]))
 

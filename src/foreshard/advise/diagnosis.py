@@ -14,6 +14,7 @@ from typing import Any
 from foreshard.advise.advice import MIN_GAIN, improvements, offered
 from foreshard.advise.change import apply, effect
 from foreshard.advise.request import Request
+from foreshard.advise.traced_request import SPEEDS, Asked, TracedRequest
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.critical import Stretch, critical_path
@@ -29,7 +30,9 @@ from foreshard.predict.graph.edits import (
 )
 from foreshard.predict.graph.engine import MAX_TASKS, PricedStep
 from foreshard.predict.graph.prices import GroupPrices
+from foreshard.predict.measured.tasks import critical_path as measured_critical_path
 from foreshard.predict.tasks.kernels import KERNELS
+from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 TWICE = 2.0
@@ -96,7 +99,7 @@ class Diagnosis:
         }
 
 
-def diagnose(request: Request, base: Prediction) -> Diagnosis:
+def diagnose(request: Asked, base: Prediction) -> Diagnosis:
     """Return the critical path of a run, and what would help it.
 
     Raises
@@ -104,21 +107,52 @@ def diagnose(request: Request, base: Prediction) -> Diagnosis:
     SpecError
         Where another engine than graph was asked for, or transfers that share a network.
     """
-    if request.engine != "graph" or request.network not in (None, "closed-form"):
-        key, value = ("engine", request.engine) if request.engine != "graph" else ("network", request.network)
+    network = None if isinstance(request, TracedRequest) else request.network
+    if request.engine != "graph" or network not in (None, "closed-form"):
+        key, value = ("engine", request.engine) if request.engine != "graph" else ("network", network)
         rule = "The critical path is one of tasks, each transfer by itself"
         fix = f"Leave out --{key}, or state a --change"
         raise SpecError(f"a diagnosis under {key} {value}", key=f"--{key}", value=value, rule=rule, fix=fix)
+    if isinstance(request, TracedRequest):
+        return _of_trace(request, base)
     case = request.planned_run()
     step = PricedStep.of(case, _batch(request, case))
     prices, cut = _shortened(step.prices)
     program, times = step.executed(prices)
+    found = (*_faster_classes(case, base, step), *_changes(request, base, step))
     return Diagnosis(
         makespan_s=times.makespan_s,
-        path=_by_place(case, critical_path(program, times)),
-        helps=_ranked(request, case, base, step),
+        path=_by_place(case.plan, critical_path(program, times)),
+        helps=_ranked(request, base, found),
         cut=cut,
     )
+
+
+def _of_trace(request: TracedRequest, base: Prediction) -> Diagnosis:
+    """Return the diagnosis of a traced module, whose tasks are few enough to price for each question."""
+    step, times = request.executed(base.plan)
+    return Diagnosis(
+        makespan_s=times.makespan_s,
+        path=_by_place(base.plan, measured_critical_path(step, times)),
+        helps=_ranked(request, base, tuple(_faster_parts(request, base))),
+        cut=0,
+    )
+
+
+def _faster_parts(request: TracedRequest, base: Prediction) -> Iterator[Help]:
+    """Yield each part of the step and each class of kernels twice as fast, with the gain if it were free."""
+    for name in SPEEDS:
+        change = f"speed-{name.replace('_', '-')}="
+        twice, free = (effect(request, base, f"{change}{factor:g}") for factor in (TWICE, math.inf))
+        if twice.prediction is not None and free.prediction is not None and twice.gain:
+            yield Help(
+                what=f"{words_of(name)} twice as fast",
+                gain=twice.gain,
+                step_time_s=twice.prediction.step_time_s,
+                most=free.gain,
+                change=f"{change}2",
+                by="prediction",
+            )
 
 
 def _batch(request: Request, case: PlannedRun) -> Any:
@@ -135,14 +169,14 @@ def _shortened(prices: list[GroupPrices]) -> tuple[list[GroupPrices], int]:
     return [shorter], shorter.num_micro_batches
 
 
-def _by_place(case: PlannedRun, stretches: tuple[Stretch, ...]) -> tuple[PathPlace, ...]:
+def _by_place(plan: Plan, stretches: tuple[Stretch, ...]) -> tuple[PathPlace, ...]:
     found: dict[tuple[str, int, int], list[Stretch]] = {}
     for stretch in stretches:
         found.setdefault((stretch.kind, stretch.group, stretch.stage), []).append(stretch)
     places = []
     for (kind, group, stage), some in found.items():
         names = dict.fromkeys(name for stretch in some for name in stretch.parts_s)
-        ranks = case.plan.groups[group].stages[stage].ranks if stage >= 0 else ()
+        ranks = plan.groups[group].stages[stage].ranks if stage >= 0 else ()
         places.append(
             PathPlace(
                 kind=kind,
@@ -156,9 +190,9 @@ def _by_place(case: PlannedRun, stretches: tuple[Stretch, ...]) -> tuple[PathPla
     return tuple(sorted(places, key=lambda place: -place.seconds))
 
 
-def _ranked(request: Request, case: PlannedRun, base: Prediction, step: PricedStep) -> tuple[Help, ...]:
+def _ranked(request: Asked, base: Prediction, helps: tuple[Help, ...]) -> tuple[Help, ...]:
     """Return what helps by a hundredth or more, the most first; of one change written twice the better."""
-    found = [*_faster_classes(case, base, step), *_changes(request, base, step)]
+    found = list(helps)
     for better in improvements(request, base):
         assert better.prediction is not None and better.gain is not None
         found.append(
@@ -224,7 +258,7 @@ def _edits(
     request: Request, base: Prediction, step: PricedStep
 ) -> Iterator[tuple[str, str, list[GroupPrices], int]]:
     """Yield (words, change, edited prices, times the tokens): overlaps, batch, network."""
-    shipped = offered(base.plan).overlaps
+    shipped = offered(request, base.plan).overlaps
     traits = step.prices[0].machines[0].traits
     for name in OVERLAPS:
         if name in shipped and float(getattr(traits, name)) <= 0 and takes(step.prices, name):
@@ -239,7 +273,9 @@ def _edits(
         rate = 2.0 * request.cluster.nodes[0].nic_bytes_per_s
         change = f"nic={8 * rate / 1e9:g} Gb/s"
         try:
-            case = apply(request, change).planned_run()
+            changed = apply(request, change)
+            assert isinstance(changed, Request)
+            case = changed.planned_run()
         except ForeshardError:
             return
         other = PricedStep.of(case, _batch(request, case))

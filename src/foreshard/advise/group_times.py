@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from foreshard.advise.request import Request
+from foreshard.advise.traced_request import Asked
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan
 
@@ -31,7 +31,7 @@ class GroupTime:
     wait_s: float
 
 
-def group_times(request: Request, plan: Plan) -> tuple[GroupTime, ...]:
+def group_times(request: Asked, plan: Plan) -> tuple[GroupTime, ...]:
     """Return how long each group works and waits; empty for one group, or for very many."""
     if not 1 < len(plan.groups) <= MAX_GROUPS:
         return ()
@@ -44,7 +44,7 @@ def group_times(request: Request, plan: Plan) -> tuple[GroupTime, ...]:
         shape = names[-1], _moved(group, request.cluster)
         if shape not in known:
             alone = replace(plan, groups=(group,), global_batch=group.share)
-            asked = replace(request, plan=alone, plan_file=None, choices={}, observed_step_s=None)
+            asked = request.alone(alone)
             made = asked.predict(asked.trial_engine)
             parts = made.time_breakdown_s
             known[shape] = made.step_time_s - sum(parts[name] for name in _TOGETHER)
@@ -69,7 +69,7 @@ def uneven(times: Sequence[GroupTime]) -> bool:
     return any(group.wait_s > UNEVEN * (group.wait_s + group.work_s) for group in times)
 
 
-def better_shares(request: Request, plan: Plan) -> Iterator[str]:
+def better_shares(request: Asked, plan: Plan) -> Iterator[str]:
     """Yield shares in proportion to the samples each group does in a second, as a change 24:8."""
     if request.plan is None:
         return

@@ -13,6 +13,7 @@ from foreshard import quantity
 from foreshard.advise.advice import MAX_DEGREE, expert_changes, offered, partial_blocks, splits
 from foreshard.advise.change import Effect, effect, rank
 from foreshard.advise.request import Request, stated_degrees
+from foreshard.advise.traced_request import Asked
 from foreshard.catalog.offers import Offers
 from foreshard.planner.nearest_change import shorter_sequences, smaller_optimizers
 from foreshard.spec.plan import Plan
@@ -38,12 +39,12 @@ class Fit:
         return self.effects[0] if self.effects else None
 
 
-def nearest_fit(request: Request, base: Prediction) -> Fit:
+def nearest_fit(request: Asked, base: Prediction) -> Fit:
     """Return the changes nearest to the request that fit; gains are against the run as if it fitted."""
     engine = request.trial_engine
     reference = base if base.engine == engine else request.predict(engine)
     trial = _Trial(request=request, reference=reference, tried=set())
-    offers = offered(base.plan)
+    offers = offered(request, base.plan)
     found: list[Effect] = []
     for number, tier in enumerate(_tiers(request, base.plan, offers)):
         if not found:
@@ -57,7 +58,7 @@ def nearest_fit(request: Request, base: Prediction) -> Fit:
 class _Trial:
     """Predicts candidates with the engine of trials and remembers which it saw."""
 
-    request: Request
+    request: Asked
     reference: Prediction
     tried: set[str]
 
@@ -83,7 +84,7 @@ class _Trial:
         return found if found.prediction.memory.fits else None
 
 
-def _tiers(request: Request, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:
+def _tiers(request: Asked, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:
     """Yield the tiers of candidates, from what changes least."""
     group = plan.groups[0]
     levels = [level for level in offers.levels(len(group.stages)) if level > group.stages[0].zero]
@@ -120,7 +121,7 @@ def _smaller_passes(plan: Plan) -> Iterator[str]:
         yield f"micro-batch={per_rank}"
 
 
-def _wider(request: Request, plan: Plan, offers: Offers) -> Iterator[str]:
+def _wider(request: Asked, plan: Plan, offers: Offers) -> Iterator[str]:
     """Yield layouts that hold less per device: experts spread, then tensor, pipeline, context degrees."""
     yield from expert_changes(request, plan, offers)
     yield from splits(request, plan, offers)
@@ -163,7 +164,7 @@ def _other_training(plan: Plan, strong: list[str]) -> Iterator[str]:
     yield from (f"seq={seq_len}{together}" for seq_len in shorter)
 
 
-def _more_nodes(request: Request, strong: list[str]) -> Iterator[str]:
+def _more_nodes(request: Asked, strong: list[str]) -> Iterator[str]:
     """Yield twice, four times, ... the nodes, data parallel; then with everything that saves memory."""
     if len(request.cluster.nodes) != 1 or request.plan is not None:
         return
@@ -183,11 +184,12 @@ def _offload(plan: Plan, strong: list[str]) -> Iterator[str]:
             yield ",".join(["offload=all", *strong])
 
 
-def _binding(request: Request, memory: Memory) -> str:
+def _binding(request: Asked, memory: Memory) -> str:
     """Return the largest part of the peak in words, with the sequence where that makes it."""
     part = max(memory.breakdown_bytes, key=lambda name: memory.breakdown_bytes[name])
     text = f"{MEMORY_LABELS[part]} take {quantity.gib(memory.breakdown_bytes[part])} GiB"
-    if part == "activations" and request.plan is None and request.choices.get("seq_len") is None:
+    unstated = request.plan is None and request.choices.get("seq_len") is None
+    if part == "activations" and unstated and isinstance(request, Request):
         text += (
             f" at sequence {request.model.max_seq_len}, which was not stated and is that of the model (--seq)"
         )

@@ -275,6 +275,14 @@ class Request:
             network=network,
         )
 
+    def observing(self, step_s: float | None) -> Request:
+        """Return the request with another measured step, or none."""
+        return replace(self, observed_step_s=step_s)
+
+    def alone(self, plan: Plan) -> Request:
+        """Return the request for another plan on the same cluster, as nobody measured it."""
+        return replace(self, plan=plan, plan_file=None, choices={}, observed_step_s=None)
+
     def with_choice(self, name: str, value: Any) -> Request:
         """Return the request with one degree or option set, in the flags or in every group of the plan."""
         if self.plan is None:

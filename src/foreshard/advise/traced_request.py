@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from foreshard.advise.request import ASKED, DEGREES, OPTIONS, check_beside, flag_of, set_in_plan
+from foreshard.advise.request import ASKED, DEGREES, OPTIONS, Request, check_beside, flag_of, set_in_plan
+from foreshard.catalog.offers import Offers
 from foreshard.errors import SpecError
+from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.codec import whole
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import COMM_OPTIONS
@@ -15,23 +17,44 @@ from foreshard.spec.variation import Noise
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
+    from foreshard.catalog.prices import Prices
+    from foreshard.predict.measured.costs import MeasuredCosts
+    from foreshard.predict.measured.lowering import MeasuredStep
+    from foreshard.sim.critical_path import TaskTimes
     from foreshard.spec.cluster import Cluster
     from foreshard.spec.framework import Framework
     from foreshard.spec.plan import Plan
     from foreshard.spec.prediction import Prediction
+    from foreshard.spec.timeline import Timeline
     from foreshard.spec.traced_module import TracedModule
 
 _DEGREES = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
 PREDICTS = {
     *("model", "cluster", "plan", "zero", "precision", "engine", "costs", "fidelity", *_DEGREES),
+    *("tokens", "prices", "usd_per_device_hour", "observed_step_s"),
     *(one.name for one in fields(Noise)),
 }
 """Names of what a prediction takes."""
-CHANGES = {*_DEGREES, "zero", "precision"}
+CHANGES = {*_DEGREES, "zero", "precision", "shares"}
 """Names of what a change may set, besides the hardware."""
+SPEEDS = (
+    *("compute", "recompute", "tensor_comm", "pipeline_comm", "data_comm", "optimizer", "host"),
+    *KERNELS,
+)
+"""Parts of a step and classes of kernels that a change may make faster."""
+OFFERS = Offers(
+    zero=(0, 1, 2, 3),
+    degrees=("tp", "pp"),
+    recompute=("none", "full", "every"),
+    narrower=("tf32", "bf16", "fp16"),
+)
+"""What a run of a traced module lets its user choose."""
 _SWITCHES = {"sp", "compile", "lora", *COMM_OPTIONS}
 """What other models have besides, which a change may set to off."""
-PLANS = {"global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"}
+PLANS = {
+    *("global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"),
+    *("prices", "usd_per_device_hour"),
+}
 """Names of what a search takes."""
 _ARGUMENTS = {"model", "cluster"}
 _ELSEWHERE = {*OPTIONS, *ASKED}
@@ -55,6 +78,10 @@ class TracedRequest:
         Degrees and options that were stated, of those in `PREDICTS`.
     plan : Plan, optional
         In place of degrees and options.
+    prices : Prices, optional
+        For what a change brings; the cluster has them already.
+    speeds : mapping
+        Parts of the step so many times as fast, a question of what if.
     """
 
     trace: Callable[[str, tuple[int, ...]], TracedModule]
@@ -62,6 +89,29 @@ class TracedRequest:
     cluster: Cluster
     choices: Mapping[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
+    prices: Prices | None = None
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    trial_engine: ClassVar[str] = "graph"
+    """The engine to try changes with."""
+
+    @property
+    def observed_step_s(self) -> float | None:
+        """One measured step, which corrects the prediction."""
+        return self.choices.get("observed_step_s")
+
+    def observing(self, step_s: float | None) -> TracedRequest:
+        """Return the request with another measured step, or none."""
+        return replace(self, choices={**self.choices, "observed_step_s": step_s})
+
+    @property
+    def usd_per_device_hour(self) -> float | None:
+        """The price that was stated in place of the cluster's."""
+        return self.choices.get("usd_per_device_hour")
+
+    @property
+    def engine(self) -> str:
+        """The engine that was asked for."""
+        return self.choices.get("engine") or "graph"
 
     @property
     def framework(self) -> Framework:
@@ -79,9 +129,47 @@ class TracedRequest:
     def predict(self, engine: str | None = None) -> Prediction:
         """Return the prediction, under another engine when one is named."""
         choices = self.choices if engine is None else {**self.choices, "engine": engine}
-        traced = traced_as(self.plan, choices)
-        module = self.trace(traced["precision"], tuple(sorted(traced["degrees"])))
-        return self.predicted(module, self.cluster, self.plan, choices)
+        if self.speeds:
+            choices = {**choices, "speeds": self.speeds}
+        return self.predicted(self.module, self.cluster, self.plan, choices)
+
+    @property
+    def module(self) -> TracedModule:
+        """The module as it is traced for the prediction."""
+        traced = traced_as(self.plan, self.choices)
+        return self.trace(traced["precision"], tuple(sorted(traced["degrees"])))
+
+    def alone(self, plan: Plan) -> TracedRequest:
+        """Return the request for another plan on the same cluster, without what differs among ranks."""
+        kept = {name: self.choices.get(name) for name in ("engine", "fidelity")}
+        return replace(self, plan=plan, choices=kept)
+
+    def predict_timeline(self) -> tuple[Prediction, Timeline]:
+        """Return the prediction and when each task of its step runs."""
+        from foreshard.predict.measured.tasks import timeline
+
+        made = self.predict()
+        step, times = self.executed(made.plan)
+        return made, timeline(step, made.plan, times, made.step_time_s)
+
+    def executed(self, plan: Plan) -> tuple[MeasuredStep, TaskTimes]:
+        """Return the tasks of a step and when they run."""
+        from foreshard.predict.measured.engine import executed
+
+        return executed(self._costs(plan), self.cluster, plan, self.engine)
+
+    def stage_memory(self) -> tuple[tuple[dict[str, float], ...], ...]:
+        """Return the parts of the peak memory of each stage of each group, bytes."""
+        from foreshard.predict.measured.memory import stage_parts
+
+        plan = self.plan or plan_of(self.module, self.cluster, self.choices)
+        return stage_parts(self._costs(plan), plan)
+
+    def _costs(self, plan: Plan) -> MeasuredCosts:
+        from foreshard.predict.measured.traced import costs_under
+
+        fidelity = self.choices.get("fidelity") or "zero-shot"
+        return costs_under(self.module, self.cluster, plan, fidelity=fidelity, speeds=self.speeds)
 
     def compare(self) -> tuple[Prediction, ...]:
         """Return the predictions under both engines that take operations of a trace."""
@@ -90,9 +178,13 @@ class TracedRequest:
         return tuple(request.predict(engine) for engine in ("graph", "event"))
 
 
+Asked = Request | TracedRequest
+"""A run that may be changed and predicted: of a model of layers, or of what is traced."""
+
+
 def check_predicts(values: Mapping[str, Any]) -> None:
     """Raise SpecError for what a prediction of a traced module does not take."""
-    _reject_unknown(values, PREDICTS)
+    _reject_unknown({name: value for name, value in values.items() if name != "speeds"}, PREDICTS)
     if values.get("costs") not in (None, "auto", "formula"):
         raise SpecError(
             f"costs {values['costs']} of a traced module",
@@ -190,11 +282,12 @@ def _within(plan: Plan, num_layers: int) -> Plan:
 def check_change(key: str, value: str) -> None:
     """Raise SpecError for a change that a prediction of a traced module does not take."""
     same = key in _SWITCHES and value.lower() in ("off", "none", "no", "false")
-    if key not in CHANGES and not same and (key, value) != ("framework", _FRAMEWORK):
+    faster = key.startswith("speed_") and key.removeprefix("speed_") in SPEEDS
+    if key not in CHANGES and not same and not faster and (key, value) != ("framework", _FRAMEWORK):
         shown, *known = (flag_of(one).removeprefix("--") for one in (key, *sorted(CHANGES)))
         rule = f"Of a traced module may be changed {', '.join(known)}"
         what = f"{shown} is not taken for a traced module"
-        fix = "Leave it out, or change device, nodes, nic, link or memory-bandwidth"
+        fix = "Leave it out, or change device, nodes, nic, link, memory-bandwidth or a speed-PART"
         raise SpecError(what, key=f"--change {shown}", value=value, rule=rule, fix=fix)
 
 

@@ -307,11 +307,17 @@ def _from_factory(path: Path, factory: str) -> Model:
 
 
 def _call(path: Path, factory: str) -> Any:
-    """Run the user's module and its factory; what goes wrong in it is bad input, not our fault."""
+    """Run the user's module and its factory; what goes wrong in it is bad input, not our fault.
+
+    Modules and packages beside the file may be imported, as a script would; they are forgotten after it, so
+    that those of the same name beside another file are not taken for them.
+    """
+    folder, known = str(path.resolve().parent), set(sys.modules)
     spec = importlib.util.spec_from_file_location(f"_foreshard_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
         made = getattr(module, factory, None)
@@ -321,13 +327,25 @@ def _call(path: Path, factory: str) -> Any:
     except ForeshardError:
         raise
     except ModuleNotFoundError as error:
-        fix = "The extra foreshard[run] brings torch, foreshard[models] transformers"
+        extras = "foreshard[run] brings torch, foreshard[models] transformers"
+        fix = f"Put it beside the file, or install it: {extras}"
         raise ExtraMissingError(f"needs {error.name}", file=str(path), fix=fix) from error
     except (Exception, SystemExit) as error:
         what = f"{factory}() failed: {type(error).__name__}: {error}"
         raise SpecError(what, file=str(path), key="model", value=factory, rule=_FACTORY) from error
     finally:
-        sys.modules.pop(spec.name, None)
+        sys.path.remove(folder)
+        beside = [name for name in set(sys.modules) - known if _is_beside(name, folder)]
+        for name in (spec.name, *beside):
+            sys.modules.pop(name, None)
+
+
+def _is_beside(name: str, folder: str) -> bool:
+    """Return whether a module is a file of a folder or of a package in it, and none of our own."""
+    root, file = name.partition(".")[0], getattr(sys.modules[name], "__file__", None)
+    places = (Path(folder, root), Path(folder, f"{root}.py"))
+    found = isinstance(file, str) and any(place in (Path(file), *Path(file).parents) for place in places)
+    return found and root != __name__.partition(".")[0]
 
 
 def _made(factory: Callable[[], Any]) -> Any:

@@ -42,6 +42,7 @@ class Offers:
     degrees : kinds of parallelism besides data parallelism, sp where tensor parallelism may cut sequences
     recompute : leading words of the recompute rules it takes; with "selective", modules as Megatron names
         them and parts of a stage (full:uniform:N, full:block:N) too
+    narrower : dtypes of products that a run in fp32 or tf32 may take instead
     low_precision : whether it trains with 8-bit matrix products
     fp8_recipes : how it scales their operands, if it has a choice or one of its own
     dispatchers : what may send tokens to experts, where there is a choice
@@ -58,6 +59,7 @@ class Offers:
     overlaps: tuple[str, ...] = ()
     degrees: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ("none", "full")
+    narrower: tuple[str, ...] = ()
     low_precision: bool = False
     fp8_recipes: tuple[str, ...] = ()
     dispatchers: tuple[str, ...] = ()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from foreshard.spec.plan import Plan
 
     Search = Callable[[dict[str, Any]], tuple[PlanResult, Cluster]]
+    SearchOn = Callable[[Cluster, dict[str, Any]], PlanResult]
 
 # Exit code after Ctrl-C, as shells give it.
 INTERRUPTED = 130
@@ -197,12 +198,14 @@ def command(
         raise SpecError("no cluster", key="CLUSTER", rule=rule, fix=fix)
     source: Model | None = None
     search: Search
+    search_on: SearchOn | None = None
     if is_file(asked.get("costs")):
         from foreshard.cli.options import measured
 
         search = partial(measured.plan, model, cluster, others=of_one_cluster)
-    elif (of_trace := _planning_trace(model, cluster, asked, of_one_cluster)) is not None:
-        search = of_trace
+    elif (of_trace := _planning_trace(model, cluster, asked, compare_with)) is not None:
+        known, search_on = named_cluster(cluster), of_trace
+        search = partial(_planned, search_on, known)
     else:
         source, known = api.load_model(model), named_cluster(cluster)
         from foreshard.catalog.prices import load_prices
@@ -211,7 +214,8 @@ def command(
         known = known if prices is None else load_prices(prices).on(known)
         default = TRAINERS[target_of(asked["to"])].runs if "to" in asked else None
         warn_of_stack(asked.get("framework") or default or "megatron-core", known)
-        search = partial(_planned, source, known)
+        search_on = partial(_planning_model, source)
+        search = partial(_planned, search_on, known)
     runs: TargetRuns[tuple[PlanResult, Cluster]] | None = None
     with watched(asked.get("budget_s")) as pressed:
         if to_target is None:
@@ -224,8 +228,9 @@ def command(
             asked["global_batch"] = runs.chosen.global_batch
     gains: tuple[Gain, ...] = ()
     others: tuple[ComparedPlanner, ...] = ()
+    if search_on is not None and explain and result.plans and not pressed:
+        gains = _gains(search_on, planned_on, asked, result)
     if source is not None and not pressed:
-        gains = _gains(source, planned_on, asked, result) if explain and result.plans else ()
         result, others = _compared(source, planned_on, asked, result, compare_with or ())
 
     def screen() -> Screen:
@@ -252,13 +257,19 @@ def command(
     _leave(ctx, result.plans, result.infeasible, bool(pressed))
 
 
-def _planned(model: Model, cluster: Cluster, asked: dict[str, Any]) -> tuple[PlanResult, Cluster]:
+def _planned(search: SearchOn, cluster: Cluster, asked: dict[str, Any]) -> tuple[PlanResult, Cluster]:
+    return search(cluster, asked), cluster
+
+
+def _planning_model(model: Model, cluster: Cluster, asked: dict[str, Any]) -> PlanResult:
     from foreshard import api
 
-    return api.plan(model, cluster, **asked), cluster
+    return api.plan(model, cluster, **asked)
 
 
-def _planning_trace(model: str, cluster: str, asked: dict[str, Any], others: dict[str, Any]) -> Search | None:
+def _planning_trace(
+    model: str, cluster: str, asked: dict[str, Any], compare_with: str | tuple[str, ...] | None
+) -> SearchOn | None:
     """Return what plans the traced module that MODEL names, None for a model that is not traced."""
     from foreshard import api
     from foreshard.advise.traced_request import searched_as
@@ -267,7 +278,9 @@ def _planning_trace(model: str, cluster: str, asked: dict[str, Any], others: dic
         return None
     on = api.load_cluster(cluster)
     module = api.trace(model, **searched_as(on, asked))
-    return None if module is None else lambda stated: (api.plan_trace(module, on, stated | others), on)
+    if module is None:
+        return None
+    return lambda on, stated: api.plan_trace(module, on, stated | {"compare_with": compare_with})
 
 
 def _length_is_known(values: dict[str, Any], to_target: str | None) -> None:
@@ -285,14 +298,13 @@ def _length_is_known(values: dict[str, Any], to_target: str | None) -> None:
             raise SpecError(what, key=flag_of(name), value=values[name], rule=rule, fix="Give --tokens")
 
 
-def _gains(model: Model, cluster: Cluster, asked: dict[str, Any], result: PlanResult) -> tuple[Gain, ...]:
+def _gains(search: SearchOn, cluster: Cluster, asked: dict[str, Any], result: PlanResult) -> tuple[Gain, ...]:
     """Return what other hardware would gain, each searched with a part of the budget."""
-    from foreshard import api
     from foreshard.advise.sensitivity import sensitivity
 
     budget_s = min(_EXPLAIN_S, asked.get("budget_s") or _EXPLAIN_S)
     again = {**asked, "top": 1, "budget_s": budget_s}
-    return sensitivity(lambda changed: api.plan(model, changed, **again), cluster, result)
+    return sensitivity(lambda changed: search(changed, again), cluster, result)
 
 
 def _compared(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from foreshard.advise.request import Request
 from foreshard.cli.options import measured, target
 from foreshard.cli.options.answer import NOTHING_FITS, give, save, save_page, say, wants_json
 from foreshard.cli.options.request import describing_a_run, to_request, traced_request_of, warn_of_offers
@@ -17,6 +17,7 @@ from foreshard.errors import SpecError
 if TYPE_CHECKING:
     from foreshard.advise.nearest_fit import Fit
     from foreshard.advise.to_target import TargetRuns
+    from foreshard.advise.traced_request import Asked
     from foreshard.report.screen import Screen
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.timeline import Timeline
@@ -55,22 +56,12 @@ def command(
     foreshard predict job.py lab.toml --costs costs.json --plan plan.json
     foreshard predict llama3-8b 2x8xh100-sxm --tp 2 --to-target kaplan-lm:2.4
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
-    others = {name: path for name, path in (("trace", trace), ("report", report)) if path}
     if measured.is_file(values.get("costs")):
+        others = {name: path for name, path in (("trace", trace), ("report", report)) if path}
         _refuse_other_jobs(other_jobs, bursts, "measured costs")
-        _answer(ctx, values, to_target, lambda stated: measured.predict(stated, others), explain)
+        _answer_measured(ctx, values, to_target, others, explain)
         return
-    of_trace = _predicting_trace(values, others)
-    if of_trace is not None:
-        _refuse_other_jobs(other_jobs, bursts, "a traced module")
-        _answer(ctx, values, to_target, of_trace, explain)
-        return
-    request, runs = to_request(values), None
-    if other_jobs is not None:
-        from foreshard.cli.options.other_jobs import other_jobs as jobs_in
-
-        request = replace(request, other_jobs=jobs_in(other_jobs, request.cluster))
-    request = replace(request, bursts=bursts)
+    request, runs = _request_of(values, other_jobs, bursts), None
     if to_target is not None:
         runs = target.predicted_request(to_target, request)
         request = runs.answer
@@ -79,12 +70,13 @@ def command(
         prediction, timeline = request.predict_timeline()
     else:
         prediction = request.predict()
-    warn_of_offers(prediction.plan)
+    if isinstance(request, Request):
+        warn_of_offers(prediction.plan)
     if not prediction.memory.fits:
         from foreshard.advise.nearest_fit import nearest_fit
 
         fit = nearest_fit(request, prediction)
-    elif (report or not wants_json()) and other_jobs is None:
+    elif report or (isinstance(request, Request) and not wants_json() and other_jobs is None):
         from foreshard.advise.advice import improvements
 
         advice = improvements(request, prediction)
@@ -115,26 +107,33 @@ def command(
         ctx.exit(NOTHING_FITS)
 
 
-def _predicting_trace(
-    values: dict[str, Any], others: dict[str, str]
-) -> Callable[[dict[str, Any]], Prediction] | None:
-    """Return what predicts the traced module that MODEL names, None for a model that is not traced."""
+def _request_of(values: dict[str, Any], other_jobs: str | None, bursts: bool) -> Asked:
+    """Return what is asked of a traced module or a model of the catalog, with the jobs beside it."""
     traced = traced_request_of(values)
-    if traced is None:
-        return None
-    return lambda stated: replace(traced, choices=stated | others).predict()
+    if traced is not None:
+        _refuse_other_jobs(other_jobs, bursts, "a traced module")
+        return traced
+    request = to_request(values)
+    if other_jobs is not None:
+        from foreshard.cli.options.other_jobs import other_jobs as jobs_in
+
+        request = replace(request, other_jobs=jobs_in(other_jobs, request.cluster))
+    return replace(request, bursts=bursts)
 
 
-def _answer(
+def _answer_measured(
     ctx: click.Context,
     values: dict[str, Any],
     to_target: str | None,
-    predict: Callable[[dict[str, Any]], Prediction],
+    others: dict[str, str],
     explain: bool,
 ) -> None:
-    """Answer for a traced module or measured costs, of which there is no advice, and no formula."""
+    """Answer from measured costs, of which there is no advice, and no formula."""
     from foreshard.report.summary import prediction_screen
     from foreshard.report.target_table import with_target
+
+    def predict(stated: dict[str, Any]) -> Prediction:
+        return measured.predict(stated, others)
 
     runs = None if to_target is None else target.predicted(to_target, values, predict)
     prediction = predict(values) if runs is None else runs.answer

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from foreshard import quantity
+from foreshard.advise.request import Request
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.request import describing_a_run, to_request, traced_request_of, warn_of_offers
 from foreshard.cli.options.sources import verb_command
-from foreshard.errors import SpecError
 from foreshard.report.plan_words import counted, plan_line, priced
 from foreshard.report.screen import Screen, table
 
@@ -44,22 +44,14 @@ def command(changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
     from foreshard.advise.change import effects_of
 
     found: Diagnosis | None = None
-    traced = traced_request_of(values)
-    if traced is not None:
-        if diagnose or not changes:
-            what = f"{values['model']} is traced, and has no diagnosis"
-            rule = "A diagnosis follows the tasks of a model of layers"
-            fix = "Give changes, as --change device=h200-sxm --change micro-batch=64"
-            raise SpecError(what, key="--diagnose", value=values["model"], rule=rule, fix=fix)
-        base, effects = effects_of(traced, changes)
-    else:
-        request = to_request(values)
-        base, effects = effects_of(request, changes)
+    request = traced_request_of(values) or to_request(values)
+    base, effects = effects_of(request, changes)
+    if isinstance(request, Request):
         warn_of_offers(base.plan)
-        if diagnose or not changes:
-            from foreshard.advise.diagnosis import diagnose as diagnosed
+    if diagnose or not changes:
+        from foreshard.advise.diagnosis import diagnose as diagnosed
 
-            found = diagnosed(request, base)
+        found = diagnosed(request, base)
     data = {"schema_version": 1, "base": base.to_dict(), "effects": list(map(effect_dict, effects))}
     if found is not None:
         data["diagnosis"] = found.to_dict()
@@ -106,7 +98,7 @@ def _screen(base: Prediction, effects: tuple[Effect, ...], found: Diagnosis | No
         header=(f"{base.model} on {base.cluster}", plan_line(base.plan)),
         tables=(
             table("", columns, rows, spare=(price, ">peak GiB")),
-            *(() if found is None else diagnosis_tables(found)),
+            *(() if found is None else diagnosis_tables(found, many)),
         ),
         notes=(*notes, *_batches(base, effects)),
     )

@@ -32,6 +32,7 @@ class Kind(IntEnum):
     RECOMPUTE = 12
     HOST = 13
     OTHER = 14
+    PASSES = 15  # forward and backward of several micro-batches in one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -346,8 +347,23 @@ def _traced_residuals(reads_images: bool) -> tuple[float, ...]:
     return tuple(case["residual"] for case in cases if case["images"] is reads_images)
 
 
-def traced_intervals(step_time_s: float, *, evidence: str, num_devices: int, reads_images: bool) -> Intervals:
-    """Return the intervals of a traced module's step, by level.
+@cache
+def _traced_differences(reads_images: bool) -> tuple[float, ...]:
+    """Return what residuals of a network on a device differ by in other layouts or on more devices.
+
+    Such is the error of a prediction that is scaled to a measured step of another run.
+    """
+    alike: dict[tuple[str, ...], list[float]] = {}
+    for case in shipped("network_residuals.json")["cases"]:
+        if case["images"] is reads_images:
+            alike.setdefault(tuple(case["case"][:4]), []).append(case["residual"])
+    return tuple(one - other for found in alike.values() for one, other in permutations(found, 2))
+
+
+def traced_intervals(
+    step_time_s: float, *, evidence: str, num_devices: int, reads_images: bool, calibrated: bool = False
+) -> Intervals:
+    """Return the intervals of a traced module's step, by level; `calibrated` to one measured step.
 
     They are by networks that read images, or by all others: words, tables and sound, whose kernels are less
     alike. Two distances widen them. More than the 8 devices of the measured networks: by half the logarithm
@@ -361,11 +377,9 @@ def traced_intervals(step_time_s: float, *, evidence: str, num_devices: int, rea
         for chain in (_traced_chain("fitted"), _traced_chain(evidence))
     )
     factor = float(widening(doublings, 1.0)) * own / known
+    residuals = (_traced_differences if calibrated else _traced_residuals)(reads_images)
     return {
-        level: tuple(
-            float(end)
-            for end in spread(step_time_s, absolute_bounds(_traced_residuals(reads_images), level), factor)
-        )  # type: ignore[misc]
+        level: tuple(float(end) for end in spread(step_time_s, absolute_bounds(residuals, level), factor))  # type: ignore[misc]
         for level in LEVELS
     }
 

@@ -458,13 +458,14 @@ def _check_size(plan: Plan, engine: str) -> None:
         )
 
 
-def _scaled(parts: dict[str, float], step_s: float) -> dict[str, float]:
+def scaled_parts(parts: dict[str, float], step_s: float) -> dict[str, float]:
     """Return the parts, scaled alike so that they sum to the step."""
     ratio = step_s / sum(parts.values())
     return {name: value * ratio for name, value in parts.items()}
 
 
-def _learned(predicted_s: float, interval: tuple[float, float], observed_s: float) -> str:
+def observed_words(predicted_s: float, interval: tuple[float, float], observed_s: float) -> str:
+    """Return what one measured step says of the prediction without it."""
     low, high = interval
     ratio = observed_s / predicted_s
     verdict = (
@@ -537,8 +538,8 @@ def _assemble(
     if not isinstance(case.costs, str):
         learned += (_tabled_words(shares, [device.name for device in devices]),)
     if observed_step_s is not None:
-        learned += (_learned(step_s, intervals[LEVEL], float(observed_step_s)),)
-        parts, step_s, fidelity = _scaled(parts, observed_step_s), float(observed_step_s), "calibrated"
+        learned += (observed_words(step_s, intervals[LEVEL], float(observed_step_s)),)
+        parts, step_s, fidelity = scaled_parts(parts, observed_step_s), float(observed_step_s), "calibrated"
         intervals = step_intervals(case, step_s, parts, evidence=evidence, fidelity=fidelity)
     memory, _ = plan_memory(case)
     num_devices = len(plan.ranks)

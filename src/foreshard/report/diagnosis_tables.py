@@ -12,6 +12,7 @@ from foreshard.spec.prediction import TIME_LABELS
 _SHOWN = 10  # places of the path
 _KINDS = {
     "forward": "forward of stage {stage}",
+    "passes": "forward and backward of stage {stage}",
     "backward": "backward of stage {stage}",
     "backward_input": "input gradients of stage {stage}",
     "backward_weight": "weight gradients of stage {stage}",
@@ -24,9 +25,9 @@ _KINDS = {
 }
 
 
-def diagnosis_tables(found: Diagnosis) -> tuple[Table, ...]:
-    """Return the two tables."""
-    return path_table(found), helps_table(found.helps)
+def diagnosis_tables(found: Diagnosis, counted: str) -> tuple[Table, ...]:
+    """Return the two tables; `counted` is what throughput counts."""
+    return path_table(found), helps_table(found.helps, counted)
 
 
 def path_table(found: Diagnosis) -> Table:
@@ -75,11 +76,11 @@ def _largest(place: PathPlace) -> str:
     )
 
 
-def helps_table(helps: tuple[Help, ...]) -> Table:
+def helps_table(helps: tuple[Help, ...], counted: str) -> Table:
     """Return what would help, the most first."""
     columns: dict[str, Callable[[Help], object]] = {
         "what would help": lambda one: one.what,
-        ">tokens/s": lambda one: quantity.gain(one.gain),
+        f">{counted}/s": lambda one: quantity.gain(one.gain),
         ">step": lambda one: quantity.seconds(one.step_time_s),
         ">if free": lambda one: "" if one.most is None else quantity.gain(one.most),
         "--change": lambda one: "" if one.change == one.what else one.change,

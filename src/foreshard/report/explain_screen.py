@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from foreshard import quantity
-from foreshard.advise.request import Request
+from foreshard.advise.traced_request import Asked, TracedRequest
+from foreshard.report.plan_words import counted
+from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import MEMORY_PARTS, TIME_PARTS, Prediction
 from foreshard.units import number_of
 
@@ -25,6 +27,16 @@ _TIME = {
     "host": "launches that the host issues more slowly than the device works",
     "straggler": "waiting for the slowest rank: a slowdown for each doubling of devices beyond 8, fitted",
 }
+_OF_TRACE = {
+    "compute": "operations as traced, forward and backward, on the critical rank, each a kernel of its own "
+    "bound by rate, memory or instructions (docs/traced_modules.md, How it works)",
+    "tensor_comm": "sums over the ranks that compute a layer together, which nothing hides",
+    "memory parameters": "in 32 bit, and their copies in 16",
+    "memory gradients": "in 32 bit",
+    "memory optimizer": "moments in 32 bit, sharded from zero 1 on",
+    "memory temporary": "what a backward holds on its way, or the optimizer's step where that is more",
+}
+"""What parts of a traced module's step and memory are, where they are others."""
 _MEMORY = {
     "parameters": "weights in the training dtype and their low-precision copies, sharded as zero says",
     "gradients": "main gradients in the framework's dtype, sharded from zero 2 on",
@@ -36,18 +48,19 @@ _MEMORY = {
 }
 
 
-def explanations(request: Request, prediction: Prediction) -> dict[str, str]:
+def explanations(request: Asked, prediction: Prediction) -> dict[str, str]:
     """Return formula, values and source by the name of each number of the prediction.
 
     What the predictor itself explains comes first and wins.
     """
-    return {
-        **prediction.explain,
-        **{k: v for k, v in _all(request, prediction).items() if k not in prediction.explain},
-    }
+    found = _all(request, prediction)
+    if isinstance(request, TracedRequest):
+        found |= {name: words for name, words in _OF_TRACE.items() if name in found}
+        del found["energy_j_per_step"]  # not known
+    return {**prediction.explain, **{k: v for k, v in found.items() if k not in prediction.explain}}
 
 
-def _all(request: Request, prediction: Prediction) -> dict[str, str]:
+def _all(request: Asked, prediction: Prediction) -> dict[str, str]:
     return {
         "step_time_s": _sum(prediction.time_breakdown_s, TIME_PARTS, quantity.seconds),
         "step_time_interval_s": _interval(prediction),
@@ -85,16 +98,13 @@ def _interval(prediction: Prediction) -> str:
     )
 
 
-def _rates(request: Request, prediction: Prediction) -> dict[str, str]:
+def _rates(request: Asked, prediction: Prediction) -> dict[str, str]:
+    if isinstance(request, TracedRequest):
+        return _traced_rates(request, prediction)
     plan, model = prediction.plan, request.trained
     full = model.flops_per_token(plan.seq_len, False)
     causal = model.flops_per_token(plan.seq_len, True)
-    peaks: dict[str, int] = {}
-    for rank in plan.ranks:
-        device = request.cluster.device_of(rank)
-        label = f"{device.name} {device.peak(plan.precision) / 1e12:.4g} TFLOP/s"
-        peaks[label] = peaks.get(label, 0) + 1
-    devices = " + ".join(f"{count} x {label}" for label, count in peaks.items())
+    devices = _peaks(request, plan)
     return {
         "tokens_per_s": f"{plan.tokens:,} tokens of a step / {quantity.seconds(prediction.step_time_s)}",
         "mfu": f"{full:.4g} FLOPs a token, full attention, x {plan.tokens:,} tokens / step "
@@ -104,7 +114,28 @@ def _rates(request: Request, prediction: Prediction) -> dict[str, str]:
     }
 
 
-def _money(request: Request, prediction: Prediction) -> dict[str, str]:
+def _traced_rates(request: TracedRequest, prediction: Prediction) -> dict[str, str]:
+    plan = prediction.plan
+    flops = request.module.flops(plan.groups[0].micro_batch) / plan.groups[0].micro_batch
+    batch = number_of(plan.global_batch, "sample")
+    return {
+        "samples_per_s": f"{batch} of a step / {quantity.seconds(prediction.step_time_s)}",
+        "mfu": f"{flops:.4g} FLOPs of forward and backward a sample, as traced, x {batch} / step "
+        f"/ ({_peaks(request, plan)}, dense {plan.precision})",
+    }
+
+
+def _peaks(request: Asked, plan: Plan) -> str:
+    """Return how many devices of which peak there are."""
+    peaks: dict[str, int] = {}
+    for rank in plan.ranks:
+        device = request.cluster.device_of(rank)
+        label = f"{device.name} {device.peak(plan.precision) / 1e12:.4g} TFLOP/s"
+        peaks[label] = peaks.get(label, 0) + 1
+    return " + ".join(f"{count} x {label}" for label, count in peaks.items())
+
+
+def _money(request: Asked, prediction: Prediction) -> dict[str, str]:
     if prediction.cost.usd_per_step is None:
         return {"cost": "no price is known for every node; null, not zero"}
     if request.usd_per_device_hour is not None:
@@ -116,4 +147,5 @@ def _money(request: Request, prediction: Prediction) -> dict[str, str]:
         hourly = quantity.usd(request.cluster.usd_per_h)
         rate = f"{hourly} an hour for all nodes, prices of {prediction.cost.price_date}"
     step = quantity.seconds(prediction.step_time_s)
-    return {"cost": f"{rate} x {step} / {prediction.plan.tokens:,} tokens; idle devices are paid too"}
+    many = f"{prediction.plan.tokens:,} {counted(prediction.plan)}"
+    return {"cost": f"{rate} x {step} / {many}; idle devices are paid too"}

@@ -58,7 +58,7 @@ def plan_screen(
         tables.append(others_table(others))
         notes += (words,) if (words := beyond(chosen.plan, cluster)) else ()
     if gains:
-        tables.append(gains_table(gains))
+        tables.append(gains_table(gains, counted(result.plans[0].plan)))
     return Screen(
         header=header,
         boxes=(step_box(chosen.prediction), bound_box(result), searched_box(result)),
@@ -205,11 +205,11 @@ def others_table(others: Sequence[ComparedPlanner]) -> Table:
     return without_empty(listing("Other planners, timed by the same engine", others, columns))
 
 
-def gains_table(gains: Sequence[Gain]) -> Table:
-    """Return what other hardware would gain, most first."""
+def gains_table(gains: Sequence[Gain], many: str) -> Table:
+    """Return what other hardware would gain, most first; `many` is what throughput counts."""
     columns: dict[str, Callable[[Gain], object]] = {
         "change": lambda gain: gain.change,
-        ">tokens/s": lambda gain: quantity.gain(gain.gain),
+        f">{many}/s": lambda gain: quantity.gain(gain.gain),
         ">step": lambda gain: quantity.seconds(gain.step_time_s),
         "note": lambda gain: gain.note,
     }

@@ -192,15 +192,15 @@ def _parts_table(
     return Table(title=title, columns=columns, rows=rows, total=total, bars=bars)
 
 
-def advice_table(advice: Sequence[Effect]) -> Table:
-    """Return what would help, best first."""
+def advice_table(advice: Sequence[Effect], many: str = "tokens") -> Table:
+    """Return what would help, best first; `many` is what throughput counts."""
     rows = []
     for effect in advice:
         assert effect.prediction is not None and effect.gain is not None
         step, peak = effect.prediction.step_time_s, effect.prediction.memory.peak_bytes
         cells = (quantity.gain(effect.gain), quantity.seconds(step), quantity.memory(peak))
         rows.append((effect.change, *cells))
-    return table("What would help (predicted)", ("change", ">tokens/s", ">step", ">peak"), rows)
+    return table("What would help (predicted)", ("change", f">{many}/s", ">step", ">peak"), rows)
 
 
 def speed_line(prediction: Prediction) -> str:
@@ -254,7 +254,7 @@ def prediction_screen(
     if uneven(groups):
         tables.append(groups_table(groups))
     if advice:
-        tables.append(advice_table(advice))
+        tables.append(advice_table(advice, counted(prediction.plan)))
     if explained is not None:
         tables += _explained(prediction, explained)
     footer = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from foreshard.spec.device import Device
@@ -110,6 +110,13 @@ class Cluster:
         """Return the price of the whole cluster, or None when any group has none."""
         prices = [group.count * group.usd_per_h for group in self.nodes if group.usd_per_h is not None]
         return sum(prices) if len(prices) == len(self.nodes) else None
+
+    def at_usd_per_device_hour(self, price: float | None) -> Cluster:
+        """Return the cluster with every device at a price; None leaves what is known."""
+        if price is None:
+            return self
+        nodes = (replace(group, usd_per_h=price * group.per_node, price_date=None) for group in self.nodes)
+        return replace(self, nodes=tuple(nodes))
 
     def node_group_of(self, rank: int) -> NodeGroup:
         """Return the group whose device has this rank."""

@@ -318,3 +318,26 @@ def test_slices_of_one_product_are_split_as_its_chunks():
     assert flops_of(sliced.layers) == flops_of(chunks.layers)
     for name in ("sums_forward", "sums_backward"):
         assert sums_of(sliced.layers, name) == sums_of(chunks.layers, name)
+
+
+class Stepwise(nn.Module):
+    """A cell that a module calls by itself, in a loop."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.first, self.last = kind(8, 16), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        x, state = self.last(self.first(x).relu()), None
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+def test_cells_that_a_module_calls_stay_whole_beside_what_is_split(kind):
+    """The kernel of a cell has no rule of torch's own: it was an internal fault."""
+    module = trace_module(Stepwise(kind), torch.empty(1, 3, 8), degrees=(2,))
+    part = module.parts[2]
+    assert set(part.split) == {"first.weight", "first.bias", "last.weight"}
+    assert {"cell.weight_ih", "cell.weight_hh"} <= part.whole.keys()

@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foreshard.profile.networks.catalog import near_networks, network, network_name, sample_of
 from foreshard.profile.networks.detection.mask_rcnn import mask_rcnn
+from foreshard.profile.networks.detection.retinanet import retinanet
+from foreshard.profile.networks.segmentation.unet3d import unet3d
 from foreshard.profile.networks.speech.tacotron2 import tacotron2
 from foreshard.profile.networks.speech.waveglow import WaveGlow, waveglow
 from foreshard.profile.tracing.trace import trace_module
@@ -97,10 +99,53 @@ def test_mask_rcnn_takes_regions_of_four_levels_and_trains_no_frozen_layer():
     assert sum(op.flops.each for op in heads) / 2 == boxes
 
 
+def test_retinanet_multiplies_as_its_layers_say():
+    """A ResNeXt-50 with the stride in its grouped filters, a pyramid of five maps, two heads over each."""
+    side, classes = 64, 5
+    stages = ((64, 3, 64, 16, 16), (128, 4, 256, 16, 8), (256, 6, 512, 8, 4), (512, 3, 1024, 4, 2))
+    backbone = 32**2 * 49 * 3 * 64
+    for width, count, inside, before, after in stages:
+        out, grouped = 4 * width, 9 * (2 * width) ** 2 // 32
+        backbone += before**2 * inside * 2 * width + after**2 * (grouped + 2 * width * out + inside * out)
+        backbone += (count - 1) * after**2 * (2 * out * 2 * width + grouped)
+    maps = (8, 4, 2, 1, 1)
+    pyramid = sum(s**2 * (c * 256 + 9 * 256**2) for s, c in zip(maps, (512, 1024, 2048), strict=False))
+    pyramid += sum(s**2 for s in maps[3:]) * 9 * 256**2
+    heads = sum(s**2 for s in maps) * 9 * 256 * (8 * 256 + 9 * (classes + 4))
+    assert multiplied(on_meta(retinanet, side, classes)) == backbone + pyramid + heads
+
+
+def test_retinanet_on_a_resnet_has_the_parameters_that_torchvision_states():
+    module, _ = on_meta(lambda: retinanet(64, 91, groups=1, group_width=64))
+    assert sum(parameter.numel() for parameter in module.parameters()) == 34_014_999
+
+
+def test_the_volumes_of_a_3d_unet_multiply_as_its_layers_say():
+    """Two filters of 27 positions at each of six resolutions on the way down, and at five on the way up."""
+    side, channels = 64, (32, 64, 128, 256, 320, 320)
+    sides = [side >> level for level in range(6)]
+    counted = side**3 * 27 * (1 + 32) * 32 + side**3 * 32 * 3
+    for fine, coarse, s in zip(channels[:-1], channels[1:], sides, strict=False):
+        counted += (s // 2) ** 3 * (27 * (fine + coarse) * coarse + 8 * coarse * fine)
+        counted += s**3 * 27 * 3 * fine * fine
+    assert multiplied(on_meta(unet3d, side)) == counted
+    assert multiplied(on_meta(unet3d, 2 * side)) == 8 * counted
+
+
+def test_norms_of_a_3d_unet_are_of_each_volume():
+    """An instance norm is a batch norm over as many channels as all samples have."""
+    made = traced(on_meta(unet3d, 64), "fp16")
+    norms = [op for layer in made.layers for op in layer.forward if op.name == "native_batch_norm"]
+    assert len(norms) == 2 * (6 + 5)
+    assert all(norm.kind == "batch_norm" for norm in norms)
+
+
 @pytest.mark.parametrize(
     ("typed", "name"),
     [
         ("ssd", "ssd300"),
+        ("RetinaNet", "retinanet"),
+        ("3D U-Net", "unet3d"),
         ("SSD300", "ssd300"),
         ("mask-rcnn", "mask_rcnn"),
         ("Mask R-CNN", "mask_rcnn"),

@@ -19,6 +19,8 @@ from foreshard.profile.networks.catalog import CLASSIFIERS, network, network_nam
 from foreshard.profile.tracing.trace import trace_module
 
 # torchvision's and timm's published parameter counts
+# channels of the 3D U-Net at two resolutions, the finer one first
+FINER = ((32, 64), (64, 128), (128, 256), (256, 320), (320, 320))
 PARAMETERS = {
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,
@@ -85,6 +87,20 @@ PARAMETERS = {
     "vgg13_bn": 133_053_736,
     # of torchvision's, 44,401,393 with 91 classes, less ten classes of boxes and masks
     "mask_rcnn": 44_401_393 - 10 * (5 * 1025 + 257),
+    # of torchvision's, 34,014,999 on a ResNet-50 with 91 classes: 173 classes more, grouped filters
+    "retinanet": 34_014_999
+    + 173 * 9 * (9 * 256 + 1)
+    + sum(
+        -9 * width**2 + 9 * (2 * width) ** 2 // 32 + width * (inside + 4 * width)
+        for width, count, before in ((64, 3, 64), (128, 4, 256), (256, 6, 512), (512, 3, 1024))
+        for inside in (before, *(count - 1) * (4 * width,))
+    ),
+    # two filters of 27 positions at each of six resolutions and again at five, with a norm each, and what is
+    # twice as fine by filters of 8 positions
+    "unet3d": 27 * (32 + 32 * 32)
+    + sum(27 * (a * b + b * b) + 27 * (2 * a * a + a * a) + 8 * a * b + a for a, b in FINER)
+    + 2 * (2 * 32 + 2 * sum(a + b for a, b in FINER))
+    + 3 * (32 + 1),
     "tacotron2": 28_193_153,  # NVIDIA's
     # a ResNet-50 without its last stage and its head, smaller maps, and 3 x 3 filters for every box
     "ssd300": 25_557_032
@@ -784,6 +800,7 @@ def test_attention_of_a_recomputed_block_is_one_kernel_each_time():
     [
         (lambda: nn.Sequential(nn.LazyLinear(4)), "sizes"),
         (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "before torch.jit.script"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU())), "before torch.jit.script"),
     ],
 )
 def test_modules_that_hide_what_they_are_get_a_way_out(make, fix):
@@ -851,3 +868,73 @@ def test_frozen_recurrent_weights_get_no_gradient_unless_others_do(frozen):
     of_weights = each * steps * (hidden + wide)
     expected = of_inputs + (0 if frozen == "weight bias" else of_weights)
     assert sum(operation.flops.at(3) for operation in products) == expected
+
+
+class Spectrum(nn.Module):
+    """A complex filter, which stays complex in whatever precision the rest is."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.empty(17, dtype=torch.complex64))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        seen = torch.fft.rfft(x.float()) * self.filter
+        return self.head(torch.fft.irfft(seen, n=32).to(x.dtype))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_module_is_traced_in_the_precision_asked_for_whatever_its_own_is(precision):
+    """A half module was traced in fp32 with parameters of 16 bit; a complex filter became real."""
+
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+    kept = trace_module(make(), torch.empty(1, 3, 8, 8), precision=precision)
+    half = trace_module(make().half(), torch.empty(1, 3, 8, 8, dtype=torch.half), precision=precision)
+    assert half.saved_bytes(2) == kept.saved_bytes(2) and half.layers == kept.layers
+    spectrum = trace_module(Spectrum(), torch.empty(1, 32), precision=precision)
+    assert sum(layer.parameters for layer in spectrum.layers) == 17 + 32 * 4 + 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module_is_traced_as_it_is_written():
+    """Dynamo compiled the tracer along with the module, which took a minute."""
+
+    def make():
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    compiled = trace_module(torch.compile(make(), backend="eager"), torch.empty(1, 8))
+    written = trace_module(make(), torch.empty(1, 8))
+    assert [(layer.forward, layer.backward) for layer in compiled.layers] == [
+        (layer.forward, layer.backward) for layer in written.layers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: Fourier(), "--dtype fp32"),
+        (lambda: Alignment(), "loss"),
+    ],
+)
+def test_what_torch_cannot_run_without_values_has_a_way_out_of_its_own(make, fix):
+    with pytest.raises(SpecError) as caught:
+        trace_module(make(), torch.empty(1, 8))
+    assert fix in caught.value.fix and "branches on values" not in caught.value.fix
+
+
+class Fourier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.fft.rfft(self.layer(x)).abs()
+
+
+class Alignment(Fourier):
+    def forward(self, x):
+        scores = self.layer(x).unsqueeze(0).log_softmax(-1)
+        lengths = torch.full((len(x),), 1)
+        return nn.functional.ctc_loss(scores, lengths[:, None], lengths, lengths)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
-from accuracy_networks import Measured, examples, lambda_bench, plausible, scaling
+from accuracy_networks import Measured, examples, lambda_bench, mlperf, plausible, scaling
 from network_runs import dle_batch, suspects
 
 
@@ -111,3 +111,33 @@ def test_more_speed_than_devices_is_suspect_at_the_same_batch():
 def test_a_row_takes_the_batch_of_its_own_precision(precision, batch, columns, expected):
     row = {"model": "BERT", "precision": precision, "batch_per_gpu": batch, "other_columns": columns}
     assert dle_batch(row) == expected
+
+
+def of_mlperf(**changed):
+    row = {
+        "round": "v3.1",
+        "benchmark": "ssd",
+        "num_accelerators": "8",
+        "accelerator": "NVIDIA H100-SXM5-80GB (700W)",
+        "nodes": "1",
+        "global_batch": "256",
+        "tracked_throughput_median": "285.9",
+    }
+    return mlperf(row | changed)
+
+
+def test_images_of_retinanet_are_logged_of_one_device():
+    """A run of 8 took 2,180 s, 4.3 passes over the 1,170,301 images: 2,287 a second, not 286."""
+    found = of_mlperf()
+    assert (found.network, found.device, found.batch) == ("retinanet", "h100-sxm", 32)
+    assert found.samples_per_s == 8 * 285.9
+    assert of_mlperf(benchmark="unet3d", global_batch="56").samples_per_s == 285.9
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"round": "v1.0"}, {"nodes": "2"}, {"tracked_throughput_median": ""}, {"benchmark": "rnnt"}],
+)
+def test_runs_of_mlperf_are_of_networks_that_are_known_on_one_node(changed):
+    """The first round's `ssd` is another network."""
+    assert of_mlperf(**changed) is None

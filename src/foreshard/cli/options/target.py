@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from foreshard.errors import SpecError
 if TYPE_CHECKING:
     from foreshard.advise.request import Request
     from foreshard.advise.to_target import TargetRuns
+    from foreshard.advise.traced_request import Asked
     from foreshard.catalog.targets import TargetCurve
     from foreshard.planner.result import PlanResult
     from foreshard.spec.cluster import Cluster
@@ -66,29 +68,37 @@ def planned(
     return over_batches(curve, batches, ask, objective=objective, stop=stop)
 
 
-def predicted_request(text: str, request: Request) -> TargetRuns[Request]:
+def predicted_request(text: str, request: Asked) -> TargetRuns[Asked]:
     """Return the runs of a request at each batch; the answer is the request at the best one."""
-    from dataclasses import replace
-
+    from foreshard.advise.request import Request
     from foreshard.advise.to_target import over_batches
 
-    length = request.choices.get("seq_len") if request.plan is None else request.plan.seq_len
-    length = length or request.model.max_seq_len
     stated = request.choices.get("global_batch") if request.plan is None else request.plan.global_batch
-    curve = curve_for(text, request.trained, length, request.tokens)
+    if isinstance(request, Request):
+        curve, length = _curve_of(text, request)
+    else:
+        curve, length = curve_for(text, None, None, request.choices.get("tokens")), None
 
-    def ask(batch: int) -> tuple[Prediction | None, str, Request]:
+    def ask(batch: int) -> tuple[Prediction | None, str, Asked]:
         asked = request if request.plan is not None else request.with_choice("global_batch", batch)
-        asked = replace(asked, tokens=float(curve.steps(batch) * batch * length))
+        if isinstance(asked, Request):
+            asked = replace(asked, tokens=float(curve.steps(batch) * batch * (length or 1)))
         return asked.predict(), "", asked
 
     return over_batches(curve, batches_of(curve, stated), ask)
 
 
+def _curve_of(text: str, request: Request) -> tuple[TargetCurve, int]:
+    """Return the curve of a task or file, and tokens of a sample."""
+    length = request.choices.get("seq_len") if request.plan is None else request.plan.seq_len
+    length = length or request.model.max_seq_len
+    return curve_for(text, request.trained, length, request.tokens), length
+
+
 def predicted(
     text: str, values: dict[str, Any], predict: Callable[[dict[str, Any]], Prediction]
 ) -> TargetRuns[Prediction]:
-    """Return the predictions of a traced module or of measured costs at each batch."""
+    """Return the predictions from measured costs at each batch."""
     from foreshard import api
     from foreshard.advise.to_target import over_batches
 

@@ -6,7 +6,9 @@ take longer without the step doing so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -74,7 +76,13 @@ def critical_tasks(program: Program, times: TaskTimes) -> list[int]:
 
 def critical_path(step: Step, times: TaskTimes) -> tuple[Stretch, ...]:
     """Return the critical path as stretches; their seconds sum to the end of the last task."""
-    program = step.program
+    return stretches(step.program, times, partial(_parts, step))
+
+
+def stretches(
+    program: Program, times: TaskTimes, parts: Callable[[int, float], dict[str, float]]
+) -> tuple[Stretch, ...]:
+    """Return the critical path of a program; `parts` gives the seconds of a task by part of the step."""
     made: list[Stretch] = []
     at = 0.0
     for task in critical_tasks(program, times):
@@ -82,7 +90,7 @@ def critical_path(step: Step, times: TaskTimes) -> tuple[Stretch, ...]:
         if start_s > at:
             _append(made, program, task, {"bubble": start_s - at}, "wait")
         if end_s > start_s:
-            seconds = _parts(step, task, end_s - start_s)
+            seconds = parts(task, end_s - start_s)
             _append(made, program, task, seconds, Kind(int(program.kind[task])).name.lower())
         at = end_s
     return tuple(made)

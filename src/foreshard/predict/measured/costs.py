@@ -23,6 +23,8 @@ from foreshard.spec.codec import Range, Size, invalid, load_written
 from foreshard.spec.plan import PRECISIONS
 
 Number = Annotated[float, Range(0.0)]
+FREE = 1e12
+"""How many times as fast what is free is: not infinitely, so that passes keep their proportions."""
 Line = tuple[Number, Number]
 """(fixed seconds, seconds per sample)."""
 Sums = tuple[tuple[Number, Number], ...]
@@ -162,6 +164,8 @@ class MeasuredCosts:
     flops_per_sample: float = 0.0  # of forward and backward; 0: not known
     notes: tuple[str, ...] = ()  # of how the costs were made
     part_notes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # and of the parts, by degree
+    # mapping of part of a step to how many times as fast it is: a question of what if
+    speeds: Mapping[str, float] = field(default_factory=dict)
     _sums: dict[tuple[str, int], LayerSums] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -170,6 +174,10 @@ class MeasuredCosts:
     def by_formula(self) -> bool:
         """Whether the seconds were computed from shapes rather than measured."""
         return self.clock == "formula"
+
+    def speed(self, part: str) -> float:
+        """Return how many times as fast a part of the step, or a class of kernels, is: 1 as it is."""
+        return min(self.speeds.get(part, 1.0), FREE)
 
     def slow_of(self, device: str) -> float:
         """Return how slow a device is."""
@@ -270,7 +278,7 @@ class MeasuredCosts:
         else:  # timed layers are updated as they were timed, each with all that it holds
             table = self.layers_on(device, tp)
             seconds = sum(table[layer].optimizer_s for layer in places)
-        return self.slow_of(device) * float(seconds)
+        return self.slow_of(device) * float(seconds) / self.speed("optimizer")
 
     def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: Any) -> Any:
         """Return the seconds of a message between two ranks; `num_bytes` is a number or an array."""

@@ -14,7 +14,7 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.lowering import MeasuredStep, lower_measured
 from foreshard.predict.measured.memory import measured_memory
 from foreshard.predict.measured.noise import step_distribution
-from foreshard.predict.step import ENGINES, check_noise
+from foreshard.predict.step import ENGINES, check_amount, check_noise, observed_words, scaled_parts
 from foreshard.sim import contention, critical_path
 from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.spec.cluster import Cluster
@@ -64,6 +64,7 @@ def predict_measured(
     tokens: float | None = None,
     engine: str = "graph",
     noise: Noise | None = None,
+    observed_step_s: float | None = None,
 ) -> Prediction:
     """Return the prediction of a step.
 
@@ -79,6 +80,8 @@ def predict_measured(
     engine : {'graph', 'event'}
     noise : Noise, optional
         How ranks differ; the step becomes a distribution, its time the mean (event engine).
+    observed_step_s : float, optional
+        One measured step of this plan, by which costs by formulas are corrected: all parts are scaled alike.
 
     Raises
     ------
@@ -86,11 +89,8 @@ def predict_measured(
         For a plan or noise that the costs cannot price, or an engine without tasks.
     """
     started = time.perf_counter()
-    _check(costs, cluster, plan)
-    _check_engine(engine, noise)
-    _check_schedules(plan)
-    step = lower_measured(costs, cluster, plan)
-    times, distribution = _executed(step, engine), None
+    (step, times), distribution = executed(costs, cluster, plan, engine), None
+    check_noise(noise, engine)
     critical = max(_rank_times(step, times), key=lambda r: (r.end_s, -r.rank))
     step_s = alike_s = times.makespan_s
     if noise is not None:
@@ -106,18 +106,19 @@ def predict_measured(
         "host": critical.host_s + alike_s - critical.end_s,
         "straggler": step_s - alike_s,
     }
+    fidelity = "zero-shot" if costs.by_formula else "calibrated"
+    learned: tuple[str, ...] = ()
+    if observed_step_s is not None:
+        check_amount("--observed-step-s", observed_step_s)
+        before = _intervals(costs, cluster, plan, step_s)[COVERAGE]
+        learned = (observed_words(step_s, before, observed_step_s),)
+        fidelity, step_s = "calibrated", float(observed_step_s)
+        parts = scaled_parts(parts, step_s)
     samples_per_s = plan.global_batch / step_s
     tokens_per_s = samples_per_s * costs.tokens_per_sample
     total = tokens / tokens_per_s if tokens else None
     used = _utilisation(costs, cluster, plan, step_s, costs.precision) or 0.0
-    evidence = _evidence(costs, cluster, plan)
-    intervals = (
-        traced_intervals(
-            step_s, evidence=evidence, num_devices=len(plan.ranks), reads_images=costs.reads_images
-        )
-        if costs.by_formula
-        else {COVERAGE: (step_s * costs.spread[0], step_s * costs.spread[1])}
-    )
+    intervals = _intervals(costs, cluster, plan, step_s, calibrated=observed_step_s is not None)
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=intervals[COVERAGE],
@@ -151,14 +152,48 @@ def predict_measured(
         engine=engine,
         costs="formula" if costs.by_formula else costs.path,
         cost_sources={"formula" if costs.by_formula else "measured": 1.0},
-        fidelity="zero-shot" if costs.by_formula else "calibrated",
-        assumptions=_assumptions(costs, cluster, plan),
-        evidence=evidence,
+        fidelity=fidelity,
+        assumptions=(*learned, *_assumptions(costs, cluster, plan)),
+        evidence=_evidence(costs, cluster, plan),
         predict_s=time.perf_counter() - started,
     )
 
 
-def _check_engine(engine: str, noise: Noise | None) -> None:
+def _intervals(
+    costs: MeasuredCosts, cluster: Cluster, plan: Plan, step_s: float, *, calibrated: bool = False
+) -> dict[float, tuple[float, float]]:
+    """Return the intervals of a step by level: of traced modules by published runs, else by the profile."""
+    if not costs.by_formula:
+        return {COVERAGE: (step_s * costs.spread[0], step_s * costs.spread[1])}
+    return traced_intervals(
+        step_s,
+        evidence=_evidence(costs, cluster, plan),
+        num_devices=len(plan.ranks),
+        reads_images=costs.reads_images,
+        calibrated=calibrated,
+    )
+
+
+def executed(
+    costs: MeasuredCosts, cluster: Cluster, plan: Plan, engine: str = "graph"
+) -> tuple[MeasuredStep, critical_path.TaskTimes]:
+    """Return the tasks of a step and when they run: by the longest path, or from event to event.
+
+    Raises
+    ------
+    SpecError
+        As of `predict_measured`.
+    """
+    _check(costs, cluster, plan)
+    _check_engine(engine)
+    _check_schedules(plan)
+    step = lower_measured(costs, cluster, plan)
+    if engine == "graph":
+        return step, critical_path.run(step.program)
+    return step, contention.run(step.program, Phases.alone(step.program), SharedNetwork()).times
+
+
+def _check_engine(engine: str) -> None:
     if engine == "analytical":
         raise SpecError(
             "the analytical engine has no tasks",
@@ -168,7 +203,6 @@ def _check_engine(engine: str, noise: Noise | None) -> None:
             fix="Use --engine graph or --engine event",
         )
     one_of(engine, ENGINES, key="--engine", name="engine", exact=True)
-    check_noise(noise, engine)
 
 
 def _check_schedules(plan: Plan) -> None:
@@ -180,13 +214,6 @@ def _check_schedules(plan: Plan) -> None:
             rule="It keeps two copies of every layer, whose gradients measured and traced layers do not sum",
             fix="Use dualpipev or zbv, which keep one",
         )
-
-
-def _executed(step: MeasuredStep, engine: str) -> critical_path.TaskTimes:
-    """Return when the tasks of a step run: by the longest path, or from event to event."""
-    if engine == "graph":
-        return critical_path.run(step.program)
-    return contention.run(step.program, Phases.alone(step.program), SharedNetwork()).times
 
 
 def _utilisation(

@@ -25,6 +25,8 @@ class RankTasks:
     """What a rank does in a step, and which tasks of the program that is."""
 
     stage: Stage
+    group: int  # where the stage is in the plan
+    place: int
     part: int  # of the layers that `stage.tp` ranks share out
     work_s: dict[str, float]  # of its passes, as `PassSeconds.of_rank`
     gradients: dict[int, int]  # the task of its stage that completes the gradients of each layer
@@ -70,7 +72,10 @@ def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Measur
         shards = stage.inner_dp if stage.zero >= 1 else 1
         if tasks.reduced is not None:
             after.add(tasks.reduced)
-        tasks.optimizer = builder.add(f"rank{rank}", seconds / shards, sorted(after), kind=Kind.OPTIMIZER)
+        where = {"group": tasks.group, "stage": tasks.place}
+        tasks.optimizer = builder.add(
+            f"rank{rank}", seconds / shards, sorted(after), kind=Kind.OPTIMIZER, **where
+        )
     if not costs.by_formula:  # ranks of `foreshard run` agree on how to go on
         everyone = sorted(ranks)
         vote_s = float(costs.ring_s(cluster, everyone, 0.0))
@@ -91,7 +96,7 @@ def _add_group(
     if group.stages[0].zero >= 3 and group.stages[0].inner_dp > 1:
         made = add_sharded(builder, costs, cluster, g, group, passes)
         found += [Passes(tasks=(task,), count=1, ranks=group.stages[0].ranks) for task in made.passes]
-        ranks = _ranks_of(group, passes, [made.gradients])
+        ranks = _ranks_of(g, group, passes, [made.gradients])
         for tasks in ranks.values():
             tasks.reduced, tasks.sharded = made.reduced, True
         return ranks
@@ -100,12 +105,12 @@ def _add_group(
         count = 2 * len(passes.sizes)
         if costs.bucket_bytes:
             last_s = float(passes.backward[0, 0, -1])
-            start = builder.add(f"group{g}", own_s - last_s)
+            start = builder.add(f"group{g}", own_s - last_s, kind=Kind.PASSES, group=g, stage=0)
             gradients = _last_backward(builder, costs, cluster, g, group, last_s, start)
             found.append(Passes(tasks=(start,), count=count - 1, ranks=members))
             found.append(Passes(tasks=tuple(gradients.values()), count=1, ranks=members))
-            return _ranks_of(group, passes, [gradients])
-        chunks = [(builder.add(f"group{g}", own_s),)]
+            return _ranks_of(g, group, passes, [gradients])
+        chunks = [(builder.add(f"group{g}", own_s, kind=Kind.PASSES, group=g, stage=0),)]
         found.append(Passes(tasks=chunks[0], count=count, ranks=members))
     else:
         shape = pipeline_shape(
@@ -135,7 +140,7 @@ def _add_group(
         {layer: task for task, span in zip(row, stage.layers, strict=True) for layer in range(*span)}
         for row, stage in zip(chunks, group.stages, strict=True)
     ]
-    return _ranks_of(group, passes, gradients_of)
+    return _ranks_of(g, group, passes, gradients_of)
 
 
 def _last_backward(
@@ -157,20 +162,25 @@ def _last_backward(
     ]
     each_s, task, found = seconds / (sum(weights) or 1.0), start, {}
     for layer, weight in zip(reversed(range(*span)), reversed(weights), strict=True):
-        task = builder.add(f"group{g}", weight * each_s, [task])
+        task = builder.add(f"group{g}", weight * each_s, [task], kind=Kind.BACKWARD, group=g, stage=0)
         found[layer] = task
     return found
 
 
 def _ranks_of(
-    group: Group, passes: PassSeconds, gradients_of: Sequence[dict[int, int]]
+    g: int, group: Group, passes: PassSeconds, gradients_of: Sequence[dict[int, int]]
 ) -> dict[int, RankTasks]:
     """Return the ranks of a group, given the task that completes each layer's gradients on each stage."""
     ranks = {}
-    for stage, gradients in zip(group.stages, gradients_of, strict=True):
+    for s, (stage, gradients) in enumerate(zip(group.stages, gradients_of, strict=True)):
         for place, rank in enumerate(stage.ranks):
             ranks[rank] = RankTasks(
-                stage=stage, part=place % stage.tp, work_s=passes.of_rank[rank], gradients=gradients
+                stage=stage,
+                group=g,
+                place=s,
+                part=place % stage.tp,
+                work_s=passes.of_rank[rank],
+                gradients=gradients,
             )
     return ranks
 
@@ -188,7 +198,8 @@ def _sends(
             stage.tp if parts and stage.tp == after.tp else 1
         )
         pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
-        found.append(max((float(costs.message_s(cluster, a, b, size_bytes)) for a, b in pairs), default=0.0))
+        seconds = max((float(costs.message_s(cluster, a, b, size_bytes)) for a, b in pairs), default=0.0)
+        found.append(seconds / costs.speed("pipeline_comm"))
     return found
 
 
@@ -215,7 +226,10 @@ def _add_rings(
             after.update(task for layer, task in tasks.gradients.items() if layer in held)
             after.update(() if tasks.reduced is None else (tasks.reduced,))
         seconds = float(costs.ring_s(cluster, owners, sum(size for _, size in pieces)))
-        ring = builder.add(f"rings{owners}", seconds, sorted(after), kind=Kind.GRADIENT_REDUCE)
+        seconds /= costs.speed("data_comm")
+        first = ranks[owners[0]]
+        where = {"kind": Kind.GRADIENT_REDUCE, "group": first.group, "stage": first.place}
+        ring = builder.add(f"rings{owners}", seconds, sorted(after), **where)
         for rank in owners:
             ranks[rank].reduced = ring
 

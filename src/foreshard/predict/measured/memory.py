@@ -45,6 +45,15 @@ def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memor
     )
 
 
+def stage_parts(costs: MeasuredCosts, plan: Plan) -> tuple[tuple[dict[str, float], ...], ...]:
+    """Return the parts of the peak of each stage of each group, bytes."""
+    empty = dict.fromkeys(MEMORY_PARTS, 0.0)
+    return tuple(
+        tuple(empty | _stage_bytes(costs, group, stage, s) for s, stage in enumerate(group.stages))
+        for group in plan.groups
+    )
+
+
 def rooms(
     costs: MeasuredCosts,
     starts: np.ndarray,

@@ -70,7 +70,9 @@ class PassSeconds:
             self._costs.work_s(device, stage.layers[c], name, samples, stage.tp) * (samples > 0)
             for name in ("forward_s", "backward_s", "backward_input_s")
         )
-        again = recomputed_share(stage) * forward
+        faster = self._costs.speed
+        again = recomputed_share(stage) * forward / faster("recompute")
+        forward, backward, inputs = (seconds / faster("compute") for seconds in (forward, backward, inputs))
         return forward, backward + again, np.minimum(inputs, backward) + again, again
 
     def _longer(self, s: int, c: int, rank: int, device_s: np.ndarray) -> np.ndarray:
@@ -79,7 +81,7 @@ class PassSeconds:
         lo, hi = stage.layers[c]
         upto = costs.launches_s(self._cluster.device_of(rank).name)
         forward_s, backward_s = upto[hi] - upto[lo]
-        host_s = forward_s * (1.0 + recomputed_share(stage)) + backward_s
+        host_s = (forward_s * (1.0 + recomputed_share(stage)) + backward_s) / costs.speed("host")
         busy = device_s > 0
         joined = joined_s(device_s[busy], host_s, costs.host_sharpness)
         found = np.ones(len(device_s))
@@ -101,7 +103,8 @@ class PassSeconds:
             seconds.append((rings[:, 1:] * each).sum(0) * (samples > 0))
         forward, backward = seconds
         after, before = self._seams(s, c, block, samples)
-        return forward + after, backward + recomputed_share(stage) * forward + before
+        speed = self._costs.speed("tensor_comm")
+        return (forward + after) / speed, (backward + recomputed_share(stage) * forward + before) / speed
 
     def _seams(
         self, s: int, c: int, block: Sequence[int], samples: np.ndarray

@@ -60,12 +60,17 @@ def add_sharded(
         for layer, seconds in _layer_seconds(costs, cluster, group, passes, m, kind)
     ]
     moved = [costs.gathered_share * layer.parameter_bytes for layer in costs.layers_on("", stage.tp)]
-    moved_s = [costs.gather_s(cluster, ranks, size) if size else 0.0 for size in moved]
+    speed = costs.speed("data_comm")
+    moved_s = [costs.gather_s(cluster, ranks, size) / speed if size else 0.0 for size in moved]
     gathers: list[list[int]] = []
 
     def transfer(layer: int, after: list[int], kind: Kind) -> list[int]:
         """Append a transfer of a layer's parameters or gradients, if it has any."""
-        return [builder.add(f"group{g} links", moved_s[layer], after, kind=kind)] if moved_s[layer] else []
+        return (
+            [builder.add(f"group{g} links", moved_s[layer], after, kind=kind, group=g, stage=0)]
+            if moved_s[layer]
+            else []
+        )
 
     for _, layer, _ in visits[:GATHERED_LAYERS]:
         gathers.append(transfer(layer, [], Kind.PARAMETER_GATHER))
@@ -74,7 +79,7 @@ def add_sharded(
     reduced: list[int] = []
     for kind, layer, seconds in visits:
         place = len(done)
-        done.append(builder.add(f"group{g}", seconds, gathers[place], kind=kind))
+        done.append(builder.add(f"group{g}", seconds, gathers[place], kind=kind, group=g, stage=0))
         if place + GATHERED_LAYERS < len(visits):
             ahead = visits[place + GATHERED_LAYERS][1]
             gathers.append(transfer(ahead, [done[-1]], Kind.PARAMETER_GATHER))

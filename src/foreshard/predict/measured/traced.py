@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ from foreshard.cost.memory import optimizer_state_bytes
 from foreshard.cost.operations import operations_s
 from foreshard.cost.recurrences import RecurrentKernels, recurrence_kernels
 from foreshard.errors import SpecError
-from foreshard.predict.measured.costs import LayerCost, Line, MeasuredCosts, Shared, Sums
+from foreshard.predict.measured.costs import FREE, LayerCost, Line, MeasuredCosts, Shared, Sums
+from foreshard.predict.measured.memory import counts_of
 from foreshard.predict.tasks.host import operation_launch_s
 from foreshard.predict.traits import sm_cycles_per_s, update_bytes
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.device import Device
 from foreshard.spec.plan import Plan
 from foreshard.spec.traced_module import Growth, Operation, Tied, TracedLayer, TracedModule, TracedPart
@@ -48,6 +50,13 @@ torch: 13.6 us a kernel forward and 11.5 backward in the median.
 _OF_LAYOUT = ("layout", "batch_norm")  # kinds of operations that images with channels last do not have
 _NAMED_SHARE = 0.01  # of the work on a device, from which on it is named
 _SHOWN = 3  # weights that stay whole, by name
+
+_CLASSES = {
+    **dict.fromkeys(("product", "convolution", "grouped"), "matmul"),
+    "attention": "attention",
+    "experts": "experts",
+}
+"""Classes of kernels by the kinds of operations; all others are bound by memory."""
 
 Price = Callable[..., np.ndarray]
 """Seconds of operations for a number of samples on one device."""
@@ -86,6 +95,7 @@ def traced_costs(
     micro_batches: Iterable[int],
     optimizer: str = "adamw",
     fidelity: str = "zero-shot",
+    speeds: Mapping[str, float] | None = None,
 ) -> MeasuredCosts:
     """Return what the layers of a traced module cost on each device.
 
@@ -98,19 +108,22 @@ def traced_costs(
         largest, exact there; with one size, through that and its half.
     optimizer : str
     fidelity : {'zero-shot', 'datasheet'}
+    speeds : mapping, optional
+        Parts of the step and classes of kernels (`predict.tasks.kernels.KERNELS`) that are so many times as
+        fast, infinity for free.
 
     Raises
     ------
     SpecError
         If a device has no rate for the module's precision.
     """
-    devices = tuple(devices)
+    devices, faster = tuple(devices), dict(speeds or {})
     sizes = sorted({float(size) for size in micro_batches})
     few, many = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0])
 
     def tables_of(layers: Sequence[TracedLayer]) -> dict[str, tuple[LayerCost, ...]]:
         return {
-            device.name: _table(module, layers, device, (few, many), optimizer, fidelity)
+            device.name: _table(module, layers, device, (few, many), optimizer, fidelity, faster)
             for device in devices
         }
 
@@ -141,6 +154,44 @@ def traced_costs(
         flops_per_sample=module.flops(many) / many,
         notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity)),
         part_notes={degree: _part_notes(part) for degree, part in split.items()},
+        speeds=faster,
+    )
+
+
+def costs_under(
+    module: TracedModule,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    fidelity: str = "zero-shot",
+    speeds: Mapping[str, float] | None = None,
+) -> MeasuredCosts:
+    """Return what the layers of a traced module cost on a cluster at the micro-batches of a plan.
+
+    Raises
+    ------
+    SpecError
+        If the module was traced in another precision or without the plan's tensor parallelism, or the plan
+        needs less than a whole layer.
+    """
+    check_precision(module, plan)
+    check_degrees(module, plan)
+    check_rules(plan)
+    sizes = {
+        count
+        for group in plan.groups
+        for stage in group.stages
+        for count in counts_of(stage, min(group.micro_batch, group.share))
+        if count
+    }
+    devices = [nodes.device for nodes in cluster.nodes]
+    return traced_costs(
+        module,
+        devices,
+        micro_batches=sizes,
+        optimizer=plan.optimizer,
+        fidelity=fidelity,
+        speeds=speeds,
     )
 
 
@@ -239,6 +290,7 @@ def _table(
     sizes: tuple[float, float],
     optimizer: str,
     fidelity: str,
+    speeds: Mapping[str, float],
 ) -> tuple[LayerCost, ...]:
     if not device.supports(module.precision):
         known = ", ".join(device.peak_flops_per_s)
@@ -250,7 +302,12 @@ def _table(
             fix="Name one of them",
         )
     kernels = kernel_model(device, module.precision, fidelity=fidelity)
-    price = partial(device_operations_s, device=device, precision=module.precision, fidelity=fidelity)
+    whole = partial(device_operations_s, device=device, precision=module.precision, fidelity=fidelity)
+
+    def price(operations: tuple[Operation, ...], samples: float) -> np.ndarray:
+        classes = (_CLASSES.get(operation.kind, "memory_bound") for operation in operations)
+        return whole(operations, samples) / np.array([min(speeds.get(name, 1.0), FREE) for name in classes])
+
     return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in layers)
 
 

@@ -14,7 +14,7 @@ from foreshard.profile.tracing.attention import ATTENTION
 from foreshard.profile.tracing.constants import place_of
 from foreshard.profile.tracing.operations import tensors_of
 from foreshard.profile.tracing.recorder import Applied, storage_of
-from foreshard.profile.tracing.recurrent import RECURRENCE
+from foreshard.profile.tracing.recurrent import CELL, RECURRENCE
 from foreshard.profile.tracing.split_dims import SplitDim, UnsplitError, picked, viewed
 from foreshard.profile.tracing.splitting import Held, Rule, Splitting, name_of
 
@@ -493,4 +493,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"), _blank),
     ATTENTION: _attention,
     RECURRENCE: _whole,
+    CELL: _whole,
 }

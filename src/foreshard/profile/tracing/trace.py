@@ -48,9 +48,24 @@ _REASONS = {  # what a message of torch says, the rule behind it, and the way ou
         "Parameters have shapes before a trace",
         "Give lazy layers their sizes, or call the module once in the factory",
     ),
-    "TorchScript": (
-        "A scripted module hides what it runs",
-        "Give the module itself, before torch.jit.script",
+    **dict.fromkeys(
+        ("Unsupported dtype", "not implemented for 'BFloat16'", "not implemented for 'Half'"),
+        (
+            "Torch has no kernel of an operation in the precision of the trace",
+            "Use --dtype fp32, or compute it in 32 bit within the module, as in x.float()",
+        ),
+    ),
+    "Expected inputs of BF16 type": (
+        "Torch multiplies groups of rows in bf16 alone",
+        "Use --dtype bf16",
+    ),
+    "no fake impl or Meta kernel": (
+        "Torch says no shapes of an operation without values",
+        "Leave it out of the module and its loss, or profile it as a job",
+    ),
+    "pad_token_id in input_ids": (
+        "Without attention_mask, transformers looks for padding among the values",
+        "Give attention_mask among the inputs",
     ),
     "view size is not compatible": (
         "What a convolution of channels-last weights or images makes has its channels last, as with cuDNN",
@@ -112,6 +127,9 @@ def trace_module(
         If the module cannot run without values (it branches on data or needs a real device), or runs other
         operations for another number of samples.
     """
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        rule, fix = "A scripted module hides what it runs", "Give the module itself, before torch.jit.script"
+        raise SpecError("the module is TorchScript", file=where, key="model", rule=rule, fix=fix)
     if precision not in DTYPES:
         rule = f"A module is traced in one of {', '.join(DTYPES)}"
         raise SpecError(f"no trace in {precision}", key="--dtype", value=precision, rule=rule, fix="Use one")
@@ -246,16 +264,16 @@ def _compares_samples(few: _Run, more: _Run) -> bool:
 def _without_values(module: Any, dtype: Any) -> Any:
     """Return a copy on the meta device in training mode, floating parameters in a precision."""
     with torch.no_grad():
-        memo = {id(tensor): _meta(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        memo = {id(tensor): _meta(tensor, dtype) for tensor in (*module.parameters(), *module.buffers())}
         made = copy.deepcopy(module, memo)
     made.train()
-    if dtype is not torch.float32:
-        made.to(dtype)
     return made
 
 
-def _meta(tensor: Any) -> Any:
-    blank = torch.empty_like(tensor, device="meta")
+def _meta(tensor: Any, dtype: Any) -> Any:
+    """Return a tensor without values, a floating one in a precision; complex ones have no narrow kind."""
+    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    blank = torch.empty_like(tensor, device="meta", dtype=kept)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(blank, requires_grad=tensor.requires_grad)
     return blank
@@ -293,6 +311,7 @@ def _run(
             torch.device("meta"),
             recording(module, recorder),
             regions_of_cuda(modes),
+            torch.compiler.set_stance("force_eager"),
             ExitStack() as stack,
         ):
             for mode in modes:
@@ -316,7 +335,8 @@ def _run(
 def _untraced(error: Exception, where: str) -> SpecError:
     message = str(error).partition("\n")[0][:200]
     what = f"the module does not run without values: {type(error).__name__}: {message}{_line_of(error)}"
-    rule, fix = next((why for words, why in _REASONS.items() if words in str(error)), (_RULE, _WAY_OUT))
+    said = f"{error}{_line_of(error)}"
+    rule, fix = next((why for words, why in _REASONS.items() if words in said), (_RULE, _WAY_OUT))
     return SpecError(what, file=where, key="model", rule=rule, fix=fix)
 
 

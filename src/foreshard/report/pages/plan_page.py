@@ -12,7 +12,7 @@ from foreshard import quantity
 from foreshard.report.pages.markup import document, html_table, legend, section, static
 from foreshard.report.pages.plan_drawing import drawing, scatter
 from foreshard.report.plan_screen import drawn, front_table, gains_table, others_table, ranked_table
-from foreshard.report.plan_words import degrees, priced
+from foreshard.report.plan_words import counted, degrees, priced
 from foreshard.report.screen import Screen
 from foreshard.report.target_table import target_table
 from foreshard.spec.cluster import Cluster
@@ -68,7 +68,8 @@ def plan_page(
         sections.append(section("Other planners", lead, html_table(others_table(others))))
     if gains:
         lead = "The search again on a cluster changed in one thing, with the same engine."
-        sections.append(section("What other hardware would gain", lead, html_table(gains_table(gains))))
+        changed = html_table(gains_table(gains, counted(chosen.plan)))
+        sections.append(section("What other hardware would gain", lead, changed))
     sections.append(_rests(chosen))
     return document(
         f"{screen.header[0]} · foreshard plan",

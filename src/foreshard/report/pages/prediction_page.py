@@ -16,14 +16,14 @@ from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.group_times import group_times, uneven
 from foreshard.advise.nearest_fit import Fit, verdict
-from foreshard.advise.request import Request
+from foreshard.advise.traced_request import Asked
 from foreshard.comm.topology.drawing import drawing
 from foreshard.comm.topology.of_cluster import topology_of
 from foreshard.errors import SpecError
 from foreshard.report.explain_screen import explanations
 from foreshard.report.pages.markup import document, static
 from foreshard.report.plain import render
-from foreshard.report.plan_words import plan_line
+from foreshard.report.plan_words import counted, plan_line
 from foreshard.report.screen import spans
 from foreshard.report.summary import boxes, groups_table, prediction_screen, speed_line
 from foreshard.spec.cluster import Cluster
@@ -48,7 +48,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def page_data(
-    request: Request,
+    request: Asked,
     prediction: Prediction,
     timeline: Timeline | None,
     advice: Sequence[Effect] = (),
@@ -77,6 +77,7 @@ def page_data(
         "groups": _folded(prediction.plan),
         "groupTimes": asdict(groups_table(groups)) if uneven(groups) else None,
         "timeline": _drawn(timeline) if timeline else None,
+        "counts": counted(prediction.plan),
         "advice": [_advice(effect) for effect in advice],
         "verdict": verdict(prediction, fit) if fit else None,
     }
@@ -106,7 +107,7 @@ def _advice(effect: Effect) -> dict[str, Any]:
     }
 
 
-def _stages(request: Request, prediction: Prediction) -> list[dict[str, Any]]:
+def _stages(request: Asked, prediction: Prediction) -> list[dict[str, Any]]:
     """Return each stage's peak in parts against the capacity of its devices, equal groups once."""
     memory, cluster = prediction.memory, request.cluster
     rows, seen = [], set()

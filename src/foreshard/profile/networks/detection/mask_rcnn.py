@@ -10,75 +10,33 @@ and regions with objects are left out: short kernels, whose number depends on va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreshard.profile.networks.resnet import resnet
+from foreshard.profile.networks.detection.backbone import WIDE, FeaturePyramid, FrozenNorm, frozen_backbone
 
 CLASSES = 81
 HEIGHT, WIDTH = 800, 1088
 """COCO's images are 640 x 480 for the most part: 800 x 1,067, padded to multiples of 32."""
-_STAGES, _CHANNELS = (3, 4, 6, 3), (256, 512, 1024, 2048)
-_WIDE, _HIDDEN = 256, 1024
+_CHANNELS = (256, 512, 1024, 2048)
+_HIDDEN = 1024
 _ANCHORS, _STRIDES = 3, (4, 8, 16, 32, 64)
 _LEVELS = 4  # the finest, of which regions are pooled
 _PROPOSALS, _REGIONS, _MASKED = 2_000, 512, 128  # of a level, and of an image for boxes and for masks
 _BOX, _MASK, _POINTS = 7, 14, 2  # a side of what is pooled of a region, and points of a side of one of it
 
 
-class FrozenNorm(nn.Module):
-    """A batch norm with fixed statistics, scale and shift."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        for name in ("weight", "bias", "mean", "variance"):
-            self.register_buffer(name, torch.zeros(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled and shifted image."""
-        weight, bias, mean, variance = (buffer.to(x.dtype) for buffer in self.buffers())
-        scale = weight * variance.rsqrt()
-        return x * scale[:, None, None] + (bias - mean * scale)[:, None, None]
-
-
 def _backbone() -> nn.ModuleList:
     """Return the stem with the first stage, and each of the others."""
-    layers = list(resnet(_STAGES).children())[:-3]
-    starts = [0, *(4 + sum(_STAGES[:stage]) for stage in range(1, 4)), len(layers)]
-    stages = [nn.Sequential(*layers[lo:hi]) for lo, hi in pairwise(starts)]
-    for stage in stages[1:]:  # the stride is in the first convolution of a block, as first published
-        block: Any = stage[0]
+    stages = frozen_backbone(FrozenNorm)
+    blocks: list[Any] = [next(stage.children()) for stage in stages]
+    for block in blocks[1:]:  # the stride is in the first convolution of a block, as first published
         first, second = block.path[0], block.path[3]
         first.stride, second.stride = second.stride, first.stride
-    for module in list(nn.ModuleList(stages).modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                setattr(module, name, FrozenNorm(child.num_features))
-    stages[0].requires_grad_(False)
-    return nn.ModuleList(stages)
-
-
-class _Pyramid(nn.Module):
-    """Maps of 256 channels at five resolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(nn.Conv2d(channels, _WIDE, 1) for channels in _CHANNELS)
-        self.outer = nn.ModuleList(nn.Conv2d(_WIDE, _WIDE, 3, padding=1) for _ in _CHANNELS)
-
-    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Return the maps, the finest first."""
-        inner = [convolution(image) for convolution, image in zip(self.inner, maps, strict=True)]
-        for level in (2, 1, 0):
-            inner[level] = inner[level] + functional.interpolate(
-                inner[level + 1], size=inner[level].shape[2:]
-            )
-        made = [convolution(image) for convolution, image in zip(self.outer, inner, strict=True)]
-        return [*made, functional.max_pool2d(made[-1], 1, 2)]
+    return stages
 
 
 class _Proposals(nn.Module):
@@ -86,9 +44,9 @@ class _Proposals(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = nn.Conv2d(_WIDE, _WIDE, 3, padding=1)
-        self.objects = nn.Conv2d(_WIDE, _ANCHORS, 1)
-        self.places = nn.Conv2d(_WIDE, 4 * _ANCHORS, 1)
+        self.shared = nn.Conv2d(WIDE, WIDE, 3, padding=1)
+        self.objects = nn.Conv2d(WIDE, _ANCHORS, 1)
+        self.places = nn.Conv2d(WIDE, 4 * _ANCHORS, 1)
 
     def forward(self, maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return scores of shape (samples, anchors) and offsets of (samples, anchors, 4), of each level."""
@@ -134,18 +92,18 @@ class MaskRCNN(nn.Module):
 
     def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
-        self.backbone, self.pyramid, self.proposals = _backbone(), _Pyramid(), _Proposals()
+        self.backbone, self.pyramid, self.proposals = _backbone(), FeaturePyramid(_CHANNELS), _Proposals()
         self.box = nn.Sequential(
-            nn.Linear(_WIDE * _BOX**2, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.ReLU()
+            nn.Linear(WIDE * _BOX**2, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.ReLU()
         )
         self.classes = nn.Linear(_HIDDEN, classes)
         self.places = nn.Linear(_HIDDEN, 4 * classes)
-        convolutions = [(nn.Conv2d(_WIDE, _WIDE, 3, padding=1), nn.ReLU()) for _ in range(4)]
+        convolutions = [(nn.Conv2d(WIDE, WIDE, 3, padding=1), nn.ReLU()) for _ in range(4)]
         self.mask = nn.Sequential(
             *(layer for pair in convolutions for layer in pair),
-            nn.ConvTranspose2d(_WIDE, _WIDE, 2, 2),
+            nn.ConvTranspose2d(WIDE, WIDE, 2, 2),
             nn.ReLU(),
-            nn.Conv2d(_WIDE, classes, 1),
+            nn.Conv2d(WIDE, classes, 1),
         )
 
     def forward(
@@ -172,6 +130,7 @@ class MaskRCNN(nn.Module):
         for stage in list(self.backbone)[1:]:
             maps.append(stage(maps[-1]))
         pyramid = self.pyramid(maps)
+        pyramid.append(functional.max_pool2d(pyramid[-1], 1, 2))
         scores, places = self.proposals(pyramid)
         loss = functional.binary_cross_entropy_with_logits(torch.cat(scores, 1).float(), anchors[0])
         loss = loss + functional.smooth_l1_loss(torch.cat(places, 1).float(), anchors[1])

@@ -136,7 +136,7 @@
     if (data.verdict) return section("What would help", "", h("p", { class: "verdict", text: "The plan " + data.verdict }));
     if (!data.advice.length) return section("What would help", "No single change of the plan wins one per cent or more.");
     const best = Math.max(...data.advice.map((one) => one.gain));
-    return section("What would help", "Changes that fit, each predicted anew, the best of its kind; gain in tokens per second.",
+    return section("What would help", "Changes that fit, each predicted anew, the best of its kind; gain in " + data.counts + " per second.",
       scrolled(h("table", {}, h("thead", {}, h("tr", {}, ["change", "gain", "", "step", "peak"].map((c, i) => h("th", { class: [1, 3, 4].includes(i) ? "n" : "", scope: "col", text: c })))),
         h("tbody", {}, data.advice.map((one) => h("tr", {}, h("td", {}, h("code", { text: one.change })),
           h("td", { class: "n", text: "+" + percent(one.gain) }),
