@@ -43,6 +43,7 @@ class LayerShape:
     gated: Any
     spelled_activation: Any  # place in `ACTIVATION_FORMULAS`
     fused_projections: Any
+    fused_gate: Any
     num_experts: Any
     top_k: Any
     every_expert: Any  # transformers: all tokens go through all experts
@@ -103,6 +104,7 @@ def layer_shape(block: Block) -> LayerShape:
         "gated": block.gated,
         "spelled_activation": ACTIVATION_FORMULAS.index(block.spelled_activation),
         "fused_projections": block.fused_projections,
+        "fused_gate": block.fused_gate,
         "num_experts": block.num_experts,
         "top_k": block.top_k,
         "every_expert": block.every_expert,
