@@ -112,7 +112,7 @@ def counted_bytes(kind: str, *, autocast: bool, compiled: bool = False) -> float
     unfused = float(bool(block.attention_code))
     stage = middle(block, seq_len=SEQ, micro_batch=SAMPLES, has_embedding=1, has_head=1, unfused=unfused)
     elementwise = "compiled" if compiled else "eager"
-    framework = Framework(name=name, memory=name, elementwise=elementwise)
+    framework = Framework(name=name, memory=name, elementwise=elementwise, masked=True)
     return float(stage_memory(stage, framework).activations)
 
 
@@ -196,3 +196,13 @@ def test_a_single_sample_of_many_tokens_keeps_what_autograd_keeps(kind, autocast
     monkeypatch.setattr(f"{__name__}.SEQ", 96)
     expected = kept_bytes(kind, 2, autocast=autocast) - kept_bytes(kind, 1, autocast=autocast)
     assert counted_bytes(kind, autocast=autocast) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo3", "cohere2", "phi3"])
+def test_a_window_is_a_mask_that_every_layer_keeps(kind, autocast, monkeypatch):
+    own = {"sliding_window": 64} | ({} if kind == "phi3" else {"layer_types": ["sliding_attention"]})
+    monkeypatch.setitem(MODELS, kind, own | {"head_dim": None if kind == "cohere2" else 32})
+    monkeypatch.setattr(f"{__name__}.SEQ", 96)
+    expected = kept_bytes(kind, 2, autocast=autocast) - kept_bytes(kind, 1, autocast=autocast)
+    assert counted_bytes(kind, autocast=autocast) == pytest.approx(expected, rel=0.01)

@@ -129,14 +129,16 @@ def _attention_saved(
     if block.qk_norm:  # their norms read queries and keys, under autocast in 32 bit where they were turned
         wide = block.norm_place == "turned" and block.rotary > 0
         keep = keep + _norm_input(block, n, profile, wide=wide) * turned
-    if profile.eager_norm and block.rotary and block.attention_code != "math":
-        # Values keep the product that they are cut from; heads that were joined anew are copied behind.
-        copied = profile.compiled and block.num_kv_heads < block.num_heads  # values go to every head
-        fused = block.fused_projections and not copied
-        joined = block.rotary < 1 or (block.fused_projections and not profile.compiled)
-        keep = keep + n.element * (fused * turned + joined * out)
-    if profile.eager_norm and profile.compiled:  # traced with a mask: keys and values go to every head
-        keep = keep + n.element * np.where(unfused, 0.0, _every_head(block) - block.kv_width)
+    fused = np.where(unfused, 0.0, 1.0)
+    masked = fused * profile.masked * (block.window > 0) * (np.asarray(load.seq_len) >= block.window)
+    if profile.eager_norm:  # beside a mask, and traced as with one, keys and values go to every head
+        copied = fused if profile.compiled else masked
+        keep = keep + n.element * copied * (_every_head(block) - block.kv_width)
+        if block.rotary and block.attention_code != "math":
+            # Values keep the product that they are cut from; heads that were joined anew are copied behind.
+            viewed = block.fused_projections * (1.0 - copied * (block.num_kv_heads < block.num_heads))
+            joined = block.rotary < 1 or (block.fused_projections and not profile.compiled)
+            keep = keep + n.element * (viewed * turned + joined * out)
     if "o" in block.lora_targets and not profile.compiled:  # cast for the adapter, as in `_norms_saved`
         keep = keep + _adapts(block, n, profile) * n.element * out
     if profile.transposed_attention:
@@ -145,6 +147,8 @@ def _attention_saved(
     core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
     core = core * (1 + block.cross_attention)
     saved = n.split * (keep * (1 + block.cross_attention) + core)
+    if not profile.compiled:  # what torch makes of a mask, to add it to scores
+        saved = saved + masked * n.element * load.micro_batch * load.seq_len * load.seq_len
     if block.kv_lora:
         latent, turns = block.q_lora + block.kv_lora, n.element * block.rope_head_dim
         if profile.eager_norm:  # a turned key is joined to others; values are a view of what brought both up

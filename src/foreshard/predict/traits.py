@@ -57,6 +57,7 @@ class Traits:
     """Flags (0 or 1), bytes and class numbers of a framework on a device."""
 
     flash: Any
+    masked: Any  # 1 where windows of attention are a mask to its kernel
     hopper: Any
     blackwell: Any
     static: Any  # 1 where neither load nor collectives slow the arithmetic
@@ -193,6 +194,7 @@ def traits_of(
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
+        masked=float(framework.masked),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),

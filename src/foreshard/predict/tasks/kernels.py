@@ -337,11 +337,22 @@ def _drops(layer: LayerShape, machine: Machine) -> Any:
 def attention_sizes(
     layer: LayerShape, machine: Machine, length: Any
 ) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], dict[str, Any]]:
-    """Return sizes and mask of a layer's attention over sequences of `length` tokens on a rank."""
+    """Return sizes and mask of a layer's attention over sequences of `length` tokens on a rank.
+
+    A kernel that is given a mask takes all scores.
+
+    Source
+    ------
+    torch 2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash attention takes no mask; those that
+    do read it as what is added to the scores.
+    """
     rank = machine.rank
     heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
     sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
-    return sizes, {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
+    windowed = (np.asarray(layer.window) > 0) & (np.asarray(layer.window) <= length)
+    masked = windowed & (np.asarray(machine.traits.masked) > 0)
+    causal = (np.asarray(layer.causal) > 0) & ~masked
+    return sizes, {"causal": causal, "window": np.where(masked, 0, layer.window)}
 
 
 def norm_bytes(layer: LayerShape, machine: Machine) -> Any:
