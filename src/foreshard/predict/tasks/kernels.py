@@ -114,7 +114,8 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
             (tokens, h, layer.shared_ffn / tp, "shared_output"),
         ]
     if np.count_nonzero(layer.num_experts):
-        sizes.append((own, layer.num_experts, h, "router"))
+        rows = own * np.where(_routes_exactly(layer, machine), machine.traits.exact_rows, 1.0)
+        sizes.append((rows, layer.num_experts, h, "router"))
     if np.count_nonzero(np.asarray(layer.expert_hidden) - np.asarray(h)):
         latent_own = own * (np.asarray(layer.num_experts) > 0) * (layer.expert_hidden != h)
         sizes += [
@@ -125,6 +126,17 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
         beside = (2.0 * layer.scan_groups * layer.scan_state + layer.scan_heads) / tp
         sizes.append((tokens * (np.asarray(layer.scan_state) > 0), beside, h, "mlp"))
     return sizes
+
+
+def _routes_exactly(layer: LayerShape, machine: Machine) -> Any:
+    """Return whether a router multiplies in 32 bit: one of `ROUTER_CODES` may be narrowed by autocast.
+
+    Source
+    ------
+    transformers 5.24 modeling_deepseek_v3.py DeepseekV3TopkRouter, modeling_ernie4_5_moe.py
+    Ernie4_5_MoeTopKRouter.
+    """
+    return np.asarray(layer.router_code) > machine.traits.autocasts * (np.asarray(layer.lora_rank) == 0)
 
 
 def product_times(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
@@ -429,6 +441,7 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     feeds = dense + layer.top_k * layer.expert_ffn > 0
     # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
     share, apart = np.asarray(layer.rotary, dtype=float), 1.0 - np.asarray(layer.fused_projections)
+    widens = (1.0 - auto) * (1.0 - full) * (np.asarray(layer.router_code) > 0)
     more = apart * attends * 2.0 + (1.0 - np.asarray(layer.fused_gate)) * feeds * gated
     operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
     # Cross attention is a mixer of its own: its query reads the residual, keys and values the output of the
@@ -448,7 +461,7 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
         norm = kernel + scaled * (rms - kernel)
         gelu = _SPELLED[formula, way] + auto * (_AUTOCAST_SPELLED - _SPELLED)[formula, way]
         gate = gelu + gated * (_PLAIN_GATE[way] - _GELU[way] + auto * _WIDE_GATE[formula])
-        read = auto * wide * (operands[0] + way * operands[1])
+        read = auto * wide * (operands[0] + way * operands[1]) + widens * wide * _OPERAND
         joins = mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
         partly = under(_PARTLY, _AUTOCAST_PARTLY, way) - auto * share * _LESS_PARTLY[way]
         rope = turned * (share * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way) + (share > 0) * (share < 1) * partly)
