@@ -28,7 +28,7 @@ from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
 from foreshard.units import count, parse
-from foreshard.words import option_name
+from foreshard.words import option_name, zero_level
 
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
@@ -79,12 +79,19 @@ def _view(kind: str, result: Any) -> Any:
 show_with(_view)
 
 
-def _loaded(model: Model | str, cluster: Cluster | str) -> tuple[Model, Cluster]:
-    """Return a model and a cluster, those that were named loaded."""
-    return (
-        load_model(model) if isinstance(model, str) else model,
-        load_cluster(cluster) if isinstance(cluster, str) else cluster,
-    )
+NamedModel = Model | str | Mapping[str, Any]
+"""A model, its name or file, or what its config.json holds."""
+
+
+def _loaded(model: NamedModel, cluster: Cluster | str) -> tuple[Model, Cluster]:
+    """Return a model and a cluster, those that were named loaded; a dict is what a config.json holds."""
+    from foreshard.catalog.hf.load import model_from_config
+
+    if isinstance(model, str):
+        model = load_model(model)
+    elif isinstance(model, Mapping):
+        model = model_from_config(model, name=str(model.get("_name_or_path") or "config"), file="config")
+    return model, load_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
 def _prices(prices: Prices | str) -> Prices:
@@ -115,6 +122,9 @@ def _of_text(name: str, value: Any) -> Any:
         return int(parse(value, "bytes"))
     if name not in (*_COUNTED, *_AMOUNTS, "seq_len"):
         return value
+    level = zero_level(value) if name == "zero" else None
+    if level is not None:
+        return level
     number = count(value, thousand=1024 if name == "seq_len" else 1000)
     if number is None or name in _AMOUNTS:
         return value if number is None else number
@@ -147,14 +157,14 @@ def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request(
-    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> Request:
     """Return the request that `predict` and the other verbs take apart.
 
     Parameters
     ----------
-    model : Model or str
-        As for `load_model`.
+    model : Model, str or mapping
+        As for `load_model`, or what a ``config.json`` holds.
     cluster : Cluster or str
         As for `load_cluster`.
     plan : Plan or str, optional
@@ -258,13 +268,13 @@ def _selective_under(framework: str) -> str:
         return "selective"
 
 
-def make_plan(model: Model | str, cluster: Cluster | str, **choices: Any) -> Plan:
+def make_plan(model: NamedModel, cluster: Cluster | str, **choices: Any) -> Plan:
     """Return the plan that degrees and options spell for the model on the cluster."""
     return request(model, cluster, **choices).to_plan()
 
 
 def predict(
-    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> Prediction:
     """Return the predicted training step: time, memory, money, each in parts that sum to the whole.
 
@@ -337,7 +347,7 @@ def request_traced(
 
 
 def _traced(
-    model: Model | str, cluster: Cluster | str, plan: Plan | str | None, choices: Mapping[str, Any]
+    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None, choices: Mapping[str, Any]
 ) -> TracedRequest | None:
     """Return a request for what is traced, of arguments as users of Python write them."""
     if not isinstance(model, str) or not is_traced(model):
@@ -365,7 +375,7 @@ def predict_trace(
 
 
 def predict_timeline(
-    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> tuple[Prediction, Timeline | None]:
     """Return the prediction and when each task of its step runs (None from the analytical engine)."""
     return (
@@ -374,14 +384,14 @@ def predict_timeline(
 
 
 def compare(
-    model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
     return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).compare()
 
 
 def whatif(
-    model: Model | str,
+    model: NamedModel,
     cluster: Cluster | str,
     changes: Iterable[str] | str,
     plan: Plan | str | None = None,
@@ -395,7 +405,7 @@ def whatif(
 
 
 def advise(
-    model: Model | str,
+    model: NamedModel,
     cluster: Cluster | str,
     plan: Plan | str | None = None,
     *,
@@ -410,7 +420,7 @@ def advise(
 
 
 def report(
-    path: str, model: Model | str, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    path: str, model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
 ) -> Prediction:
     """Predict, write the one-file HTML report, and return the prediction."""
     from foreshard.advise.advice import improvements
@@ -489,7 +499,7 @@ def export(
 
 
 def import_plan(
-    file: str, source: str, model: Model | str, cluster: Cluster | str, **stated: Any
+    file: str, source: str, model: NamedModel, cluster: Cluster | str, **stated: Any
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of the run that another tool's configuration states, and notes on it.
 
@@ -518,7 +528,7 @@ def import_plan(
     return plan_of(run, known_model, known_cluster, stated, str(file))
 
 
-def plan(model: Model | str, cluster: Cluster | str, **asked: Any) -> PlanResult:
+def plan(model: NamedModel, cluster: Cluster | str, **asked: Any) -> PlanResult:
     """Return the best plans for a model on a cluster, and how far they can be from the best possible.
 
     Parameters

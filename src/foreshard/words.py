@@ -141,6 +141,14 @@ _BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
         (("fa2", "cudnn"), "that kernel is not modelled"),
         (("deepep", "hybridep"), "Megatron's flex dispatcher runs either"),
     ),
+    **dict.fromkeys(
+        ("accelerate", "trainer", "hf", "transformers", "trl", "pytorch", "torch", "ddp", "fsdp2"),
+        ((("fsdp", "deepspeed"), "what the Trainer and Accelerate run, as they are configured"),),
+    ),
+    **dict.fromkeys(
+        ("nemo", "megatron-core", "megatron-lm", "mcore", "megatron-bridge"),
+        ((("megatron",), "flags of Megatron-LM, which it is built on"),),
+    ),
     "params": ((("all", "cpu"), "weights alone are not offloaded"),),
     "parameters": ((("all", "cpu"), "weights alone are not offloaded"),),
     **dict.fromkeys(
@@ -268,6 +276,21 @@ def hint(text: str, known: Sequence[Any]) -> str | None:
         return None
     meant = _MEANT.get(word)
     return f"Did you mean {meant!r}?" if meant in known else did_you_mean(text, known)
+
+
+def zero_level(text: str) -> int | None:
+    """Return a ZeRO level, also as zero3, stage 3, off, or FSDP's word for it; None of other words.
+
+    Examples
+    --------
+    >>> zero_level("ZeRO-3"), zero_level("stage 2"), zero_level("off"), zero_level("SHARD_GRAD_OP")
+    (3, 2, 0, 2)
+    """
+    word = re.sub(r"[\s_-]+", "", text.strip().lower())
+    named = re.fullmatch(r"(?:zero|stage|zerostage|level)?\+?([0-3])", word)
+    if named:
+        return int(named[1])
+    return {"fullshard": 3, "shardgradop": 2, "noshard": 0, "off": 0, "none": 0, "no": 0}.get(word)
 
 
 def option_name(name: str) -> str:

@@ -52,6 +52,8 @@ class MemoryProfile:
     transposed_attention : attention is batch first, its projection is not: from two samples on, the attention
         output is kept twice
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
+    masked : windows of attention are a mask, which every layer keeps as torch adds it to scores, and keys and
+        values are copied to every query head
     compiled : torch.compile runs elementwise operations again in backward: what products and attention read
         is kept, and the logits in 16 bit
     keeps_outputs : a stage keeps its outputs until their backward (DeepSpeed and torch pipelines)
@@ -91,6 +93,7 @@ class MemoryProfile:
     default_dropout: bool = False
     transposed_attention: bool = False
     eager_norm: bool = False
+    masked: bool = False
     compiled: bool = False
     keeps_outputs: bool = False
     logit_bytes: float = 0.0
@@ -126,6 +129,8 @@ def profile_of(framework: Framework) -> MemoryProfile:
     models compiled (`tests/validation/test_hf_memory.py`).
     """
     profile = memory_profile(framework.memory)
+    if framework.masked:
+        profile = replace(profile, masked=True)
     if framework.elementwise != "compiled" or not profile.eager_mlp:
         return profile
     logits = _COMPILED_LOGIT_BYTES if profile.eager_norm else profile.logit_bytes

@@ -175,7 +175,11 @@ def load_model(text: str | Path) -> Model:
         return model
     if on_disk or (text.endswith(".json") and "://" not in text):
         file = _config_of(text)
-        return model_from_config(read_config(file), name=_config_name(Path(file)), file=file)
+        config = read_config(file)
+        if "model_type" not in config and ("groups" in config or "plan" in config):
+            fix = f"Name the model first: foreshard VERB MODEL CLUSTER --plan {text}"
+            raise SpecError("is a plan, no model", file=file, rule=_RULE, fix=fix)
+        return model_from_config(config, name=_config_name(Path(file)), file=file)
     raise _unknown(text)
 
 

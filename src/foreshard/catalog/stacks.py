@@ -101,12 +101,30 @@ def of_model(framework: Framework, model: Model) -> Framework:
     """Return a framework with the attention that it has for a model.
 
     Model code of transformers asks torch for a fused kernel (``sdpa``) where the model's class allows it, and
-    keeps the scores of the others.
+    keeps the scores of the others. That kernel knows causal attention, no window: that is a mask.
+
+    Source
+    ------
+    transformers 5.24 masking_utils.py _ignore_causal_mask_sdpa, integrations/sdpa_attention.py.
     """
-    eager = any(block.attention_code for block, _ in model.block_kinds())
-    if framework.attention == "sdpa" and eager and memory_profile(framework.memory).eager_norm:
+    if framework.attention != "sdpa" or not memory_profile(framework.memory).eager_norm:
+        return framework
+    if any(block.attention_code for block, _ in model.block_kinds()):
         return replace(framework, attention="unfused")
-    return framework
+    return replace(framework, masked=True)
+
+
+def with_attention(framework: Framework, kernel: str) -> Framework:
+    """Return a framework with a kernel that was chosen for it; flash attention's own knows windows.
+
+    Examples
+    --------
+    >>> from foreshard.catalog.frameworks import load_framework
+    >>> with_attention(load_framework("hf"), "fa2").masked
+    False
+    """
+    masked = framework.masked and kernel not in ("fa1", "fa2", "fa3")
+    return replace(framework, attention=kernel, masked=masked)
 
 
 def running(framework: Framework, devices: Iterable[Device]) -> Framework:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from foreshard.catalog.models import hub_model
 from foreshard.cli.options.answer import cannot_write, dump, say, write_text
 from foreshard.cli.options.sources import configurable
 from foreshard.cli.options.training import needs_torch
@@ -64,6 +65,10 @@ def command(plan: str, model: str | None, cluster: str | None, target: str, **op
         return
     from foreshard import api
 
+    if not os.path.exists(plan) and hub_model(plan) is not None:
+        what, rule = f"{plan[:100]!r} is a model", "The first argument is a plan file; a model comes after it"
+        fix = f"Write one: foreshard plan {plan[:100]} CLUSTER --global-batch N -o plan.json"
+        raise SpecError(what, key="PLAN", value=plan, rule=rule, fix=fix)
     made = api.export(
         api.load_plan(plan),
         target,

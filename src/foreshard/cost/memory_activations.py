@@ -126,16 +126,19 @@ def _attention_saved(
     turned = block.query_width + block.num_kv_heads * block.head_dim
     if profile.eager_norm:
         keep = keep + unfused * _copied_heads(block, n, turned, load, profile)
-    if block.qk_norm:  # their norms read queries and keys before they are normed and turned
-        keep = keep + _norm_input(block, n, profile, residual=False) * turned
-    if profile.eager_norm and block.rotary and block.attention_code != "math":
-        # Values keep the product that they are cut from; heads that were joined anew are copied behind.
-        copied = profile.compiled and block.num_kv_heads < block.num_heads  # values go to every head
-        fused = block.fused_projections and not copied
-        joined = block.rotary < 1 or (block.fused_projections and not profile.compiled)
-        keep = keep + n.element * (fused * turned + joined * out)
-    if profile.eager_norm and profile.compiled:  # traced with a mask: keys and values go to every head
-        keep = keep + n.element * np.where(unfused, 0.0, _every_head(block) - block.kv_width)
+    if block.qk_norm:  # their norms read queries and keys, under autocast in 32 bit where they were turned
+        wide = block.norm_place == "turned" and block.rotary > 0
+        keep = keep + _norm_input(block, n, profile, wide=wide) * turned
+    fused = np.where(unfused, 0.0, 1.0)
+    masked = fused * profile.masked * (block.window > 0) * (np.asarray(load.seq_len) >= block.window)
+    if profile.eager_norm:  # beside a mask, and traced as with one, keys and values go to every head
+        copied = fused if profile.compiled else masked
+        keep = keep + n.element * copied * (_every_head(block) - block.kv_width)
+        if block.rotary and block.attention_code != "math":
+            # Values keep the product that they are cut from; heads that were joined anew are copied behind.
+            viewed = block.fused_projections * (1.0 - copied * (block.num_kv_heads < block.num_heads))
+            joined = block.rotary < 1 or (block.fused_projections and not profile.compiled)
+            keep = keep + n.element * (viewed * turned + joined * out)
     if "o" in block.lora_targets and not profile.compiled:  # cast for the adapter, as in `_norms_saved`
         keep = keep + _adapts(block, n, profile) * n.element * out
     if profile.transposed_attention:
@@ -144,12 +147,14 @@ def _attention_saved(
     core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
     core = core * (1 + block.cross_attention)
     saved = n.split * (keep * (1 + block.cross_attention) + core)
+    if not profile.compiled:  # what torch makes of a mask, to add it to scores
+        saved = saved + masked * n.element * load.micro_batch * load.seq_len * load.seq_len
     if block.kv_lora:
         latent, turns = block.q_lora + block.kv_lora, n.element * block.rope_head_dim
         if profile.eager_norm:  # a turned key is joined to others; values are a view of what brought both up
             turns = 0.0
             saved = saved + n.split * n.element * block.num_heads * (block.head_dim - block.rope_head_dim)
-        norm = _norm_input(block, n, profile, residual=False)
+        norm = _norm_input(block, n, profile, wide=False)
         saved = saved + n.norm * ((norm + n.element) * latent + turns)
     return saved, n.split * core
 
@@ -212,6 +217,9 @@ def _mlp_saved(block: Block, n: _Tokens, width: Any, tokens: Any, profile: Memor
     elif spelled == "gelu_fast":
         # both operands of each product, the tanh; Bloom's keeps its input alone
         inner = inner + 6.0 * n.element
+    elif spelled == "xielu":
+        # Where it is positive, a product of it, its exponential, that less it; of autocast all three wide.
+        inner = inner + 1.0 + 3.0 * np.where(_autocasts(block, n, profile), 4.0, n.element)
     elif spelled == "gpt_oss":
         # gate and up as the product made them and as they were clamped, a sigmoid, one more than up, the gate
         inner = inner + 3.0 * n.element
@@ -232,12 +240,13 @@ def _adapts(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
     return (profile.autocast_bytes > 0) * bool(block.lora_targets) * (np.asarray(n.element) < 4)
 
 
-def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, residual: bool) -> Any:
-    """Return the bytes per element that a norm saves of what it reads: the residual, or queries and keys.
+def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, wide: bool) -> Any:
+    """Return the bytes per element that a norm saves of what it reads: `wide` is in 32 bit under autocast.
 
     Model code of transformers widens a 16-bit input and saves that, and what it scaled in the width of the
     input, which only the gradient of a scale needs; layer norms are kernels, of a copy in 32 bit without
-    weights (OLMo), but for those that it spells (Cohere). Under autocast the residual is in 32 bit.
+    weights (OLMo), but for those that it spells (Cohere). Under autocast the residual is in 32 bit, what
+    products return is not.
 
     Source
     ------
@@ -246,7 +255,7 @@ def _norm_input(block: Block, n: _Tokens, profile: MemoryProfile, *, residual: b
     """
     if not profile.eager_norm:
         return n.element
-    read = np.where(_autocasts(block, n, profile) * residual, 4.0, n.element)
+    read = np.where(_autocasts(block, n, profile) * wide, 4.0, n.element)
     if profile.compiled:
         return read
     if block.norm_code == "spelled":  # twice the distance from the mean, and that over the deviation
@@ -264,24 +273,27 @@ def _norms_saved(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfi
     single = not block.num_heads or not (block.ffn or block.num_experts)  # one mixer, one norm
     norms = 1 if block.parallel or single else 2 + block.cross_attention
     qkv, up = _input_bytes(block, n, "q", "k", "v"), _input_bytes(block, n, "gate", "up")
-    shared = single or (block.parallel and block.num_norms == 1)
-    outputs = np.maximum(qkv, up) if shared else qkv * (1 + block.cross_attention) + up
+    joint = single or (block.parallel and block.num_norms == 1)
+    outputs = np.maximum(qkv, up) if joint else qkv * (1 + block.cross_attention) + up
     if profile.eager_norm and not profile.compiled:  # under autocast every product keeps its cast input
         apart, adapted = not block.fused_projections, set(block.lora_targets)
         attends, feeds = block.num_heads > 0, block.ffn > 0 or block.num_experts > 0
         reads = 1 + (block.q_lora > 0) if block.kv_lora else 1 + 2 * apart
         casts = attends * reads * (1 + block.cross_attention) * qkv
-        # A router, and what shares the experts' input; the experts themselves read a copy in 32 bit.
-        beside = (block.shared_ffn > 0) * (1 + block.gated) + block.shared_gate
-        inner = 1 + beside if block.num_experts else 1 + block.gated * apart
+        # A router, which may read the residual's 32 bit, and what shares the experts' input; the experts
+        # themselves read a copy in 32 bit.
+        routes = 2 if block.router_code == "exact" else 1
+        gates = 1 + block.gated * (not block.fused_gate)
+        beside = (block.shared_ffn > 0) * gates + block.shared_gate
+        inner = routes + beside if block.num_experts else gates
         casts = casts + feeds * inner * up
         outputs = np.where(_autocasts(block, n, profile), casts, outputs)
         own = n.element * len({"q", "k", "v", "gate", "up"} & adapted)
         outputs = np.where(_adapts(block, n, profile), own, outputs)
     outputs = outputs * (1 - load.recompute.layernorm)
-    inputs = norms * _norm_input(block, n, profile, residual=True)
+    inputs = norms * _norm_input(block, n, profile, wide=block.norm_place != "behind")
     if profile.eager_norm:  # norms of what attention and MLP return
-        more = _norm_input(block, n, profile, residual=False)
+        more = _norm_input(block, n, profile, wide=False)
         inputs = inputs + max(block.num_norms - max(norms, 2), 0) * more
     return n.norm * block.hidden * (inputs + outputs + 2 * _drops(block, profile))
 
@@ -320,7 +332,7 @@ def _combined(
     """
     routed, outputs, inner = saved
     wide = 4.0 * outputs
-    reads_wide = profile.combined_bytes >= 4.0 or (block.wide_router and np.asarray(n.element) < 4)
+    reads_wide = profile.combined_bytes >= 4.0 or (block.router_code != "" and np.asarray(n.element) < 4)
     router = reads_wide * (4.0 - n.element * (not block.shared_ffn)) * block.hidden * n.norm
     scaled = 3.0 * wide
     weights = n.element * (not block.frozen) * block.num_experts * block.expert_params / 3

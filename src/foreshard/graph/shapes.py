@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.spec.block import ACTIVATION_FORMULAS, Block
+from foreshard.spec.block import ACTIVATION_FORMULAS, ROUTER_CODES, Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class LayerShape:
     gated: Any
     spelled_activation: Any  # place in `ACTIVATION_FORMULAS`
     fused_projections: Any
+    fused_gate: Any
+    router_code: Any  # place in `ROUTER_CODES`
     num_experts: Any
     top_k: Any
     every_expert: Any  # transformers: all tokens go through all experts
@@ -103,6 +105,8 @@ def layer_shape(block: Block) -> LayerShape:
         "gated": block.gated,
         "spelled_activation": ACTIVATION_FORMULAS.index(block.spelled_activation),
         "fused_projections": block.fused_projections,
+        "fused_gate": block.fused_gate,
+        "router_code": ROUTER_CODES.index(block.router_code),
         "num_experts": block.num_experts,
         "top_k": block.top_k,
         "every_expert": block.every_expert,

@@ -11,7 +11,7 @@ from typing import Any
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import Tables
 from foreshard.catalog.offers import as_chosen
-from foreshard.catalog.stacks import check_attention, of_model, running
+from foreshard.catalog.stacks import check_attention, of_model, running, with_attention
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
 from foreshard.planner.choices import Choices, choices
@@ -236,7 +236,7 @@ def checked_request(
     chosen = checked_of_framework({name: stated.pop(name, None) for name in OF_FRAMEWORK})
     if "attention" in chosen:
         check_attention(chosen["attention"], cluster.devices)
-        declared = replace(declared, attention=chosen["attention"])
+        declared = with_attention(declared, chosen["attention"])
     made = PlanRequest(
         model=model,
         cluster=in_fewest_groups(cluster),

@@ -67,6 +67,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         f"{8 * framework.grad_bytes}-bit main gradients, "
         f"tensor overlap {overlap['tp_overlap']}, gradient overlap {overlap['grad_overlap']}",
         *_eager(case),
+        *_masked(case),
         *_every_expert(case),
         *([_ONE_SHARD] if framework.name == "hf" and zero > 1 and len(plan.ranks) == 1 else ()),
         *stack_warnings(framework, devices),
@@ -137,6 +138,16 @@ def _autocasts(case: PlannedRun) -> bool:
     """Return whether weights are in 32 bit and products cast them; adapters leave them in 16."""
     casts = memory_profile(case.framework.memory).autocast_bytes > 0
     return casts and case.plan.lora is None and case.plan.precision in ("bf16", "fp16")
+
+
+def _masked(case: PlannedRun) -> Iterator[str]:
+    """Yield what a window of attention costs where torch's attention is told of it by a mask."""
+    windows = {block.window for block, _ in case.model.block_kinds() if block.window}
+    if case.framework.masked and any(window <= case.plan.seq_len for window in windows):
+        yield (
+            "torch's attention is given windows as a mask: it takes the scores outside of them too, and "
+            "every such layer keeps the mask (--attention fa2: flash attention, which knows windows)"
+        )
 
 
 def _every_expert(case: PlannedRun) -> Iterator[str]:

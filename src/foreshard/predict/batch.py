@@ -14,7 +14,7 @@ import numpy as np
 
 from foreshard.catalog.kernels import Tables
 from foreshard.catalog.offers import as_chosen, with_units
-from foreshard.catalog.stacks import of_model, running
+from foreshard.catalog.stacks import of_model, running, with_attention
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
 from foreshard.comm.jobs.job import TrainingJob
@@ -77,7 +77,7 @@ class PlannedRun:
         chosen = self.plan.attention
         declared = of_model(self.framework, self.model)
         if chosen is not None:
-            declared = replace(declared, attention=chosen)
+            declared = with_attention(declared, chosen)
         declared = as_chosen(declared, self.plan, model=self.model, devices=self.cluster.devices)
         if self.plan.prefetch is not None or self.plan.wrap is not None:
             declared = with_units(declared, self.plan)

@@ -57,6 +57,7 @@ class Traits:
     """Flags (0 or 1), bytes and class numbers of a framework on a device."""
 
     flash: Any
+    masked: Any  # 1 where windows of attention are a mask to its kernel
     hopper: Any
     blackwell: Any
     static: Any  # 1 where neither load nor collectives slow the arithmetic
@@ -67,6 +68,7 @@ class Traits:
         Any  # the model code of transformers and peft: norms, rotary embeddings, adapters kernel by kernel
     )
     autocasts: Any  # 1 where weights and residual are in 32 bit, and operands cast in front of products
+    exact_rows: Any  # rows of a product of the run that take as long as one in 32 bit, where routers are
     host_class: Any
     arm_host: Any
     graphs: Any  # 0 none, 0.5 partial, 1 full CUDA graphs
@@ -193,6 +195,7 @@ def traits_of(
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
+        masked=float(framework.masked),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),
@@ -203,6 +206,7 @@ def traits_of(
         autocasts=float(
             memory_profile(framework.memory).autocast_bytes > 0 and precision not in ("fp32", "tf32")
         ),
+        exact_rows=_exact_rows(device, precision) if memory_profile(framework.memory).eager_norm else 1.0,
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(has_arm_host(device)),
         graphs=_GRAPHS[framework.cuda_graphs],
@@ -255,6 +259,12 @@ def traits_of(
         host_link_bytes_per_s=_host_link(device),
         **options,
     )
+
+
+def _exact_rows(device: Device, precision: str) -> float:
+    """Return how much longer a product takes in 32 bit, which torch does not round to TF32 unless told to."""
+    exact = device.peak_flops_per_s.get("fp32", 0.0)
+    return max(device.peak(precision) / exact, 1.0) if exact and device.supports(precision) else 1.0
 
 
 def sm_cycles_per_s(device: Device) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ACTIVATION_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom", "gpt_oss")
+ACTIVATION_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom", "gpt_oss", "xielu")
 """Activations that transformers spells, as it names them; the first is a kernel of torch."""
 
 ATTENTION_CODES = ("", "eager", "capped", "sinks", "wide", "math")
@@ -20,6 +20,10 @@ are cast to 32 bit; `math` is torch's own fallback, all of it in 32 bit.
 
 NORM_CODES = ("", "kernel", "spelled")
 """How transformers runs a norm: a layer norm that only scales is a kernel, or one operation after another."""
+
+ROUTER_CODES = ("", "wide", "exact")
+"""How transformers runs a router: as other products; in 32 bit, which autocast narrows again; in 32 bit
+whatever autocast says."""
 
 NORM_PLACES = ("", "behind", "turned")
 """Where the norms of a block are: before attention and MLP; behind both, which read the residual itself; or
@@ -46,7 +50,8 @@ class Block:
     norm_code: str = ""  # of `NORM_CODES`, where `norm_params` do not tell it
     norm_place: str = ""  # of `NORM_PLACES`
     wide_norms: bool = False  # transformers scales what a norm returns in 32 bit
-    fused_projections: bool = False  # transformers: one product of queries, keys, values; one of gate and up
+    fused_projections: bool = False  # transformers: one product of queries, keys and values
+    fused_gate: bool = False  # transformers: one product of gate and up, of an MLP and of shared experts
     attention_code: str = ""  # of `ATTENTION_CODES`
     num_experts: int = 0
     top_k: int = 0
@@ -55,7 +60,7 @@ class Block:
     expert_ffn: int = 0
     shared_ffn: int = 0  # total width of the shared experts
     shared_gate: bool = False  # the shared expert is scaled by a learned scalar
-    wide_router: bool = False  # transformers: the router reads and multiplies in 32 bit
+    router_code: str = ""  # of `ROUTER_CODES`
     every_expert: bool = False  # transformers: all tokens go through all experts, most of them as zeros
     window: int = 0  # 0: full attention
     causal: bool = True

@@ -26,6 +26,7 @@ class Framework:
     attention : unfused | efficient | fa1 | fa2 | fa3 | cudnn | sdpa (what torch prefers); what runs is up
         to the device (catalog.stacks)
     sdpa : attention is torch's scaled_dot_product_attention, which also has a memory-efficient kernel
+    masked : it is given a window as a mask, and takes all scores (catalog.stacks)
     elementwise : eager | jit | fused | compiled   how norms, activations and residuals run
     host : name of the host-launch class (catalog/data/training_constants.json)
     nccl : era of the collective library, old | 2.1x | 2.2x
@@ -76,6 +77,7 @@ class Framework:
     release: str = ""
     attention: str = "cudnn"
     sdpa: bool = False
+    masked: bool = False
     elementwise: str = "fused"
     host: str = "megatron-core"
     nccl: str = "2.2x"

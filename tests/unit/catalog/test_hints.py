@@ -18,6 +18,7 @@ from foreshard.errors import SpecError
     [
         ("lightning", "torchtitan (FSDP2), deepspeed or ddp, whichever its strategy is"),
         ("torchtitn", "'torchtitan'"),
+        ("openrlhf", "deepspeed, which trains its actor; generation is not modelled"),
     ],
 )
 def test_framework_names_of_other_places(label, meant):

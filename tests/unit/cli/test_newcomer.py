@@ -37,6 +37,10 @@ def test_a_configuration_here_is_not_named_after_the_folder_of_work(shell, confi
         (("predict", "8xh100", "llama3-8b"), "'8xh100' is a cluster. "),
         (("predict", "llama3-8b", "0xh100"), "Did you mean '1xh100'?"),
         (("predict", "llama3-8b", "8xh100", "--tp", "eight"), "Write it like 8"),
+        (("predict", "llama3-8b", "8xh100", "--gbs", "4M tokens"), "samples are tokens over the length"),
+        (("export", "llama3-8b", "8xh100", "--to", "megatron"), "foreshard plan llama3-8b CLUSTER"),
+        (("export", "plan.json", "llama3-8b", "--to", "accelerate"), "Write fsdp or deepspeed"),
+        (("export", "plan.json", "llama3-8b", "--to", "nemo"), "Write megatron"),
         (("predict", "llama3-8b", "8xh100", "--tp", "-1"), "Write it like 8"),
         (("predict", "llama3-8b", "8xh100", "--torch-compile"), "Write --compile"),
         (("predict", "llama3-8b", "8xh100", "--compile", "true"), "A switch has no value"),
@@ -71,3 +75,17 @@ def test_python_exports_by_names(tmp_path):
     path.write_text(json.dumps(plan.to_dict()))
     made = foreshard.export(str(path), "nccl", model="llama3-8b", cluster="8xh100")
     assert made.files == foreshard.export(plan, "nccl", cluster=foreshard.load_cluster("8xh100")).files
+
+
+def test_a_plan_in_the_place_of_the_model_is_told_where_it_goes(shell, tmp_path):
+    plan = tmp_path / "plan.json"
+    made = foreshard.make_plan("llama3-8b", "8xh100", tp=2)
+    plan.write_text(json.dumps(foreshard.predict("llama3-8b", "8xh100", made).to_dict()))
+    found = shell("predict", str(plan), "8xh100")
+    assert found.code == 2 and "is a plan, no model" in found.err and "--plan" in found.err
+
+
+def test_python_takes_what_a_configuration_holds_and_levels_by_their_words():
+    found = foreshard.predict(CONFIG, "8xl40s", zero="ZeRO-3", tp="2")
+    assert found.plan.groups[0].stages[0].zero == 3
+    assert foreshard.predict(CONFIG, "8xl40s", zero=3, tp=2).step_time_s == found.step_time_s

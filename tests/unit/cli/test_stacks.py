@@ -123,6 +123,22 @@ def test_a_chosen_kernel_is_stated_and_predicts_the_same_from_the_plan_file(shel
     assert refused.code == 2 and "plan.json" in refused.err
 
 
+@pytest.mark.parametrize("framework", ["hf", "ddp"])
+def test_a_window_saves_nothing_where_torch_is_told_of_it_by_a_mask(framework):
+    """Shorter sequences than the window have no mask; flash attention itself knows windows."""
+    options = {"framework": framework, "micro_batch": 1, "global_batch": 1}
+
+    def found(seq, **more):
+        return predict("gemma-3-1b", "1xh100-sxm", seq=seq, **options, **more)
+
+    longer = [(found(seq).step_time_s, found(seq, attention="fa2").step_time_s) for seq in (4096, 8192)]
+    assert all(masked > 1.02 * known for masked, known in longer)
+    assert longer[1][0] - longer[1][1] > 3 * (longer[0][0] - longer[0][1])  # scores grow by the square
+    assert found(4096).memory.peak_bytes > found(4096, attention="fa2").memory.peak_bytes
+    assert found(256).memory.peak_bytes == found(256, attention="fa2").memory.peak_bytes
+    assert any("as a mask" in line for line in found(4096).assumptions)
+
+
 def test_a_search_takes_the_kernel_that_was_chosen():
     found = plan(MODEL, "8xh100", global_batch=8, seq=2048, attention="fa2", budget_s=2, pp=1)
     best = found.plans[0]

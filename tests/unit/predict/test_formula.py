@@ -585,6 +585,8 @@ def test_gelu_by_its_formula_runs_operation_by_operation_where_transformers_runs
         ("gpt-neox-20b", "gelu_fast", "ddp", True),
         ("gpt-neox-20b", "gelu_fast", "hf", False),
         ("bloom-560m", "bloom", "ddp", True),
+        ("gpt-neox-20b", "xielu", "hf", False),
+        ("gpt-neox-20b", "xielu", "ddp", True),
     ],
 )
 def test_bytes_of_gelu_by_its_formulas_are_those_of_transformers_code(name, formula, framework, autocast):
@@ -594,8 +596,11 @@ def test_bytes_of_gelu_by_its_formulas_are_those_of_transformers_code(name, form
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     from foreshard.profile.tracing.trace import trace_module
 
-    model = api.load_model(name)
-    kernel = replace(model, blocks=tuple(replace(block, spelled_activation="") for block in model.blocks))
+    given = api.load_model(name)
+    model, kernel = (
+        replace(given, blocks=tuple(replace(block, spelled_activation=code) for block in given.blocks))
+        for code in (formula, "")
+    )
     batches = [batch_of(m, framework=framework, zero=0 if autocast else 3)[1] for m in (model, kernel)]
     (layer, plain), machine = (batch.kinds[0] for batch in batches), batches[0].machine
     rate = np.max(machine.kernels.stream_eff * machine.kernels.memory_bytes_per_s)
@@ -828,3 +833,26 @@ def test_experts_in_32_bit_under_autocast_are_warned_of(model, framework, warned
     """DDP alone trains with autocast, and Llama 4's products of all experts are cast."""
     case, _ = batch_of(model, "1x8xh100-sxm", framework, micro_batch=1, tp=1)
     assert sum("autocast knows no" in text for text in assumptions(case)) == warned
+
+
+def test_a_router_multiplies_in_32_bit_where_transformers_does_and_autocast_lets_it():
+    """At the rate of fp32, of an input that is widened, 6 bytes each way, unless the residual is wide."""
+    model = api.load_model("mixtral-8x7b")
+    coded = {
+        code: replace(model, blocks=tuple(replace(block, router_code=code) for block in model.blocks))
+        for code in ("", "wide", "exact")
+    }
+    slower = 989 / 67  # H100: peaks in 16 bit and fp32
+    for framework, expected in (("hf", (slower, slower)), ("ddp", (1.0, slower)), ("megatron-core", (1, 1))):
+        batches = [batch_of(one, framework=framework, zero=0)[1] for one in coded.values()]
+        rows = [
+            next(m for m, n, k, group in linear_sizes(batch.kinds[0], batch.machine) if group == "router")
+            for batch in batches
+        ]
+        assert [np.max(row) / np.max(rows[0]) for row in rows[1:]] == pytest.approx(expected, rel=0.01)
+        plain, wide = (elementwise_times(batch.kinds[0], batch.machine) for batch in batches[:2])
+        kernels = batches[0].machine.kernels
+        widened = 6 * tokens_of(batches[0]) * model.blocks[0].hidden * (framework == "hf")
+        rate = np.max(kernels.stream_eff * kernels.memory_bytes_per_s)
+        for way in (0, 1):
+            assert wide[way] - plain[way] == pytest.approx(widened / rate, rel=1e-9, abs=1e-12)

@@ -256,7 +256,8 @@ def _whole_norms(reader: Reader, block: Entry) -> dict[str, Any]:
 
 def _xielu(reader: Reader, block: Entry) -> dict[str, Any]:
     """Two learned numbers of the activation (arXiv 2411.13010)."""
-    return {"other_params": 2 * (reader.text(*_ACTIVATIONS, default="xielu") == "xielu")}
+    own = reader.text(*_ACTIVATIONS, default="xielu") == "xielu"
+    return {"other_params": 2 * own, "spelled_activation": "xielu" if own else ""}
 
 
 def _square_output(reader: Reader, block: Entry) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from foreshard.cli.options.answer import say
 from foreshard.errors import SpecError
 from foreshard.spec.plan import AUTO, MAX_UNITS, WHOLE_MODEL
 from foreshard.units import count, parse
-from foreshard.words import hint, spelled
+from foreshard.words import hint, spelled, zero_level
 
 # Counts are 32 bits wide; amounts end far above every token count and price.
 MAX_COUNT = 2**31
@@ -45,6 +45,8 @@ class Count(click.ParamType):  # type: ignore[type-arg]
             return int(number)
         what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
         example = f". Write it like {max(self.low, min(self.high, 8))}"
+        if re.search(r"tok(en)?s?$", digits.lower()):
+            example = ". It is no number of tokens: samples are tokens over the length of a sequence"
         self.fail(what + (_suffix_hint(digits) or example), param, ctx)
 
 
@@ -151,7 +153,7 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg]
 
 
 class Level(Count):
-    """A ZeRO level, also as zero3, stage 3 or off."""
+    """A ZeRO level, also as `zero_level` reads it."""
 
     name = "0-3"
 
@@ -160,10 +162,9 @@ class Level(Count):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the level, or fail naming the levels."""
-        text = re.sub(r"[\s_-]+", "", str(value).strip().lower())
-        named = re.fullmatch(r"(?:zero|stage|zerostage|level)?\+?([0-3])", text)
-        if named or text in ("off", "none", "no"):
-            return int(named[1]) if named else 0
+        level, text = zero_level(str(value)), str(value).lower()
+        if level is not None:
+            return level
         what = f"{str(value)[:40]!r} is not a ZeRO level from 0 to 3"
         hint = ". Write 3 (FULL_SHARD) or 2 (SHARD_GRAD_OP)" if "fsdp" in text else ""
         self.fail(what + hint, param, ctx)

@@ -47,13 +47,15 @@ _OPERAND, _OPERAND_SUM = 6.0, 12.0
 _PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL = (6.0, 6.0), (10.0, 18.0)
 # SiLU 4 and product 6; backward 12 and 6. GELU is a kernel. By `ACTIVATION_FORMULAS` it is nine in
 # 16 bit; autocast takes the power of the first, and what follows, in 32 bit: a product with it moves 4 more.
+# xIELU is twelve in 16 bit and 25 back, two sums over all elements among them; autocast takes its
+# exponential, and what its learned numbers multiply, in 32 bit.
 # gpt-oss clamps gate and up 8, scales 4, sigmoid 4, adds one 4, two products 12; backward: products 24,
 # sigmoid 6, scale 4, sum 6, clamps 12, both put back at their places 28; less what a plain gate has beyond a
 # GELU.
 _PLAIN_GATE, _GELU = (10.0, 18.0), (4.0, 6.0)
-_SPELLED = np.array([_GELU, (36.0, 60.0), (42.0, 72.0), (42.0, 88.0), (26.0, 68.0)])
-_AUTOCAST_SPELLED = np.array([_GELU, (76.0, 118.0), (42.0, 72.0), (42.0, 88.0), (26.0, 68.0)])
-_WIDE_GATE = np.array([0.0, 4.0, 0.0, 0.0, 0.0])
+_SPELLED = np.array([_GELU, (36.0, 60.0), (42.0, 72.0), (42.0, 88.0), (26.0, 68.0), (58.0, 120.0)])
+_AUTOCAST_SPELLED = np.array([_GELU, (76.0, 118.0), *_SPELLED[2:5], (102.0, 216.0)])
+_WIDE_GATE = np.array([0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
 # Heads are joined behind attention by a copy.
 _JOIN_HEADS = 4.0
 # The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
@@ -112,7 +114,8 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
             (tokens, h, layer.shared_ffn / tp, "shared_output"),
         ]
     if np.count_nonzero(layer.num_experts):
-        sizes.append((own, layer.num_experts, h, "router"))
+        rows = own * np.where(_routes_exactly(layer, machine), machine.traits.exact_rows, 1.0)
+        sizes.append((rows, layer.num_experts, h, "router"))
     if np.count_nonzero(np.asarray(layer.expert_hidden) - np.asarray(h)):
         latent_own = own * (np.asarray(layer.num_experts) > 0) * (layer.expert_hidden != h)
         sizes += [
@@ -123,6 +126,17 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
         beside = (2.0 * layer.scan_groups * layer.scan_state + layer.scan_heads) / tp
         sizes.append((tokens * (np.asarray(layer.scan_state) > 0), beside, h, "mlp"))
     return sizes
+
+
+def _routes_exactly(layer: LayerShape, machine: Machine) -> Any:
+    """Return whether a router multiplies in 32 bit: one of `ROUTER_CODES` may be narrowed by autocast.
+
+    Source
+    ------
+    transformers 5.24 modeling_deepseek_v3.py DeepseekV3TopkRouter, modeling_ernie4_5_moe.py
+    Ernie4_5_MoeTopKRouter.
+    """
+    return np.asarray(layer.router_code) > machine.traits.autocasts * (np.asarray(layer.lora_rank) == 0)
 
 
 def product_times(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
@@ -335,11 +349,22 @@ def _drops(layer: LayerShape, machine: Machine) -> Any:
 def attention_sizes(
     layer: LayerShape, machine: Machine, length: Any
 ) -> tuple[tuple[Any, Any, Any, Any, Any, Any, Any], dict[str, Any]]:
-    """Return sizes and mask of a layer's attention over sequences of `length` tokens on a rank."""
+    """Return sizes and mask of a layer's attention over sequences of `length` tokens on a rank.
+
+    A kernel that is given a mask takes all scores.
+
+    Source
+    ------
+    torch 2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash attention takes no mask; those that
+    do read it as what is added to the scores.
+    """
     rank = machine.rank
     heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
     sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
-    return sizes, {"causal": np.asarray(layer.causal) > 0, "window": layer.window}
+    windowed = (np.asarray(layer.window) > 0) & (np.asarray(layer.window) <= length)
+    masked = windowed & (np.asarray(machine.traits.masked) > 0)
+    causal = (np.asarray(layer.causal) > 0) & ~masked
+    return sizes, {"causal": causal, "window": np.where(masked, 0, layer.window)}
 
 
 def norm_bytes(layer: LayerShape, machine: Machine) -> Any:
@@ -416,7 +441,8 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
     feeds = dense + layer.top_k * layer.expert_ffn > 0
     # What reads the residual: three products of attention or one, two of a gated MLP or one, one of a scan.
     share, apart = np.asarray(layer.rotary, dtype=float), 1.0 - np.asarray(layer.fused_projections)
-    more = apart * (attends * 2.0 + feeds * gated)
+    widens = (1.0 - auto) * (1.0 - full) * (np.asarray(layer.router_code) > 0)
+    more = apart * attends * 2.0 + (1.0 - np.asarray(layer.fused_gate)) * feeds * gated
     operands = (more + attends + feeds + scans) * _OPERAND, more * _OPERAND_SUM
     # Cross attention is a mixer of its own: its query reads the residual, keys and values the output of the
     # encoder, whose gradient every layer adds to.
@@ -435,7 +461,7 @@ def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[An
         norm = kernel + scaled * (rms - kernel)
         gelu = _SPELLED[formula, way] + auto * (_AUTOCAST_SPELLED - _SPELLED)[formula, way]
         gate = gelu + gated * (_PLAIN_GATE[way] - _GELU[way] + auto * _WIDE_GATE[formula])
-        read = auto * wide * (operands[0] + way * operands[1])
+        read = auto * wide * (operands[0] + way * operands[1]) + widens * wide * _OPERAND
         joins = mixers * wide * under(_PLAIN_RESIDUAL, _AUTOCAST_RESIDUAL, way)
         partly = under(_PARTLY, _AUTOCAST_PARTLY, way) - auto * share * _LESS_PARTLY[way]
         rope = turned * (share * under(_PLAIN_ROPE, _AUTOCAST_ROPE, way) + (share > 0) * (share < 1) * partly)
