@@ -103,8 +103,13 @@ class Subspace:
 
     @property
     def is_bounded(self) -> bool:
-        """Return whether its bound is more than what work alone says."""
-        return self.bound_s >= self.floor_s() * (1.0 + ABOVE_WORK)
+        """Return whether its bound is more than what work alone says, by the prices of its own problem."""
+        return self.bound_s >= self._work_s * (1.0 + ABOVE_WORK)
+
+    @property
+    def _work_s(self) -> float:
+        """Return the step time that work alone says: by its own problem, once there is one, or its floor."""
+        return max(self.floor_s(), self.search.ladder.get("compute", 0.0) if self.search else 0.0)
 
     def is_unproven(self, best_s: float) -> bool:
         """Return whether its bound is to be raised and may be."""
@@ -118,7 +123,7 @@ class Subspace:
         best_s = self.best_s if self.alone else best_s
         if not np.isfinite(best_s):
             return np.inf
-        is_known = self.expected_s > self.floor_s() * (1.0 + ABOVE_WORK)
+        is_known = self.expected_s > self._work_s * (1.0 + ABOVE_WORK)
         weight = max(self.weight, _KNOWN) if is_known else self.weight
         return weight * max(0.0, best_s - self.expected_s * (1.0 + AIM))
 
