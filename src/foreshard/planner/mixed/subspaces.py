@@ -10,14 +10,14 @@ pipeline takes, starting from the pipelines that the first one has found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.even_plans import EvenPlans
-from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds
+from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds, tail_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -61,6 +61,8 @@ class Subspace:
         Whether plans are looked for by a search of their own.
     proves : bool
         Whether the bound of the answer rests on its bound.
+    beside : callable
+        Returns subspaces of the same options at other prices: a proof starts from their pipelines.
     slice_s, proof_slice_s : float
         Seconds of the next step of its search and of its proof at least.
     best_s : float
@@ -75,6 +77,7 @@ class Subspace:
     alone: bool = False
     finds: bool = True
     proves: bool = False
+    beside: Callable[[], Iterable[Subspace]] = tuple
     slice_s: float = _FIRST_SLICE_S
     proof_slice_s: float = _FIRST_SLICE_S
     best_s: float = np.inf
@@ -100,6 +103,12 @@ class Subspace:
         if self.search is not None and (self.search.is_sound or np.isinf(self.search.lower_bound_s)):
             return self.expected_s  # infinite: no pipeline fits, whatever it takes
         return max(self.floor_s(), self.proof.lower_bound_s if self.proof else 0.0)
+
+    @property
+    def is_priced(self) -> bool:
+        """Return whether its bound is one by pipelines with their filling."""
+        search = self.search if self.search is None or self.search.is_sound else self.proof
+        return search is not None and search.is_filled
 
     @property
     def is_bounded(self) -> bool:
@@ -141,15 +150,22 @@ class Subspace:
         self.time_fresh(found, budget)
 
     def prove(self, found: MixedFound, budget: TimeBudget) -> None:
-        """Do a step of its proof; of its search as long as that is open and has had less time."""
+        """Do a step of its proof; of its search as long as that is open and has had less time.
+
+        Not of its search where others know pipelines: a proof needs no more of it.
+        """
         left_s = budget.left_s
-        if self.search is None or (self.finds and not self.is_closed and self.spent_s <= self.proving_s):
+        known = [one.search for one in self.beside() if one.search is not None and one.search.has_plan]
+        searches = self.finds and not known and not self.is_closed and self.spent_s <= self.proving_s
+        if self.search is None or searches:
             self.advance(found, budget)
             self.spent_s += left_s - budget.left_s
             return
         if self.proof is None:
             self.proof = self.search.proof()
         self.proof.follow(self.search)
+        for other in known:
+            self.proof.learn(other)
         before_s = self.bound_s
         self.is_proven = not self._step(self.proof, found, budget, found.known_s)
         if budget.is_over and self.bound_s <= before_s:
@@ -192,6 +208,14 @@ class Subspace:
                 self.best_s = min(self.best_s, seconds)
                 if not np.isfinite(seconds):
                     self._misfits.add(arrangement)
+
+    @property
+    def longest_tail_s(self) -> float:
+        """Return the longest tail of the pipelines of its best arrangement, 0 before there is any."""
+        best = self.search.state.best if self.search else None
+        if best is None or self.problem is None:
+            return 0.0
+        return max(tail_seconds(self.problem, one, len(best.templates)) for one in best.templates)
 
     def lacks_memory(self, best_s: float) -> bool:
         """Return whether its best arrangement does not fit and would be faster than any plan."""

@@ -133,13 +133,17 @@ def solve(
 
 @dataclass(slots=True)
 class _Range:
-    """An interval of numbers of pipelines: its bound, the rows of tails in it, and the steps it has had."""
+    """An interval of numbers of pipelines: its bound, the rows of tails in it, and the steps it has had.
+
+    `is_filled` says whether the filling of pipelines counts in its bound.
+    """
 
     rows: list[Range]
     bound_s: float
     fineness: int = 0
     is_open: bool = True
     steps: int = 0
+    is_filled: bool = False
 
 
 class ProblemSearch:
@@ -201,6 +205,13 @@ class ProblemSearch:
         return max(lower * self.state.factor, self.ladder.get("compute", 0.0))
 
     @property
+    def is_filled(self) -> bool:
+        """Return whether its bound is one by pipelines with their filling."""
+        if self._solved_s is not None or not self.ranges:
+            return self.ranges is not None
+        return min(self.ranges.values(), key=lambda interval: interval.bound_s).is_filled
+
+    @property
     def is_sound(self) -> bool:
         """Return whether its bound holds for the least that pipelines take."""
         return self.state.filling == "least" or self._solved_s is not None
@@ -216,9 +227,13 @@ class ProblemSearch:
         proof.follow(self)
         return proof
 
-    def follow(self, other: ProblemSearch) -> None:
-        """Learn the pipelines that another search has found since, and its best arrangement."""
+    def learn(self, other: ProblemSearch) -> None:
+        """Learn the pipelines that a search at other prices of the same options has found since."""
         self.state.columns.update(other.state.columns)
+
+    def follow(self, other: ProblemSearch) -> None:
+        """Learn the pipelines that another search of the problem has found, and its best arrangement."""
+        self.learn(other)
         if other.state.best_s < self.state.best_s:
             self.state.best, self.state.best_s = other.state.best, other.state.best_s
 
@@ -245,6 +260,7 @@ class ProblemSearch:
             interval.bound_s, interval.fineness = max(interval.bound_s, bound_s), 0
             interval.is_open = not state.is_closed(interval.bound_s)
             return
+        interval.is_filled = True
         if self._raiser is not None and interval.fineness:
             interval.bound_s, stuck = self._raiser.attempt(key, interval.bound_s)
         else:
@@ -353,13 +369,21 @@ def _halves(key: Range, interval: _Range, *, stuck: bool) -> dict[Range, _Range]
     if len(interval.rows) > 1:
         half = len(interval.rows) // 2
         return {
-            (rows[0][0], rows[-1][1]): _Range(rows=rows, bound_s=interval.bound_s, steps=interval.steps)
+            (rows[0][0], rows[-1][1]): _Range(
+                rows=rows, bound_s=interval.bound_s, steps=interval.steps, is_filled=interval.is_filled
+            )
             for rows in (interval.rows[:half], interval.rows[half:])
         }
     if stuck and key[0] < key[1]:
         middle = (key[0] + key[1]) // 2
         return {
-            half: _Range(rows=interval.rows, bound_s=interval.bound_s, fineness=1, steps=interval.steps)
+            half: _Range(
+                rows=interval.rows,
+                bound_s=interval.bound_s,
+                fineness=1,
+                steps=interval.steps,
+                is_filled=interval.is_filled,
+            )
             for half in ((key[0], middle), (middle + 1, key[1]))
         }
     return {}
