@@ -433,19 +433,29 @@ class MixedSearch:
                 if made is not None:
                     found.take_interleaved(made, self.budget)
         self._add_depths()
-        if found.is_interleaved and not self.interleaved_bounds and request.max_devices is None:
+        if self._wants_chunks() and not self.interleaved_bounds and request.max_devices is None:
             self.interleaved_bounds = [
                 Subspace(
                     price=partial(self._loosest_interleaved, use),
                     time_plans=self._time_interleaved,
                     floor_s=self.by_set[place].floor_s,
-                    is_wanted=lambda: found.is_interleaved,
+                    is_wanted=self._wants_chunks,
                     finds=False,
                     proves=True,
                     beside=self._depths.values,
                 )
                 for place, use in enumerate(self.sets)
             ]
+
+    def _wants_chunks(self) -> bool:
+        """Return whether the answer is interleaved, or may well be by the time that its bound is needed.
+
+        That is once the bound on 1f1b plans counts filling and pipelines in chunks still promise more.
+        """
+        best_s = self.found.best_s
+        in_chunks = (*self._depths.values(), *self._joined.values())
+        promised = self.by_set[0].is_priced and any(one.promise_s(best_s) > 0.0 for one in in_chunks)
+        return self.found.is_interleaved or promised
 
     def _add_depths(self) -> None:
         """Add interleaved pipelines of depths near that of the fastest plan, and weigh all by how near."""
