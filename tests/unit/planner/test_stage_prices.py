@@ -15,7 +15,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.planner.mixed.interleaving import loosest
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.pricing.stage_prices import COPIES, FEW_COPIES, price_stages
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.solver.enumeration import all_templates
 from foreshard.planner.solver.problem import (
@@ -362,6 +362,20 @@ def test_chunks_for_which_fewer_pipelines_have_room_are_bounded_together():
         for number in loose.copies:
             tail_s = problem.tail_between((number, number))
             assert (loose.tail_between((number, number))[runs] <= tail_s[runs]).all()
+
+
+def test_tails_at_few_numbers_of_pipelines_are_no_longer_than_at_all():
+    """A bound that is priced at few holds for those between."""
+    request = asked("gpt2-large", "8x1xt4+4x1xp100-pcie-16gb", 512, "fp16")
+    fine, coarse = (
+        price_stages(request, (0, 1), every=True, chunks=2, by_domain=True, copies_at=copies)
+        for copies in (COPIES, FEW_COPIES)
+    )
+    assert len(coarse.copies) < len(fine.copies)
+    runs = fine.max_in_flight > 0
+    for number in range(1, 13):
+        own = number, number
+        assert (coarse.tail_between(own)[runs] <= fine.tail_between(own)[runs] * (1 + 1e-12)).all()
 
 
 def test_stages_without_a_price_are_compared_without_warnings():
