@@ -442,7 +442,7 @@ class MixedSearch:
                     is_wanted=self._wants_chunks,
                     finds=False,
                     proves=True,
-                    beside=self._depths.values,
+                    beside=tuple if place else self._depths.values,  # depths are of all node groups
                 )
                 for place, use in enumerate(self.sets)
             ]

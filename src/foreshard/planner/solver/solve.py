@@ -229,6 +229,7 @@ class ProblemSearch:
 
     def learn(self, other: ProblemSearch) -> None:
         """Learn the pipelines that a search at other prices of the same options has found since."""
+        assert other.state.problem.names == self.state.problem.names
         self.state.columns.update(other.state.columns)
 
     def follow(self, other: ProblemSearch) -> None:
