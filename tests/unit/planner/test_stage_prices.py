@@ -15,7 +15,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.planner.mixed.interleaving import loosest
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_prices import COPIES, FEW_COPIES, price_stages
+from foreshard.planner.pricing.stage_prices import COPIES, FEW_COPIES, joins_alike, price_stages
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.solver.enumeration import all_templates
 from foreshard.planner.solver.problem import (
@@ -376,6 +376,33 @@ def test_tails_at_few_numbers_of_pipelines_are_no_longer_than_at_all():
     for number in range(1, 13):
         own = number, number
         assert (coarse.tail_between(own)[runs] <= fine.tail_between(own)[runs] * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("use", [(0, 2), (1, 2)])
+def test_prices_of_fewer_node_groups_are_no_lower_where_gradients_join_alike(use, chunks):
+    """So that what bounds plans on all of them bounds those on fewer: every stage, far and near, any tail."""
+    model = load_model("gpt2-xl")
+    request = checked_request(
+        replace(model, blocks=model.blocks[:6]),
+        load_cluster("2x4xh100-sxm+1x4xh200-sxm+1x4xb200-sxm@400Gb/s"),
+        global_batch=64,
+        seq_len=1024,
+    )
+    assert joins_alike(request, use, (0, 1, 2)) and not joins_alike(request, (2,), (0, 1, 2))
+    more, fewer = (
+        price_stages(request, some, every=True, by_domain=True, chunks=chunks) for some in ((0, 1, 2), use)
+    )
+    rows = [more.names.index(name) for name in fewer.names]
+    runs = fewer.max_in_flight > 0
+    assert runs.any() and (more.max_in_flight[rows] >= fewer.max_in_flight)[runs].all()
+    for table in ("time_s", "far_s", "forward_s", "backward_s"):
+        least = getattr(more, table)[rows]
+        assert (least <= getattr(fewer, table) * (1 + 1e-12))[runs].all(), table
+    for number in fewer.copies:
+        least, own = (one.tail_between((number, number)) for one in (more, fewer))
+        assert (least[rows] <= own * (1 + 1e-12))[runs].all()
+    assert more.max_pipelines >= fewer.max_pipelines
 
 
 def test_stages_without_a_price_are_compared_without_warnings():

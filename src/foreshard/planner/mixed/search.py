@@ -41,7 +41,7 @@ from foreshard.planner.mixed.subspaces import (
 )
 from foreshard.planner.pricing.engine_times import predicted, resources
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_prices import FEW_COPIES, SharedPrices, price_stages
+from foreshard.planner.pricing.stage_prices import FEW_COPIES, SharedPrices, joins_alike, price_stages
 from foreshard.planner.ranking import SHOWN, family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
@@ -173,7 +173,9 @@ class MixedSearch:
         self.by_price = request.objectives[0] != "time" or request.limits.max_usd is not None
         self.stopped = False
         self.notes = _notes(request)
-        self.by_set = [self._of_set(use) for use in self.sets]
+        self.by_set: list[Subspace] = []
+        for use in self.sets:
+            self.by_set.append(self._of_set(use, self._whole(use, self.by_set)))
         self.even = even_plans_of(request, alone=self.by_price)
         self.roomier: list[Subspace] = []
         self.others: list[Subspace] = []
@@ -326,7 +328,13 @@ class MixedSearch:
         """Return the parts of the space that are problems of pipelines."""
         return [*reversed(self.roomier), *self.by_set, *self.others, *self.interleaved_bounds]
 
-    def _of_set(self, use: tuple[int, ...]) -> Subspace:
+    def _whole(self, use: tuple[int, ...], known: Sequence[Subspace]) -> Subspace | None:
+        """Return the first of some subspaces, of all node groups, if what bounds it bounds fewer of them."""
+        if not known or self.request.max_devices is not None or not set(use) <= set(self.sets[0]):
+            return None
+        return known[0] if joins_alike(self.request, use, self.sets[0]) else None
+
+    def _of_set(self, use: tuple[int, ...], within: Subspace | None = None) -> Subspace:
         """Return the subspace of 1f1b plans on a set of node groups."""
         return Subspace(
             price=lambda: capped(self.found.problem(use), self.request.max_devices),
@@ -335,6 +343,7 @@ class MixedSearch:
             weight=1.0 if self.by_price else _BOUNDING,
             alone=self.by_price,
             proves=True,
+            within=within,
             beside=lambda: self._usual_searches.get(use, ()),
         )
 
@@ -434,18 +443,18 @@ class MixedSearch:
                     found.take_interleaved(made, self.budget)
         self._add_depths()
         if self._wants_chunks() and not self.interleaved_bounds and request.max_devices is None:
-            self.interleaved_bounds = [
-                Subspace(
+            for place, use in enumerate(self.sets):
+                subspace = Subspace(
                     price=partial(self._loosest_interleaved, use),
                     time_plans=self._time_interleaved,
                     floor_s=self.by_set[place].floor_s,
                     is_wanted=self._wants_chunks,
                     finds=False,
                     proves=True,
+                    within=self._whole(use, self.interleaved_bounds),
                     beside=tuple if place else self._depths.values,  # depths are of all node groups
                 )
-                for place, use in enumerate(self.sets)
-            ]
+                self.interleaved_bounds.append(subspace)
 
     def _wants_chunks(self) -> bool:
         """Return whether the answer is interleaved, or may well be by the time that its bound is needed.

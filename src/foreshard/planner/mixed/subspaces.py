@@ -61,6 +61,8 @@ class Subspace:
         Whether plans are looked for by a search of their own.
     proves : bool
         Whether the bound of the answer rests on its bound.
+    within : Subspace, optional
+        One that holds all of its plans at no higher prices: what bounds that bounds this.
     beside : callable
         Returns subspaces of the same options at other prices: a proof starts from their pipelines.
     slice_s, proof_slice_s : float
@@ -77,6 +79,7 @@ class Subspace:
     alone: bool = False
     finds: bool = True
     proves: bool = False
+    within: Subspace | None = None
     beside: Callable[[], Iterable[Subspace]] = tuple
     slice_s: float = _FIRST_SLICE_S
     proof_slice_s: float = _FIRST_SLICE_S
@@ -101,8 +104,10 @@ class Subspace:
     def bound_s(self) -> float:
         """Return a step time that no plan of the subspace beats, as far as its problem is exact."""
         if self.search is not None and (self.search.is_sound or np.isinf(self.search.lower_bound_s)):
-            return self.expected_s  # infinite: no pipeline fits, whatever it takes
-        return max(self.floor_s(), self.proof.lower_bound_s if self.proof else 0.0)
+            own_s = self.expected_s  # infinite: no pipeline fits, whatever it takes
+        else:
+            own_s = max(self.floor_s(), self.proof.lower_bound_s if self.proof else 0.0)
+        return own_s if self.within is None else max(own_s, self.within.bound_s)
 
     @property
     def is_priced(self) -> bool:

@@ -421,6 +421,17 @@ def _leaves(kind: StageKind, blocks: Sequence[int], *, apart: bool) -> float:
     return float(apart or kind.num_devices >= blocks[kind.node_group])
 
 
+def joins_alike(request: PlanRequest, some: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Return whether gradients of some node groups join over the links that they do among others.
+
+    Then no stage of some has a lower price by :func:`price_stages` for them than for others that hold them
+    all: what its prices take at best is no worse where there are more devices.
+    """
+    nodes = request.cluster.nodes
+    joined = (_fabric(request, {g: nodes[g].num_devices for g in use}) for use in (some, others))
+    return len(set(joined)) == 1
+
+
 def _fabrics(request: PlanRequest, kinds: Sequence[StageKind]) -> list[Fabric]:
     """Return the links inside the stage of each option, the best that any of its stages can have."""
     nodes = request.cluster.nodes
