@@ -174,3 +174,29 @@ def test_a_bound_counts_as_filled_once_the_range_that_holds_it_down_does(monkeyp
     assert not seen[0] and seen[-1]
     lowest = min(search.ranges.values(), key=lambda interval: interval.bound_s)
     assert lowest.is_filled
+
+
+@pytest.mark.parametrize("filling", ["least", "full"])
+def test_the_first_bound_of_a_proof_is_a_coarse_one_and_no_half_repeats_it(filling, monkeypatch):
+    """Pricing for a proof takes long; a search for plans learns more pipelines from a finer one."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    asked = []
+
+    def bounded(state, key, floor_s, tolerance, *, closely=True, fills=True):
+        asked.append((key, tolerance, fills))
+        return floor_s
+
+    monkeypatch.setattr(solving, "fractional_bound", bounded)
+    monkeypatch.setattr(solving, "memory_for", lambda problem: None)  # no step but these
+    search = ProblemSearch(random_problem(3), target_gap=1e-6, filling=filling)
+    while search.is_open and len(asked) < 40:
+        search.advance(TimeBudget.of(60.0))
+    filled = [(key, tolerance) for key, tolerance, fills in asked if fills]
+    assert len(set(filled)) == len(filled)
+    coarse = [key for key, tolerance in filled if tolerance == solving._COARSE]
+    starts = {key for key, _, fills in asked if not fills}
+    assert set(coarse) == starts and (filling == "full") == (not starts)
+    for key in {key for key, _ in filled}:
+        own = [tolerance for known, tolerance in filled if known == key]
+        assert own == sorted(own, reverse=True)
