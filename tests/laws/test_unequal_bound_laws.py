@@ -293,7 +293,7 @@ def own_box_seconds(problem: Problem, template: Template, samples: int) -> float
     lost_s = seconds[0, : at + 1].sum() + behind_s + seconds[2, 0]
     own, rate = prices._least_of(box.family, box.path), size / slowest_s
     own_s = own.lost(rate, limits, 0.0, flat.chunks) / rate
-    assert lost_s <= own_s * (1 + 1e-9)  # of equal slowest stages the box takes the longest backward
+    assert lost_s <= own_s + 1e-9 * abs(own_s)  # of equal slowest stages the box takes the longest backward
     return float(own_s + slowest_s * (samples / size - 1.0))
 
 

@@ -13,9 +13,11 @@ from foreshard.planner.solver import solve as solving
 from foreshard.planner.solver.bound_raising import longest_step_s
 from foreshard.planner.solver.column_enumeration import ColumnEnumeration, memory_for
 from foreshard.planner.solver.integer_combination import combine
+from foreshard.planner.solver.least_pricing import LeastPricing
 from foreshard.planner.solver.problem import pipeline_rate, tail_seconds, takes_of
 from foreshard.planner.solver.search_state import SearchState
-from foreshard.planner.solver.time_budget import ENDLESS
+from foreshard.planner.solver.solve import ProblemSearch
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 LOOSE = 1.02
 """Times that the best by the least cost may exceed the bound: paths count one tail of a pipeline."""
@@ -132,3 +134,69 @@ def test_a_search_without_any_plan_ends(monkeypatch):
         assert solution.arrangement is None
         ended += 1
     assert ended >= 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_first_boxes_of_a_proof_are_rough_and_prove_what_exact_ones_do(seed):
+    """Devices alone say no more than filling does, and only what holds the bound down is searched exactly."""
+    pytest.importorskip("numba")
+    problem, rng = random_problem(seed), np.random.default_rng(seed)
+    duals = rng.random(len(problem.counts)) * problem.global_batch / sum(problem.counts)
+    net = 0.5 * problem.global_batch
+    how = {"known_s": np.inf, "aim_s": np.inf, "tolerance": 1e-5}
+
+    def started() -> LeastPricing:
+        pricing = LeastPricing(problem=problem, pipelines=(1, 1), duals=duals, longest_s=np.inf)
+        pricing.start()
+        assert all(box.is_rough for box in pricing.boxes.values())
+        return pricing
+
+    exact, lazy = started(), started()
+    for box in list(exact.boxes.values()):
+        for made in exact.parts(box, net):
+            assert not made.is_rough
+            assert box.seconds(net) <= made.seconds(net) * (1 + 1e-9)
+    exactly_s, lazily_s = exact.earliest(net, **how)[0], lazy.earliest(net, **how)[0]
+    assert lazily_s == pytest.approx(exactly_s, rel=1e-3)
+    assert lazy.solved <= exact.solved
+
+
+def test_a_bound_counts_as_filled_once_the_range_that_holds_it_down_does(monkeypatch):
+    """The first bounds of a proof are without filling."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    search = ProblemSearch(random_problem(3), target_gap=1e-6, filling="least")
+    seen = []
+    for _ in range(12):
+        if search.is_open:
+            search.advance(TimeBudget.of(60.0))
+            seen.append(search.is_filled)
+    assert not seen[0] and seen[-1]
+    lowest = min(search.ranges.values(), key=lambda interval: interval.bound_s)
+    assert lowest.is_filled
+
+
+@pytest.mark.parametrize("filling", ["least", "full"])
+def test_the_first_bound_of_a_proof_is_a_coarse_one_and_no_half_repeats_it(filling, monkeypatch):
+    """Pricing for a proof takes long; a search for plans learns more pipelines from a finer one."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    asked = []
+
+    def bounded(state, key, floor_s, tolerance, *, closely=True, fills=True):
+        asked.append((key, tolerance, fills))
+        return floor_s
+
+    monkeypatch.setattr(solving, "fractional_bound", bounded)
+    monkeypatch.setattr(solving, "memory_for", lambda problem: None)  # no step but these
+    search = ProblemSearch(random_problem(3), target_gap=1e-6, filling=filling)
+    while search.is_open and len(asked) < 40:
+        search.advance(TimeBudget.of(60.0))
+    filled = [(key, tolerance) for key, tolerance, fills in asked if fills]
+    assert len(set(filled)) == len(filled)
+    coarse = [key for key, tolerance in filled if tolerance == solving._COARSE]
+    starts = {key for key, _, fills in asked if not fills}
+    assert set(coarse) == starts and (filling == "full") == (not starts)
+    for key in {key for key, _ in filled}:
+        own = [tolerance for known, tolerance in filled if known == key]
+        assert own == sorted(own, reverse=True)

@@ -16,7 +16,8 @@ from foreshard.planner.mixed.interleaving import (
     interleaved,
     scaled,
 )
-from foreshard.planner.mixed.search import INTERLEAVED
+from foreshard.planner.mixed.search import INTERLEAVED, MixedSearch
+from foreshard.planner.mixed.subspaces import Subspace
 from foreshard.planner.pricing import stage_prices
 from foreshard.planner.pricing.engine_times import engine_seconds
 from foreshard.planner.pricing.mapping import plan_of
@@ -35,6 +36,8 @@ from foreshard.planner.solver.problem import (
     tail_seconds,
     template_faults,
 )
+from foreshard.planner.solver.solve import ProblemSearch
+from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.predict.analytical.stage import stage_times
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
@@ -265,3 +268,48 @@ def test_a_faster_interleaved_plan_is_chosen_and_the_bound_says_of_what_it_speak
     assert 0.0 < found.lower_bound_step_time_s <= best.prediction.step_time_s
     assert INTERLEAVED in found.space or "all virtual stages" in found.space
     assert found.gap == pytest.approx(best.prediction.step_time_s / found.lower_bound_step_time_s - 1.0)
+
+
+def test_depths_are_searched_once_more_with_one_tail_for_all_pipelines():
+    """Not longer than a part of the longest one of the best plan by tails of their own, which then waits."""
+    pytest.importorskip("numba")
+    search = MixedSearch(asked())
+    problem = search._interleaved((0, 1), 2, 4)
+    own = ProblemSearch(problem, target_gap=0.01, filling="full")
+    while not own.has_plan:
+        own.advance(TimeBudget.of(60.0))
+    depth = Subspace(price=lambda: problem, time_plans=lambda *_: np.inf, floor_s=lambda: 0.0)
+    search._join_tails(depth)
+    assert not search._joined  # not searched yet
+    depth.problem, depth.search = problem, own
+    search._depths[2, 4] = depth
+    search._join_tails(depth)
+    search._join_tails(depth)
+    (joined,) = search._joined.values()
+    assert search.others == [joined]
+    alike = joined.price()
+    (tail_s,) = set(alike.tail_s[alike.tail_s < 1e5].tolist())
+    assert 0.0 < tail_s < depth.longest_tail_s
+    assert (problem.tail_s[alike.tail_s == tail_s] <= tail_s).all()
+    assert not depth.is_wanted()
+    joined.is_closed = True
+    assert depth.is_wanted()
+    again = ProblemSearch(alike, target_gap=0.01, filling="full")
+    while not again.has_plan:
+        again.advance(TimeBudget.of(60.0))
+    best = again.state.best
+    assert all(
+        tail_seconds(problem, one, len(best.templates)) <= tail_s * (1 + 1e-9) for one in best.templates
+    )
+
+
+def test_a_bound_on_chunks_is_above_that_from_work_by_the_prices_of_its_own_problem():
+    """Those of 1f1b pipelines, its floor, may lie below: that is no proof that pipelines were priced."""
+    subspace = Subspace(price=lambda: None, time_plans=lambda *_: np.inf, floor_s=lambda: 1.0, finds=False)
+    subspace.search = SimpleNamespace(
+        is_sound=True, is_filled=False, lower_bound_s=1.11, ladder={"compute": 1.1}
+    )
+    assert subspace.bound_s == 1.11
+    assert not subspace.is_bounded and not subspace.is_priced
+    subspace.search.lower_bound_s, subspace.search.is_filled = 1.2, True
+    assert subspace.is_bounded and subspace.is_priced

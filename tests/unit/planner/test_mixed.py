@@ -390,11 +390,25 @@ def test_no_1f1b_plan_of_a_search_is_faster_than_its_bound(cluster, batch, monke
     fastest_s = min(seconds for seconds, plan in made.found.plain(99) if plan not in made.found.even)
     assert 0.0 < made._plain_bound_s <= fastest_s * (1 + 1e-9)
     # What the search expects is no bound: without a proof that from work is left.
-    subspace = made.by_set[0]
-    assert subspace.floor_s() < subspace.expected_s
+    usual, subspace = made.others[0], made.by_set[0]
+    assert usual.floor_s() < usual.expected_s
+    assert usual.bound_s == usual.floor_s()
     subspace.proof = None
-    assert subspace.bound_s == subspace.floor_s()
     assert made._bounded_by_work()[0] == "1f1b plans"
+
+
+def test_a_proof_starts_from_the_pipelines_of_searches_at_other_prices(searched, monkeypatch):
+    """It needs no search of its own problem first."""
+    monkeypatch.setattr(solving, "_FEW_DEVICES", 0)
+    found, usual = searched.found, ProblemSearch(searched._usual((0,)), target_gap=0.003, filling="full")
+    while not usual.has_plan:
+        usual.advance(TimeBudget.of(60.0))
+    beside = SimpleNamespace(search=usual)
+    proving = replace(searched.by_set[0], search=None, proof=None, beside=lambda: [beside])
+    proving.prove(found, TimeBudget.of(60.0))
+    proving.prove(found, TimeBudget.of(60.0))
+    assert proving.search.ranges is None  # priced, no step done
+    assert set(usual.state.columns) <= set(proving.proof.state.columns)
 
 
 def test_the_fastest_plan_is_changed_however_near_its_bound_is(searched, monkeypatch):

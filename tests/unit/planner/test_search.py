@@ -9,6 +9,7 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.grid.node_counts import part_of, sizes_of
+from foreshard.planner.mixed.subspaces import AIM
 from foreshard.planner.nearest_change import other_frameworks
 from foreshard.planner.request import checked_request
 from foreshard.planner.search import plan
@@ -184,7 +185,7 @@ def test_a_batch_that_devices_do_not_divide_has_a_plan_all_the_same():
 def test_one_device():
     result = _plan("gpt2-xl", "1x1xa100-sxm-80gb", global_batch=8, seq_len=1024)
     assert len(result.plans[0].plan.ranks) == 1
-    assert result.gap == 0.0
+    assert result.gap <= AIM  # at which a search is closed
 
 
 def test_the_graph_engine_orders_plans_over_a_bound_it_keeps():

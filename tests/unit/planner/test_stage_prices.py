@@ -15,7 +15,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.planner.mixed.interleaving import loosest
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_prices import price_stages
+from foreshard.planner.pricing.stage_prices import COPIES, FEW_COPIES, joins_alike, price_stages
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.solver.enumeration import all_templates
 from foreshard.planner.solver.problem import (
@@ -362,6 +362,47 @@ def test_chunks_for_which_fewer_pipelines_have_room_are_bounded_together():
         for number in loose.copies:
             tail_s = problem.tail_between((number, number))
             assert (loose.tail_between((number, number))[runs] <= tail_s[runs]).all()
+
+
+def test_tails_at_few_numbers_of_pipelines_are_no_longer_than_at_all():
+    """A bound that is priced at few holds for those between."""
+    request = asked("gpt2-large", "8x1xt4+4x1xp100-pcie-16gb", 512, "fp16")
+    fine, coarse = (
+        price_stages(request, (0, 1), every=True, chunks=2, by_domain=True, copies_at=copies)
+        for copies in (COPIES, FEW_COPIES)
+    )
+    assert len(coarse.copies) < len(fine.copies)
+    runs = fine.max_in_flight > 0
+    for number in range(1, 13):
+        own = number, number
+        assert (coarse.tail_between(own)[runs] <= fine.tail_between(own)[runs] * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("use", [(0, 2), (1, 2)])
+def test_prices_of_fewer_node_groups_are_no_lower_where_gradients_join_alike(use, chunks):
+    """So that what bounds plans on all of them bounds those on fewer: every stage, far and near, any tail."""
+    model = load_model("gpt2-xl")
+    request = checked_request(
+        replace(model, blocks=model.blocks[:6]),
+        load_cluster("2x4xh100-sxm+1x4xh200-sxm+1x4xb200-sxm@400Gb/s"),
+        global_batch=64,
+        seq_len=1024,
+    )
+    assert joins_alike(request, use, (0, 1, 2)) and not joins_alike(request, (2,), (0, 1, 2))
+    more, fewer = (
+        price_stages(request, some, every=True, by_domain=True, chunks=chunks) for some in ((0, 1, 2), use)
+    )
+    rows = [more.names.index(name) for name in fewer.names]
+    runs = fewer.max_in_flight > 0
+    assert runs.any() and (more.max_in_flight[rows] >= fewer.max_in_flight)[runs].all()
+    for table in ("time_s", "far_s", "forward_s", "backward_s"):
+        least = getattr(more, table)[rows]
+        assert (least <= getattr(fewer, table) * (1 + 1e-12))[runs].all(), table
+    for number in fewer.copies:
+        least, own = (one.tail_between((number, number)) for one in (more, fewer))
+        assert (least[rows] <= own * (1 + 1e-12))[runs].all()
+    assert more.max_pipelines >= fewer.max_pipelines
 
 
 def test_stages_without_a_price_are_compared_without_warnings():

@@ -55,7 +55,7 @@ class EvenPlans:
         return max(self._floor_s[0], self.result.lower_bound_step_time_s if self.result else 0.0)
 
     @property
-    def is_bounded(self) -> bool:
+    def is_priced(self) -> bool:
         """Return whether its bound is more than what work alone says."""
         return self.result is not None
 

@@ -41,11 +41,17 @@ from foreshard.planner.mixed.subspaces import (
 )
 from foreshard.planner.pricing.engine_times import predicted, resources
 from foreshard.planner.pricing.mapping import plan_of
-from foreshard.planner.pricing.stage_prices import SharedPrices, price_stages
+from foreshard.planner.pricing.stage_prices import FEW_COPIES, SharedPrices, joins_alike, price_stages
 from foreshard.planner.ranking import SHOWN, family_of, front_of
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
-from foreshard.planner.solver.problem import Arrangement, Problem, faults, step_seconds
+from foreshard.planner.solver.problem import (
+    Arrangement,
+    Problem,
+    faults,
+    step_seconds,
+    with_joint_tail,
+)
 from foreshard.planner.solver.time_budget import LEAST_S, TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
 from foreshard.predict.placement import domain_block
@@ -75,7 +81,7 @@ INTERLEAVED = (
 _PROVING = 0.25
 """Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
 _PROVING_AT_FIRST = 0.5
-"""The same as long as that has no bound but one from work alone."""
+"""The same as long as that has no bound by pipelines with their filling."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
 _GRID = 0.03
@@ -107,6 +113,8 @@ _CHANGING = 0.05
 """Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
 """Weight of each depth of interleaved pipelines beside the likelier one before it."""
+_TAIL = 0.7
+"""Part of the longest tail of a subspace's best plan that none exceeds where all have one in common."""
 _ROOMIER = 4
 """Searches with more memory left free, as long as no plan fits."""
 _ROOM = 1.5
@@ -165,7 +173,9 @@ class MixedSearch:
         self.by_price = request.objectives[0] != "time" or request.limits.max_usd is not None
         self.stopped = False
         self.notes = _notes(request)
-        self.by_set = [self._of_set(use) for use in self.sets]
+        self.by_set: list[Subspace] = []
+        for use in self.sets:
+            self.by_set.append(self._of_set(use, self._whole(use, self.by_set)))
         self.even = even_plans_of(request, alone=self.by_price)
         self.roomier: list[Subspace] = []
         self.others: list[Subspace] = []
@@ -173,8 +183,10 @@ class MixedSearch:
         self._finding_s = self._proving_s = 0.0
         self._reserve_bytes = 0.0
         self._depths: dict[tuple[int, int], Subspace] = {}
+        self._joined: dict[Subspace, Subspace] = {}
         self._tried: list[Plan] = []
         self._usual_problems: dict[tuple[int, ...], Problem] = {}
+        self._usual_searches: dict[tuple[int, ...], tuple[Subspace, ...]] = {}
         self._shared_prices: dict[tuple[tuple[int, ...], int], dict[bool, SharedPrices]] = {}
 
     def run(self, *, hastily: bool = False) -> None:
@@ -195,7 +207,7 @@ class MixedSearch:
                 lowest = self._holding_down()
                 if chosen is None and lowest is None:
                     break
-                part = _PROVING if lowest is None or lowest.is_bounded else _PROVING_AT_FIRST
+                part = _PROVING if lowest is None or lowest.is_priced else _PROVING_AT_FIRST
                 turn = self._proving_s < part * (self._proving_s + self._finding_s)
                 if lowest is not None and (turn or chosen is None):
                     self._proving_s += self._advance(lowest, share, proves=True)
@@ -250,6 +262,7 @@ class MixedSearch:
         chosen.spent_s += 0.0 if proves else spent_s
         if isinstance(chosen, Subspace):
             self._make_room(chosen)
+            self._join_tails(chosen)
         elif chosen.result is not None:
             self.stopped = chosen.result.stopped
         # Not after grids alone: what mixes find leaves fewer of their plans to lay out in chunks.
@@ -315,7 +328,13 @@ class MixedSearch:
         """Return the parts of the space that are problems of pipelines."""
         return [*reversed(self.roomier), *self.by_set, *self.others, *self.interleaved_bounds]
 
-    def _of_set(self, use: tuple[int, ...]) -> Subspace:
+    def _whole(self, use: tuple[int, ...], known: Sequence[Subspace]) -> Subspace | None:
+        """Return the first of some subspaces, of all node groups, if what bounds it bounds fewer of them."""
+        if not known or self.request.max_devices is not None or not set(use) <= set(self.sets[0]):
+            return None
+        return known[0] if joins_alike(self.request, use, self.sets[0]) else None
+
+    def _of_set(self, use: tuple[int, ...], within: Subspace | None = None) -> Subspace:
         """Return the subspace of 1f1b plans on a set of node groups."""
         return Subspace(
             price=lambda: capped(self.found.problem(use), self.request.max_devices),
@@ -324,6 +343,8 @@ class MixedSearch:
             weight=1.0 if self.by_price else _BOUNDING,
             alone=self.by_price,
             proves=True,
+            within=within,
+            beside=lambda: self._usual_searches.get(use, ()),
         )
 
     def _open(self) -> None:
@@ -333,14 +354,14 @@ class MixedSearch:
         link domain of each kind, which is often cheapest.
         """
         for place, use in enumerate(() if self.by_price else self.sets):
-            self.others.append(
-                Subspace(
-                    price=partial(self._usual, use),
-                    time_plans=self._time_plain,
-                    floor_s=self.by_set[place].floor_s,
-                    weight=_FEWER if place else 1.0,
-                )
+            usual = Subspace(
+                price=partial(self._usual, use),
+                time_plans=self._time_plain,
+                floor_s=self.by_set[place].floor_s,
+                weight=_FEWER if place else 1.0,
             )
+            self._usual_searches[use] = (usual,)
+            self.others.append(usual)
         for use in self.sets if self.by_price else ():
             if len(use) == 1:
                 block = domain_block(self.request.cluster.nodes[use[0]])
@@ -386,6 +407,26 @@ class MixedSearch:
             )
         )
 
+    def _join_tails(self, chosen: Subspace) -> None:
+        """Search once more with a tail that all pipelines have in common, of the usual prices.
+
+        Gradients are summed when the last pipeline has them: the longest tail follows all of them, which a
+        problem does not know that prices each pipeline alone.
+        """
+        tail_s = chosen.longest_tail_s
+        problem = chosen.problem
+        if problem is None or tail_s == 0.0 or chosen in self._joined or chosen not in self._depths.values():
+            return
+        joined = Subspace(
+            price=lambda: with_joint_tail(problem, _TAIL * tail_s),
+            time_plans=chosen.time_plans,
+            floor_s=chosen.floor_s,
+            weight=chosen.weight,
+        )
+        chosen.is_wanted = lambda: joined.is_closed
+        self._joined[chosen] = joined
+        self.others.append(joined)
+
     def _add_interleaved(self) -> None:
         """Try chunks on the best 1f1b plans, and add depths near theirs and the bounds that matter."""
         request, found = self.request, self.found
@@ -401,18 +442,29 @@ class MixedSearch:
                 if made is not None:
                     found.take_interleaved(made, self.budget)
         self._add_depths()
-        if found.is_interleaved and not self.interleaved_bounds and request.max_devices is None:
-            self.interleaved_bounds = [
-                Subspace(
+        if self._wants_chunks() and not self.interleaved_bounds and request.max_devices is None:
+            for place, use in enumerate(self.sets):
+                subspace = Subspace(
                     price=partial(self._loosest_interleaved, use),
                     time_plans=self._time_interleaved,
                     floor_s=self.by_set[place].floor_s,
-                    is_wanted=lambda: found.is_interleaved,
+                    is_wanted=self._wants_chunks,
                     finds=False,
                     proves=True,
+                    within=self._whole(use, self.interleaved_bounds),
+                    beside=tuple if place else self._depths.values,  # depths are of all node groups
                 )
-                for place, use in enumerate(self.sets)
-            ]
+                self.interleaved_bounds.append(subspace)
+
+    def _wants_chunks(self) -> bool:
+        """Return whether the answer is interleaved, or may well be by the time that its bound is needed.
+
+        That is once the bound on 1f1b plans counts filling and pipelines in chunks still promise more.
+        """
+        best_s = self.found.best_s
+        in_chunks = (*self._depths.values(), *self._joined.values())
+        promised = self.by_set[0].is_priced and any(one.promise_s(best_s) > 0.0 for one in in_chunks)
+        return self.found.is_interleaved or promised
 
     def _add_depths(self) -> None:
         """Add interleaved pipelines of depths near that of the fastest plan, and weigh all by how near."""
@@ -430,12 +482,16 @@ class MixedSearch:
         for (_, stages), subspace in self._depths.items():
             place = order.index(stages) if stages in order else len(order)
             subspace.weight = _WEIGHT ** (place + 1)
+            if subspace in self._joined:
+                self._joined[subspace].weight = subspace.weight
 
     def _loosest_interleaved(self, use: tuple[int, ...]) -> Problem:
         """Return the problem whose bound holds for interleaved pipelines of any number of chunks."""
         request = self.request
         priced = {
-            chunks: price_stages(request, use, every=True, chunks=chunks, by_domain=True)
+            chunks: price_stages(
+                request, use, every=True, chunks=chunks, by_domain=True, copies_at=FEW_COPIES
+            )
             for chunks in chunk_counts(request)
         }
         return capped(loosest(priced), request.max_devices)

@@ -10,14 +10,14 @@ pipeline takes, starting from the pipelines that the first one has found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.even_plans import EvenPlans
-from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds
+from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds, tail_seconds
 from foreshard.planner.solver.solve import ProblemSearch
 from foreshard.planner.solver.time_budget import TimeBudget
 
@@ -61,6 +61,10 @@ class Subspace:
         Whether plans are looked for by a search of their own.
     proves : bool
         Whether the bound of the answer rests on its bound.
+    within : Subspace, optional
+        One that holds all of its plans at no higher prices: what bounds that bounds this.
+    beside : callable
+        Returns subspaces of the same options at other prices: a proof starts from their pipelines.
     slice_s, proof_slice_s : float
         Seconds of the next step of its search and of its proof at least.
     best_s : float
@@ -75,6 +79,8 @@ class Subspace:
     alone: bool = False
     finds: bool = True
     proves: bool = False
+    within: Subspace | None = None
+    beside: Callable[[], Iterable[Subspace]] = tuple
     slice_s: float = _FIRST_SLICE_S
     proof_slice_s: float = _FIRST_SLICE_S
     best_s: float = np.inf
@@ -98,13 +104,26 @@ class Subspace:
     def bound_s(self) -> float:
         """Return a step time that no plan of the subspace beats, as far as its problem is exact."""
         if self.search is not None and (self.search.is_sound or np.isinf(self.search.lower_bound_s)):
-            return self.expected_s  # infinite: no pipeline fits, whatever it takes
-        return max(self.floor_s(), self.proof.lower_bound_s if self.proof else 0.0)
+            own_s = self.expected_s  # infinite: no pipeline fits, whatever it takes
+        else:
+            own_s = max(self.floor_s(), self.proof.lower_bound_s if self.proof else 0.0)
+        return own_s if self.within is None else max(own_s, self.within.bound_s)
+
+    @property
+    def is_priced(self) -> bool:
+        """Return whether its bound is one by pipelines with their filling."""
+        search = self.search if self.search is None or self.search.is_sound else self.proof
+        return search is not None and search.is_filled
 
     @property
     def is_bounded(self) -> bool:
-        """Return whether its bound is more than what work alone says."""
-        return self.bound_s >= self.floor_s() * (1.0 + ABOVE_WORK)
+        """Return whether its bound is more than what work alone says, by the prices of its own problem."""
+        return self.bound_s >= self._work_s * (1.0 + ABOVE_WORK)
+
+    @property
+    def _work_s(self) -> float:
+        """Return the step time that work alone says: by its own problem, once there is one, or its floor."""
+        return max(self.floor_s(), self.search.ladder.get("compute", 0.0) if self.search else 0.0)
 
     def is_unproven(self, best_s: float) -> bool:
         """Return whether its bound is to be raised and may be."""
@@ -118,7 +137,7 @@ class Subspace:
         best_s = self.best_s if self.alone else best_s
         if not np.isfinite(best_s):
             return np.inf
-        is_known = self.expected_s > self.floor_s() * (1.0 + ABOVE_WORK)
+        is_known = self.expected_s > self._work_s * (1.0 + ABOVE_WORK)
         weight = max(self.weight, _KNOWN) if is_known else self.weight
         return weight * max(0.0, best_s - self.expected_s * (1.0 + AIM))
 
@@ -136,15 +155,22 @@ class Subspace:
         self.time_fresh(found, budget)
 
     def prove(self, found: MixedFound, budget: TimeBudget) -> None:
-        """Do a step of its proof; of its search as long as that is open and has had less time."""
+        """Do a step of its proof; of its search as long as that is open and has had less time.
+
+        Not of its search where others know pipelines: a proof needs no more of it.
+        """
         left_s = budget.left_s
-        if self.search is None or (self.finds and not self.is_closed and self.spent_s <= self.proving_s):
+        known = [one.search for one in self.beside() if one.search is not None and one.search.has_plan]
+        searches = self.finds and not known and not self.is_closed and self.spent_s <= self.proving_s
+        if self.search is None or searches:
             self.advance(found, budget)
             self.spent_s += left_s - budget.left_s
             return
         if self.proof is None:
             self.proof = self.search.proof()
         self.proof.follow(self.search)
+        for other in known:
+            self.proof.learn(other)
         before_s = self.bound_s
         self.is_proven = not self._step(self.proof, found, budget, found.known_s)
         if budget.is_over and self.bound_s <= before_s:
@@ -187,6 +213,14 @@ class Subspace:
                 self.best_s = min(self.best_s, seconds)
                 if not np.isfinite(seconds):
                     self._misfits.add(arrangement)
+
+    @property
+    def longest_tail_s(self) -> float:
+        """Return the longest tail of the pipelines of its best arrangement, 0 before there is any."""
+        best = self.search.state.best if self.search else None
+        if best is None or self.problem is None:
+            return 0.0
+        return max(tail_seconds(self.problem, one, len(best.templates)) for one in best.templates)
 
     def lacks_memory(self, best_s: float) -> bool:
         """Return whether its best arrangement does not fit and would be faster than any plan."""

@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 COPIES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 """Numbers of pipelines at which the gradient collectives are priced anew."""
+FEW_COPIES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""The same where only a bound is asked for: collectives of more pipelines take no less than of fewer."""
 _SEVERAL = 3.0
 """Pipelines, and stages of each, from which on communicators take no more memory."""
 _FEWEST_STAGES = 2
@@ -55,6 +57,7 @@ def price_stages(
     every: bool = False,
     chunks: int = 1,
     stages: int | None = None,
+    copies_at: Sequence[int] = COPIES,
     shared: dict[bool, SharedPrices] | None = None,
 ) -> Problem:
     """Return the problem of a request: options of some node groups, priced for every stage of the model.
@@ -84,6 +87,8 @@ def price_stages(
     stages : int, optional
         Most stages of a pipeline: every device has memory for the chunks of one so long. Without it there is
         the memory of 1f1b, of which interleaved pipelines need no less.
+    copies_at : sequence of int
+        Numbers of pipelines at which gradient collectives are priced anew.
     shared : dict, optional
         Prices that pipelines of other depths left here, everything else asked for being the same; takes up
         what is priced anew.
@@ -106,7 +111,7 @@ def price_stages(
     domains = [domain_block(group) if g in use else 0 for g, group in enumerate(request.cluster.nodes)]
     fewest = fewest_devices(kinds, types, rooms)
     crosses = fewest > max(domains)
-    copies = tuple(n for n in COPIES if n <= min(max(used / fewest, 1.0), request.global_batch))
+    copies = tuple(n for n in copies_at if n <= min(max(used / fewest, 1.0), request.global_batch))
     alone = apart and not by_domain
     prices = None if shared is None else shared.get(crosses)
     if prices is None:
@@ -414,6 +419,17 @@ def _crossing(
 def _leaves(kind: StageKind, blocks: Sequence[int], *, apart: bool) -> float:
     """Return whether messages of a stage leave its link domain: where it fills one, there is no neighbour."""
     return float(apart or kind.num_devices >= blocks[kind.node_group])
+
+
+def joins_alike(request: PlanRequest, some: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Return whether gradients of some node groups join over the links that they do among others.
+
+    Then no stage of some has a lower price by :func:`price_stages` for them than for others that hold them
+    all: what its prices take at best is no worse where there are more devices.
+    """
+    nodes = request.cluster.nodes
+    joined = (_fabric(request, {g: nodes[g].num_devices for g in use}) for use in (some, others))
+    return len(set(joined)) == 1
 
 
 def _fabrics(request: PlanRequest, kinds: Sequence[StageKind]) -> list[Fabric]:

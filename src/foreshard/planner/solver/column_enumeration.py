@@ -159,9 +159,9 @@ class ColumnEnumeration:
             done += 1
             if done % 16 == 0 and self.budget.is_over:
                 return False
-            if split and not self._is_tight(box):
+            if box.is_rough or (split and not self._is_tight(box)):
                 parts = self.pricing.parts(box, self.pipeline_dual)
-                if not any(same_limits(part, box) for part in parts):
+                if box.is_rough or not any(same_limits(part, box) for part in parts):
                     pending += [part for part in parts if self._least_cost(part) <= self.allowance + 1e-9]
                     continue
                 box = next(part for part in parts if same_limits(part, box))

@@ -134,11 +134,15 @@ class LeastPricing(Pricing):
         """Return the parts of a box below and above its own pipeline, by what loosens the bound more.
 
         A box whose tail alone outlasts the time may not come apart: its bound is then as tight as it gets.
+        A rough box has one part, itself with its cost.
         """
+        del self.boxes[id(box)]
+        if box.is_rough:
+            made = self._add(box.family, box.bottleneck_s, box.tail_s)
+            return [] if made is None else [made]
         lower, upper = box.bottleneck_s
         least, most = box.tail_s
         own = self._least_of(box.family, box.path)
-        del self.boxes[id(box)]
         by_bottleneck, by_tail = self._slack(box, own, net_samples + own.cost)
         if by_bottleneck >= by_tail:
             cut = min(max(own.slowest_s, lower), upper)
@@ -213,6 +217,27 @@ class LeastPricing(Pricing):
                 cost=sum(float(self.option_cost[option]) for option in options),
             )
         return found
+
+    def _begin(
+        self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]
+    ) -> PipelineBox | None:
+        """Keep a first box by the least cost of its devices, as `UnfilledPricing` has it.
+
+        Most of the first boxes never hold the bound down: their exact search is left until they do. No tail
+        is shorter than `tail`, that of the first stage included.
+        """
+        stages = self._stages(family)
+        limits = bottleneck[1], tail[1]
+        solution = path_among(self.problem, stages, self.option_cost, 0.0, limits)
+        self.solved += 1
+        if solution is None:
+            return None
+        cost, path = solution
+        box = PipelineBox(
+            family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path, is_rough=True
+        )
+        self.boxes[id(box)] = box
+        return box
 
     def _add(
         self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]

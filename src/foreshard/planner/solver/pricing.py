@@ -53,6 +53,7 @@ class PipelineBox:
     cost : least dual price of devices plus samples lost to filling, over the pipelines of the box
     path : of the pipeline of that cost
     by_longest_tail : whether the longest tail is counted, which may begin early, or that of the first stage
+    is_rough : whether the cost is that of devices alone, for want of an exact search
     """
 
     family: PipelineFamily
@@ -61,6 +62,7 @@ class PipelineBox:
     cost: float
     path: Path
     by_longest_tail: bool = False
+    is_rough: bool = False
 
     @property
     def template(self) -> Template:
@@ -135,7 +137,7 @@ class Pricing:
         for family in problem.families:
             tails = self.tails[family][usable]
             for upper, lower in pairwise(edges):
-                made = self._add(family, (lower, upper), (float(tails.min()), float(tails.max())))
+                made = self._begin(family, (lower, upper), (float(tails.min()), float(tails.max())))
                 if self._is_last(family, lower, made):
                     break
 
@@ -179,7 +181,7 @@ class Pricing:
             parts = self.parts(box, net_samples)
             for part in parts:
                 heapq.heappush(heap, (part.seconds(net_samples), next(order), part))
-            if any(same_limits(part, box) for part in parts):
+            if not box.is_rough and any(same_limits(part, box) for part in parts):
                 break
         bound = heap[0][0] if heap else np.inf
         return bound, [
@@ -293,6 +295,12 @@ class Pricing:
         box = PipelineBox(family=family, bottleneck_s=bottleneck, tail_s=tail, cost=cost, path=path)
         self.boxes[id(box)] = box
         return box
+
+    def _begin(
+        self, family: PipelineFamily, bottleneck: tuple[float, float], tail: tuple[float, float]
+    ) -> PipelineBox | None:
+        """Keep one of the first boxes, of these limits, unless it is empty."""
+        return self._add(family, bottleneck, tail)
 
     def _rate(self, family: PipelineFamily, bottleneck_s: float) -> float:
         """Return the samples that a second of filling costs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ import numpy as np
 Filling = Literal["full", "typical", "least"]
 """What filling and draining a pipeline costs, as `pipeline_columns` counts it."""
 
+_NEVER_S = 1e6
+"""Seconds of a tail with which no pipeline is in any step."""
 _BACKWARD = 2.0 / 3.0
 """Part of a stage's time for a micro-batch that its backward typically takes, where that is not known."""
 
@@ -576,6 +578,11 @@ def wrapped_in_rounds(problem: Problem, times_s: np.ndarray, at: Any) -> np.ndar
     if problem.forward_s is None or problem.backward_s is None:
         return times_s
     return np.maximum(0.0, times_s - problem.forward_s[at] - problem.backward_s[at])
+
+
+def with_joint_tail(problem: Problem, tail_s: float) -> Problem:
+    """Return the problem of pipelines that all have one tail, of stages whose own is no longer."""
+    return replace(problem, tail_s=np.where(problem.tail_s <= tail_s, tail_s, _NEVER_S))
 
 
 def spread_factor(problem: Problem, num_devices: float) -> float:

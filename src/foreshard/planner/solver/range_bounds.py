@@ -37,7 +37,8 @@ def fractional_bound(
     plans are offered.
     """
     problem = state.problem
-    bound, found = floor_s, duals_at(state, pipelines, floor_s, fills=fills)
+    bound, priced = floor_s, False
+    found = duals_at(state, pipelines, floor_s, fills=fills)
     for round_ in range(_ROUNDS):
         reached, duals = found or (np.inf, state.rates * max(bound, 1e-12) * 2.0**round_)
         pricing = state.pricing(pipelines, duals, fills=fills)
@@ -54,10 +55,13 @@ def fractional_bound(
             budget=state.budget,
         )
         state.evaluated += pricing.solved
-        bound = max(bound, proven)
+        # The least of a box is looser than that of its columns: in a proof rounds go on that gain nothing.
+        is_spent = state.filling == "least" and priced and proven <= bound * (1.0 + tolerance)
+        bound, priced = max(bound, proven), True
         fresh = [template for template in better[:_LEARNT] if template not in state.columns]
         state.learn(fresh)
-        if state.is_closed(bound) or state.is_late or bound >= reached * (1.0 - 2.0 * tolerance):
+        is_met = state.is_closed(bound) or bound >= reached * (1.0 - 2.0 * tolerance)
+        if is_met or is_spent or state.is_late:
             break
         before = found
         if fresh or found is None:

@@ -51,6 +51,8 @@ _OFFERED: tuple[Filling, ...] = ("full", "typical")
 """Costs of filling by which the best plan of an enumerated problem is offered: either may be nearer."""
 _TOLERANCES = (5e-3, 1e-3, 2e-4)
 """Relative tolerances of the bounds of a range by fractions, used one after the other."""
+_COARSE = 2e-2
+"""The first one of a proof, whose pricing takes long: finer ones follow where they matter."""
 _UNFILLED = -1
 """Fineness of a range whose bound is first to rise without the filling of pipelines."""
 
@@ -133,13 +135,17 @@ def solve(
 
 @dataclass(slots=True)
 class _Range:
-    """An interval of numbers of pipelines: its bound, the rows of tails in it, and the steps it has had."""
+    """An interval of numbers of pipelines: its bound, the rows of tails in it, and the steps it has had.
+
+    `is_filled` says whether the filling of pipelines counts in its bound.
+    """
 
     rows: list[Range]
     bound_s: float
     fineness: int = 0
     is_open: bool = True
     steps: int = 0
+    is_filled: bool = False
 
 
 class ProblemSearch:
@@ -201,6 +207,13 @@ class ProblemSearch:
         return max(lower * self.state.factor, self.ladder.get("compute", 0.0))
 
     @property
+    def is_filled(self) -> bool:
+        """Return whether its bound is one by pipelines with their filling."""
+        if self._solved_s is not None or not self.ranges:
+            return self.ranges is not None
+        return min(self.ranges.values(), key=lambda interval: interval.bound_s).is_filled
+
+    @property
     def is_sound(self) -> bool:
         """Return whether its bound holds for the least that pipelines take."""
         return self.state.filling == "least" or self._solved_s is not None
@@ -216,9 +229,14 @@ class ProblemSearch:
         proof.follow(self)
         return proof
 
-    def follow(self, other: ProblemSearch) -> None:
-        """Learn the pipelines that another search has found since, and its best arrangement."""
+    def learn(self, other: ProblemSearch) -> None:
+        """Learn the pipelines that a search at other prices of the same options has found since."""
+        assert other.state.problem.names == self.state.problem.names
         self.state.columns.update(other.state.columns)
+
+    def follow(self, other: ProblemSearch) -> None:
+        """Learn the pipelines that another search of the problem has found, and its best arrangement."""
+        self.learn(other)
         if other.state.best_s < self.state.best_s:
             self.state.best, self.state.best_s = other.state.best, other.state.best_s
 
@@ -241,22 +259,25 @@ class ProblemSearch:
             return
         stuck = False
         if interval.fineness == _UNFILLED:
-            bound_s = fractional_bound(state, key, interval.bound_s, _TOLERANCES[0], fills=False)
+            bound_s = fractional_bound(state, key, interval.bound_s, _COARSE, fills=False)
             interval.bound_s, interval.fineness = max(interval.bound_s, bound_s), 0
             interval.is_open = not state.is_closed(interval.bound_s)
             return
-        if self._raiser is not None and interval.fineness:
+        interval.is_filled = True
+        proves = state.filling == "least"
+        tolerances = (_COARSE, *_TOLERANCES) if proves else _TOLERANCES
+        if self._raiser is not None and interval.fineness > proves:
             interval.bound_s, stuck = self._raiser.attempt(key, interval.bound_s)
         else:
-            tolerance = _TOLERANCES[interval.fineness]
+            tolerance = tolerances[interval.fineness]
             closely = self._raiser is None
             bound_s = fractional_bound(state, key, interval.bound_s, tolerance, closely=closely)
             interval.bound_s, interval.fineness = max(interval.bound_s, bound_s), interval.fineness + 1
-            stuck = self._raiser is None and interval.fineness == len(_TOLERANCES)
+            stuck = self._raiser is None and interval.fineness == len(tolerances)
         if state.is_closed(interval.bound_s) or stuck:
             interval.is_open = False
         if not state.is_closed(interval.bound_s):
-            halves = _halves(key, interval, stuck=stuck)
+            halves = _halves(key, interval, int(proves), stuck=stuck)
             if halves:
                 del ranges[key]
                 ranges.update(halves)
@@ -348,18 +369,33 @@ class ProblemSearch:
             state.evaluated = len(kept)
 
 
-def _halves(key: Range, interval: _Range, *, stuck: bool) -> dict[Range, _Range]:
-    """Return the halves of a range of several rows of tails, or of one where nothing raises its bound."""
+def _halves(key: Range, interval: _Range, fineness: int, *, stuck: bool) -> dict[Range, _Range]:
+    """Return the halves of a range of several rows of tails, or of one where nothing raises its bound.
+
+    Those of several begin with a fineness: what is coarser says no more of a half.
+    """
     if len(interval.rows) > 1:
         half = len(interval.rows) // 2
         return {
-            (rows[0][0], rows[-1][1]): _Range(rows=rows, bound_s=interval.bound_s, steps=interval.steps)
+            (rows[0][0], rows[-1][1]): _Range(
+                rows=rows,
+                bound_s=interval.bound_s,
+                fineness=fineness,
+                steps=interval.steps,
+                is_filled=interval.is_filled,
+            )
             for rows in (interval.rows[:half], interval.rows[half:])
         }
     if stuck and key[0] < key[1]:
         middle = (key[0] + key[1]) // 2
         return {
-            half: _Range(rows=interval.rows, bound_s=interval.bound_s, fineness=1, steps=interval.steps)
+            half: _Range(
+                rows=interval.rows,
+                bound_s=interval.bound_s,
+                fineness=1,
+                steps=interval.steps,
+                is_filled=interval.is_filled,
+            )
             for half in ((key[0], middle), (middle + 1, key[1]))
         }
     return {}
