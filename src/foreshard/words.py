@@ -285,8 +285,12 @@ def zero_level(text: str) -> int | None:
     --------
     >>> zero_level("ZeRO-3"), zero_level("stage 2"), zero_level("off"), zero_level("SHARD_GRAD_OP")
     (3, 2, 0, 2)
+    >>> zero_level("-1")
     """
-    word = re.sub(r"[\s_-]+", "", text.strip().lower())
+    low = text.strip().lower()
+    if low.startswith("-"):
+        return None
+    word = re.sub(r"[\s_-]+", "", low)
     named = re.fullmatch(r"(?:zero|stage|zerostage|level)?\+?([0-3])", word)
     if named:
         return int(named[1])

@@ -34,6 +34,9 @@ _SUMS_WHOLE = ("deepspeed", "megatron-deepspeed")
 # (partitioned_param_coordinator.py __params_to_release).
 _KEPT_ELEMENTS = 5e8
 _NARROW = ("fp8", "mxfp8", "nvfp4")
+_MASKED = 2.0
+"""Times as long as flash attention 2, which takes no mask, that the memory-efficient kernel runs instead:
+as the first flash kernel (Dao 2023, arXiv 2307.08691, abstract)."""
 _B200_FLOPS_A_CYCLE = 2250e12 / (148 * 1.965e9)  # of a multiprocessor, 16 bit: those of the newest published
 _NO_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 # Bytes that torchao moves for an activation and for a weight that two products read: the scale of a tensor
@@ -57,7 +60,7 @@ class Traits:
     """Flags (0 or 1), bytes and class numbers of a framework on a device."""
 
     flash: Any
-    masked: Any  # 1 where windows of attention are a mask to its kernel
+    masked: Any  # times as long as attention takes where its windows are a mask to the kernel, 0 where not
     hopper: Any
     blackwell: Any
     static: Any  # 1 where neither load nor collectives slow the arithmetic
@@ -195,7 +198,7 @@ def traits_of(
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
-        masked=float(framework.masked),
+        masked=framework.masked * (_MASKED if attention_on(framework, device) == "fa2" else 1.0),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),

@@ -139,6 +139,22 @@ def test_a_window_saves_nothing_where_torch_is_told_of_it_by_a_mask(framework):
     assert any("as a mask" in line for line in found(4096).assumptions)
 
 
+def test_under_a_mask_ampere_runs_the_memory_efficient_kernel():
+    """Flash attention 2 takes no mask, cuDNN does; layers without a window keep theirs."""
+    options = {"framework": "hf", "zero": 3, "seq": 8192}
+
+    def taken(device, **more):
+        return predict("mistral-7b", f"1x8x{device}", **options, **more).step_time_s
+
+    assert taken("a100-sxm-80gb") == pytest.approx(taken("a100-sxm-80gb", attention="efficient"), rel=1e-3)
+    assert taken("h100-sxm") < 0.6 * taken("a100-sxm-80gb")
+    gemma = [
+        predict("gemma-3-1b", "1x8xa100-sxm-80gb", **options, **more).step_time_s
+        for more in ({}, {"attention": "efficient"})
+    ]
+    assert gemma[0] < gemma[1]
+
+
 def test_a_search_takes_the_kernel_that_was_chosen():
     found = plan(MODEL, "8xh100", global_batch=8, seq=2048, attention="fa2", budget_s=2, pp=1)
     best = found.plans[0]

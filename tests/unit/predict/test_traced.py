@@ -159,6 +159,38 @@ def test_a_short_step_waits_for_the_launches_of_its_operations(resnet):
     assert large.time_breakdown_s["host"] < 0.01 * large.step_time_s
 
 
+def test_launches_stay_where_the_device_is_free(resnet):
+    """The device's part of what they join to was cut at a time that launches divide by."""
+    cluster = load_cluster("1x1xh100-sxm")
+    plan = plan_of(resnet, 1, micro_batch=8)
+    free, fast = (
+        predict_traced(resnet, cluster, plan, speeds={"compute": faster}) for faster in (float("inf"), 1e6)
+    )
+    assert free.step_time_s == pytest.approx(fast.step_time_s, rel=1e-4)
+
+
+def test_a_short_last_micro_batch_runs_a_recurrence_as_it_would_alone():
+    """12 samples are no single kernel where 16 are: launches and work are those of each micro-batch."""
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps = torch.nn.LSTM(1024, 1024, batch_first=True)
+
+        def forward(self, words):
+            return self.steps(words)[0]
+
+    with torch.device("meta"):
+        layers = torch.nn.Sequential(Recurrent(), torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 16))
+        traced = trace_module(layers, torch.empty(1, 50, 1024), precision="fp16")
+    alone, short, both = (
+        step_of(traced, "1x1xh100-sxm", micro_batch=size, global_batch=batch).step_time_s
+        for size, batch in ((16, 16), (12, 12), (16, 28))
+    )
+    assert alone < 0.5 * short
+    assert both > short
+
+
 def test_every_stage_of_a_pipeline_waits_for_its_own_launches(resnet):
     piped = step_of(resnet, "1x4xh100-sxm", pp=4, dp=1, micro_batch=1, global_batch=16)
     alone = step_of(resnet, "1x1xh100-sxm", micro_batch=1, global_batch=16)

@@ -162,3 +162,15 @@ def test_kernels_of_a_step_take_what_they_took_on_an_h200():
     assert len(errors) == 16
     assert np.median(errors) < 0.2
     assert max(errors) < 0.6
+
+
+def test_convolutions_of_a_device_without_rates_in_32_bit_take_its_own():
+    """Factors and transforms of fp32 kernels are no part of what a TPU or Gaudi takes in bf16."""
+    passes = convolution_passes(1024, (14, 14), 1024, (1, 1), (0, 0), (1, 1), "bf16")
+    for name in ("tpu-v5e", "gaudi2"):
+        device = resolve_device(name)
+        flops = 2.0 * 64 * 14**2 * 1024**2
+        product = tuple(work for work in passes["weights"] if work.kind == "convolution")
+        took_s = seconds(product, 64, device=device, precision="bf16")
+        model = kernel_model(device, "bf16", sustained=False)
+        assert took_s < 1.5 * flops / (model.peak_flops_per_s * model.gemm_eff)

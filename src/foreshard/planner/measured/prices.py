@@ -133,7 +133,7 @@ class _Stages:
         forward_s, backward_s = (
             self._over(self._sums.upto_seconds(name, samples)) for name in ("forward_s", "backward_s")
         )
-        launches_s = self._over(self._costs.launches_s(self._device)) @ runs
+        launches_s = self._over(self._costs.launches_s(self._device, samples)) @ runs
         seconds = np.asarray(
             joined_s(self._slow * (forwards * forward_s + backward_s), launches_s, self._costs.host_sharpness)
         )

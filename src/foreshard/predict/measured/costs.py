@@ -155,9 +155,10 @@ class MeasuredCosts:
     tied_parts: Mapping[int, Shared] = field(default_factory=dict)
     # gradients that are summed at once while the backward goes on; 0: all together after it, as `run` does
     bucket_bytes: float = 0.0
-    # mapping of device name to (forward, backward) host seconds of launching each layer's operations, beside
-    # the device's seconds; measured seconds hold them, and devices with compiled steps have none
-    launch_s: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    # mapping of device name to host seconds of launching each layer's operations, forward and backward, as
+    # lines over the samples, beside the device's seconds; measured seconds hold them, and devices with
+    # compiled steps have none
+    launch_s: Mapping[str, tuple[tuple[Line, Line], ...]] = field(default_factory=dict)
     host_sharpness: float = 1.0  # how host and device time join: `predict.tasks.host.joined_s`
     reads_images: bool = False  # of a traced module, which intervals go by
     gathered_share: float = 1.0  # bytes of a parameter that ZeRO 3 moves, of those that are kept
@@ -264,9 +265,10 @@ class MeasuredCosts:
         """Return the seconds that a device needs for samples on layers [start, stop), or its part of them."""
         return self.slow_of(device) * self.sums(device, tp).seconds(name, span, samples)
 
-    def launches_s(self, device: str) -> np.ndarray:
+    def launches_s(self, device: str, samples: float) -> np.ndarray:
         """Return host seconds of the launches of the first layers, forward and backward; (layers + 1, 2)."""
-        each = np.array(self.launch_s.get(device) or np.zeros((len(self.layers), 2)), dtype=float)
+        lines = np.array(self.launch_s.get(device) or np.zeros((len(self.layers), 2, 2)), dtype=float)
+        each = lines @ np.array([1.0, samples])
         return np.concatenate((np.zeros((1, 2)), np.cumsum(each, axis=0)))
 
     def optimizer_s(self, device: str, layers: Iterable[int], tp: int = 1) -> float:

@@ -46,7 +46,7 @@ class PassSeconds:
                 total = np.zeros(len(_BUSY))
                 for c, (sum_forward, sum_backward) in enumerate(sums):
                     forward, backward, inputs, again = self._passes(s, c, rank, samples)
-                    longer = self._longer(s, c, rank, forward + backward)
+                    longer = self._longer(s, c, rank, samples, forward + backward)
                     own = (
                         forward + backward - again,
                         again,
@@ -75,15 +75,16 @@ class PassSeconds:
         forward, backward, inputs = (seconds / faster("compute") for seconds in (forward, backward, inputs))
         return forward, backward + again, np.minimum(inputs, backward) + again, again
 
-    def _longer(self, s: int, c: int, rank: int, device_s: np.ndarray) -> np.ndarray:
+    def _longer(self, s: int, c: int, rank: int, samples: np.ndarray, device_s: np.ndarray) -> np.ndarray:
         """Return how many times as long a forward and its backward take with the host that launches them."""
         stage, costs = self._group.stages[s], self._costs
         lo, hi = stage.layers[c]
-        upto = costs.launches_s(self._cluster.device_of(rank).name)
-        forward_s, backward_s = upto[hi] - upto[lo]
+        device = self._cluster.device_of(rank).name
+        upto = np.array([costs.launches_s(device, count) for count in samples])  # (sizes, layers + 1, 2)
+        forward_s, backward_s = (upto[:, hi] - upto[:, lo]).T
         host_s = (forward_s * (1.0 + recomputed_share(stage)) + backward_s) / costs.speed("host")
         busy = device_s > 0
-        joined = joined_s(device_s[busy], host_s, costs.host_sharpness)
+        joined = joined_s(device_s[busy], host_s[busy], costs.host_sharpness)
         found = np.ones(len(device_s))
         found[busy] = joined / device_s[busy]
         return found

@@ -35,6 +35,8 @@ _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
 _CUDNN_9 = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 _KEEPS_WEIGHTS, _KEEPING_PROCESSORS = ("ampere", "ada", "hopper", "blackwell"), 98  # of recurrent layers
+_WITH_CUDNN = ("nvidia", "amd")
+"""Vendors of libraries that choose among algorithms for convolutions in 32 bit (cuDNN, MIOpen)."""
 _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
 """Gradients that torch's DistributedDataParallel sums at once (bucket_cap_mb)."""
@@ -147,7 +149,7 @@ def traced_costs(
         parts=parts | {"": parts[devices[0].name]},
         tied_parts={degree: _tied_bytes(part.tied) for degree, part in split.items()},
         bucket_bytes=BUCKET_BYTES,
-        launch_s={device.name: _launches(module, device, constants, many) for device in devices},
+        launch_s={device.name: _launches(module, device, constants, (few, many)) for device in devices},
         host_sharpness=constants.host_sharpness,
         reads_images=module.reads_images,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
@@ -181,7 +183,8 @@ def costs_under(
         count
         for group in plan.groups
         for stage in group.stages
-        for count in counts_of(stage, min(group.micro_batch, group.share))
+        for samples in (min(group.micro_batch, group.share), group.share % group.micro_batch)  # the last
+        for count in counts_of(stage, samples)
         if count
     }
     devices = [nodes.device for nodes in cluster.nodes]
@@ -312,21 +315,29 @@ def _table(
 
 
 def _launches(
-    module: TracedModule, device: Device, constants: TrainingConstants, samples: float
-) -> tuple[tuple[float, float], ...]:
-    """Return host seconds of each layer, forward and backward; layouts change within an operation."""
-    each = operation_launch_s(constants, device)
+    module: TracedModule, device: Device, constants: TrainingConstants, sizes: tuple[float, float]
+) -> tuple[tuple[Line, Line], ...]:
+    """Return host seconds of each layer, forward and backward; layouts change within an operation.
+
+    They are lines through two micro-batches: whether one kernel runs a recurrence is up to the samples.
+    """
+    forward_s, backward_s = operation_launch_s(constants, device)
     library = _recurrent_kernels(device, module.precision)
 
-    def launched_s(operations: tuple[Operation, ...], each_s: float) -> float:
+    def launched_s(operations: tuple[Operation, ...], samples: float, each_s: float) -> float:
         """Return the seconds of operations, and of kernels that a library launches within one."""
         within = [operation for operation in operations if operation.name.startswith("recurrent")]
         kernels = sum(recurrence_kernels(operation, samples, library) for operation in within)
         launched = sum(operation.kind != "layout" for operation in operations) - len(within) + bool(within)
         return launched * each_s + kernels * min(each_s, _LIBRARY_LAUNCH_S)
 
+    def line(operations: tuple[Operation, ...], each_s: float) -> Line:
+        few, many = (launched_s(operations, size, each_s) for size in sizes)
+        more = (many - few) / (sizes[1] - sizes[0])
+        return many - more * sizes[1], more
+
     return tuple(
-        (launched_s(layer.forward, each[0]), launched_s(layer.backward, each[1])) for layer in module.layers
+        (line(layer.forward, forward_s), line(layer.backward, backward_s)) for layer in module.layers
     )
 
 
@@ -377,7 +388,7 @@ def device_operations_s(
             samples,
             kernels,
             vector,
-            outside=kernels if name == wide else outside,
+            outside=kernels if name == "fp32" and device.vendor in _WITH_CUDNN else outside,
             matrix_units=units,
             issued_per_s=issued_per_s,
             processors=device.num_sms,

@@ -57,8 +57,9 @@ def operation_launch_s(constants: TrainingConstants, device: Device) -> tuple[fl
 
 def joined_s(device: Any, host: Any, sharpness: float) -> Any:
     """Return the longer of the seconds of device and host, rounded where they are close."""
-    ratio = host / np.maximum(device, 1e-12)
-    return device * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
+    longer, shorter = np.maximum(device, host), np.minimum(device, host)
+    ratio = shorter / np.maximum(longer, np.finfo(float).tiny)
+    return longer * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
 
 
 def offload_s(layer: LayerShape, machine: Machine, *busy: Any) -> tuple[Any, ...]:

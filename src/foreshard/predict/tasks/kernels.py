@@ -320,6 +320,7 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
         sizes, mask = attention_sizes(layer, machine, length)
         new = 1.0 + traits.blackwell * (c.flash_blackwell - 1.0)
         alone = flash_attention_forward_s(*sizes, machine.kernels, **mask)
+        new = new * np.where(_under_mask(layer, machine, length), traits.masked, 1.0)
         forward = alone * (c.flash_forward * new)
         backward = flash_attention_backward_s(alone, sizes, machine.kernels, **mask)
         backward = backward * (c.flash_backward * new)
@@ -361,10 +362,15 @@ def attention_sizes(
     rank = machine.rank
     heads, kv_heads = layer.num_heads / rank.tp, np.maximum(1.0, layer.num_kv_heads / rank.tp)
     sizes = (rank.micro_batch, heads, kv_heads, length, length, layer.head_dim, layer.value_head_dim)
-    windowed = (np.asarray(layer.window) > 0) & (np.asarray(layer.window) <= length)
-    masked = windowed & (np.asarray(machine.traits.masked) > 0)
+    masked = _under_mask(layer, machine, length)
     causal = (np.asarray(layer.causal) > 0) & ~masked
     return sizes, {"causal": causal, "window": np.where(masked, 0, layer.window)}
+
+
+def _under_mask(layer: LayerShape, machine: Machine, length: Any) -> np.ndarray:
+    """Return whether the window of a layer's attention is a mask to its kernel."""
+    window = np.asarray(layer.window)
+    return (window > 0) & (window <= length) & (np.asarray(machine.traits.masked) > 0)
 
 
 def norm_bytes(layer: LayerShape, machine: Machine) -> Any:
