@@ -22,7 +22,7 @@ from foreshard.errors import SpecError
 from foreshard.predict.measured.costs import FREE, LayerCost, Line, MeasuredCosts, Shared, Sums
 from foreshard.predict.measured.memory import counts_of
 from foreshard.predict.tasks.host import operation_launch_s
-from foreshard.predict.traits import sm_cycles_per_s, update_bytes
+from foreshard.predict.traits import launches_kernels, sm_cycles_per_s, update_bytes
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.device import Device
 from foreshard.spec.plan import Plan
@@ -382,6 +382,7 @@ def device_operations_s(
         of_precision.setdefault(_precision_of(operation, device, precision), []).append(i)
     for name, which in of_precision.items():
         units = name != "fp32" and device.arch not in _WITHOUT_MATRIX_UNITS
+        units = units and launches_kernels(device)  # a compiler lays tensors out as its units read them
         kernels = model(name)
         found[which] = operations_s(
             [operations[i] for i in which],
