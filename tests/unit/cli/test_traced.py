@@ -1,6 +1,7 @@
 """Commands on modules that are traced: classic networks and a user's own."""
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -471,3 +472,40 @@ def test_a_module_may_be_of_several_files_beside_its_factory(shell, tmp_path):
     missing = tmp_path / "missing.py"
     missing.write_text("import nowhere_to_be_found\n")
     assert "beside the file" in shell("predict", f"{missing}:net", "1x1xa40").err
+
+
+LATE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, WIDTH)
+
+    def forward(self, x):
+        from late_parts.made import act
+        return act(self.layer(x))
+
+def net():
+    from late_parts import made
+    return Net(), torch.empty(1, 4)
+"""
+
+
+def test_a_module_may_import_what_lies_beside_its_file_as_it_runs(tmp_path):
+    """The folder was forgotten before the trace; of two packages of one name each is taken for its own."""
+    before = list(sys.path)
+    for folder, width, act in (("one", 8, "relu"), ("two", 16, "sigmoid"), ("one", 8, "relu")):
+        package = tmp_path / folder / "late_parts"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text("")
+        (package / "made.py").write_text(f"import torch\ndef act(x):\n    return torch.{act}(x)\n")
+        (tmp_path / folder / "net.py").write_text(LATE.replace("WIDTH", str(width)))
+        module = trace(f"{tmp_path / folder / 'net.py'}:net", precision="fp32", degrees=[2])
+        names = {operation.name for layer in module.layers for operation in layer.forward}
+        assert (
+            any(act in name for name in names)
+            and sum(layer.parameters for layer in module.layers) == 5 * width
+        )
+        assert sys.path == before and not any(name.startswith("late_parts") for name in sys.modules)
