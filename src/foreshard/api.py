@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -901,35 +902,36 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
     if not is_traced(model):
         return None
     name = network_name(model)
-    made = _module_of(model) if name is None else (*_with_torch(lambda: network(name)), None)
-    if made is None:
-        return None
-    from foreshard.profile.tracing.trace import trace_module
+    with ExitStack() as loaded:  # what the module imports as it runs is found too
+        made = _module_of(model, loaded) if name is None else (*_with_torch(lambda: network(name)), None)
+        if made is None:
+            return None
+        from foreshard.profile.tracing.trace import trace_module
 
-    module, inputs, loss = made
-    title = name or model.rpartition(":")[2]
-    mixed = name is not None and is_mixed(name)
-    return trace_module(
-        module,
-        inputs,
-        loss=loss,
-        precision=precision,
-        autocast=mixed,
-        degrees=sorted({*degrees} - {1}),
-        name=title,
-        where=model,
-    )
+        module, inputs, loss = made
+        title = name or model.rpartition(":")[2]
+        mixed = name is not None and is_mixed(name)
+        return trace_module(
+            module,
+            inputs,
+            loss=loss,
+            precision=precision,
+            autocast=mixed,
+            degrees=sorted({*degrees} - {1}),
+            name=title,
+            where=model,
+        )
 
 
-def _module_of(model: str) -> Any:
+def _module_of(model: str, loaded: ExitStack) -> Any:
     from foreshard.catalog.models import load_module
 
     if find_spec("torch") is None:  # the factory may give a model that needs none
-        return load_module(model)
+        return loaded.enter_context(load_module(model))
     from foreshard.profile.tracing.autocast import regions_of_cuda
 
     with regions_of_cuda():  # a decorator's region is made where the module is defined
-        return load_module(model)
+        return loaded.enter_context(load_module(model))
 
 
 def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -59,6 +59,8 @@ PLANS = {
 _ARGUMENTS = {"model", "cluster"}
 _ELSEWHERE = {*OPTIONS, *ASKED}
 """Options of other models, which may be stated to be off."""
+_ALIKE: Mapping[str, Any] = dict.fromkeys((one.name for one in fields(Noise)), None)
+"""Choices of a run whose ranks are alike."""
 _FRAMEWORK = "ddp"
 """Whose rules and options a traced module is trained by."""
 
@@ -128,9 +130,9 @@ class TracedRequest:
 
     def predict(self, engine: str | None = None) -> Prediction:
         """Return the prediction, under another engine when one is named."""
-        choices = self.choices if engine is None else {**self.choices, "engine": engine}
-        if self.speeds:
-            choices = {**choices, "speeds": self.speeds}
+        if engine not in (None, self.engine):  # other engines have one rank for all that are alike
+            return replace(self, choices={**self.choices, **_ALIKE, "engine": engine}).predict()
+        choices = {**self.choices, "speeds": self.speeds} if self.speeds else self.choices
         return self.predicted(self.module, self.cluster, self.plan, choices)
 
     @property
@@ -150,7 +152,7 @@ class TracedRequest:
 
         made = self.predict()
         step, times = self.executed(made.plan)
-        return made, timeline(step, made.plan, times, made.step_time_s)
+        return made, timeline(step, made.plan, times, made.step_time_distribution)
 
     def executed(self, plan: Plan) -> tuple[MeasuredStep, TaskTimes]:
         """Return the tasks of a step and when they run."""
@@ -173,8 +175,7 @@ class TracedRequest:
 
     def compare(self) -> tuple[Prediction, ...]:
         """Return the predictions under both engines that take operations of a trace."""
-        alike = dict.fromkeys((named.name for named in fields(Noise)), None)
-        request = replace(self, choices={**self.choices, **alike})
+        request = replace(self, choices={**self.choices, **_ALIKE})
         return tuple(request.predict(engine) for engine in ("graph", "event"))
 
 

@@ -8,7 +8,8 @@ import importlib.util
 import os.path
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -271,19 +272,23 @@ def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def load_module(text: str | Path) -> tuple[Any, Any, Any] | None:
-    """Return the module, example inputs and loss that ``module.py:factory`` returns; None for other models.
+@contextmanager
+def load_module(text: str | Path) -> Iterator[tuple[Any, Any, Any] | None]:
+    """Give the module, example inputs and loss that ``module.py:factory`` returns; None for other models.
 
     Such a factory returns ``(module, inputs)`` or ``(module, inputs, loss)``: it is traced rather than read
-    as a transformer.
+    as a transformer. Within the context the module may import what lies beside its file.
     """
     module, colon, factory = str(text).rpartition(":")
     if not colon or not module.endswith(".py") or not Path(module).is_file():
-        return None
-    made = _call(Path(module), factory)
-    if not _is_with_inputs(made):
-        return None
-    return (*made, None) if len(made) == 2 else made
+        yield None
+        return
+    with _importing_beside(Path(module)):
+        made = _call(Path(module), factory)
+        if not _is_with_inputs(made):
+            yield None
+        else:
+            yield (*made, None) if len(made) == 2 else made
 
 
 def _is_with_inputs(made: Any) -> bool:
@@ -302,7 +307,8 @@ def _config_name(path: Path) -> str:
 def _from_factory(path: Path, factory: str) -> Model:
     if not path.is_file():
         raise SpecError("no such file", file=str(path), key="model", rule="MODEL may be module.py:factory")
-    made = _call(path, factory)
+    with _importing_beside(path):
+        made = _call(path, factory)
     if isinstance(made, Model):
         return made
     if isinstance(made, Mapping):
@@ -310,18 +316,34 @@ def _from_factory(path: Path, factory: str) -> Model:
     return _from_module(made, f"{path}:{factory}")
 
 
-def _call(path: Path, factory: str) -> Any:
-    """Run the user's module and its factory; what goes wrong in it is bad input, not our fault.
+@contextmanager
+def _importing_beside(path: Path) -> Iterator[None]:
+    """Let modules and packages beside a file be imported, as a script would.
 
-    Modules and packages beside the file may be imported, as a script would; they are forgotten after it, so
-    that those of the same name beside another file are not taken for them.
+    They are forgotten after it, so that those of the same name beside another file are not taken for them.
     """
     folder, known = str(path.resolve().parent), set(sys.modules)
-    spec = importlib.util.spec_from_file_location(f"_foreshard_user_{path.stem}", path)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        for name in set(sys.modules) - known:
+            if name == _user_name(path) or _is_beside(name, folder):
+                sys.modules.pop(name, None)
+
+
+def _user_name(path: Path) -> str:
+    """Return the name under which a user's file is imported."""
+    return f"_foreshard_user_{path.stem}"
+
+
+def _call(path: Path, factory: str) -> Any:
+    """Run the user's module and its factory; what goes wrong in it is bad input, not our fault."""
+    spec = importlib.util.spec_from_file_location(_user_name(path), path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
         made = getattr(module, factory, None)
@@ -337,11 +359,6 @@ def _call(path: Path, factory: str) -> Any:
     except (Exception, SystemExit) as error:
         what = f"{factory}() failed: {type(error).__name__}: {error}"
         raise SpecError(what, file=str(path), key="model", value=factory, rule=_FACTORY) from error
-    finally:
-        sys.path.remove(folder)
-        beside = [name for name in set(sys.modules) - known if _is_beside(name, folder)]
-        for name in (spec.name, *beside):
-            sys.modules.pop(name, None)
 
 
 def _is_beside(name: str, folder: str) -> bool:

@@ -475,7 +475,7 @@ def observed_words(predicted_s: float, interval: tuple[float, float], observed_s
     )
     return (
         f"one measured step of {observed_s:.4g} s: this cluster takes {ratio:.3f} of the time "
-        "predicted without it; every part is scaled alike; "
+        "predicted without it; every part is scaled alike, a timeline is drawn as predicted; "
         f"the prediction was {predicted_s:.4g} s, 90 % interval {low:.4g} to {high:.4g} s, "
         f"the measurement lies {verdict}"
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from foreshard.spec.codec import check_amount
 from foreshard.spec.device import Device
 from foreshard.units import number_of
 
@@ -112,7 +113,14 @@ class Cluster:
         return sum(prices) if len(prices) == len(self.nodes) else None
 
     def at_usd_per_device_hour(self, price: float | None) -> Cluster:
-        """Return the cluster with every device at a price; None leaves what is known."""
+        """Return the cluster with every device at a price; None leaves what is known.
+
+        Raises
+        ------
+        SpecError
+            For what is no finite number of at least 0.
+        """
+        check_amount("--usd-per-device-hour", price, zero=True)
         if price is None:
             return self
         nodes = (replace(group, usd_per_h=price * group.per_node, price_date=None) for group in self.nodes)

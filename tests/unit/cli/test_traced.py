@@ -1,6 +1,7 @@
 """Commands on modules that are traced: classic networks and a user's own."""
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import foreshard
 from foreshard.api import trace
 from foreshard.errors import SpecError
+from foreshard.report.trace import trace_object
 
 pytest.importorskip("torch")
 
@@ -197,6 +199,24 @@ def test_degrees_may_be_a_text_as_for_other_models(net):
     assert foreshard.plan(f"{net}:one_layer", "1x2xrtx-3090", global_batch=8, max_tp="2", budget_s=2).plans
 
 
+AMOUNTS = [("tokens", value) for value in ("abc", -1, 0, True, float("nan"))]
+AMOUNTS += [("observed_step_s", value) for value in ("abc", 0, float("inf"))]
+PRICES = [("usd_per_device_hour", value) for value in ("abc", -1.0, float("nan"))]
+BUDGETS = [("budget_s", "abc"), ("budget_s", 0), ("top", 0), ("top", "abc")]
+
+
+@pytest.mark.parametrize("ask", ["predict", "plan"])
+def test_amounts_of_a_traced_module_are_refused_as_those_of_other_models(net, ask):
+    """Python took any number for tokens and prices, and stopped at a text with an error of its own."""
+    for name, value in (*PRICES, *(AMOUNTS if ask == "predict" else BUDGETS)):
+        said = []
+        for model in (f"{net}:one_layer", "gpt2"):
+            with pytest.raises(SpecError) as error:
+                getattr(foreshard, ask)(model, "1x2xa40", global_batch=8, **{name: value})
+            said.append(str(error.value))
+        assert said[0] == said[1], (name, value)
+
+
 @pytest.mark.parametrize("value", [False, 0, (), "none"])
 def test_a_name_that_is_no_option_is_refused_whatever_it_says(net, value):
     factory, where = f"{net}:one_layer", "1x2xrtx-3090"
@@ -343,6 +363,35 @@ def test_a_module_has_a_timeline_whose_events_fill_its_step(net, degrees):
     )
 
 
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+@pytest.mark.parametrize("noise", [{}, {"engine": "event", "jitter": 0.05}])
+def test_a_measured_step_leaves_the_timeline_as_predicted(net, ratio, noise):
+    """It drew half of the step as waiting for stragglers, or tasks after the end of the step."""
+    where, stated = (f"{net}:encoder", "1x4xa40"), {"micro_batch": 8, "global_batch": 64, **noise}
+    plain, drawn = foreshard.predict_timeline(*where, **stated)
+    seen, again = foreshard.predict_timeline(*where, **stated, observed_step_s=ratio * plain.step_time_s)
+    assert seen.step_time_s == ratio * plain.step_time_s
+    assert again == drawn and drawn.step_time_s == plain.step_time_s
+    assert any("a timeline is drawn as predicted" in line for line in seen.assumptions)
+    said = trace_object(seen, again)["otherData"]
+    assert float(said["drawn_step_time_s"]) * ratio == float(said["step_time_s"])
+
+
+@pytest.mark.parametrize("micro_batch", [64, 3_000_000])
+def test_changes_of_a_module_whose_ranks_differ_are_tried(net, tmp_path, micro_batch):
+    """They were tried by the graph engine with the noise that it refuses."""
+    where, stated = (f"{net}:net", "1x2xa40"), {"micro_batch": micro_batch, "engine": "event", "jitter": 0.05}
+    plain = foreshard.predict(*where, micro_batch=micro_batch)
+    made = foreshard.report(str(tmp_path / "page.html"), *where, **stated)
+    assert made.memory.fits == (micro_batch == 64) and made.step_time_s > plain.step_time_s
+    advice = foreshard.advise(*where, **stated) if made.memory.fits else ()
+    assert bool(advice) == made.memory.fits
+    for effect in advice:
+        assert effect.prediction is not None and effect.prediction.step_time_distribution is not None
+        gain = effect.prediction.tokens_per_s / made.tokens_per_s - 1
+        assert effect.gain == pytest.approx(gain, rel=1e-9)
+
+
 def test_a_module_takes_prices_and_a_report(shell, net, tmp_path):
     page, trace, prices = tmp_path / "page.html", tmp_path / "trace.json.gz", tmp_path / "prices.toml"
     prices.write_text('date = "2026-11"\n[[prices]]\ndevice = "a40"\nusd_per_device_h = 3.6\n')
@@ -423,3 +472,40 @@ def test_a_module_may_be_of_several_files_beside_its_factory(shell, tmp_path):
     missing = tmp_path / "missing.py"
     missing.write_text("import nowhere_to_be_found\n")
     assert "beside the file" in shell("predict", f"{missing}:net", "1x1xa40").err
+
+
+LATE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, WIDTH)
+
+    def forward(self, x):
+        from late_parts.made import act
+        return act(self.layer(x))
+
+def net():
+    from late_parts import made
+    return Net(), torch.empty(1, 4)
+"""
+
+
+def test_a_module_may_import_what_lies_beside_its_file_as_it_runs(tmp_path):
+    """The folder was forgotten before the trace; of two packages of one name each is taken for its own."""
+    before = list(sys.path)
+    for folder, width, act in (("one", 8, "relu"), ("two", 16, "sigmoid"), ("one", 8, "relu")):
+        package = tmp_path / folder / "late_parts"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text("")
+        (package / "made.py").write_text(f"import torch\ndef act(x):\n    return torch.{act}(x)\n")
+        (tmp_path / folder / "net.py").write_text(LATE.replace("WIDTH", str(width)))
+        module = trace(f"{tmp_path / folder / 'net.py'}:net", precision="fp32", degrees=[2])
+        names = {operation.name for layer in module.layers for operation in layer.forward}
+        assert (
+            any(act in name for name in names)
+            and sum(layer.parameters for layer in module.layers) == 5 * width
+        )
+        assert sys.path == before and not any(name.startswith("late_parts") for name in sys.modules)

@@ -29,6 +29,7 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import least_bytes
 from foreshard.predict.step_source import MeasuredSteps
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import check_amount, whole
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import Prediction
 
@@ -82,9 +83,12 @@ def plan_measured(
     Raises
     ------
     SpecError
-        For devices that were not measured.
+        For devices that were not measured, and amounts out of range.
     """
     started = time.perf_counter()
+    check_amount("--tokens", tokens)
+    check_amount("--budget-s", budget_s, optional=False)
+    whole(top, key="--top", name="top")
     sizes = [m for m in _SIZES if m <= min(global_batch, costs.largest * _REACH)]
     places = Places(cluster)
     degrees = sorted({tp for kind in range(len(places.kinds)) for tp in places.degrees(costs, kind)})

@@ -14,11 +14,11 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.lowering import MeasuredStep, lower_measured
 from foreshard.predict.measured.memory import measured_memory
 from foreshard.predict.measured.noise import step_distribution
-from foreshard.predict.step import ENGINES, check_amount, check_noise, observed_words, scaled_parts
+from foreshard.predict.step import ENGINES, check_noise, observed_words, scaled_parts
 from foreshard.sim import contention, critical_path
 from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.codec import one_of
+from foreshard.spec.codec import check_amount, one_of
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.spec.variation import Noise
@@ -86,9 +86,12 @@ def predict_measured(
     Raises
     ------
     SpecError
-        For a plan or noise that the costs cannot price, or an engine without tasks.
+        For amounts that are no numbers above 0, a plan or noise that the costs cannot price, or an engine
+        without tasks.
     """
     started = time.perf_counter()
+    check_amount("--tokens", tokens)
+    check_amount("--observed-step-s", observed_step_s)
     (step, times), distribution = executed(costs, cluster, plan, engine), None
     check_noise(noise, engine)
     critical = max(_rank_times(step, times), key=lambda r: (r.end_s, -r.rank))
@@ -109,7 +112,6 @@ def predict_measured(
     fidelity = "zero-shot" if costs.by_formula else "calibrated"
     learned: tuple[str, ...] = ()
     if observed_step_s is not None:
-        check_amount("--observed-step-s", observed_step_s)
         before = _intervals(costs, cluster, plan, step_s)[COVERAGE]
         learned = (observed_words(step_s, before, observed_step_s),)
         fidelity, step_s = "calibrated", float(observed_step_s)

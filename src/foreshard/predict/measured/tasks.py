@@ -10,6 +10,7 @@ from foreshard.predict.measured.lowering import MeasuredStep, RankTasks
 from foreshard.sim.critical_path import TaskTimes
 from foreshard.spec.plan import Plan
 from foreshard.spec.timeline import Event, Timeline
+from foreshard.spec.variation import StepDistribution
 
 _PARTS = {
     "recompute_s": ("recompute", "compute", "recompute"),
@@ -38,11 +39,15 @@ def critical_path(step: MeasuredStep, times: TaskTimes) -> tuple[Stretch, ...]:
     return stretches(step.program, times, parts)
 
 
-def timeline(step: MeasuredStep, plan: Plan, times: TaskTimes, step_time_s: float) -> Timeline:
+def timeline(
+    step: MeasuredStep, plan: Plan, times: TaskTimes, distribution: StepDistribution | None = None
+) -> Timeline:
     """Return when the tasks of the first rank of each stage run, in order of start.
 
-    What follows the last task up to `step_time_s` is waiting for stragglers.
+    The step ends with its last task. Where ranks differ it is as long as their `distribution` has it on
+    average, and what follows the last task is waiting for stragglers. A measured step moves nothing.
     """
+    step_time_s = times.makespan_s if distribution is None else distribution.mean_s
     first = {
         (g, s): stage.ranks[0] for g, group in enumerate(plan.groups) for s, stage in enumerate(group.stages)
     }

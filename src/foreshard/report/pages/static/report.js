@@ -293,7 +293,8 @@
     const legend = h("ul", { class: "legend" }, shades.flatMap((part) => part === "compute"
       ? [["compute", "forward"], ["backward", "backward"]] : [[part, nameOf(part).replace(", exposed", "")]])
       .map(([part, name]) => h("li", {}, swatch(part), name)));
-    return section("The step as it runs", "One rank for each stage; the others of the stage do the same. Numbers are micro-batches; empty lanes are waiting.",
+    const asPredicted = Math.abs(tl.step / p.step_time_s - 1) < 1e-6 ? "" : ` Drawn as predicted, ${time(tl.step)}: the measured step scales no task.`;
+    return section("The step as it runs", "One rank for each stage; the others of the stage do the same. Numbers are micro-batches; empty lanes are waiting." + asPredicted,
       h("div", { class: "gantt-tools" },
         [["Zoom in", () => zoom(0.5)], ["Zoom out", () => zoom(2)], ["Earlier", () => pan(-0.3)], ["Later", () => pan(0.3)], ["Whole step", () => look(0, tl.step)]]
           .map(([text, act]) => h("button", { type: "button", onclick: act, text })),
