@@ -105,6 +105,11 @@ _CHANGEABLE = 0.2
 _PUBLISHED = 12
 """Arrangements of a published planner that are timed, the best by price: a plan that is slower than the
 grid may still be the fastest once it is laid out in chunks."""
+_OF_FEW_SHAPES = ("hetpipe", "pipedream")
+"""Published planners that searches of interleaved pipelines start from, the quickest first: one pipeline of
+all devices, whose stages are alike, is hardly a mix that columns are generated for."""
+_PLANNER_S = 1.0
+"""Seconds of a step of such searches at least: what the second planner takes on hundreds of devices."""
 _NEAR = 0.01
 """Gap at which the answer is good enough: what `--budget-s` says of the end of a search."""
 _FEWER = 0.25
@@ -415,7 +420,7 @@ class MixedSearch:
         """
         tail_s = chosen.longest_tail_s
         problem = chosen.problem
-        if problem is None or tail_s == 0.0 or chosen in self._joined or chosen not in self._depths.values():
+        if chosen.planners or problem is None or tail_s == 0.0 or chosen in self._joined or chosen not in self._depths.values():
             return
         joined = Subspace(
             price=lambda: with_joint_tail(problem, _TAIL * tail_s),
@@ -476,6 +481,8 @@ class MixedSearch:
                     price=partial(self._interleaved, self.sets[0], chunks, stages),
                     time_plans=self._time_interleaved,
                     floor_s=self.by_set[0].floor_s,
+                    planners=list(_OF_FEW_SHAPES),
+                    slice_s=_PLANNER_S,
                 )
                 self.others.append(self._depths[chunks, stages])
         order = list(dict.fromkeys(stages for _, stages in near))

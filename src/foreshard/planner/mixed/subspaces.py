@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.even_plans import EvenPlans
 from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds, tail_seconds
@@ -32,6 +33,8 @@ ABOVE_WORK = 0.03
 """Part by which a bound exceeds that from work alone once pipelines were priced: the least tail is less."""
 _KNOWN = 0.25
 """Least weight of a subspace of which pipelines were priced: that says more than how likely it seemed."""
+_PLANNING = 0.8
+"""Part of a step for a published planner; the rest is for timing what it finds."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
 _AT_ONCE = 1
@@ -63,6 +66,8 @@ class Subspace:
         Whether the bound of the answer rests on its bound.
     within : Subspace, optional
         One that holds all of its plans at no higher prices: what bounds that bounds this.
+    planners : list of str
+        Published planners of few shapes whose arrangements the search starts from, one a step.
     beside : callable
         Returns subspaces of the same options at other prices: a proof starts from their pipelines.
     slice_s, proof_slice_s : float
@@ -80,6 +85,7 @@ class Subspace:
     finds: bool = True
     proves: bool = False
     within: Subspace | None = None
+    planners: list[str] = field(default_factory=list)
     beside: Callable[[], Iterable[Subspace]] = tuple
     slice_s: float = _FIRST_SLICE_S
     proof_slice_s: float = _FIRST_SLICE_S
@@ -147,6 +153,12 @@ class Subspace:
             self.problem = self.price()
             filling: Filling = "full" if self.finds else "least"
             self.search = ProblemSearch(self.problem, target_gap=AIM, filling=filling)
+            return
+        if self.planners and self.problem is not None:
+            best = BASELINES[self.planners.pop(0)].best(self.problem, budget.part(_PLANNING))
+            for _, arrangement in best.by_number.values():
+                self.search.offer(arrangement.templates)
+            self.time_fresh(found, budget)
             return
         before_s, beat_s = self.search.lower_bound_s, np.inf if self.alone else found.best_s
         self.is_closed = not self._step(self.search, found, budget, beat_s)
