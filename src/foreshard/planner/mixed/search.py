@@ -108,6 +108,8 @@ grid may still be the fastest once it is laid out in chunks."""
 _OF_FEW_SHAPES = ("hetpipe", "pipedream")
 """Published planners that searches of interleaved pipelines start from, the quickest first: one pipeline of
 all devices, whose stages are alike, is hardly a mix that columns are generated for."""
+_OPENING = 0.2
+"""Part of the search after which no further depth is looked at before the others."""
 _PLANNER_S = 1.0
 """Seconds of a step of such searches at least: what the second planner takes on hundreds of devices."""
 _NEAR = 0.01
@@ -118,6 +120,8 @@ _CHANGING = 0.05
 """Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
 """Weight of each depth of interleaved pipelines beside the likelier one before it."""
+_LIKELY = _WEIGHT**2
+"""Least weight of a part of the space of which first plans come before proofs: the two likeliest depths."""
 _TAIL = 0.7
 """Part of the longest tail of a subspace's best plan that none exceeds where all have one in common."""
 _ROOMIER = 4
@@ -205,6 +209,7 @@ class MixedSearch:
                     return
             self._offer_published(("lb-bsp",), usual=not self.by_price)
             self._open()
+            self._open_depths()
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
                 self._leave_time()
@@ -214,6 +219,7 @@ class MixedSearch:
                     break
                 part = _PROVING if lowest is None or lowest.is_priced else _PROVING_AT_FIRST
                 turn = self._proving_s < part * (self._proving_s + self._finding_s)
+                turn &= not self._looks_first
                 if lowest is not None and (turn or chosen is None):
                     self._proving_s += self._advance(lowest, share, proves=True)
                 elif chosen is not None:
@@ -228,6 +234,12 @@ class MixedSearch:
             if not self.found.timed:
                 raise
             self.stopped = True
+
+    @property
+    def _looks_first(self) -> bool:
+        """Return whether a likely part of the space may hold a better plan and was hardly searched for one."""
+        likely = (one for one in self.others if one.is_fresh and one.weight >= _LIKELY)
+        return any(one.promise_s(self.found.best_s) > 0.0 for one in likely)
 
     def _holding_down(self) -> Part | None:
         """Return the part of the space whose bound is to be raised: that of the answer, if it has any."""
@@ -379,6 +391,17 @@ class MixedSearch:
                         alone=True,
                     )
                 )
+
+    def _open_depths(self) -> None:
+        """Have a first look at interleaved pipelines of each likely depth, by the quickest planner."""
+        if self.by_price or not self.found.timed or not chunk_counts(self.request):
+            return
+        opening = self.budget.part(_OPENING)
+        self._add_interleaved()
+        for subspace in list(self._depths.values()):
+            if opening.is_over:
+                return
+            self._advance(subspace, 0.0)
 
     def _priced(self, use: tuple[int, ...], most: int | None = None, **how: Any) -> Problem:
         """Return the problem of some node groups, of at most so many devices, priced as `how` says."""
