@@ -120,7 +120,7 @@ class DegreeGrid:
     def fastest(self, steps: tuple[Step, ...], need: int) -> np.ndarray:
         """Return least seconds of stages [start, stop) in any of some steps, worked out once.
 
-        The shape is (num_layers + 1, num_layers + 1), with room for `need` micro-batches; inf where none fits.
+        The shape is (num_layers + 1, num_layers + 1), with room for `need` micro-batches; inf where it lacks.
         """
         if (steps, need) not in self._fastest:
             seconds = np.min([self.seconds(step, need) for step in steps], axis=0)

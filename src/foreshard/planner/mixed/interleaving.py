@@ -26,7 +26,7 @@ _MOST_DOUBLINGS = 4
 
 
 def depths(request: PlanRequest, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Yield chunks and stages of pipelines to search, the likeliest first: the least that hold a good plan, more, fewer.
+    """Yield chunks and stages of pipelines to search: as few as hold a good plan, then more, then fewer.
 
     Micro-batches come in groups of as many as there are stages.
     """

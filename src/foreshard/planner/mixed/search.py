@@ -82,6 +82,8 @@ _PROVING = 0.25
 """Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
 _PROVING_AT_FIRST = 0.5
 """The same as long as that has no bound by pipelines with their filling."""
+_PROVING_BESIDE = 0.1
+"""The same as long as first plans of likely parts of the space are still to be found."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
 _GRID = 0.03
@@ -108,8 +110,6 @@ grid may still be the fastest once it is laid out in chunks."""
 _OF_FEW_SHAPES = ("hetpipe", "pipedream")
 """Published planners that searches of interleaved pipelines start from, the quickest first: one pipeline of
 all devices, whose stages are alike, is hardly a mix that columns are generated for."""
-_OPENING = 0.2
-"""Part of the search after which no further depth is looked at before the others."""
 _PLANNER_S = 1.0
 """Seconds of a step of such searches at least: what the second planner takes on hundreds of devices."""
 _NEAR = 0.01
@@ -121,7 +121,7 @@ _CHANGING = 0.05
 _WEIGHT = 0.5
 """Weight of each depth of interleaved pipelines beside the likelier one before it."""
 _LIKELY = _WEIGHT**2
-"""Least weight of a part of the space of which first plans come before proofs: the two likeliest depths."""
+"""Least weight of a part of the space whose first plans come before proofs: of the two likeliest depths."""
 _TAIL = 0.7
 """Part of the longest tail of a subspace's best plan that none exceeds where all have one in common."""
 _ROOMIER = 4
@@ -209,7 +209,6 @@ class MixedSearch:
                     return
             self._offer_published(("lb-bsp",), usual=not self.by_price)
             self._open()
-            self._open_depths()
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
                 self._leave_time()
@@ -217,9 +216,7 @@ class MixedSearch:
                 lowest = self._holding_down()
                 if chosen is None and lowest is None:
                     break
-                part = _PROVING if lowest is None or lowest.is_priced else _PROVING_AT_FIRST
-                turn = self._proving_s < part * (self._proving_s + self._finding_s)
-                turn &= not self._looks_first
+                turn = self._proving_s < self._proving(lowest) * (self._proving_s + self._finding_s)
                 if lowest is not None and (turn or chosen is None):
                     self._proving_s += self._advance(lowest, share, proves=True)
                 elif chosen is not None:
@@ -235,9 +232,15 @@ class MixedSearch:
                 raise
             self.stopped = True
 
+    def _proving(self, lowest: Part | None) -> float:
+        """Return the part of the search that goes to proofs at present, of what holds the bound down."""
+        if self._is_looking:
+            return _PROVING_BESIDE
+        return _PROVING if lowest is None or lowest.is_priced else _PROVING_AT_FIRST
+
     @property
-    def _looks_first(self) -> bool:
-        """Return whether a likely part of the space may hold a better plan and was hardly searched for one."""
+    def _is_looking(self) -> bool:
+        """Return whether a likely part of the space may hold a better plan and was hardly searched."""
         likely = (one for one in self.others if one.is_fresh and one.weight >= _LIKELY)
         return any(one.promise_s(self.found.best_s) > 0.0 for one in likely)
 
@@ -392,17 +395,6 @@ class MixedSearch:
                     )
                 )
 
-    def _open_depths(self) -> None:
-        """Have a first look at interleaved pipelines of each likely depth, by the quickest planner."""
-        if self.by_price or not self.found.timed or not chunk_counts(self.request):
-            return
-        opening = self.budget.part(_OPENING)
-        self._add_interleaved()
-        for subspace in list(self._depths.values()):
-            if opening.is_over:
-                return
-            self._advance(subspace, 0.0)
-
     def _priced(self, use: tuple[int, ...], most: int | None = None, **how: Any) -> Problem:
         """Return the problem of some node groups, of at most so many devices, priced as `how` says."""
         problem = price_stages(self.request, use, by_domain=True, every=True, **how)
@@ -443,7 +435,13 @@ class MixedSearch:
         """
         tail_s = chosen.longest_tail_s
         problem = chosen.problem
-        if chosen.planners or problem is None or tail_s == 0.0 or chosen in self._joined or chosen not in self._depths.values():
+        if (
+            chosen.planners
+            or problem is None
+            or tail_s == 0.0
+            or chosen in self._joined
+            or chosen not in self._depths.values()
+        ):
             return
         joined = Subspace(
             price=lambda: with_joint_tail(problem, _TAIL * tail_s),

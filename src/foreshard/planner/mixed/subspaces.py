@@ -69,8 +69,8 @@ class Subspace:
     within : Subspace, optional
         One that holds all of its plans at no higher prices: what bounds that bounds this.
     planners : list of str
-        Published planners of few shapes that are asked: the first one before the search, each other one
-        where the search finds nothing better than the one before.
+        Published planners of few shapes that are asked, one a step, once the search has columns: the next one
+        where these are no better than what the one before found.
     beside : callable
         Returns subspaces of the same options at other prices: a proof starts from their pipelines.
     slice_s, proof_slice_s : float
@@ -131,7 +131,7 @@ class Subspace:
         """Return whether its first plans are still to be looked for."""
         if self.search is None or not self.search.has_plan or self._steps < _IN_EARNEST:
             return True
-        return self._is_planned and bool(self.planners)
+        return bool(self.planners) and self._is_planned
 
     @property
     def is_bounded(self) -> bool:
@@ -165,10 +165,8 @@ class Subspace:
             self.problem = self.price()
             filling: Filling = "full" if self.finds else "least"
             self.search = ProblemSearch(self.problem, target_gap=AIM, filling=filling)
-            if self.planners:
-                self._ask_planner(found, budget)
             return
-        if self._is_planned and self.planners:
+        if self.planners and self._is_planned:
             self._ask_planner(found, budget)
             return
         before_s, beat_s = self.search.lower_bound_s, np.inf if self.alone else found.best_s
@@ -183,12 +181,12 @@ class Subspace:
         best = BASELINES[self.planners.pop(0)].best(self.problem, budget.part(_PLANNING))
         for _, arrangement in best.by_number.values():
             self.search.offer(arrangement.templates)
-        self._planned_s = self.search.state.best_s
+        self._planned_s = best.seconds
         self.time_fresh(found, budget)
 
     @property
     def _is_planned(self) -> bool:
-        """Return whether its search has begun in earnest and found nothing better than a planner did."""
+        """Return whether its search has begun in earnest and found nothing better than planners did."""
         state = self.search.state if self.search else None
         return state is not None and self._steps >= _IN_EARNEST and state.best_s >= self._planned_s
 
