@@ -310,7 +310,9 @@ class BestTried:
 def promising(grid: DegreeGrid, best: BestTried) -> Iterator[UniformDegrees]:
     """Yield the shapes whose bound is below the best so far, the most promising first."""
     for shape in sorted(grid.shapes(), key=lambda one: (grid.least_seconds(one), one)):
-        if grid.least_seconds(shape) < best.limit_s and not best.budget.is_over:
+        if best.budget.is_over:
+            return
+        if grid.least_seconds(shape) < best.limit_s:
             yield shape
 
 

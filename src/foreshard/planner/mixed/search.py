@@ -82,7 +82,7 @@ _PROVING = 0.25
 """Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
 _PROVING_AT_FIRST = 0.5
 """The same as long as that has no bound by pipelines with their filling."""
-_PROVING_BESIDE = 0.1
+_PROVING_BESIDE = 0.05
 """The same as long as first plans of likely parts of the space are still to be found."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
@@ -554,7 +554,9 @@ class MixedSearch:
         for name in names:
             if self.found.timed and self.budget.is_over:
                 return
-            offered = [arrangement for _, arrangement in BASELINES[name].best(problem).by_number.values()]
+            budget = self.budget if self.found.timed else TimeBudget(self.whole.last_at)
+            best = BASELINES[name].best(problem, budget)
+            offered = [arrangement for _, arrangement in best.by_number.values()]
             least_s = {one: step_seconds(problem, one, filling="least") for one in offered}
             for arrangement in sorted(offered, key=least_s.__getitem__)[:_PUBLISHED]:
                 plan = plan_of(self.request, problem, arrangement)
