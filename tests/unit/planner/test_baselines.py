@@ -99,6 +99,23 @@ def plain_problem(
     )
 
 
+def test_pipedream_runs_stages_of_the_same_devices_in_their_fastest_options():
+    slow = plain_problem((2,), (1.0,), layers=3, batch=4, stages=2, most=2)
+    both = replace(
+        slow,
+        takes=np.ones((2, 1), dtype=int),
+        micro_batch=np.full(2, 2),
+        grain=np.array([1, 2]),
+        time_s=np.stack([np.array([1.5, 2.0, 3.0]), np.array([1.0, 2.0, 3.0])]),
+        tail_s=np.zeros((1, 2, 3)),
+        max_in_flight=slow.max_in_flight.repeat(2, 0),
+        hop_s=np.zeros((2, 2)),
+    )
+    (template,) = BASELINES["pipedream"].best(both).arrangement.templates
+    short = next(part for part in template if part.stop - part.start == 1)
+    assert short.option == 1
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_valid_and_never_below_the_optimum(name):
     found = 0

@@ -10,8 +10,10 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
+from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.mixed.interleaving import (
     chunk_counts,
+    depths,
     in_rounds,
     interleaved,
     scaled,
@@ -313,3 +315,27 @@ def test_a_bound_on_chunks_is_above_that_from_work_by_the_prices_of_its_own_prob
     assert not subspace.is_bounded and not subspace.is_priced
     subspace.search.lower_bound_s, subspace.search.is_filled = 1.2, True
     assert subspace.is_bounded and subspace.is_priced
+
+
+@pytest.mark.parametrize("stages", range(1, 20))
+def test_the_first_depth_that_is_searched_holds_the_plan_that_it_is_near(stages):
+    made = SimpleNamespace(groups=[SimpleNamespace(stages=[None] * stages)])
+    first = next(depth for _, depth in depths(asked(), made))
+    assert min(stages, 16) <= first < max(4, 2 * stages)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_search_of_a_depth_ends_no_later_than_the_planners_of_one_shape(stages):
+    problem = MixedSearch(asked())._interleaved((0, 1), 2, stages)
+    named = ["hetpipe", "pipedream"]
+    depth = Subspace(
+        price=lambda: problem, time_plans=lambda *_: np.inf, floor_s=lambda: 0.0, planners=list(named)
+    )
+    found = SimpleNamespace(timed=[], best_s=np.inf, known_s=np.inf)
+    while depth.is_fresh:
+        depth.advance(found, TimeBudget(np.inf))
+    best_s = depth.search.state.best_s
+    asked_for = named[: len(named) - len(depth.planners)]
+    assert asked_for
+    assert all(best_s <= BASELINES[name].best(problem).seconds * (1.0 + 1e-9) for name in asked_for)
+    assert not depth.planners or best_s < BASELINES[asked_for[-1]].best(problem).seconds

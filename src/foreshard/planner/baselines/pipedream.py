@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -16,24 +17,39 @@ def pipedream(grid: DegreeGrid, best: BestTried) -> None:
     Devices are in order, the fastest first or last; a stage takes the next ones, as many as suit it. Fill and
     tail are not looked at, shares are equal.
     """
-    most = min(sum(grid.problem.counts), grid.problem.global_batch)
-    for size, steps in grid.by_micro_batch().items():
+    by_size = grid.by_micro_batch()
+    for bound_s, size, copies, kinds in sorted(_promises(grid, by_size)):
+        if best.budget.is_over:
+            return
+        if bound_s >= best.limit_s:
+            break
+        longest = best.limit_s / math.ceil(grid.problem.global_batch / copies / size)
+        for order in dict.fromkeys((kinds, kinds[::-1])):
+            template = _partition(grid, by_size[size], order, copies, longest)
+            if template is not None:
+                best.offer([(template, copies)], even=True)
+
+
+def _promises(
+    grid: DegreeGrid, by_size: Mapping[int, list[Step]]
+) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
+    """Yield a bound on the step of every micro-batch and number of copies, and the kinds, fastest first.
+
+    All devices of a copy at once get through its passes no sooner.
+    """
+    problem = grid.problem
+    most = min(sum(problem.counts), problem.global_batch)
+    for size, steps in by_size.items():
         pace = {
             kind: min(grid.layer_seconds(step) * step[0].devices for step in steps if step[1] == kind)
             for kind in {kind for _, kind in steps}
         }
-        kinds = sorted(pace, key=pace.__getitem__)
+        kinds = tuple(sorted(pace, key=pace.__getitem__))
         for copies in numbers(most, 1.5):
-            passes = math.ceil(grid.problem.global_batch / copies / size)
-            longest = best.limit_s / passes
-            # Layers that all devices of a copy get through in that time.
-            layers = longest * sum(grid.problem.counts[kind] // copies / pace[kind] for kind in kinds)
-            if layers < grid.problem.num_layers:
-                continue
-            for order in dict.fromkeys((tuple(kinds), tuple(reversed(kinds)))):
-                template = _partition(grid, steps, order, copies, longest)
-                if template is not None:
-                    best.offer([(template, copies)], even=True)
+            rate = sum(problem.counts[kind] // copies / pace[kind] for kind in kinds)
+            if rate > 0.0:
+                passes = math.ceil(problem.global_batch / copies / size)
+                yield passes * problem.num_layers / rate, size, copies, kinds
 
 
 def _partition(
@@ -50,12 +66,13 @@ def _partition(
     line = {
         kind: (end - grid.problem.counts[kind] // copies, end) for kind, end in zip(order, ends, strict=True)
     }
-    if not len(times) or (best := _within(grid, usable, line, float(times[-1]))) is None:
+    stages = _by_place(usable)
+    if not len(times) or (best := _within(grid, stages, line, float(times[-1]))) is None:
         return None
     low, high = 0, len(times) - 1
     while low < high:
         middle = (low + high) // 2
-        found = _within(grid, usable, line, float(times[middle]))
+        found = _within(grid, stages, line, float(times[middle]))
         if found is None:
             low = middle + 1
         else:
@@ -63,8 +80,16 @@ def _partition(
     return best
 
 
+def _by_place(steps: list[Step]) -> list[tuple[Step, ...]]:
+    """Return the steps that take as many devices of a kind, together."""
+    found: dict[tuple[int, int], list[Step]] = {}
+    for step in steps:
+        found.setdefault((step[0].devices, step[1]), []).append(step)
+    return [tuple(own) for own in found.values()]
+
+
 def _within(
-    grid: DegreeGrid, steps: list[Step], line: dict[int, tuple[int, int]], longest: float
+    grid: DegreeGrid, stages: list[tuple[Step, ...]], line: dict[int, tuple[int, int]], longest: float
 ) -> Template | None:
     """Return a pipeline on the line of devices with no stage above a time, of as few stages as possible.
 
@@ -78,11 +103,14 @@ def _within(
     trail: list[tuple[np.ndarray, np.ndarray]] = []
     for depth in range(1, problem.max_stages + 1):
         now, chosen, stops = np.full(size + 1, -1), np.full(size + 1, -1), np.full(size + 1, -1)
-        for i, step in enumerate(steps):
-            begin, end = line[step[1]]
-            at = np.minimum(first, end) - step[0].devices
-            fits = np.append(grid.seconds(step, depth) <= longest, False)[problem.types]
-            place = np.where(fits & (at >= begin)[None, :] & (first >= 0)[None, :], at[None, :], -1)
+        for i, steps in enumerate(stages):
+            begin, end = line[steps[0][1]]
+            at = np.minimum(first, end) - steps[0][0].devices
+            able = (at >= begin) & (first >= 0)
+            if not able.any():
+                continue
+            fits = grid.fastest(steps, depth) <= longest
+            place = np.where(fits & able[None, :], at[None, :], -1)
             stop = place.argmax(1)
             reach = place[np.arange(size + 1), stop]
             better = reach > now
@@ -90,15 +118,20 @@ def _within(
         first = now
         trail.append((chosen, stops))
         if first[0] >= 0:
-            return _walk(grid, steps, trail)
+            return _walk(grid, stages, trail)
         if first.max() < 0:
             return None
     return None
 
 
-def _walk(grid: DegreeGrid, steps: list[Step], trail: list[tuple[np.ndarray, np.ndarray]]) -> Template | None:
+def _walk(
+    grid: DegreeGrid, stages: list[tuple[Step, ...]], trail: list[tuple[np.ndarray, np.ndarray]]
+) -> Template | None:
     cuts, used = [0], []
-    for chosen, stops in reversed(trail):
-        used.append(steps[int(chosen[cuts[-1]])])
-        cuts.append(int(stops[cuts[-1]]))
+    for depth, (chosen, stops) in zip(range(len(trail), 0, -1), reversed(trail), strict=True):
+        start, stop = cuts[-1], int(stops[cuts[-1]])
+        type_ = grid.problem.types[start, stop]
+        steps = stages[int(chosen[start])]
+        used.append(min(steps, key=lambda step: float(grid.seconds(step, depth)[type_])))
+        cuts.append(stop)
     return grid.template(used, cuts)

@@ -14,6 +14,7 @@ from foreshard.planner.baselines.random_plans import anything
 from foreshard.planner.baselines.sailor import sailor
 from foreshard.planner.baselines.uniform_degrees import BestTried, DegreeGrid
 from foreshard.planner.solver.problem import Problem
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,9 @@ class Baseline:
     decides: str
     ignores: str
 
-    def best(self, problem: Problem) -> BestTried:
-        """Return the best arrangements that it finds, without any where none fits."""
-        best = BestTried(problem=problem)
+    def best(self, problem: Problem, budget: TimeBudget = ENDLESS) -> BestTried:
+        """Return the best arrangements that it finds in time, without any where none fits."""
+        best = BestTried(problem=problem, budget=budget)
         self.planner(DegreeGrid(problem=problem), best)
         return best
 

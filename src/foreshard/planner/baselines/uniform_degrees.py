@@ -25,6 +25,7 @@ from foreshard.planner.solver.problem import (
     template_faults,
 )
 from foreshard.planner.solver.shares import balance
+from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
 _BISECTIONS = 40
 """Of the step time in which pipelines process the batch: to a part in 10^12."""
@@ -54,6 +55,7 @@ class DegreeGrid:
     problem: Problem
     options: dict[Step, np.ndarray] = field(init=False)
     _costs: dict[tuple[Step, int], tuple[np.ndarray, np.ndarray]] = field(init=False, default_factory=dict)
+    _fastest: dict[tuple[tuple[Step, ...], int], np.ndarray] = field(init=False, default_factory=dict)
     _paces: dict[Step, float] = field(init=False, default_factory=dict)
     _cut: dict[tuple[tuple[Step, ...], float], Template | None] = field(init=False, default_factory=dict)
     _kinds: dict[UniformDegrees, list[int]] = field(init=False, default_factory=dict)
@@ -114,6 +116,16 @@ class DegreeGrid:
     def seconds(self, step: Step, need: int) -> np.ndarray:
         """Return seconds by type with room for `need` micro-batches."""
         return self.cost(step, need)[0]
+
+    def fastest(self, steps: tuple[Step, ...], need: int) -> np.ndarray:
+        """Return least seconds of stages [start, stop) in any of some steps, worked out once.
+
+        The shape is (num_layers + 1, num_layers + 1), with room for `need` micro-batches; inf where it lacks.
+        """
+        if (steps, need) not in self._fastest:
+            seconds = np.min([self.seconds(step, need) for step in steps], axis=0)
+            self._fastest[steps, need] = np.append(seconds, np.inf)[self.problem.types]
+        return self._fastest[steps, need]
 
     def least_seconds(self, shape: UniformDegrees) -> float:
         """Return a bound on the step of any plan of one shape: the work over all stages at once."""
@@ -207,9 +219,12 @@ class BestTried:
     Attributes
     ----------
     by_number : dict of int to (seconds, Arrangement)
+    budget : TimeBudget
+        After it nothing more is looked at.
     """
 
     problem: Problem
+    budget: TimeBudget = ENDLESS
     arrangement: Arrangement | None = None
     seconds: float = np.inf
     by_number: dict[int, tuple[float, Arrangement]] = field(default_factory=dict)
@@ -295,6 +310,8 @@ class BestTried:
 def promising(grid: DegreeGrid, best: BestTried) -> Iterator[UniformDegrees]:
     """Yield the shapes whose bound is below the best so far, the most promising first."""
     for shape in sorted(grid.shapes(), key=lambda one: (grid.least_seconds(one), one)):
+        if best.budget.is_over:
+            return
         if grid.least_seconds(shape) < best.limit_s:
             yield shape
 

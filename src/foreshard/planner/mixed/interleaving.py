@@ -26,11 +26,11 @@ _MOST_DOUBLINGS = 4
 
 
 def depths(request: PlanRequest, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Yield chunks and stages of pipelines to search, the likeliest first: near those of a good plan.
+    """Yield chunks and stages of pipelines to search: as few as hold a good plan, then more, then fewer.
 
     Micro-batches come in groups of as many as there are stages.
     """
-    near = round(math.log2(max(len(group.stages) for group in plan.groups)))
+    near = math.ceil(math.log2(max(len(group.stages) for group in plan.groups)))
     for stages in (2 ** min(max(near + more, 1), _MOST_DOUBLINGS) for more in (0, 1, -1)):
         for chunks in chunk_counts(request):
             yield chunks, stages

@@ -82,6 +82,8 @@ _PROVING = 0.25
 """Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
 _PROVING_AT_FIRST = 0.5
 """The same as long as that has no bound by pipelines with their filling."""
+_PROVING_BESIDE = 0.05
+"""The same as long as first plans of likely parts of the space are still to be found."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
 _GRID = 0.03
@@ -105,6 +107,11 @@ _CHANGEABLE = 0.2
 _PUBLISHED = 12
 """Arrangements of a published planner that are timed, the best by price: a plan that is slower than the
 grid may still be the fastest once it is laid out in chunks."""
+_OF_FEW_SHAPES = ("hetpipe", "pipedream")
+"""Published planners that searches of interleaved pipelines start from, the quickest first: one pipeline of
+all devices, whose stages are alike, is hardly a mix that columns are generated for."""
+_PLANNER_S = 1.0
+"""Seconds of a step of such searches at least: what the second planner takes on hundreds of devices."""
 _NEAR = 0.01
 """Gap at which the answer is good enough: what `--budget-s` says of the end of a search."""
 _FEWER = 0.25
@@ -113,6 +120,8 @@ _CHANGING = 0.05
 """Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
 _WEIGHT = 0.5
 """Weight of each depth of interleaved pipelines beside the likelier one before it."""
+_LIKELY = _WEIGHT**2
+"""Least weight of a part of the space whose first plans come before proofs: of the two likeliest depths."""
 _TAIL = 0.7
 """Part of the longest tail of a subspace's best plan that none exceeds where all have one in common."""
 _ROOMIER = 4
@@ -207,8 +216,7 @@ class MixedSearch:
                 lowest = self._holding_down()
                 if chosen is None and lowest is None:
                     break
-                part = _PROVING if lowest is None or lowest.is_priced else _PROVING_AT_FIRST
-                turn = self._proving_s < part * (self._proving_s + self._finding_s)
+                turn = self._proving_s < self._proving(lowest) * (self._proving_s + self._finding_s)
                 if lowest is not None and (turn or chosen is None):
                     self._proving_s += self._advance(lowest, share, proves=True)
                 elif chosen is not None:
@@ -223,6 +231,18 @@ class MixedSearch:
             if not self.found.timed:
                 raise
             self.stopped = True
+
+    def _proving(self, lowest: Part | None) -> float:
+        """Return the part of the search that goes to proofs at present, of what holds the bound down."""
+        if self._is_looking:
+            return _PROVING_BESIDE
+        return _PROVING if lowest is None or lowest.is_priced else _PROVING_AT_FIRST
+
+    @property
+    def _is_looking(self) -> bool:
+        """Return whether a likely part of the space may hold a better plan and was hardly searched."""
+        likely = (one for one in self.others if one.is_fresh and one.weight >= _LIKELY)
+        return any(one.promise_s(self.found.best_s) > 0.0 for one in likely)
 
     def _holding_down(self) -> Part | None:
         """Return the part of the space whose bound is to be raised: that of the answer, if it has any."""
@@ -415,7 +435,13 @@ class MixedSearch:
         """
         tail_s = chosen.longest_tail_s
         problem = chosen.problem
-        if problem is None or tail_s == 0.0 or chosen in self._joined or chosen not in self._depths.values():
+        if (
+            chosen.planners
+            or problem is None
+            or tail_s == 0.0
+            or chosen in self._joined
+            or chosen not in self._depths.values()
+        ):
             return
         joined = Subspace(
             price=lambda: with_joint_tail(problem, _TAIL * tail_s),
@@ -476,6 +502,8 @@ class MixedSearch:
                     price=partial(self._interleaved, self.sets[0], chunks, stages),
                     time_plans=self._time_interleaved,
                     floor_s=self.by_set[0].floor_s,
+                    planners=list(_OF_FEW_SHAPES),
+                    slice_s=_PLANNER_S,
                 )
                 self.others.append(self._depths[chunks, stages])
         order = list(dict.fromkeys(stages for _, stages in near))
@@ -526,7 +554,9 @@ class MixedSearch:
         for name in names:
             if self.found.timed and self.budget.is_over:
                 return
-            offered = [arrangement for _, arrangement in BASELINES[name].best(problem).by_number.values()]
+            budget = self.budget if self.found.timed else TimeBudget(self.whole.last_at)
+            best = BASELINES[name].best(problem, budget)
+            offered = [arrangement for _, arrangement in best.by_number.values()]
             least_s = {one: step_seconds(problem, one, filling="least") for one in offered}
             for arrangement in sorted(offered, key=least_s.__getitem__)[:_PUBLISHED]:
                 plan = plan_of(self.request, problem, arrangement)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.even_plans import EvenPlans
 from foreshard.planner.solver.problem import Arrangement, Filling, Problem, step_seconds, tail_seconds
@@ -32,6 +33,10 @@ ABOVE_WORK = 0.03
 """Part by which a bound exceeds that from work alone once pipelines were priced: the least tail is less."""
 _KNOWN = 0.25
 """Least weight of a subspace of which pipelines were priced: that says more than how likely it seemed."""
+_IN_EARNEST = 2
+"""Steps of a search after which it has columns: the first one finds what pipelines there are."""
+_PLANNING = 0.8
+"""Part of a step for a published planner; the rest is for timing what it finds."""
 _TIMED = 24
 """Arrangements of a subspace that the engine times: the best by the problem are among its first few."""
 _AT_ONCE = 1
@@ -63,6 +68,9 @@ class Subspace:
         Whether the bound of the answer rests on its bound.
     within : Subspace, optional
         One that holds all of its plans at no higher prices: what bounds that bounds this.
+    planners : list of str
+        Published planners of few shapes that are asked, one a step, once the search has columns: the next one
+        where these are no better than what the one before found.
     beside : callable
         Returns subspaces of the same options at other prices: a proof starts from their pipelines.
     slice_s, proof_slice_s : float
@@ -80,6 +88,7 @@ class Subspace:
     finds: bool = True
     proves: bool = False
     within: Subspace | None = None
+    planners: list[str] = field(default_factory=list)
     beside: Callable[[], Iterable[Subspace]] = tuple
     slice_s: float = _FIRST_SLICE_S
     proof_slice_s: float = _FIRST_SLICE_S
@@ -91,6 +100,8 @@ class Subspace:
     proof: ProblemSearch | None = None
     is_closed: bool = False
     is_proven: bool = False
+    _planned_s: float = 0.0
+    _steps: int = 0
     _timed: set[Arrangement] = field(default_factory=set)
     _misfits: set[Arrangement | None] = field(default_factory=set)
     _known: dict[ProblemSearch, tuple[float, float, int]] = field(default_factory=dict)
@@ -114,6 +125,13 @@ class Subspace:
         """Return whether its bound is one by pipelines with their filling."""
         search = self.search if self.search is None or self.search.is_sound else self.proof
         return search is not None and search.is_filled
+
+    @property
+    def is_fresh(self) -> bool:
+        """Return whether its first plans are still to be looked for."""
+        if self.search is None or not self.search.has_plan or self._steps < _IN_EARNEST:
+            return True
+        return bool(self.planners) and self._is_planned
 
     @property
     def is_bounded(self) -> bool:
@@ -148,11 +166,29 @@ class Subspace:
             filling: Filling = "full" if self.finds else "least"
             self.search = ProblemSearch(self.problem, target_gap=AIM, filling=filling)
             return
+        if self.planners and self._is_planned:
+            self._ask_planner(found, budget)
+            return
         before_s, beat_s = self.search.lower_bound_s, np.inf if self.alone else found.best_s
         self.is_closed = not self._step(self.search, found, budget, beat_s)
         if not self.is_closed and budget.is_over and self.search.lower_bound_s <= before_s:
             self.slice_s *= 2.0  # what was cut short starts anew: the next time it has to end
         self.time_fresh(found, budget)
+
+    def _ask_planner(self, found: MixedFound, budget: TimeBudget) -> None:
+        """Offer what the next planner finds."""
+        assert self.search is not None and self.problem is not None
+        best = BASELINES[self.planners.pop(0)].best(self.problem, budget.part(_PLANNING))
+        for _, arrangement in best.by_number.values():
+            self.search.offer(arrangement.templates)
+        self._planned_s = best.seconds
+        self.time_fresh(found, budget)
+
+    @property
+    def _is_planned(self) -> bool:
+        """Return whether its search has begun in earnest and found nothing better than planners did."""
+        state = self.search.state if self.search else None
+        return state is not None and self._steps >= _IN_EARNEST and state.best_s >= self._planned_s
 
     def prove(self, found: MixedFound, budget: TimeBudget) -> None:
         """Do a step of its proof; of its search as long as that is open and has had less time.
@@ -189,6 +225,7 @@ class Subspace:
         if not search.is_open:
             return False
         state.beat_s = beat_s
+        self._steps += search is self.search
         search.advance(budget)
         return True
 

@@ -229,6 +229,11 @@ class ProblemSearch:
         proof.follow(self)
         return proof
 
+    def offer(self, templates: Sequence[Template]) -> None:
+        """Learn pipelines that were found elsewhere, and keep them as an arrangement."""
+        self.state.learn(templates)
+        self.state.offer(templates)
+
     def learn(self, other: ProblemSearch) -> None:
         """Learn the pipelines that a search at other prices of the same options has found since."""
         assert other.state.problem.names == self.state.problem.names
