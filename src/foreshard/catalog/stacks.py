@@ -27,17 +27,6 @@ _CUDNN_FIRST = ("hopper", "blackwell", "rubin")
 """Where torch prefers cuDNN: 9.0 and 10.x, which consumer Blackwell is not."""
 
 
-def kernel_of_torch(device: Device) -> str:
-    """Return the kernel that torch's scaled_dot_product_attention prefers on a device.
-
-    Source
-    ------
-    torch 2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention.
-    """
-    first = device.vendor == _OWN and device.arch in _CUDNN_FIRST and not device.name.startswith("rtx")
-    return "cudnn" if first else "fa2"
-
-
 def attention_constants(framework: Framework, device: Device) -> str:
     """Return whose constants (`catalog.kernels`) price the attention of a framework on a device.
 
@@ -51,8 +40,16 @@ def attention_constants(framework: Framework, device: Device) -> str:
 
 
 def _named(framework: Framework, device: Device) -> str:
-    """Return the kernel that a framework asks for on a device; of `sdpa` torch's own order decides."""
-    return kernel_of_torch(device) if framework.attention == "sdpa" else framework.attention
+    """Return the kernel that a framework asks for on a device; torch's own order decides where it says sdpa.
+
+    Source
+    ------
+    torch 2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention.
+    """
+    if framework.attention != "sdpa":
+        return framework.attention
+    first = device.vendor == _OWN and device.arch in _CUDNN_FIRST and not device.name.startswith("rtx")
+    return "cudnn" if first else "fa2"
 
 
 def _vendor_of(device: Device) -> Mapping[str, Any] | None:

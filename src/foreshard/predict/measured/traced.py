@@ -35,7 +35,7 @@ _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
 _CUDNN_9 = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 _KEEPS_WEIGHTS, _KEEPING_PROCESSORS = ("ampere", "ada", "hopper", "blackwell"), 98  # of recurrent layers
-_WITH_CUDNN = ("nvidia", "amd")
+_CHOOSING_ALGORITHMS = ("nvidia", "amd")
 """Vendors of libraries that choose among algorithms for convolutions in 32 bit (cuDNN, MIOpen)."""
 _LANES = 128  # threads that a processor of NVIDIA issues an instruction of at once: four warps
 BUCKET_BYTES = 25 * 2**20
@@ -389,7 +389,7 @@ def device_operations_s(
             samples,
             kernels,
             vector,
-            outside=kernels if name == "fp32" and device.vendor in _WITH_CUDNN else outside,
+            outside=kernels if name == "fp32" and device.vendor in _CHOOSING_ALGORITHMS else outside,
             matrix_units=units,
             issued_per_s=issued_per_s,
             processors=device.num_sms,
