@@ -15,6 +15,7 @@ from foreshard.spec.plan import ATTENTIONS, DISPATCHERS
 
 CHOICES = {
     "attention": (*ATTENTIONS, "sdpa"),
+    "softmax": ("fused", "wide"),
     "elementwise": ("eager", "jit", "fused", "compiled"),
     "nccl": ("old", "2.1x", "2.2x"),
     "fsdp": ("none", "fsdp1", "fsdp2", "megatron-fsdp", "zero3"),

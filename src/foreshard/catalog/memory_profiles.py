@@ -52,6 +52,7 @@ class MemoryProfile:
     transposed_attention : attention is batch first, its projection is not: from two samples on, the attention
         output is kept twice
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
+    wide_softmax : attention without a flash kernel runs softmax in 32 bit, and keeps it
     masked : windows of attention are a mask, which every layer keeps as torch adds it to scores, and keys and
         values are copied to every query head
     compiled : torch.compile runs elementwise operations again in backward: what products and attention read
@@ -93,6 +94,7 @@ class MemoryProfile:
     default_dropout: bool = False
     transposed_attention: bool = False
     eager_norm: bool = False
+    wide_softmax: bool = False
     masked: bool = False
     compiled: bool = False
     keeps_outputs: bool = False
@@ -131,6 +133,8 @@ def profile_of(framework: Framework) -> MemoryProfile:
     profile = memory_profile(framework.memory)
     if framework.masked:
         profile = replace(profile, masked=True)
+    if framework.softmax == "wide":
+        profile = replace(profile, wide_softmax=True)
     if framework.elementwise != "compiled" or not profile.eager_mlp:
         return profile
     logits = _COMPILED_LOGIT_BYTES if profile.eager_norm else profile.logit_bytes

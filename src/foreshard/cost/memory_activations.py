@@ -162,12 +162,12 @@ def _attention_saved(
 def _score_bytes(block: Block, n: _Tokens, profile: MemoryProfile) -> Any:
     """Return the bytes of a score that attention without a fused kernel keeps.
 
-    Softmax is kept as products read it; model code of transformers keeps one in 32 bit, too, and what else
-    `ATTENTION_CODES` says: a tanh in 16 bit; or one softmax alone, in 16 bit of sinks, in 32 of torch's
-    fallback.
+    Softmax is kept as products read it. Model code of transformers, and of Megatron-LM without its fused
+    kernel, keeps one in 32 bit, too, and what else `ATTENTION_CODES` says: a tanh in 16 bit; or one softmax
+    alone, in 16 bit of sinks, in 32 of torch's fallback.
     """
     drop = _drops(block, profile)
-    wide = profile.eager_norm * (np.asarray(n.element) < 4)
+    wide = (profile.eager_norm or profile.wide_softmax) * (np.asarray(n.element) < 4)
     beside: Any = {"capped": 6.0, "sinks": 0.0, "math": 2.0}.get(block.attention_code, 4.0)
     if profile.compiled and block.attention_code != "math":
         beside = 4.0

@@ -61,6 +61,7 @@ class Traits:
 
     flash: Any
     masked: Any  # times as long as attention takes where its windows are a mask to the kernel, 0 where not
+    wide_softmax: Any  # 1 where softmax without a flash kernel runs in 32 bit, operation by operation
     hopper: Any
     blackwell: Any
     static: Any  # 1 where neither load nor collectives slow the arithmetic
@@ -199,6 +200,7 @@ def traits_of(
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
         masked=framework.masked * (_MASKED if attention_on(framework, device) == "fa2" else 1.0),
+        wide_softmax=float(framework.softmax == "wide"),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),

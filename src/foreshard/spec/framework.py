@@ -27,6 +27,8 @@ class Framework:
         to the device (catalog.stacks)
     sdpa : attention is torch's scaled_dot_product_attention, which also has a memory-efficient kernel
     masked : it is given a window as a mask, and takes all scores (catalog.stacks)
+    softmax : fused | wide   scale, mask and softmax of attention without a flash kernel: one kernel, or
+        operation by operation in 32 bit
     elementwise : eager | jit | fused | compiled   how norms, activations and residuals run
     host : name of the host-launch class (catalog/data/training_constants.json)
     nccl : era of the collective library, old | 2.1x | 2.2x
@@ -78,6 +80,7 @@ class Framework:
     attention: str = "cudnn"
     sdpa: bool = False
     masked: bool = False
+    softmax: str = "fused"
     elementwise: str = "fused"
     host: str = "megatron-core"
     nccl: str = "2.2x"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from foreshard.catalog.models import load_model
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.framework import Overrides
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.validation.collective_cases import NOT_MODELLED
@@ -83,12 +85,11 @@ def _sailor(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan]:
     batch, micro = integer(raw, "global_batch") or 0, integer(raw, "micro_batch") or 1
     group = Group(share=batch, stages=stages, micro_batch=micro * stages[0].inner_dp, sp=False)
     precision = "tf32" if all(device.supports("tf32") for device in cluster.devices) else "fp32"
-    plan = _plan(batch, 2048, group, precision)
+    plan = _plan(batch, 2048, group, precision, "megatron-deepspeed@2021")
     return model, cluster, plan
 
 
-def _plan(batch: int, seq_len: int, group: Group, precision: str) -> Plan:
-    label = "megatron-deepspeed@2021"
+def _plan(batch: int, seq_len: int, group: Group, precision: str, label: str) -> Plan:
     return Plan(global_batch=batch, seq_len=seq_len, precision=precision, framework=label, groups=(group,))
 
 
@@ -122,9 +123,10 @@ def _amp(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan]:
     if any(start >= stop for start, stop in spans):
         raise SpecError("a stage without layers is not modelled", key="partition", value=raw["partition"])
     batch, micro = integer(raw, "global_batch") or 0, integer(raw, "micro_batch") or 1
-    stages = _stages(spans, [tp * dp] * pp, [tp] * pp, "full")
+    stages = _stages(spans, [tp * dp] * pp, [tp] * pp, "none")
     group = Group(share=batch, stages=stages, micro_batch=micro * dp, sp=False)
-    return model, cluster, _plan(batch, seq_len, group, "fp16")
+    plan = _plan(batch, seq_len, group, "fp16", "megatron-deepspeed@2020")
+    return model, cluster, replace(plan, collectives="ring", overrides=Overrides(grad_reduce_bytes=4))
 
 
 _READERS = {"sailor-runs": _sailor, "amp-trials": _amp}

@@ -104,6 +104,17 @@ def test_unfused_dropout_and_backward_add_their_traffic():
     assert plain > 1.5 * forward
 
 
+def test_softmax_in_32_bit_moves_what_its_operations_read_and_write():
+    """Widen, scale, mask, softmax, narrow; backward from the end, softmax from two inputs."""
+    sizes = (2, 16, 2048, 2048, 128, IDEAL)
+    scores = 2 * 16 * 2048**2
+    fused = unfused_attention_s(*sizes, dropout=True)
+    wide = unfused_attention_s(*sizes, dropout=True, wide_softmax=1.0)
+    forward, backward = (2 + 4) + 3 * (4 + 4) + (4 + 2), (2 + 4) + (4 + 4 + 4) + 2 * (4 + 4) + (4 + 2)
+    assert wide[0] - fused[0] == pytest.approx((forward - 4) * scores / H100.memory_bytes_per_s)
+    assert wide[1] - fused[1] == pytest.approx((backward - 6) * scores / H100.memory_bytes_per_s)
+
+
 def test_unfused_is_slower_than_flash_on_long_sequences():
     flash = flash_attention_forward_s(1, 16, 16, 8192, 8192, 128, 128, FITTED, causal=True, window=0)
     assert unfused_attention_s(1, 16, 8192, 8192, 128, FITTED, dropout=False)[0] > 2 * flash

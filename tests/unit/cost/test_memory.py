@@ -98,6 +98,27 @@ def test_gpt_without_flash_saves_34_and_5():
     assert with_sp.activations == pytest.approx(s * h * 34 / t + 5 * a * s * s / t)
 
 
+def test_softmax_in_32_bit_keeps_what_torch_keeps_of_its_operations():
+    torch = pytest.importorskip("torch")
+    heads, length, kept = 4, 64, []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    scores = torch.ones(heads, length, length).half().requires_grad_()
+    values = torch.ones(heads, length, 16).half().requires_grad_()
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.softmax((scores.float() * 0.5).masked_fill_(mask, -10000.0), -1).half() @ values
+    each = [tensor.nbytes for tensor in kept if tensor.numel() == scores.numel()]
+    fused = Framework(name="megatron-core", attention="unfused", memory="megatron-core")
+    block = middle(replace(GPT, dropout=0.0))
+    held = [stage_memory(block, replace(fused, softmax=how)).activations for how in ("fused", "wide")]
+    more = sum(each) / scores.numel() - 2
+    assert held[1] - held[0] == pytest.approx(GPT.num_heads * 1024**2 * more)
+
+
 def test_norms_of_queries_and_keys_save_their_inputs():
     """FRAMEWORKS section 4.2: 2T'(h + gd) more; norms kernel by kernel keep a wide copy and a scaled one."""
     normed = replace(LLAMA_70B, qk_norm=True)

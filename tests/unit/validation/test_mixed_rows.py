@@ -41,6 +41,9 @@ def test_amp_partitions_count_entries_before_the_blocks(tmp_path):
         ("v100-sxm-16gb", 10e9 / 8),
         ("t4", 50e9 / 8),
     ]
+    assert mixed.plan.groups[0].stages[0].recompute == "none" and mixed.plan.collectives == "ring"
+    assert (mixed.framework.label, mixed.framework.softmax) == ("megatron-deepspeed@2020", "wide")
+    assert mixed.plan.overrides.grad_reduce_bytes == 4
     assert (failed.measured_s, failed.remark) == (None, "failed trial, cause unknown")
     assert [row.reason for row in skipped] == ["not modelled"]
     assert skipped[0].measured_s == 2.0
