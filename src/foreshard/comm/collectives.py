@@ -37,7 +37,7 @@ def _scale(inside: Any, exponent: Any, fabric: Fabric) -> Any:
 
 def _nic_share(inside: Any, fabric: Fabric) -> Any:
     """Return NIC bytes/s that a group's members in one domain reach together."""
-    return inside * (fabric.nic_bytes_per_s / fabric.per_node)
+    return inside * (fabric.nic_bytes_per_s / fabric.nic_sharers)
 
 
 def _ramp_s(fill_s: Any, transfer_s: Any, ramp: Any) -> Any:

@@ -33,6 +33,7 @@ class Fabric(LinkConstants):
     # devices of a node; NIC rate of the whole node, one direction; latency of one crossing
     per_node: Any
     nic_bytes_per_s: Any
+    nic_sharers: Any  # ranks of a node among which its NICs are shared: its devices, unless fewer send
     nic_latency_s: Any
     in_network: Any  # 1 where the switch can reduce (NVLS), else 0
     # fraction of the datasheet NIC rate that rings, trees and direct sends reach
@@ -90,7 +91,7 @@ def fabric_from(constants: LinkConstants, *, ideal: bool = False, **nodes: float
 
     An `ideal` one has every efficiency 1 and every ramp and copy 0 (fidelity ``datasheet``).
     """
-    network = comm_constants()["network"]
+    network, nodes = comm_constants()["network"], {"nic_sharers": nodes["per_node"]} | nodes
     values = asdict(constants) | {f"nic_{name}": value for name, value in network.items()}
     values["reference"] = values["reference"] or float(nodes["domain"])
     if ideal:
@@ -108,6 +109,7 @@ def fabric_of(
     exclude: str = "",
     collectives: str = "auto",
     tables: Tables | None = None,
+    senders: int | None = None,
 ) -> Fabric:
     """Return the fabric of one group of equal nodes.
 
@@ -115,7 +117,8 @@ def fabric_of(
     ``datasheet`` uses NCCL's own latency table and full link rate, others the fitted constants, without the
     family of measured rows to `exclude`. Oversubscription (edge over core bandwidth) divides the NIC rate.
     `collectives` is the algorithm of all-reduces, ``auto`` for the faster of those there are; `tables` are
-    measured ones, which hold of whatever algorithm was measured.
+    measured ones, which hold of whatever algorithm was measured. Of `senders` ranks of a node that send over
+    the network at once each has its share of the NICs, at most one of them; None: all devices do.
 
     Raises
     ------
@@ -137,6 +140,8 @@ def fabric_of(
     if not nic or (group.count == 1 and domain < group.per_node):
         # Bridged pairs inside one node, or no NIC at all: they meet over the host.
         nic = (device.pcie_bytes_per_s or rate or 1.0) * group.per_node * link_constants("pcie").ring_eff
+        senders = None
+    sharers = group.per_node if senders is None else max(group.num_nics, min(senders, group.per_node))
     ideal = fidelity == "datasheet"
     generation = (
         "datasheet" if ideal else link_generation(device.arch, "" if pcie else device.link, name=device.name)
@@ -154,6 +159,7 @@ def fabric_of(
         domain=domain,
         per_node=group.per_node,
         nic_bytes_per_s=nic,
+        nic_sharers=sharers,
         nic_latency_s=group.nic_latency_s,
         in_network=not pcie and domain > 2 and family in _IN_NETWORK and generation != "hopper-c2c",
         ideal=ideal,
@@ -180,13 +186,14 @@ def slowest(fabrics: Iterable[Fabric]) -> Fabric:
     rows = list(fabrics)
     base = min(rows, key=lambda x: x.intra_bytes_per_s * x.ring_eff * (x.domain / x.reference) ** x.scaling)
     latencies = [f.name for f in fields(Fabric) if _is_seconds(f.name)]
-    per_node = min(x.per_node for x in rows)
+    sharers = min(x.nic_sharers for x in rows)
     return replace(
         base,
         **{name: max(getattr(x, name) for x in rows) for name in latencies},
         domain=min(x.domain for x in rows),
-        per_node=per_node,
-        nic_bytes_per_s=min(x.nic_bytes_per_s / x.per_node for x in rows) * per_node,
+        per_node=min(x.per_node for x in rows),
+        nic_sharers=sharers,
+        nic_bytes_per_s=min(x.nic_bytes_per_s / x.nic_sharers for x in rows) * sharers,
         in_network=min(x.in_network for x in rows),
     )
 
@@ -200,12 +207,13 @@ def fabric_between(
     concurrent: int = 1,
     collectives: str = "auto",
     tables: Tables | None = None,
+    senders: int | None = None,
 ) -> Fabric:
     """Return the fabric that a group of ranks sees: its slowest shared path.
 
     Links between racks (``[[links]]``) bound the NIC rate and add their latency when the group has ranks in
     both racks; `concurrent` groups that cross one at once share it equally. ``oversubscription`` divides the
-    NIC rate.
+    NIC rate. `senders` are those of :func:`fabric_of`.
     """
     wanted = sorted({int(rank) for rank in ranks})
     touched, start = [], 0
@@ -217,7 +225,7 @@ def fabric_between(
     # How many ranks there are matters to links between racks alone.
     devices = len(wanted) if cluster.links and len(touched) > 1 else 0
     sharing = concurrent if devices else 1
-    return _between(cluster, tuple(touched), devices, nccl, fidelity, sharing, collectives, tables)
+    return _between(cluster, tuple(touched), devices, nccl, fidelity, sharing, collectives, tables, senders)
 
 
 def crossed_links(cluster: Cluster, ranks: Iterable[int], *, concurrent: int = 1) -> dict[int, float]:
@@ -249,12 +257,13 @@ def _between(
     concurrent: int,
     collectives: str,
     tables: Tables | None,
+    senders: int | None,
 ) -> Fabric:
     """Return the fabric of so many ranks on some node groups."""
     touched = [cluster.nodes[g] for g in use]
     over = cluster.network.oversubscription
     options: dict[str, Any] = {"nccl": nccl, "fidelity": fidelity}
-    options |= {"collectives": collectives, "tables": tables}
+    options |= {"collectives": collectives, "tables": tables, "senders": senders}
     fabric = slowest(fabric_of(g, oversubscription=over, **options) for g in touched)
     if len(touched) > 1:
         # Different boards share no NVLink domain: what two groups join over is the network.
@@ -266,7 +275,7 @@ def _between(
             share = link.bandwidth_bytes_per_s / concurrent / min(devices, fabric.domain)
             fabric = replace(
                 fabric,
-                nic_bytes_per_s=min(fabric.nic_bytes_per_s, share * fabric.per_node),
+                nic_bytes_per_s=min(fabric.nic_bytes_per_s, share * fabric.nic_sharers),
                 nic_latency_s=max(fabric.nic_latency_s, link.latency_s),
             )
     return fabric

@@ -30,6 +30,7 @@ from foreshard.predict.placement import (
     domain_block,
     layer_replicas,
     link_domains,
+    nic_senders,
     stage_strides,
     stage_workers,
     sync_width,
@@ -172,12 +173,14 @@ def _rings(plan: Plan) -> int:
     return max(sum(stage.tp for stage in group.stages) for group in plan.groups)
 
 
-def _fabric(setup: RunSetup, cluster: Cluster, ranks: Sequence[int], crossing: int = 1) -> Fabric:
-    """Return the fabric that collectives over some ranks see.
+def _fabric(
+    setup: RunSetup, cluster: Cluster, ranks: Sequence[int], crossing: int = 1, senders: int | None = None
+) -> Fabric:
+    """Return the fabric that collectives over some ranks see, or messages if so many send from a node.
 
     `crossing` of them share a link between racks.
     """
-    options = setup.fabric_options
+    options = setup.fabric_options | {"senders": senders}
     if len(cluster.nodes) > 1:
         # `fabric_between` already shares a link among the devices of one domain.
         devices = min(len(ranks), min(nodes.per_node for nodes in cluster.nodes))
@@ -193,19 +196,23 @@ def _joined_fabric(case: PlannedRun, setup: RunSetup) -> Fabric | None:
 
 
 def _fabrics(
-    case: PlannedRun, setup: RunSetup, where: tuple[int, int], joined: Fabric | None
+    case: PlannedRun, setup: RunSetup, where: tuple[int, int], joined: Fabric | None, senders: int | None
 ) -> dict[str, Fabric]:
-    """Return what a stage's own collectives, gradient collectives and messages see."""
+    """Return what a stage's own collectives, gradient collectives and messages see.
+
+    `senders` are the ranks of a node whose messages leave it at once.
+    """
     cluster, stages = case.cluster, case.plan.groups[where[0]].stages
     own = stages[where[1]]
     inside = _fabric(setup, cluster, own.ranks)
     if len(cluster.nodes) == 1:
-        return {"fabric": inside, "sync": inside, "link": inside}
+        link = inside if senders is None else _fabric(setup, cluster, own.ranks, senders=senders)
+        return {"fabric": inside, "sync": inside, "link": link}
     near = [rank for stage in stages[max(0, where[1] - 1) : where[1] + 2] for rank in stage.ranks]
     return {
         "fabric": inside,
         "sync": joined or inside,
-        "link": _fabric(setup, cluster, near, len(own.ranks)),
+        "link": _fabric(setup, cluster, near, len(own.ranks), senders),
     }
 
 
@@ -304,7 +311,7 @@ def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRo
     replicas = layer_replicas(plan, model.num_layers)
     domains = link_domains(case.cluster)
     across: dict[tuple[int, float], tuple[float, float]] = {}
-    joined = _joined_fabric(case, setup)
+    joined, senders = _joined_fabric(case, setup), nic_senders(case.cluster, plan)
     rows: list[StageRow] = []
     last: Any = None
     for g, group in enumerate(plan.groups):
@@ -331,7 +338,7 @@ def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRo
                 counts=counts,
                 rank=moved,
                 kernels=setup.kernels(device),
-                **_fabrics(case, setup, (g, s), joined),
+                **_fabrics(case, setup, (g, s), joined, senders[g][s] if senders else None),
                 traits=traits,
                 recompute=stage_recompute(stage, sum(counts)),
                 has_embedding=ends[0],

@@ -96,6 +96,40 @@ def crosses_node(here: Stage, there: Stage, domains: np.ndarray) -> bool:
     return bool(np.any(one[place * len(one) // wide] != other[place * len(other) // wide]))
 
 
+def nic_senders(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
+    """Return by group and stage how many ranks of one node send to other stages over its NICs at once.
+
+    Of both boundaries of a stage the most, at either end; on equal nodes the most of any of its group, since
+    runs of equal stages are priced once. None where every rank has NICs of its own.
+    """
+    if all(nodes.num_nics == nodes.per_node for nodes in cluster.nodes):
+        return None
+    domains, sizes = link_domains(cluster), [nodes.per_node for nodes in cluster.nodes for _ in range(nodes.count)]
+    node_of = np.repeat(np.arange(len(sizes)), sizes)
+    out, into = np.zeros((2, len(sizes)), dtype=np.int64)
+    nodes_of: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    for group in plan.groups:
+        nodes_of.append([])
+        for here, there in boundaries(group):
+            wide = max(len(here.ranks), len(there.ranks))
+            place = np.arange(wide)
+            one = np.array(here.ranks)[place * len(here.ranks) // wide]
+            other = np.array(there.ranks)[place * len(there.ranks) // wide]
+            leaves = domains[one] != domains[other]
+            senders, receivers = (node_of[np.unique(ranks[leaves])] for ranks in (one, other))
+            np.add.at(out, senders, 1)
+            np.add.at(into, receivers, 1)
+            nodes_of[-1].append((senders, receivers))
+    found = []
+    for group, pairs in zip(plan.groups, nodes_of, strict=True):
+        each = [max(out[a].max(initial=0), into[b].max(initial=0)) for a, b in pairs]
+        count = len(group.stages)
+        each += [0] * (count - len(each))
+        most = [int(max(each[s - 1], each[s])) for s in range(count)]
+        found.append(most if len(cluster.nodes) > 1 else [max(most)] * count)
+    return found
+
+
 def spread_stride(members: np.ndarray, domain: float) -> float:
     """Return the stride at which a communicator has as many members in a link domain as it really has.
 

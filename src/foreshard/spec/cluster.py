@@ -12,6 +12,10 @@ from foreshard.spec.device import Device
 from foreshard.units import number_of
 
 
+_ONE_CARD_BYTES_PER_S = 12.5e9
+"""A network card is made for up to so much: no node has several of less together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
     """Equal nodes in a row."""
@@ -23,6 +27,7 @@ class NodeGroup:
     # whole node, one direction; one-way latency of a message between nodes
     nic_bytes_per_s: float
     nic_latency_s: float
+    nics: int | None = None  # network cards of a node; None: see `num_nics`
     nic_assumed: bool = False  # the rate is that of the device or instance in the catalog, nobody stated it
     usd_per_h: float | None = None  # per node; None when no price is known
     # date of a catalog price as its source writes it; None for a price the user gave, or no price
@@ -47,6 +52,16 @@ class NodeGroup:
     def num_devices(self) -> int:
         """Return the number of devices of the group."""
         return self.count * self.per_node
+
+    @property
+    def num_nics(self) -> int:
+        """Return the cards that the devices of a node share; up to 100 Gb/s are those of one, if not stated.
+
+        Of a faster network each device has its own part.
+        """
+        if self.nics is not None:
+            return min(self.nics, self.per_node)
+        return 1 if self.nic_bytes_per_s <= _ONE_CARD_BYTES_PER_S else self.per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -375,7 +375,7 @@ def _batch(
             kernels=priced.ranks(row([kernels[kind.node_group] for kind in kinds], KernelModel)),
             fabric=fabric,
             sync=priced.ranks(joined),
-            link=fabric,
+            link=priced.ranks(row(_fabrics(request, kinds, sending=True), Fabric)),
             traits=moved,
             rank=rank,
             constants=request.constants,
@@ -432,21 +432,25 @@ def joins_alike(request: PlanRequest, some: tuple[int, ...], others: tuple[int, 
     return len(set(joined)) == 1
 
 
-def _fabrics(request: PlanRequest, kinds: Sequence[StageKind]) -> list[Fabric]:
-    """Return the links inside the stage of each option, the best that any of its stages can have."""
+def _fabrics(request: PlanRequest, kinds: Sequence[StageKind], *, sending: bool = False) -> list[Fabric]:
+    """Return the links inside the stage of each option, the best that any of its stages can have.
+
+    Or those that its messages take, if no other stage sends from the node meanwhile.
+    """
     nodes = request.cluster.nodes
-    found = {g: _fabric(request, {g: nodes[g].num_devices}) for g in {kind.node_group for kind in kinds}}
-    return [found[kind.node_group] for kind in kinds]
+    places = [(kind.node_group, kind.num_devices if sending else None) for kind in kinds]
+    found = {(g, n): _fabric(request, {g: nodes[g].num_devices}, n) for g, n in dict.fromkeys(places)}
+    return [found[place] for place in places]
 
 
-def _fabric(request: PlanRequest, devices: Mapping[int, int]) -> Fabric:
-    """Return the links that join the first so many devices of some node groups."""
+def _fabric(request: PlanRequest, devices: Mapping[int, int], senders: int | None = None) -> Fabric:
+    """Return the links that join the first so many devices of some node groups, of which so many send."""
     ranks: list[int] = []
     first = 0
     for g, nodes in enumerate(request.cluster.nodes):
         ranks += range(first, first + devices.get(g, 0))
         first += nodes.num_devices
-    return fabric_between(request.cluster, ranks, **request.setup.fabric_options)
+    return fabric_between(request.cluster, ranks, senders=senders, **request.setup.fabric_options)
 
 
 def _kernels(setup: RunSetup, device: Device) -> KernelModel:

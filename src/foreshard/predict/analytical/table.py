@@ -122,7 +122,9 @@ class TableStages:
         """
         setup, rows, table, node = self._setup, self.rows, self._table, self._node
         over = self._cluster.network.oversubscription
-        fabric = _fabric(node, over, tuple(setup.fabric_options.items()))
+        options = tuple(setup.fabric_options.items())
+        # Each rank of a stage sends over the boundary of two nodes, no other does.
+        fabric, alone = _fabric(node, over, options), _fabric(node, over, (*options, ("senders", 1)))
         width = table.tp * table.cp * table.dp
         domain = domain_block(node)
         leaves = (table.pp > 1) & (width * table.pp > domain)
@@ -136,7 +138,7 @@ class TableStages:
                 kernels=setup.kernels(node.device),
                 fabric=fabric,
                 sync=fabric,
-                link=fabric,
+                link=replace(fabric, nic_sharers=np.clip(width, alone.nic_sharers, node.per_node)[None] * 1.0),
                 traits=traits,
                 rank=rank,
                 constants=constants,

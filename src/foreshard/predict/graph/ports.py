@@ -234,4 +234,4 @@ def _slower(case: PlannedRun, slow_link: Mapping[int, float]) -> dict[tuple[int,
 
 def _share(fabric: Any) -> float:
     """Return the part of a node's NICs that each of its devices has, bytes/s."""
-    return float(np.asarray(fabric.nic_bytes_per_s / fabric.per_node))
+    return float(np.asarray(fabric.nic_bytes_per_s / fabric.nic_sharers))

@@ -17,7 +17,7 @@ from foreshard.graph.pipeline_schedules import ZERO_BUBBLE, Op
 from foreshard.predict.batch import Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import OpSeconds, op_parts
 from foreshard.predict.machine import Machine
-from foreshard.predict.placement import crosses_node, link_domains
+from foreshard.predict.placement import crosses_node, link_domains, nic_senders
 from foreshard.predict.tasks.collectives import (
     ShardTimes,
     accumulates_whole,
@@ -187,9 +187,12 @@ def group_prices(
 
 def first_of_equals(case: PlannedRun) -> list[int]:
     """Return for each group of the plan the first one that is the same but for the numbers of its ranks."""
-    domains = link_domains(case.cluster)
+    domains, senders = link_domains(case.cluster), nic_senders(case.cluster, case.plan)
     first: dict[Any, int] = {}
-    return [first.setdefault(_identity(case, group, domains), g) for g, group in enumerate(case.plan.groups)]
+    return [
+        first.setdefault((_identity(case, group, domains), tuple(senders[g]) if senders else ()), g)
+        for g, group in enumerate(case.plan.groups)
+    ]
 
 
 def _identity(case: PlannedRun, group: Group, domains: np.ndarray) -> Any:
