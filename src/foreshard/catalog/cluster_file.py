@@ -58,6 +58,7 @@ class NodesTable:
     per_node: Annotated[int, Range(1, MAX_DEVICES)]
     nic: Rate | None = None
     nic_latency: Latency | None = None
+    nics: Annotated[int, Range(1)] | None = None
     usd_per_h: Annotated[float, Range(0.0, 1e9)] | None = None
     rack: Name | None = None
     power: Power | None = None
@@ -288,6 +289,7 @@ def _node_keys(group: NodeGroup) -> list[tuple[str, str]]:
         ("nic_latency", _quoted(f"{group.nic_latency_s!r} s")),
     ]
     optional = (
+        ("nics", None if group.nics is None else str(group.nics)),
         ("usd_per_h", None if group.usd_per_h is None else repr(group.usd_per_h)),
         ("rack", None if group.rack is None else _quoted(group.rack)),
         ("power", None if group.busy_w is None else _quoted(f"{group.busy_w!r} W")),

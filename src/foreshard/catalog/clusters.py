@@ -90,6 +90,7 @@ def with_device(cluster: Cluster, name: str) -> Cluster:
             device=term.named,
             nic=None if group.nic_assumed else group.nic_bytes_per_s,
             nic_latency=group.nic_latency_s if own_latency else None,
+            nics=group.nics,
             rack=group.rack,
             carbon_kg_per_kwh=group.carbon_kg_per_kwh,
             host_memory=group.host_memory_bytes,
@@ -104,8 +105,8 @@ def with_nic(cluster: Cluster, rate: str) -> Cluster:
     nodes = []
     replaced = set(cluster.warnings)
     for group in cluster.nodes:
-        stated = nic_rate(rate, rate, group.per_node)
-        nodes.append(replace(group, nic_bytes_per_s=stated, nic_assumed=False))
+        stated, nics = nic_rate(rate, rate, group.per_node)
+        nodes.append(replace(group, nic_bytes_per_s=stated, nics=nics, nic_assumed=False))
         if group.nic_assumed and group.instance is None:
             replaced.add(_default_nic_line(group.device, group.per_node))
     kept = [line for line in cluster.assumptions if line not in replaced]
@@ -126,7 +127,11 @@ def _from_shorthand(text: str) -> Cluster:
     nodes = []
     for term in read_shorthand(text):
         table = NodesTable(
-            count=term.count, per_node=term.per_node, device=term.named, nic=term.nic_bytes_per_s
+            count=term.count,
+            per_node=term.per_node,
+            device=term.named,
+            nic=term.nic_bytes_per_s,
+            nics=term.nics,
         )
         nodes.append(_nodes(table, term.device, term.instance, assumptions))
     return _checked(_cluster(text.strip(), nodes, assumptions))
@@ -188,6 +193,7 @@ def _nodes(table: NodesTable, device: Device, instance: Instance | None, assumpt
         per_node=table.per_node,
         nic_bytes_per_s=nic,
         nic_latency_s=latency_s,
+        nics=table.nics,
         nic_assumed=table.nic is None,
         usd_per_h=usd_per_h,
         price_date=price_date,

@@ -49,7 +49,7 @@ _JOINED = re.compile(r"\s*(?:,|;|&|\band\b|\bplus\b)\s*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """Equal nodes as a shorthand states them; `nic_bytes_per_s` is of a whole node, None when not stated."""
+    """Equal nodes as a shorthand states them; `nic_bytes_per_s` is of a whole node. None: not stated."""
 
     count: int
     per_node: int
@@ -57,6 +57,7 @@ class Term:
     named: str  # the device as it was written
     instance: Instance | None = None
     nic_bytes_per_s: float | None = None
+    nics: int | None = None
 
 
 def read_shorthand(text: str) -> tuple[Term, ...]:
@@ -90,18 +91,19 @@ def read_shorthand(text: str) -> tuple[Term, ...]:
         rate = written[index][2]
         of_all = rated == [len(terms) - 1]
         for place in range(len(terms)) if of_all else (index,):
-            nic = nic_rate(text, rate, terms[place].per_node)
-            terms[place] = replace(terms[place], nic_bytes_per_s=nic)
+            nic, nics = nic_rate(text, rate, terms[place].per_node)
+            terms[place] = replace(terms[place], nic_bytes_per_s=nic, nics=nics)
     return tuple(terms)
 
 
-def nic_rate(text: str, rate: str, per_node: int) -> float:
-    """Return the NIC rate of a node: as written, or so many times a port's or a device's."""
+def nic_rate(text: str, rate: str, per_node: int) -> tuple[float, int | None]:
+    """Return the NIC rate of a node, as written or so many times a port's or a device's, and how many."""
     each = _EACH.search(rate)
     plain = rate[: each.start()] if each else rate
     ports = re.fullmatch(rf"\s*([0-9]{{1,3}}){_BY}(.+)", plain)
     times = int(ports[1]) if ports else 1
-    if each and each[1].lower() in _OF_DEVICE:
+    of_devices = each is not None and each[1].lower() in _OF_DEVICE
+    if of_devices:
         times *= per_node
     port = _port(ports[2] if ports else plain) if ports or each else None
     try:
@@ -111,7 +113,7 @@ def nic_rate(text: str, rate: str, per_node: int) -> float:
         raise
     if not 1.0 <= nic <= 1e15:
         raise _unreadable(text, f"the NIC rate '{rate.strip()}' is out of range")
-    return nic
+    return nic, times if ports or of_devices else None
 
 
 def _rate_fix(rate: str) -> str | None:

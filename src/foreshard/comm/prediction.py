@@ -109,7 +109,8 @@ def predict_collective(
     """
     ranks = cluster.num_devices if num_ranks is None else num_ranks
     _check(collective, num_bytes, ranks, cluster)
-    fabric = fabric_between(cluster, range(ranks), nccl=era, tables=tables)
+    senders = 1 if collective == "send" else None
+    fabric = fabric_between(cluster, range(ranks), nccl=era, tables=tables, senders=senders)
     communicator = communicator_of(cluster, ranks, release=release) if has_nccl(cluster, ranks) else None
     if communicator is not None and constants:
         communicator = replace(communicator, constants=constants)

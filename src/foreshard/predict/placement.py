@@ -104,7 +104,10 @@ def nic_senders(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
     """
     if all(nodes.num_nics == nodes.per_node for nodes in cluster.nodes):
         return None
-    domains, sizes = link_domains(cluster), [nodes.per_node for nodes in cluster.nodes for _ in range(nodes.count)]
+    domains, sizes = (
+        link_domains(cluster),
+        [nodes.per_node for nodes in cluster.nodes for _ in range(nodes.count)],
+    )
     node_of = np.repeat(np.arange(len(sizes)), sizes)
     out, into = np.zeros((2, len(sizes)), dtype=np.int64)
     nodes_of: list[list[tuple[np.ndarray, np.ndarray]]] = []

@@ -11,7 +11,6 @@ from foreshard.spec.codec import check_amount
 from foreshard.spec.device import Device
 from foreshard.units import number_of
 
-
 _ONE_CARD_BYTES_PER_S = 12.5e9
 """A network card is made for up to so much: no node has several of less together."""
 

@@ -391,3 +391,53 @@ def test_a_short_micro_batch_is_said_once(micro_batch, share, said):
     ]
     told = [text for text in assumptions(case(plan(*groups))) if "short" in text]
     assert [text.partition(";")[0] for text in told] == ([said] if said else [])
+
+
+def nic_shares(made, cluster):
+    """NIC rates that messages of each run of stages have, GB/s."""
+    rows = stage_rows(case(made, cluster))
+    return [row.link.nic_bytes_per_s / row.link.nic_sharers / 1e9 for row in rows]
+
+
+def chain(first, width, count, **options):
+    """A pipeline of equal stages of so many tensor ranks each."""
+    cuts = [0, *(4 * i for i in range(1, count)), LAST]
+    return tuple(
+        stage(range(first + i * width, first + (i + 1) * width), layers=(pair,), tp=width, **options)
+        for i, pair in enumerate(pairwise(cuts))
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "width", "share"),
+    [
+        ("10Gb/s", 1, 1.25),  # one card, which the one rank that sends over a boundary has to itself
+        ("10Gb/s", 2, 1.25 / 2),
+        ("10Gb/s", 4, 1.25 / 4),
+        ("2x5Gb/s", 1, 1.25 / 2),
+        ("10Gb/s/gpu", 1, 1.25),
+        ("400Gb/s", 1, 50 / 4),  # too fast for one card: each device has its own
+    ],
+)
+def test_ranks_that_send_at_once_share_the_cards_of_their_node(written, width, share):
+    cluster = api.load_cluster(f"2x4xv100-sxm-16gb@{written}")
+    made = plan(Group(share=8, micro_batch=1, stages=chain(0, width, 8 // width)))
+    assert nic_shares(made, cluster) == pytest.approx([share] * len(nic_shares(made, cluster)))
+
+
+def test_pipelines_side_by_side_share_the_card_of_their_nodes():
+    cluster = api.load_cluster("2x4xv100-sxm-16gb@10Gb/s")
+    stages = [
+        tuple(stage(ranks, layers=(pair,)) for ranks, pair in zip(pipeline, ((0, 16), (16, LAST)), strict=True))
+        for pipeline in (((0,), (4,)), ((1,), (5,)), ((2,), (3,)))  # the last stays in its node
+    ]
+    made = plan(*(Group(share=4, micro_batch=1, stages=own) for own in stages))
+    assert nic_shares(made, cluster)[:4] == [pytest.approx(1.25 / 2)] * 4
+
+
+def test_a_message_alone_takes_its_bytes_over_the_whole_card():
+    """One rank a node sends: 4x the share of a device, whichever engine prices it."""
+    cluster, slower = (api.load_cluster(f"2x4xv100-sxm-16gb@{rate}") for rate in ("10Gb/s", "10Gb/s/gpu"))
+    made = plan(Group(share=32, micro_batch=1, stages=chain(0, 1, 8)))
+    for engine in ENGINES:
+        assert seconds(made, cluster, engine) == pytest.approx(seconds(made, slower, engine), rel=1e-9)

@@ -138,7 +138,9 @@ class TableStages:
                 kernels=setup.kernels(node.device),
                 fabric=fabric,
                 sync=fabric,
-                link=replace(fabric, nic_sharers=np.clip(width, alone.nic_sharers, node.per_node)[None] * 1.0),
+                link=replace(
+                    fabric, nic_sharers=np.clip(width, alone.nic_sharers, node.per_node)[None] * 1.0
+                ),
                 traits=traits,
                 rank=rank,
                 constants=constants,

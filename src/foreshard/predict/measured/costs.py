@@ -282,13 +282,18 @@ class MeasuredCosts:
             seconds = sum(table[layer].optimizer_s for layer in places)
         return self.slow_of(device) * float(seconds) / self.speed("optimizer")
 
-    def message_s(self, cluster: Cluster, source: int, target: int, num_bytes: Any) -> Any:
-        """Return the seconds of a message between two ranks; `num_bytes` is a number or an array."""
+    def message_s(
+        self, cluster: Cluster, source: int, target: int, num_bytes: Any, senders: int | None = None
+    ) -> Any:
+        """Return the seconds of a message between two ranks; `num_bytes` is a number or an array.
+
+        Costs by formulas let so many `senders` share the NICs of a node, or all of its devices (None).
+        """
         measured = self.links.between(apart=_apart(cluster, (source, target)))
         if measured is not None:
             return measured.message_s(num_bytes)
         if self.by_formula:
-            fabric = fabric_between(cluster, (source, target))
+            fabric = fabric_between(cluster, (source, target), senders=senders)
             return send_s(num_bytes, _apart(cluster, (source, target)), fabric)
         rate, latency_s = _stated(cluster, source, target)
         return latency_s + num_bytes / rate

@@ -16,6 +16,7 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import counts_of
 from foreshard.predict.measured.passes import PassSeconds
 from foreshard.predict.measured.sharding import add_sharded
+from foreshard.predict.placement import nic_senders
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -63,8 +64,9 @@ def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Measur
     builder = ProgramBuilder()
     ranks: dict[int, RankTasks] = {}
     passes: list[Passes] = []
+    senders = nic_senders(cluster, plan) if costs.by_formula else None
     for g, group in enumerate(plan.groups):
-        ranks |= _add_group(builder, costs, cluster, g, group, passes)
+        ranks |= _add_group(builder, costs, cluster, g, group, passes, senders[g] if senders else None)
     _add_rings(builder, costs, cluster, ranks)
     for rank, tasks in sorted(ranks.items()):
         stage, after = tasks.stage, set(tasks.gradients.values())
@@ -90,8 +92,12 @@ def _add_group(
     g: int,
     group: Group,
     found: list[Passes],
+    senders: list[int] | None,
 ) -> dict[int, RankTasks]:
-    """Append the pipeline of a group and, to `found`, its passes; return its ranks."""
+    """Append the pipeline of a group and, to `found`, its passes; return its ranks.
+
+    `senders` are by stage the ranks of a node that send over its NICs at once.
+    """
     passes = PassSeconds(costs, cluster, group)
     if group.stages[0].zero >= 3 and group.stages[0].inner_dp > 1:
         made = add_sharded(builder, costs, cluster, g, group, passes)
@@ -127,8 +133,8 @@ def _add_group(
             backward_s=passes.backward,
             backward_input_s=passes.backward_input,
             backward_weight_s=passes.backward - passes.backward_input,
-            send_forward_s=_sends(costs, cluster, group, passes.sizes[0], forward=True),
-            send_backward_s=_sends(costs, cluster, group, passes.sizes[0], forward=False),
+            send_forward_s=_sends(costs, cluster, group, passes.sizes[0], senders, forward=True),
+            send_backward_s=_sends(costs, cluster, group, passes.sizes[0], senders, forward=False),
         )
         ops = add_pipeline(builder, shape, seconds, group=g).ops
         for s, stage in enumerate(group.stages):
@@ -186,7 +192,13 @@ def _ranks_of(
 
 
 def _sends(
-    costs: MeasuredCosts, cluster: Cluster, group: Group, size: int, *, forward: bool
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    group: Group,
+    size: int,
+    senders: list[int] | None,
+    *,
+    forward: bool,
 ) -> list[float] | float:
     """Return the seconds of a message over each boundary, the one back to the first stage last."""
     stages, found = group.stages, []
@@ -198,7 +210,10 @@ def _sends(
             stage.tp if parts and stage.tp == after.tp else 1
         )
         pairs = [(a, b) if forward else (b, a) for a in stage.ranks for b in after.ranks if a != b]
-        seconds = max((float(costs.message_s(cluster, a, b, size_bytes)) for a, b in pairs), default=0.0)
+        sending = max(senders[s], senders[(s + 1) % len(stages)]) if senders else None
+        seconds = max(
+            (float(costs.message_s(cluster, a, b, size_bytes, sending)) for a, b in pairs), default=0.0
+        )
         found.append(seconds / costs.speed("pipeline_comm"))
     return found
 
