@@ -21,9 +21,9 @@ _SOFTMAX_BYTES, _DROPOUT_BYTES = (4.0, 6.0), 5.0
 # Operation by operation in model code of transformers: scale 4, mask 4, softmax in 32 bit 6, narrow 6;
 # backward widen 6, softmax 10, scale 4. Under autocast scores are widened apart: 8 more each way.
 _PLAIN_SOFTMAX_BYTES, _AUTOCAST_SOFTMAX_BYTES = (20.0, 20.0), (28.0, 28.0)
-# In 32 bit: widen 6, scale 8, mask 8, softmax 8, narrow 6; backward widen 6, softmax 12, mask 8, scale 8,
-# narrow 6.
-_WIDE_SOFTMAX_BYTES = (36.0, 40.0)
+# In 32 bit, of a score: scale 8, mask 8, softmax 8; backward softmax 12, mask 8, scale 8. Scores in 16 bit
+# are widened before and narrowed after, 6 each.
+_WIDE_SOFTMAX_BYTES, _CASTS_BYTES = (24.0, 28.0), 12.0
 
 
 def attended_pairs(q_len: Any, kv_len: Any, *, causal: Any, window: Any = 0) -> np.ndarray:
@@ -181,32 +181,34 @@ def unfused_attention_s(
     The scores, of `bytes_per_element`, are computed in full, mask or not. Backward does four products,
     forward two. Sizes are those on this rank; any zero gives 0 seconds. `plain_code` is 1 where softmax, its
     scale and mask run as torch operations of their own, `autocasts` where autocast also widens the scores,
-    `wide_softmax` where 16-bit scores are widened before all of it.
+    `wide_softmax` where they run so in 32 bit.
 
     Source
     ------
     Score traffic: read and write of 16-bit scores (4 bytes forward, 6 backward), dropout 5 bytes more; by
     operations, transformers 5.17 modeling_llama.py eager_attention_forward; in 32 bit, FusedScaleMaskSoftmax
-    of Megatron-LM v1.1.5 without a fused kernel (megatron/model/fused_softmax.py).
+    of Megatron-LM v1.1.5 without its fused kernel, which takes 16 bit only (megatron/model/fused_softmax.py).
     """
     q_len, kv_len = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
     count = np.asarray(batch, dtype=np.float64) * num_heads
     products_s = _score_products_s(q_len, kv_len, head_dim, kernels, count)
-    scores = count * q_len * kv_len * (np.asarray(bytes_per_element) / 2.0)
+    pairs = count * q_len * kv_len
+    scores = pairs * (np.asarray(bytes_per_element) / 2.0)
     dropped_s: Any = 0.0
     if np.count_nonzero(dropout):
         dropped_s = np.where(dropout, stream_s(scores * _DROPOUT_BYTES, kernels), 0.0)
-    ways = zip(
-        _SOFTMAX_BYTES, _PLAIN_SOFTMAX_BYTES, _AUTOCAST_SOFTMAX_BYTES, _WIDE_SOFTMAX_BYTES, strict=True
-    )
+    ways = zip(_SOFTMAX_BYTES, _PLAIN_SOFTMAX_BYTES, _AUTOCAST_SOFTMAX_BYTES, strict=True)
     forward_bytes, backward_bytes = (
-        fused
-        + np.asarray(plain_code) * (plain + np.asarray(autocasts) * (cast - plain) - fused)
-        + np.asarray(wide_softmax) * (wide - fused)
-        for fused, plain, cast, wide in ways
+        scores * (fused + np.asarray(plain_code) * (plain + np.asarray(autocasts) * (cast - plain) - fused))
+        for fused, plain, cast in ways
     )
-    forward_s = products_s + (stream_s(scores * forward_bytes, kernels) + dropped_s)
-    backward_s = 2.0 * products_s + (stream_s(scores * backward_bytes, kernels) + dropped_s)
+    casts = _CASTS_BYTES * (np.asarray(bytes_per_element) < 4.0)
+    forward_bytes, backward_bytes = (
+        np.where(np.asarray(wide_softmax) > 0, pairs * (wide + casts), moved)
+        for wide, moved in zip(_WIDE_SOFTMAX_BYTES, (forward_bytes, backward_bytes), strict=True)
+    )
+    forward_s = products_s + (stream_s(forward_bytes, kernels) + dropped_s)
+    backward_s = 2.0 * products_s + (stream_s(backward_bytes, kernels) + dropped_s)
     runs = scores * np.asarray(head_dim) > 0
     return np.where(runs, forward_s, 0.0), np.where(runs, backward_s, 0.0)
 

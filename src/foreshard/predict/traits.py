@@ -200,7 +200,8 @@ def traits_of(
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
         masked=framework.masked * (_MASKED if attention_on(framework, device) == "fa2" else 1.0),
-        wide_softmax=float(framework.softmax == "wide"),
+        # The fused kernel takes scores in 16 bit alone (megatron/model/fused_softmax.py).
+        wide_softmax=float(framework.softmax == "wide" or (wide > 2.0 and not framework.sdpa)),
         hopper=float(device.arch == "hopper"),
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),

@@ -113,6 +113,10 @@ def test_softmax_in_32_bit_moves_what_its_operations_read_and_write():
     forward, backward = (2 + 4) + 3 * (4 + 4) + (4 + 2), (2 + 4) + (4 + 4 + 4) + 2 * (4 + 4) + (4 + 2)
     assert wide[0] - fused[0] == pytest.approx((forward - 4) * scores / H100.memory_bytes_per_s)
     assert wide[1] - fused[1] == pytest.approx((backward - 6) * scores / H100.memory_bytes_per_s)
+    narrow = unfused_attention_s(*sizes, dropout=True, bytes_per_element=4.0)
+    apart = unfused_attention_s(*sizes, dropout=True, bytes_per_element=4.0, wide_softmax=1.0)
+    assert apart[0] - narrow[0] == pytest.approx((3 * 8 - 8) * scores / H100.memory_bytes_per_s)
+    assert apart[1] - narrow[1] == pytest.approx((12 + 8 + 8 - 12) * scores / H100.memory_bytes_per_s)
 
 
 def test_unfused_is_slower_than_flash_on_long_sequences():

@@ -336,7 +336,7 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
             bytes_per_element=rank.element_bytes,
             plain_code=traits.plain_code * (np.asarray(rank.element_bytes) < 4.0),
             autocasts=traits.autocasts,
-            wide_softmax=traits.wide_softmax * (np.asarray(rank.element_bytes) < 4.0),
+            wide_softmax=traits.wide_softmax,
         )
         forward = np.where(traits.flash > 0, forward, plain * c.unfused)
         backward = np.where(traits.flash > 0, backward, plain_back * c.unfused)
