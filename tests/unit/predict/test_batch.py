@@ -428,8 +428,8 @@ def test_ranks_that_send_at_once_share_the_cards_of_their_node(written, width, s
 def test_pipelines_side_by_side_share_the_card_of_their_nodes():
     cluster = api.load_cluster("2x4xv100-sxm-16gb@10Gb/s")
     stages = [
-        tuple(stage(ranks, layers=(pair,)) for ranks, pair in zip(pipeline, ((0, 16), (16, LAST)), strict=True))
-        for pipeline in (((0,), (4,)), ((1,), (5,)), ((2,), (3,)))  # the last stays in its node
+        (stage((here,), layers=((0, 16),)), stage((there,), layers=((16, LAST),)))
+        for here, there in ((0, 4), (1, 5), (2, 3))  # the last stays in its node
     ]
     made = plan(*(Group(share=4, micro_batch=1, stages=own) for own in stages))
     assert nic_shares(made, cluster)[:4] == [pytest.approx(1.25 / 2)] * 4
