@@ -85,7 +85,7 @@ def _sailor(raw: Mapping[str, str]) -> tuple[Model, Cluster, Plan]:
     batch, micro = integer(raw, "global_batch") or 0, integer(raw, "micro_batch") or 1
     group = Group(share=batch, stages=stages, micro_batch=micro * stages[0].inner_dp, sp=False)
     precision = "tf32" if all(device.supports("tf32") for device in cluster.devices) else "fp32"
-    plan = _plan(batch, 2048, group, precision, "megatron-deepspeed@2021")
+    plan = _plan(batch, 2048, group, precision, "megatron-deepspeed@sailor")
     return model, cluster, plan
 
 
