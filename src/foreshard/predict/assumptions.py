@@ -9,6 +9,7 @@ from foreshard.catalog.offers import not_offered
 from foreshard.catalog.stacks import attention_assumptions, stack_warnings
 from foreshard.cost.energy import WAITING_POWER
 from foreshard.predict.batch import PlannedRun
+from foreshard.predict.placement import nic_senders
 from foreshard.predict.rates import watts_of
 from foreshard.predict.tasks.host import HOST_MEMORY_BYTES_PER_S
 from foreshard.spec.cluster import NodeGroup
@@ -80,6 +81,7 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
             f"network kind {case.cluster.network.kind}: priced as flat, with its oversubscription only"
         )
     said += dict.fromkeys(_shared_bus(nodes) for nodes in case.cluster.nodes if _meet_on_pcie(nodes))
+    said += dict.fromkeys(_one_card(nodes) for nodes in case.cluster.nodes if _sends_alone(case, nodes))
     if watts_of(case) is None:
         said.append("energy: no power limit is known for every device, so it is not predicted")
     else:
@@ -115,6 +117,22 @@ def _shared_bus(nodes: NodeGroup) -> str:
     return (
         f"{nodes.per_node} {nodes.device.name} meet on one PCIe bus, as measured on servers of such cards; "
         'where they meet otherwise, state pcie = "switch" or "host" in a cluster file'
+    )
+
+
+def _sends_alone(case: PlannedRun, nodes: NodeGroup) -> bool:
+    """Return whether fewer ranks than a node has devices send to another stage over one card, as assumed."""
+    if nodes.nics is not None or nodes.num_nics == nodes.per_node:
+        return False
+    senders = nic_senders(case.cluster, case.plan) or []
+    return any(0 < most < nodes.per_node for stages in senders for most in stages)
+
+
+def _one_card(nodes: NodeGroup) -> str:
+    return (
+        f"{nodes.nic_bytes_per_s * 8 / 1e9:g} Gb/s of a node of {nodes.per_node} {nodes.device.name} are one "
+        "card, which a rank that sends alone to another stage has to itself; if there are more, state nics "
+        "in a cluster file"
     )
 
 

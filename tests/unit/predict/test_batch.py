@@ -441,3 +441,11 @@ def test_a_message_alone_takes_its_bytes_over_the_whole_card():
     made = plan(Group(share=32, micro_batch=1, stages=chain(0, 1, 8)))
     for engine in ENGINES:
         assert seconds(made, cluster, engine) == pytest.approx(seconds(made, slower, engine), rel=1e-9)
+
+
+def test_what_is_assumed_of_a_card_is_said_where_it_matters():
+    cluster = api.load_cluster("2x4xv100-sxm-16gb@10Gb/s")
+    deep = case(plan(Group(share=8, micro_batch=1, stages=chain(0, 1, 8))), cluster)
+    wide = case(plan(Group(share=8, micro_batch=1, stages=chain(0, 4, 2))), cluster)
+    said = [any("one card" in line for line in assumptions(run)) for run in (deep, wide)]
+    assert said == [True, False]
