@@ -66,6 +66,10 @@ PARAMETERS = {
     "convnext_small": 50_223_688,
     "convnext_base": 88_591_464,
     "convnext_large": 197_767_336,
+    # published rounded: 11.9 M, 12.7 M and 25.8 M
+    "gpunet_0": 11_885_432,
+    "gpunet_1": 12_704_192,
+    "gpunet_2": 25_798_704,
     "regnet_x_400mf": 5_495_976,
     "regnet_x_800mf": 7_259_656,
     "regnet_x_1_6gf": 9_190_136,
@@ -330,6 +334,7 @@ def test_newer_networks_are_traced_whole(name):
         ("swin_tiny_patch4_window7_224", "swin_t"),
         ("InceptionV3", "inception_v3"),
         ("ConvNeXt-Base", "convnext_base"),
+        ("GPUNet-2", "gpunet_2"),
         ("llama3-8b", None),
         ("resnet", None),
     ],
