@@ -749,6 +749,15 @@ def test_outputs_may_be_nested_and_gradients_sparse():
     assert any("sparse" in said for said in traced.assumptions)
 
 
+def test_norms_over_all_replicas_are_said_to_be_priced_without_their_sums():
+    image, said = torch.empty(1, 3, 16, 16), []
+    for norm in (nn.BatchNorm2d, nn.SyncBatchNorm):
+        module = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.Conv2d(8, 8, 3), norm(8))
+        said.append(trace_module(module, image, precision="fp32").assumptions)
+    assert any("2 norms over all replicas" in line for line in said[1])
+    assert not any("replicas" in line for line in said[0])
+
+
 def test_a_recomputed_block_keeps_its_input_only():
     class Recomputed(nn.Module):
         def __init__(self, reentrant):

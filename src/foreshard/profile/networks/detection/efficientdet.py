@@ -93,17 +93,16 @@ class _Head(nn.Module):
     def __init__(self, outside: int) -> None:
         super().__init__()
         self.deep = nn.ModuleList(_separable(WIDE, WIDE) for _ in range(_DEEP))
-        self.norms = nn.ModuleList(
-            nn.ModuleList(nn.BatchNorm2d(WIDE) for _ in _STRIDES) for _ in range(_DEEP)
-        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(WIDE) for _ in range(_DEEP * len(_STRIDES)))
         self.said = _separable(WIDE, _ANCHORS * outside, bias=True)
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """Return numbers at each position of each map, with the channels last."""
         found = []
         for level, image in enumerate(maps):
-            for layer, norms in zip(self.deep, self.norms, strict=True):
-                image = functional.silu(norms[level](layer(image)), inplace=True)
+            for i, layer in enumerate(self.deep):
+                norm = self.norms[i * len(_STRIDES) + level]
+                image = functional.silu(norm(layer(image)), inplace=True)
             found.append(self.said(image).permute(0, 2, 3, 1))
         return found
 
