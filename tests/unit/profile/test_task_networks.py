@@ -176,7 +176,6 @@ def test_norms_of_a_3d_unet_are_of_each_volume():
     [
         ("ssd", "ssd300"),
         ("RetinaNet", "retinanet"),
-        ("EfficientDet", "efficientdet_d0"),
         ("efficientdet-d0", "efficientdet_d0"),
         ("3D U-Net", "unet3d"),
         ("SSD300", "ssd300"),

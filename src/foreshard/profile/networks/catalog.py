@@ -208,7 +208,6 @@ _NAMES = {
     "regnety_160": "regnet_y_16gf",
     "regnety_320": "regnet_y_32gf",
     "resnet50v1.5": "resnet50",
-    "efficientdet": "efficientdet_d0",
     "ssd": "ssd300",
     "ssd300_resnet50": "ssd300",
     "nvidia_ssd": "ssd300",
