@@ -41,8 +41,15 @@ class StepRow:
 
 
 def is_step_table(path: str) -> bool:
-    """Return whether a table has the columns that every step table has."""
-    header = next(csv.reader(io.StringIO(read_text(path))), [])
+    """Return whether a table has the columns that every step table has.
+
+    What cannot be read, and compressed tables, are no step tables: who reads other tables says why.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            header = next(csv.reader([file.readline()]), [])
+    except (OSError, ValueError, csv.Error):
+        return False
     return set(_NEEDED) <= set(header)
 
 

@@ -1,5 +1,6 @@
 """Terms of traced modules fitted to measured steps: a device that differs is found, and predicted better."""
 
+import gzip
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from foreshard import api
 from foreshard.advise.traced_request import plan_of
 from foreshard.catalog.training import load_calibration
 from foreshard.errors import SpecError
+from foreshard.profile.step_table import is_step_table
 from foreshard.profile.traced_calibration import TRACED_TERMS, TimedModule, TracedSteps, calibrate_modules
 from foreshard.profile.tracing.trace import trace_module
 
@@ -183,11 +185,23 @@ def test_tables_that_say_no_step_are_refused_by_line(written, tmp_path, old, new
     assert str(broken) in caught.value.file
 
 
+def test_compressed_and_missing_tables_are_left_to_the_reader_of_other_tables(written, tmp_path):
+    _, _, table = written
+    compressed = tmp_path / "steps.csv.gz"
+    compressed.write_bytes(gzip.compress(table.read_bytes()))
+    assert is_step_table(str(table))
+    assert not is_step_table(str(compressed)) and not is_step_table(str(tmp_path / "none.csv"))
+    with pytest.raises(SpecError, match="cannot read the table"):
+        api.calibrate_steps([str(tmp_path / "none.csv")])
+
+
 def test_language_models_and_both_kinds_of_tables_are_refused(written, tmp_path):
     _, _, table = written
     layers = tmp_path / "layers.csv"
     layers.write_text("model,cluster,step_time_s\nllama3-8b,1xrtx-3090,1.0\n", encoding="utf-8")
     with pytest.raises(SpecError, match="not traced"):
         api.calibrate_steps([str(layers)])
+    with pytest.raises(SpecError, match="tables of both kinds"):
+        api.calibrate_steps([str(table), str(tmp_path / "other.csv")])
     with pytest.raises(SpecError, match="--family is not taken"):
         api.calibrate_steps([str(table)], family="timm")
