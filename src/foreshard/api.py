@@ -34,6 +34,8 @@ from foreshard.words import option_name, zero_level
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
     from foreshard.catalog.training import Calibration
+    from foreshard.profile.step_table import StepRow
+    from foreshard.profile.traced_calibration import TimedModule
     from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
     from foreshard.spec.traced_module import TracedModule
@@ -878,35 +880,38 @@ def _of_traces_alone(of_traces: Sequence[bool], others: Mapping[str, str | None]
 
 
 def _timed_modules(files: Iterable[str]) -> list[Any]:
-    """Return the steps of tables, each network traced once for a precision and degrees."""
+    """Return the steps of tables; errors of a row name its line."""
     from foreshard.profile.step_table import read_step_table
-    from foreshard.profile.traced_calibration import TimedModule
 
     known: dict[Any, TracedModule | None] = {}
     steps = []
     for row in (row for file in files for row in read_step_table(file)):
-        given = _named(row.options)
-        plan = load_plan(given.pop("plan")) if "plan" in given else None
-        traced = traced_request.traced_as(plan, given)
-        key = row.model, traced["precision"], tuple(sorted(traced["degrees"]))
-        if key not in known:
-            known[key] = trace(row.model, precision=key[1], degrees=key[2])
-        module = known[key]
-        if module is None:
-            rule = "A table with these columns has networks, or factories of modules that are traced"
-            fix = "Steps of language models go into a table that validate reads: see foreshard schema"
-            raise SpecError("not traced", file=row.place, key="model", value=row.model, rule=rule, fix=fix)
-        on = load_cluster(row.cluster)
-        steps.append(
-            TimedModule(
-                name=row.place,
-                module=module,
-                cluster=on,
-                plan=plan or traced_request.plan_of(module, on, given),
-                measured_s=row.step_time_s,
-            )
-        )
+        try:
+            steps.append(_timed_module(row, known))
+        except SpecError as error:
+            error.file = error.file or row.place
+            raise
     return steps
+
+
+def _timed_module(row: StepRow, known: dict[Any, TracedModule | None]) -> TimedModule:
+    """Return the step of a row; `known` are modules traced before, by precision and degrees."""
+    from foreshard.profile.traced_calibration import TimedModule
+
+    given = _named(row.options)
+    plan = load_plan(given.pop("plan")) if "plan" in given else None
+    traced = traced_request.traced_as(plan, given)
+    key = row.model, traced["precision"], tuple(sorted(traced["degrees"]))
+    if key not in known:
+        known[key] = trace(row.model, precision=key[1], degrees=key[2])
+    module = known[key]
+    if module is None:
+        rule = "A table with these columns has networks, or factories of modules that are traced"
+        fix = "Steps of language models go into a table that validate reads: see foreshard schema"
+        raise SpecError("not traced", key="model", value=row.model, rule=rule, fix=fix)
+    on = load_cluster(row.cluster)
+    plan = plan or traced_request.plan_of(module, on, given)
+    return TimedModule(name=row.place, module=module, cluster=on, plan=plan, measured_s=row.step_time_s)
 
 
 def predict_measured(

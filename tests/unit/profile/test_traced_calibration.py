@@ -174,6 +174,8 @@ def test_files_of_other_models_and_devices_are_refused(written):
         ("2048,fp16", "many,fp16", "'many' is no whole number"),
         ("2048,fp16", "2048", "a row of another length"),
         ("1xrtx-3090,2048", ",2048", "no cluster"),
+        ("1xrtx-3090,2048", "1xrtx-3091,2048", "rtx-3091"),
+        ("2048,fp16", "0,fp16", "0 is not"),
     ],
 )
 def test_tables_that_say_no_step_are_refused_by_line(written, tmp_path, old, new, said):
