@@ -33,6 +33,9 @@ from foreshard.words import option_name, zero_level
 
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
+    from foreshard.catalog.training import Calibration
+    from foreshard.profile.step_table import StepRow
+    from foreshard.profile.traced_calibration import TimedModule
     from foreshard.simulate.evaluation import Evaluation
     from foreshard.spec.scenario import Scenario
     from foreshard.spec.traced_module import TracedModule
@@ -332,6 +335,7 @@ def request_traced(
             made[precision, degrees] = trace(model, precision=precision, degrees=degrees)
         return made[precision, degrees]
 
+    stated = _with_calibration(stated)
     as_stated = traced_request.traced_as(plan, stated)
     if traced(as_stated["precision"], tuple(sorted(as_stated["degrees"]))) is None:
         return None
@@ -345,6 +349,16 @@ def request_traced(
         plan=plan,
         prices=prices,
     )
+
+
+def _with_calibration(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is stated of a traced module, with a file of calibrated constants read."""
+    from foreshard.catalog.training import CALIBRATED, load_calibration
+
+    costs = stated.get("costs")
+    if not isinstance(costs, str) or not is_costs_file(costs) or costs_kind(costs) != CALIBRATED:
+        return dict(stated)
+    return {**stated, "costs": None, "calibration": load_calibration(costs)}
 
 
 def _traced(
@@ -371,7 +385,7 @@ def predict_trace(
         fidelity=stated.get("fidelity") or "zero-shot",
         engine=stated.get("engine") or "graph",
         noise=Noise.stated(stated),
-        **{name: stated.get(name) for name in ("tokens", "speeds", "observed_step_s")},
+        **{name: stated.get(name) for name in ("tokens", "speeds", "observed_step_s", "calibration")},
     )
 
 
@@ -565,12 +579,16 @@ def plan(model: NamedModel, cluster: Cluster | str, **asked: Any) -> PlanResult:
     return _with_gaps(result, source, target) if tool is None else result
 
 
+_KEPT = ("optimizer", "top", "budget_s", "calibration")
+
+
 def plan_trace(module: TracedModule, cluster: Cluster, asked: Mapping[str, Any]) -> PlanResult:
     """Return the best plans for a traced module, by options as of `plan`."""
     from foreshard.spec.codec import whole
 
+    asked = _with_calibration(asked)
     traced_request.check_plans(asked)
-    kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if asked.get(name) is not None}
+    kept = {name: asked[name] for name in _KEPT if asked.get(name) is not None}
     batch = whole(asked.get("global_batch"), key="--global-batch", name="global-batch")
     on = cluster if asked.get("prices") is None else _prices(asked["prices"]).on(cluster)
     on = on.at_usd_per_device_hour(asked.get("usd_per_device_hour"))
@@ -815,9 +833,10 @@ def calibrate_steps(
     Parameters
     ----------
     files : iterable of str
-        Tables of training steps as `validate` reads them.
+        Tables of training steps as `validate` reads them, or of steps of networks and modules that are
+        traced (`profile.step_table`).
     family : str, optional
-        Of whose rows; all must be of one.
+        Of whose rows; all must be of one. Tables of traced modules have none.
     exclude_calibration : str, optional
         Start from the constants that were fitted without this family.
     seeds : int
@@ -827,8 +846,16 @@ def calibrate_steps(
     from foreshard.predict.batch import PlannedRun
     from foreshard.profile.step_calibration import TimedStep
     from foreshard.profile.step_calibration import calibrate_steps as calibrated
+    from foreshard.profile.step_table import is_step_table
     from foreshard.validation.validate import timed_rows
 
+    files = list(files)
+    of_traces = [is_step_table(file) for file in files]
+    if any(of_traces):
+        _of_traces_alone(of_traces, {"--family": family, "--exclude-calibration": exclude_calibration})
+        from foreshard.profile.traced_calibration import calibrate_modules
+
+        return calibrate_modules(_timed_modules(files), seeds=seeds)
     steps = [
         TimedStep(
             name=row.id,
@@ -838,6 +865,53 @@ def calibrate_steps(
         for row in timed_rows(files, family)
     ]
     return calibrated(steps, start=training_constants(exclude_calibration), seeds=seeds)
+
+
+def _of_traces_alone(of_traces: Sequence[bool], others: Mapping[str, str | None]) -> None:
+    """Raise for tables of both kinds, and for options that steps of traced modules do not take."""
+    rule = "Steps of traced modules calibrate operations, those of models of layers constants of training"
+    if not all(of_traces):
+        fix = "Calibrate each by itself"
+        raise SpecError("tables of both kinds", key="--steps", rule=rule, fix=fix)
+    for key, value in others.items():
+        if value is not None:
+            what = f"{key} is not taken for steps of traced modules"
+            raise SpecError(what, key=key, value=value, rule=rule, fix="Leave it out")
+
+
+def _timed_modules(files: Iterable[str]) -> list[Any]:
+    """Return the steps of tables; errors of a row name its line."""
+    from foreshard.profile.step_table import read_step_table
+
+    known: dict[Any, TracedModule | None] = {}
+    steps = []
+    for row in (row for file in files for row in read_step_table(file)):
+        try:
+            steps.append(_timed_module(row, known))
+        except SpecError as error:
+            error.file = error.file or row.place
+            raise
+    return steps
+
+
+def _timed_module(row: StepRow, known: dict[Any, TracedModule | None]) -> TimedModule:
+    """Return the step of a row; `known` are modules traced before, by precision and degrees."""
+    from foreshard.profile.traced_calibration import TimedModule
+
+    given = _named(row.options)
+    plan = load_plan(given.pop("plan")) if "plan" in given else None
+    traced = traced_request.traced_as(plan, given)
+    key = row.model, traced["precision"], tuple(sorted(traced["degrees"]))
+    if key not in known:
+        known[key] = trace(row.model, precision=key[1], degrees=key[2])
+    module = known[key]
+    if module is None:
+        rule = "A table with these columns has networks, or factories of modules that are traced"
+        fix = "Steps of language models go into a table that validate reads: see foreshard schema"
+        raise SpecError("not traced", key="model", value=row.model, rule=rule, fix=fix)
+    on = load_cluster(row.cluster)
+    plan = plan or traced_request.plan_of(module, on, given)
+    return TimedModule(name=row.place, module=module, cluster=on, plan=plan, measured_s=row.step_time_s)
 
 
 def predict_measured(
@@ -953,6 +1027,7 @@ def predict_traced(
     tokens: float | None = None,
     speeds: Mapping[str, float] | None = None,
     observed_step_s: float | None = None,
+    calibration: Calibration | None = None,
 ) -> Prediction:
     """Return the prediction of a step of a traced module.
 
@@ -972,16 +1047,31 @@ def predict_traced(
         Parts of the step that are so many times as fast, a question of what if.
     observed_step_s : float, optional
         One measured step of this plan, which corrects the prediction.
+    calibration : Calibration, optional
+        Of steps of traced modules (`catalog.training.load_calibration`).
     """
     from foreshard.predict.measured.engine import predict_measured as predicted
     from foreshard.predict.measured.traced import costs_under
 
-    costs = costs_under(module, cluster, plan, fidelity=fidelity, speeds=speeds)
+    slower = None
+    if calibration is not None:
+        from foreshard.predict.step import check_calibration
+
+        check_calibration(calibration, plan, cluster, fidelity)
+        slower = calibration.of_operations
+    costs = costs_under(module, cluster, plan, fidelity=fidelity, speeds=speeds, slower=slower)
     asked = {"tokens": tokens, "observed_step_s": observed_step_s}
-    return predicted(costs, cluster, plan, engine=engine, noise=noise, **asked)
+    return predicted(costs, cluster, plan, engine=engine, noise=noise, calibration=calibration, **asked)
 
 
-def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:
+def plan_traced(
+    module: TracedModule,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    calibration: Calibration | None = None,
+    **asked: Any,
+) -> PlanResult:
     """Return the best plans for a traced module: `planner.measured.plans.plan_measured`."""
     from functools import partial
 
@@ -991,14 +1081,15 @@ def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **
     devices = [nodes.device for nodes in cluster.nodes]
     optimizer = asked.get("optimizer", "adamw")
     sizes = (1, max(2, min(global_batch, 128)))
-    costs = traced_costs(module, devices, micro_batches=sizes, optimizer=optimizer)
+    slower = None if calibration is None else calibration.of_operations
+    costs = traced_costs(module, devices, micro_batches=sizes, optimizer=optimizer, slower=slower)
     return planned(
         costs,
         cluster,
         global_batch=global_batch,
         seq_len=1,
         precision=module.precision,
-        predicted=partial(predict_traced, module, cluster),
+        predicted=partial(predict_traced, module, cluster, calibration=calibration),
         **asked,
     )
 

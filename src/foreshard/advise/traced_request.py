@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DEGREES = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
 PREDICTS = {
     *("model", "cluster", "plan", "zero", "precision", "engine", "costs", "fidelity", *_DEGREES),
-    *("tokens", "prices", "usd_per_device_hour", "observed_step_s"),
+    *("tokens", "prices", "usd_per_device_hour", "observed_step_s", "calibration"),
     *(one.name for one in fields(Noise)),
 }
 """Names of what a prediction takes."""
@@ -53,7 +53,7 @@ _SWITCHES = {"sp", "compile", "lora", *COMM_OPTIONS}
 """What other models have besides, which a change may set to off."""
 PLANS = {
     *("global_batch", "precision", "optimizer", "top", "budget_s", "engine", "objective", "max_tp"),
-    *("prices", "usd_per_device_hour"),
+    *("prices", "usd_per_device_hour", "costs", "calibration"),
 }
 """Names of what a search takes."""
 _ARGUMENTS = {"model", "cluster"}
@@ -143,7 +143,7 @@ class TracedRequest:
 
     def alone(self, plan: Plan) -> TracedRequest:
         """Return the request for another plan on the same cluster, without what differs among ranks."""
-        kept = {name: self.choices.get(name) for name in ("engine", "fidelity")}
+        kept = {name: self.choices.get(name) for name in ("engine", "fidelity", "calibration")}
         return replace(self, plan=plan, choices=kept)
 
     def predict_timeline(self) -> tuple[Prediction, Timeline]:
@@ -171,7 +171,11 @@ class TracedRequest:
         from foreshard.predict.measured.traced import costs_under
 
         fidelity = self.choices.get("fidelity") or "zero-shot"
-        return costs_under(self.module, self.cluster, plan, fidelity=fidelity, speeds=self.speeds)
+        calibration = self.choices.get("calibration")
+        slower = None if calibration is None else calibration.of_operations
+        return costs_under(
+            self.module, self.cluster, plan, fidelity=fidelity, speeds=self.speeds, slower=slower
+        )
 
     def compare(self) -> tuple[Prediction, ...]:
         """Return the predictions under both engines that take operations of a trace."""
@@ -186,19 +190,24 @@ Asked = Request | TracedRequest
 def check_predicts(values: Mapping[str, Any]) -> None:
     """Raise SpecError for what a prediction of a traced module does not take."""
     _reject_unknown({name: value for name, value in values.items() if name != "speeds"}, PREDICTS)
+    _check_costs(values)
+
+
+def _check_costs(values: Mapping[str, Any]) -> None:
     if values.get("costs") not in (None, "auto", "formula"):
         raise SpecError(
             f"costs {values['costs']} of a traced module",
             key="--costs",
             value=values["costs"],
             rule="Operations of a traced module are priced by formulas",
-            fix="Leave out --costs, or profile the job and give the file that calibrate writes",
+            fix="Leave out --costs, or give the file that calibrate writes of measured steps or of a profile",
         )
 
 
 def check_plans(values: Mapping[str, Any]) -> None:
     """Raise SpecError for what a search of plans of a traced module does not take."""
     _reject_unknown(values, PLANS)
+    _check_costs(values)
     only = {"engine": ("graph", ("graph",)), "objective": ("time", ("time", ("time",), ()))}
     for name, (taken, same) in only.items():
         value = values.get(name)

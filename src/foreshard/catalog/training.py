@@ -120,26 +120,60 @@ class MovedTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Constants moved to measured steps of a cluster.
+    """Constants moved to measured steps of a cluster: of models of layers, or of traced modules.
 
+    constants : of models of layers, empty where steps of traced modules were measured
+    slower : of traced modules, how many times as long as by formulas each term takes; else empty
     residuals : log(measured / predicted) of each step by constants fitted to the others
-    points : of each step, what `predict.interval.features_of` compares by
+    points : of each step, what `predict.interval.features_of` or `traced_features` compares by
     """
 
     kind: Literal["calibrated constants"]
     schema_version: Literal[1]
-    constants: Mapping[str, Annotated[float, Range(0.0, 1e9)]]
     terms: tuple[MovedTerm, ...]
     devices: Annotated[tuple[str, ...], Size(1)]
     frameworks: Annotated[tuple[str, ...], Size(1)]
     residuals: Annotated[tuple[float, ...], Size(1)]
     points: Annotated[tuple[tuple[float, ...], ...], Size(1)]
+    constants: Mapping[str, Annotated[float, Range(0.0, 1e9)]] = field(default_factory=dict)
+    slower: Mapping[str, Positive] = field(default_factory=dict)
     path: str = ""
 
     @property
     def training(self) -> TrainingConstants:
-        """Return the constants that price a step."""
+        """Return the constants that price a step of a model of layers.
+
+        Raises
+        ------
+        SpecError
+            If the file is of steps of traced modules.
+        """
+        if not self.constants:
+            raise self._of_others("traced modules", "models of layers")
         return TrainingConstants(**self.constants)
+
+    @property
+    def of_operations(self) -> Mapping[str, float]:
+        """Return how many times as long as by formulas each term of a traced module takes.
+
+        Raises
+        ------
+        SpecError
+            If the file is of steps of models of layers.
+        """
+        if not self.slower:
+            raise self._of_others("models of layers", "traced modules")
+        return self.slower
+
+    def _of_others(self, measured: str, asked: str) -> SpecError:
+        return SpecError(
+            f"constants of steps of {measured}",
+            file=self.path or None,
+            key="--costs",
+            value=self.path,
+            rule=f"Steps of {asked} calibrate what prices {asked}",
+            fix="Calibrate on steps of these, or leave out --costs",
+        )
 
 
 def load_calibration(path: str) -> Calibration:
@@ -154,7 +188,7 @@ def load_calibration(path: str) -> Calibration:
     made, _ = load_written(Calibration, path, key="--costs", fix=fix)
     wanted = {f.name for f in fields(TrainingConstants)}
     odd = sorted(wanted ^ set(made.constants))
-    if odd:
+    if odd and (made.constants or not made.slower):
         rule = "The file holds every constant of this release, and no other"
         what = f"{odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}"
         raise SpecError(what, file=path, key=f"constants.{odd[0]}", rule=rule, fix=fix)

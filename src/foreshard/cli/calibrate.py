@@ -33,7 +33,7 @@ T = TypeVar("T")
     "--steps",
     multiple=True,
     metavar="TABLE.csv",
-    help="Measured steps, as validate reads them: constants of formulas are fitted to them.",
+    help="Measured steps, as validate reads them, or of networks: constants are fitted to them.",
 )
 @click.option("--family", help="Of --steps: those of this family of rows.")
 @click.option("--exclude-calibration", metavar="FAMILY", help="Of --steps: start from constants without it.")
@@ -56,6 +56,9 @@ def command(
     foreshard calibrate --profile rtx-3090=a.json --profile v100-sxm-16gb=b.json -o costs.json
     foreshard calibrate --profile profile.json --lab examples/labs/mixed4.toml -o costs.json
     foreshard calibrate --steps runs.csv --report calibration.html -o costs.json
+    foreshard calibrate --steps networks.csv -o costs.json
+
+    A table of networks has the columns model, cluster, step_time_s, and options of predict: micro_batch, ...
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
     from foreshard.report.measured_screen import costs_screen

@@ -320,16 +320,22 @@ def calibrated_intervals(
     others, else those of shipped runs corrected by one measured step. They widen with the distance to the
     nearest measured step, in the units that distances between all shipped runs are measured in.
     """
-    if len(residuals) >= MIN_CLASS:
-        bounds = {level: absolute_bounds(residuals, level) for level in LEVELS}
-        found = {
-            level: tuple(float(end) for end in spread(step_time_s, ends)) for level, ends in bounds.items()
-        }
-    else:
-        found = dict(step_intervals(case, step_time_s, parts, fidelity="calibrated"))
     whole = residual_classes()["all"]
     distance = neighbour_distance([features_of(case.model, case.plan)], points, whole["scale"])
     factor = float(widening(distance, whole["typical"])[0])
+    few = step_intervals(case, step_time_s, parts, fidelity="calibrated")
+    return _by_left_out(step_time_s, residuals, few, factor)
+
+
+def _by_left_out(step_time_s: float, residuals: Sequence[float], few: Intervals, factor: float) -> Intervals:
+    """Return the quantiles of steps left out, or `few` where those are too few, times a factor."""
+    found = few
+    if len(residuals) >= MIN_CLASS:
+        bounds = {level: absolute_bounds(residuals, level) for level in LEVELS}
+        found = {
+            level: tuple(float(end) for end in spread(step_time_s, ends))  # type: ignore[misc]
+            for level, ends in bounds.items()
+        }
     return {
         level: tuple(step_time_s * (end / step_time_s) ** factor for end in ends)  # type: ignore[misc]
         for level, ends in found.items()
@@ -385,6 +391,36 @@ def traced_intervals(
 
 
 _TRACED_DEVICES = 8
+
+
+def traced_features(
+    parameter_bytes: float, flops: float, samples: float, devices: float
+) -> tuple[float, ...]:
+    """Return what a step of a traced module is compared by, on a log2 scale.
+
+    Of the bytes of its parameters, FLOPs of a sample, samples that a device takes at once, and devices.
+    """
+    return tuple(math.log2(max(size, 1.0)) for size in (parameter_bytes, flops, samples, devices))
+
+
+def calibrated_traced_intervals(
+    step_time_s: float,
+    features: Sequence[float],
+    few: Intervals,
+    *,
+    residuals: Sequence[float],
+    points: Sequence[Sequence[float]],
+) -> Intervals:
+    """Return the intervals of a traced module's step by terms fitted to measured steps, by level.
+
+    As `calibrated_intervals`, with `few` in place of shipped runs; distances are in doublings, and typical is
+    what nine of ten measured steps lie from the next, at least one.
+    """
+    scale = [1.0] * len(features)
+    apart = neighbour_distance(points, points, scale, skip_self=True)
+    typical = max(1.0, float(np.quantile(apart, LEVEL))) if len(points) > 1 else 1.0
+    factor = float(widening(neighbour_distance([features], points, scale), typical)[0])
+    return _by_left_out(step_time_s, residuals, few, factor)
 
 
 def _traced_chain(evidence: str) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def predict_timeline(
         check_attention(plan.attention, cluster.devices)
     framework = framework or load_framework(plan.framework)
     if calibration is not None:
-        _check_calibration(calibration, plan, cluster, fidelity)
+        check_calibration(calibration, plan, cluster, fidelity)
         constants = calibration.training
     if constants is None:
         constants = TrainingConstants.ideal() if fidelity == "datasheet" else training_constants()
@@ -206,7 +206,7 @@ def predict_timeline(
     return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
 
 
-def _check_calibration(calibration: Calibration, plan: Plan, cluster: Cluster, fidelity: str) -> None:
+def check_calibration(calibration: Calibration, plan: Plan, cluster: Cluster, fidelity: str) -> None:
     """Refuse constants of other devices, and any where none may be fitted."""
     if fidelity == "datasheet":
         raise SpecError(
@@ -238,7 +238,7 @@ def _tabled_words(shares: Mapping[str, float], devices: list[str]) -> str:
     return f"the table has no kernel of this step on {' and '.join(dict.fromkeys(devices))}: it gave nothing"
 
 
-def _calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...]:
+def calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...]:
     """Return what was calibrated, in a sentence or two."""
     moved = ", ".join(
         f"{term.name} x{term.factor:.3f} ({term.interval[0]:.3f} to {term.interval[1]:.3f})"
@@ -531,7 +531,7 @@ def _assemble(
     if fidelity == "zero-shot" and is_trained_here(case, known):
         learned = (f"interval: by steps of {case.framework.name} trained on one device, wider away from it",)
     if calibration is not None:
-        learned, fidelity = _calibrated_words(calibration, case.framework.label), "calibrated"
+        learned, fidelity = calibrated_words(calibration, case.framework.label), "calibrated"
         intervals = calibrated_intervals(
             case, step_s, parts, residuals=calibration.residuals, points=calibration.points
         )

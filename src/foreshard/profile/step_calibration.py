@@ -9,6 +9,7 @@ steps bear out that were left out: a run that no such terms describe keeps the s
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -65,7 +66,8 @@ class ConstantTerm:
     sd: float
 
 
-def _range_sd(constant: str) -> float:
+def range_sd(constant: str) -> float:
+    """Return a quarter of the range, in logarithms, that the shipped fit allows a constant."""
     entry = term_metadata()[constant]
     return math.log(entry["high"] / entry["low"]) / 4.0
 
@@ -73,7 +75,7 @@ def _range_sd(constant: str) -> float:
 def _alone(constant: str) -> ConstantTerm:
     """Return the term of one constant, under its name and meaning."""
     meaning = term_metadata()[constant]["meaning"]
-    return ConstantTerm(name=constant, meaning=meaning, constants=(constant,), sd=_range_sd(constant))
+    return ConstantTerm(name=constant, meaning=meaning, constants=(constant,), sd=range_sd(constant))
 
 
 _HOST = tuple(
@@ -88,13 +90,13 @@ TERMS = (
         name="products",
         meaning="matrix products in training over isolated ones",
         constants=("gemm_derate", "gemm_derate_8bit", "gemm_derate_4bit"),
-        sd=_range_sd("gemm_derate"),
+        sd=range_sd("gemm_derate"),
     ),
     ConstantTerm(
         name="attention",
         meaning="attention in training over isolated kernels",
         constants=("flash_forward", "flash_backward", "unfused"),
-        sd=_range_sd("flash_forward"),
+        sd=range_sd("flash_forward"),
     ),
     ConstantTerm(
         name="memory_bound",
@@ -107,23 +109,21 @@ TERMS = (
             "grad_accumulate",
             "loss_traffic",
         ),
-        sd=_range_sd("fused_traffic"),
+        sd=range_sd("fused_traffic"),
     ),
     ConstantTerm(
         name="experts",
         meaning="grouped products of experts over other products",
         constants=("expert_products",),
-        sd=_range_sd("expert_products"),
+        sd=range_sd("expert_products"),
     ),
-    ConstantTerm(
-        name="host", meaning="host seconds of launches", constants=_HOST, sd=_range_sd("host_eager")
-    ),
+    ConstantTerm(name="host", meaning="host seconds of launches", constants=_HOST, sd=range_sd("host_eager")),
     _alone("tensor_comm"),
     ConstantTerm(
         name="pipeline_comm",
         meaning="messages between stages in training over isolated",
         constants=("pipeline_comm",),
-        sd=_range_sd("pipeline_comm"),
+        sd=range_sd("pipeline_comm"),
     ),
     _alone("data_comm"),
     _alone("expert_comm"),
@@ -159,29 +159,61 @@ class TimedStep:
     measured_s: float
 
 
-class Steps:
-    """Measured steps, and what constants predict of them."""
+class TimedSteps(ABC):
+    """Measured steps, and what terms moved by factors predict of them.
 
-    def __init__(self, steps: Sequence[TimedStep], start: TrainingConstants):
-        self.start = start
-        self.names = [step.name for step in steps]
-        self.log_measured = np.log(np.array([step.measured_s for step in steps]))
-        self._batch = build_batch([step.run for step in steps], start)
+    Attributes
+    ----------
+    terms : tuple of ConstantTerm
+    names : list of str
+    log_measured : ndarray, shape (steps,)
+        Logarithms of seconds.
+    """
 
-    def log_predicted(self, log_factors: Floats) -> Floats:
-        """Return the logarithm of each step by constants moved by factors."""
-        moved = scaled(self.start, log_factors)
-        return np.log(step_times(with_constants(self._batch, moved)).total)
+    def __init__(self, terms: tuple[ConstantTerm, ...], names: list[str], measured_s: Sequence[float]):
+        self.terms = terms
+        self.names = names
+        self.log_measured = np.log(np.array(measured_s))
+
+    @abstractmethod
+    def log_predicted(self, log_factors: Floats, chosen: NDArray[np.int_] | None = None) -> Floats:
+        """Return the logarithm of each step, or of those chosen, by terms moved by factors."""
+
+    @property
+    def sds(self) -> Floats:
+        """Return the error bars of the logarithms of the factors before any step."""
+        return np.array([term.sd for term in self.terms])
 
     def slopes(self, log_factors: Floats) -> Floats:
         """Return how the logarithm of each step moves with that of each factor, shape (steps, terms)."""
-        columns = []
-        for place in range(len(TERMS)):
+        found = np.zeros((len(self.names), len(self.terms)))
+        for place in range(len(self.terms)):
             up, down = log_factors.copy(), log_factors.copy()
             up[place] += _STEP
             down[place] -= _STEP
-            columns.append((self.log_predicted(up) - self.log_predicted(down)) / (2 * _STEP))
-        return np.stack(columns, axis=1)
+            which = self.with_term(place)
+            rise = self.log_predicted(up, which) - self.log_predicted(down, which)
+            found[which, place] = rise / (2 * _STEP)
+        return found
+
+    def with_term(self, place: int) -> NDArray[np.int_]:
+        """Return the steps in which a term may take time."""
+        return np.arange(len(self.names))
+
+
+class Steps(TimedSteps):
+    """Measured steps of models of layers, whose terms are constants of training."""
+
+    def __init__(self, steps: Sequence[TimedStep], start: TrainingConstants):
+        super().__init__(TERMS, [step.name for step in steps], [step.measured_s for step in steps])
+        self.start = start
+        self._batch = build_batch([step.run for step in steps], start)
+
+    def log_predicted(self, log_factors: Floats, chosen: NDArray[np.int_] | None = None) -> Floats:
+        """Return the logarithm of each step, or of those chosen, by constants moved by factors."""
+        moved = scaled(self.start, log_factors)
+        found: Floats = np.log(step_times(with_constants(self._batch, moved)).total)
+        return found if chosen is None else found[chosen]
 
 
 def scaled(start: TrainingConstants, log_factors: Floats) -> TrainingConstants:
@@ -193,18 +225,19 @@ def scaled(start: TrainingConstants, log_factors: Floats) -> TrainingConstants:
     return TrainingConstants(**values)
 
 
-def fit(log_measured: Floats, log_predicted: Floats, slopes: Floats, at: Floats) -> TermEstimate:
+def fit(log_measured: Floats, log_predicted: Floats, slopes: Floats, at: Floats, sds: Floats) -> TermEstimate:
     """Return the estimate from steps whose logarithms are linear in those of the factors around `at`.
 
-    Maximum a posteriori with normal priors; the errors are Student's, by weights that are found with them,
-    and their scale is estimated along, the first guess counting as a few steps. What the terms are not known
-    by counts as error too, so that few steps are not taken for exact because the terms can follow them.
+    Maximum a posteriori with normal priors of error bars `sds`; the errors are Student's, by weights that are
+    found with them, and their scale is estimated along, the first guess counting as a few steps. What the
+    terms are not known by counts as error too, so that few steps are not taken for exact because the terms
+    can follow them.
 
     Source
     ------
     Expectation maximisation for Student's errors: Lange, Little, Taylor 1989.
     """
-    prior = np.diag([1.0 / term.sd**2 for term in TERMS])
+    prior = np.diag(1.0 / sds**2)
     rest = log_measured - log_predicted + slopes @ at
     noise, weights = NOISE, np.ones(len(rest))
     for _ in range(_MOST_WEIGHINGS):
@@ -222,7 +255,7 @@ def fit(log_measured: Floats, log_predicted: Floats, slopes: Floats, at: Floats)
     return TermEstimate(log_factors=factors, covariance=covariance, noise=noise)
 
 
-def trust(rest: Floats, slopes: Floats) -> float:
+def trust(rest: Floats, slopes: Floats, sds: Floats) -> float:
     """Return which part of the way terms go, from 0 to 1, by steps that are left out one by one.
 
     The least squares factor of what the other steps say of each, `TRUST` where they say nothing: a ridge
@@ -233,6 +266,8 @@ def trust(rest: Floats, slopes: Floats) -> float:
     rest : ndarray, shape (steps,)
         log(measured / predicted) by the constants of the start.
     slopes : ndarray, shape (steps, terms)
+    sds : ndarray, shape (terms,)
+        Error bars of the terms before any step.
 
     Source
     ------
@@ -243,40 +278,40 @@ def trust(rest: Floats, slopes: Floats) -> float:
     said = np.zeros(len(rest))
     for i in range(len(rest) if len(rest) > 1 else 0):
         others = np.arange(len(rest)) != i
-        said[i] = slopes[i] @ fit(rest[others], zero[:1], slopes[others], zero).log_factors
+        said[i] = slopes[i] @ fit(rest[others], zero[:1], slopes[others], zero, sds).log_factors
     part = (TRUST * ridge + float(rest @ said)) / (ridge + float(said @ said))
     return min(max(part, 0.0), 1.0)
 
 
 def fit_steps(
-    steps: Steps, chosen: NDArray[np.int_] | None = None, slopes: Floats | None = None
+    steps: TimedSteps, chosen: NDArray[np.int_] | None = None, slopes: Floats | None = None
 ) -> TermEstimate:
     """Return the estimate from measured steps, or those chosen, by linear fits each about the last one.
 
     With `slopes`, of all steps, these are kept from fit to fit.
     """
     index = np.arange(len(steps.log_measured)) if chosen is None else chosen
-    at: Floats = np.zeros(len(TERMS))
+    at: Floats = np.zeros(len(steps.terms))
     for _ in range(ROUNDS):
         found = steps.slopes(at) if slopes is None else slopes
-        predicted = steps.log_predicted(at)[index]
-        made = fit(steps.log_measured[index], predicted, found[index], at)
+        predicted = steps.log_predicted(at, index)
+        made = fit(steps.log_measured[index], predicted, found[index], at, steps.sds)
         rest = steps.log_measured[index] - predicted + found[index] @ at
         at = made.log_factors
-    return replace(made, log_factors=at * trust(rest, found[index]))
+    return replace(made, log_factors=at * trust(rest, found[index], steps.sds))
 
 
-def left_out_residuals(steps: Steps, at: Floats) -> Floats:
+def left_out_residuals(steps: TimedSteps, at: Floats) -> Floats:
     """Return log(measured / predicted) of each step by factors fitted to all others, linear about `at`.
 
     They go the part of the way that all steps together bear out.
     """
     predicted, slopes = steps.log_predicted(at), steps.slopes(at)
-    part = trust(steps.log_measured - predicted + slopes @ at, slopes)
+    part = trust(steps.log_measured - predicted + slopes @ at, slopes, steps.sds)
     found = []
     for i in range(len(predicted)):
         others = np.arange(len(predicted)) != i
-        made = fit(steps.log_measured[others], predicted[others], slopes[others], at)
+        made = fit(steps.log_measured[others], predicted[others], slopes[others], at, steps.sds)
         found.append(steps.log_measured[i] - predicted[i] - slopes[i] @ (part * made.log_factors - at))
     return np.array(found)
 
@@ -291,7 +326,7 @@ class Shot:
     high: float
 
 
-def shot_errors(steps: Steps, *, seeds: int = 20) -> tuple[tuple[int, ...], Floats]:
+def shot_errors(steps: TimedSteps, *, seeds: int = 20) -> tuple[tuple[int, ...], Floats]:
     """Return numbers of measured steps, and the median error of steps not measured, shape (seeds, numbers).
 
     In each order, drawn at random, the first steps are fitted and the last half judges every number. None
@@ -301,7 +336,7 @@ def shot_errors(steps: Steps, *, seeds: int = 20) -> tuple[tuple[int, ...], Floa
     counts = tuple(k for k in (0, *(2**power for power in range(20))) if k <= total // 2)
     if total < LEAST:
         return (), np.empty((seeds, 0))
-    zero = np.zeros(len(TERMS))
+    zero = np.zeros(len(steps.terms))
     slopes = steps.slopes(zero)
     errors = np.empty((seeds, len(counts)))
     for seed in range(seeds):
@@ -309,15 +344,17 @@ def shot_errors(steps: Steps, *, seeds: int = 20) -> tuple[tuple[int, ...], Floa
         judged = order[total // 2 :]
         for place, count in enumerate(counts):
             made = fit_steps(steps, order[:count], slopes).log_factors if count else zero
-            off = (steps.log_predicted(made) - steps.log_measured)[judged]
+            off = steps.log_predicted(made, judged) - steps.log_measured[judged]
             errors[seed, place] = np.median(np.abs(np.expm1(off)))
     return counts, errors
 
 
-def shots(steps: Steps, *, seeds: int = 20) -> tuple[Shot, ...]:
+def shots(steps: TimedSteps, *, seeds: int = 20) -> tuple[Shot, ...]:
     """Return the curve of error against the number of measured steps, over orders of `shot_errors`."""
     counts, errors = shot_errors(steps, seeds=seeds)
-    low, median, high = np.quantile(errors, (0.1, 0.5, 0.9), axis=0) if counts else errors[:3]
+    if not counts:
+        return ()
+    low, median, high = np.quantile(errors, (0.1, 0.5, 0.9), axis=0)
     return tuple(
         Shot(steps=count, median_ape=float(median[i]), low=float(low[i]), high=float(high[i]))
         for i, count in enumerate(counts)
@@ -339,34 +376,47 @@ def calibrate_steps(
         Without a step.
     """
     if not measured:
-        rule = "Constants are fitted to measured steps"
-        raise SpecError("no measured step", key="--steps", rule=rule, fix="Give a table with some")
+        raise no_step()
     steps = Steps(measured, start)
     made = fit_steps(steps)
-    after, before = steps.log_predicted(made.log_factors), steps.log_predicted(np.zeros(len(TERMS)))
-    alone = left_out_residuals(steps, made.log_factors) if len(measured) > 1 else steps.log_measured - before
+    return {
+        "devices": sorted({device.name for step in measured for device, _ in devices_of(step.run)}),
+        "frameworks": sorted({step.run.framework.label for step in measured}),
+        "constants": {
+            name: float(f"{value:.8g}") for name, value in asdict(scaled(start, made.log_factors)).items()
+        },
+        "points": [
+            [round(value, 3) for value in features_of(step.run.model, step.run.plan)] for step in measured
+        ],
+        **estimate_object(steps, made, seeds),
+    }
+
+
+def no_step() -> SpecError:
+    """Return the error of a calibration without a step."""
+    rule = "Constants are fitted to measured steps"
+    return SpecError("no measured step", key="--steps", rule=rule, fix="Give a table with some")
+
+
+def estimate_object(steps: TimedSteps, made: TermEstimate, seeds: int) -> dict[str, Any]:
+    """Return what a costs file says of an estimate: terms, errors, curve, residuals of steps left out."""
+    after, before = steps.log_predicted(made.log_factors), steps.log_predicted(np.zeros(len(steps.terms)))
+    several = len(steps.names) > 1
+    alone = left_out_residuals(steps, made.log_factors) if several else steps.log_measured - before
     return {
         "schema_version": 1,
         "kind": CALIBRATED,
         "date": datetime.now(UTC).date().isoformat(),
-        "steps": len(measured),
-        "devices": sorted({device.name for step in measured for device, _ in devices_of(step.run)}),
-        "frameworks": sorted({step.run.framework.label for step in measured}),
+        "steps": len(steps.names),
         "noise": made.noise,
         "error": {
             "before": _error(before - steps.log_measured),
             "after": _error(after - steps.log_measured),
-            "left_out": _error(-alone) if len(measured) > 1 else None,
+            "left_out": _error(-alone) if several else None,
         },
         "terms": _terms(steps, made),
         "curve": [asdict(shot) for shot in shots(steps, seeds=seeds)],
-        "constants": {
-            name: float(f"{value:.8g}") for name, value in asdict(scaled(start, made.log_factors)).items()
-        },
         "residuals": [round(float(value), 5) for value in alone],
-        "points": [
-            [round(value, 3) for value in features_of(step.run.model, step.run.plan)] for step in measured
-        ],
     }
 
 
@@ -379,15 +429,17 @@ _TAIL_90 = 1.6449  # of a normal distribution, 5 % on each side
 _SHOWN = 3
 
 
-def _terms(steps: Steps, made: TermEstimate) -> list[dict[str, Any]]:
+def _terms(steps: TimedSteps, made: TermEstimate) -> list[dict[str, Any]]:
     """Return each term: factor, 90 % interval, whether it is known and by which steps, what it is tied to."""
     slopes, sds = steps.slopes(made.log_factors), made.sds
     correlation = made.covariance / np.outer(sds, sds)
     found = []
-    for place, (term, log_factor, sd) in enumerate(zip(TERMS, made.log_factors, sds, strict=True)):
+    for place, (term, log_factor, sd) in enumerate(zip(steps.terms, made.log_factors, sds, strict=True)):
         order = np.argsort(-slopes[:, place], kind="stable")[:_SHOWN]
         tied = [
-            other.name for n, other in enumerate(TERMS) if n != place and abs(correlation[place, n]) >= TIED
+            other.name
+            for n, other in enumerate(steps.terms)
+            if n != place and abs(correlation[place, n]) >= TIED
         ]
         found.append(
             {

@@ -115,6 +115,37 @@ def test_retinanet_multiplies_as_its_layers_say():
     assert multiplied(on_meta(retinanet, side, classes)) == backbone + pyramid + heads
 
 
+def test_efficientdet_has_the_parameters_of_its_parts():
+    """3.88 M as published: a trunk, the pyramid's weights, and two heads of three convolutions each.
+
+    With a bias for each of the 36 convolutions before norms, as in the first code, it has 3,880,067.
+    """
+    separable, norm = 9 * 64 + 64 * 64, 2 * 64
+    classifier, last = 1280 * 1000 + 1000, 320 * 1280 + 2 * 1280
+    trunk = 5_288_548 - classifier - last
+    narrowed = sum(64 * inside + norm for inside in (320, 40, 112, 320, 112, 320))
+    nodes = 3 * 8 * (separable + norm)
+    weights = 3 * sum((2, 2, 2, 2, 3, 3, 3, 2))
+    heads = sum(3 * (separable + 5 * norm) + 9 * 64 + 64 * out + out for out in (9 * 90, 9 * 4))
+    module, _ = network("efficientdet_d0")
+    count = sum(parameter.numel() for parameter in module.parameters())
+    assert count == trunk + narrowed + nodes + weights + heads == 3_880_067 - 36 * 64
+
+
+def test_efficientdet_multiplies_as_its_parts_say():
+    """2.5 billion as published, without what the classifier of the trunk multiplies."""
+    positions = [(512 // stride) ** 2 for stride in (8, 16, 32, 64, 128)]
+    of_position = 9 * 64 + 64 * 64
+    heads = sum(positions) * (2 * 3 * of_position + 2 * 9 * 64 + 64 * 9 * 94)
+    nodes = 3 * of_position * sum(positions[level] for level in (3, 2, 1, 0, 1, 2, 3, 4))
+    p3, p4, p5 = positions[:3]
+    narrowed = 64 * (320 * p5 + 40 * p3 + 2 * 112 * p4 + 2 * 320 * p5)
+    module, example = network("efficientnet_b0", side=512)
+    trunk = multiplied((module, (example,))) - p5 * 320 * 1280 - 1280 * 1000
+    found = multiplied(network("efficientdet_d0"))
+    assert found == trunk + narrowed + nodes + heads == pytest.approx(2.5e9, rel=0.03)
+
+
 def test_retinanet_on_a_resnet_has_the_parameters_that_torchvision_states():
     module, _ = on_meta(lambda: retinanet(64, 91, groups=1, group_width=64))
     assert sum(parameter.numel() for parameter in module.parameters()) == 34_014_999
@@ -145,6 +176,7 @@ def test_norms_of_a_3d_unet_are_of_each_volume():
     [
         ("ssd", "ssd300"),
         ("RetinaNet", "retinanet"),
+        ("efficientdet-d0", "efficientdet_d0"),
         ("3D U-Net", "unet3d"),
         ("SSD300", "ssd300"),
         ("mask-rcnn", "mask_rcnn"),

@@ -66,6 +66,10 @@ PARAMETERS = {
     "convnext_small": 50_223_688,
     "convnext_base": 88_591_464,
     "convnext_large": 197_767_336,
+    # published rounded: 11.9 M, 12.7 M and 25.8 M
+    "gpunet_0": 11_885_432,
+    "gpunet_1": 12_704_192,
+    "gpunet_2": 25_798_704,
     "regnet_x_400mf": 5_495_976,
     "regnet_x_800mf": 7_259_656,
     "regnet_x_1_6gf": 9_190_136,
@@ -330,6 +334,7 @@ def test_newer_networks_are_traced_whole(name):
         ("swin_tiny_patch4_window7_224", "swin_t"),
         ("InceptionV3", "inception_v3"),
         ("ConvNeXt-Base", "convnext_base"),
+        ("GPUNet-2", "gpunet_2"),
         ("llama3-8b", None),
         ("resnet", None),
     ],
@@ -742,6 +747,15 @@ def test_outputs_may_be_nested_and_gradients_sparse():
     traced = trace_module(Detects(), torch.zeros(1, 5).long(), precision="fp32")
     assert traced.flops(1) == 3 * 2 * 5 * 8 * 6
     assert any("sparse" in said for said in traced.assumptions)
+
+
+def test_norms_over_all_replicas_are_said_to_be_priced_without_their_sums():
+    image, said = torch.empty(1, 3, 16, 16), []
+    for norm in (nn.BatchNorm2d, nn.SyncBatchNorm):
+        module = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.Conv2d(8, 8, 3), norm(8))
+        said.append(trace_module(module, image, precision="fp32").assumptions)
+    assert any("2 norms over all replicas" in line for line in said[1])
+    assert not any("replicas" in line for line in said[0])
 
 
 def test_a_recomputed_block_keeps_its_input_only():

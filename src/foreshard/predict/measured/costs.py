@@ -167,6 +167,8 @@ class MeasuredCosts:
     part_notes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # and of the parts, by degree
     # mapping of part of a step to how many times as fast it is: a question of what if
     speeds: Mapping[str, float] = field(default_factory=dict)
+    # mapping of term to how many times as long as by formulas it takes, by measured steps
+    slower: Mapping[str, float] = field(default_factory=dict)
     _sums: dict[tuple[str, int], LayerSums] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -177,8 +179,8 @@ class MeasuredCosts:
         return self.clock == "formula"
 
     def speed(self, part: str) -> float:
-        """Return how many times as fast a part of the step, or a class of kernels, is: 1 as it is."""
-        return min(self.speeds.get(part, 1.0), FREE)
+        """Return how many times as fast as by formulas a part of the step is: 1 as it is."""
+        return min(self.speeds.get(part, 1.0), FREE) / self.slower.get(part, 1.0)
 
     def slow_of(self, device: str) -> float:
         """Return how slow a device is."""

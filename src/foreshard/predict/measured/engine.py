@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foreshard.catalog.kernels import kernel_evidence
+from foreshard.catalog.training import Calibration
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
-from foreshard.predict.interval import traced_intervals
+from foreshard.predict.interval import calibrated_traced_intervals, traced_features, traced_intervals
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.lowering import MeasuredStep, lower_measured
 from foreshard.predict.measured.memory import measured_memory
 from foreshard.predict.measured.noise import step_distribution
-from foreshard.predict.step import ENGINES, check_noise, observed_words, scaled_parts
+from foreshard.predict.step import ENGINES, calibrated_words, check_noise, observed_words, scaled_parts
 from foreshard.sim import contention, critical_path
 from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.spec.cluster import Cluster
@@ -24,6 +25,8 @@ from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.spec.variation import Noise
 from foreshard.units import number_of
 
+TRACED_FRAMEWORK = "ddp"
+"""What runs a traced module."""
 COVERAGE = 0.9  # of the interval: between the 5th and the 95th percentile
 _FORMULA_ASSUMPTIONS = (
     "operations as traced, each a kernel of its own that the host launches: nothing is fused or compiled",
@@ -65,6 +68,7 @@ def predict_measured(
     engine: str = "graph",
     noise: Noise | None = None,
     observed_step_s: float | None = None,
+    calibration: Calibration | None = None,
 ) -> Prediction:
     """Return the prediction of a step.
 
@@ -82,6 +86,8 @@ def predict_measured(
         How ranks differ; the step becomes a distribution, its time the mean (event engine).
     observed_step_s : float, optional
         One measured step of this plan, by which costs by formulas are corrected: all parts are scaled alike.
+    calibration : Calibration, optional
+        Measured steps that the terms of costs by formulas were fitted to.
 
     Raises
     ------
@@ -111,16 +117,21 @@ def predict_measured(
     }
     fidelity = "zero-shot" if costs.by_formula else "calibrated"
     learned: tuple[str, ...] = ()
+    bounds = calibration
+    if calibration is not None:
+        fidelity, learned = "calibrated", calibrated_words(calibration, TRACED_FRAMEWORK)
     if observed_step_s is not None:
-        before = _intervals(costs, cluster, plan, step_s)[COVERAGE]
-        learned = (observed_words(step_s, before, observed_step_s),)
+        before = _intervals(costs, cluster, plan, step_s, calibration=calibration)[COVERAGE]
+        learned += (observed_words(step_s, before, observed_step_s),)
+        bounds = None  # a step of this very plan says more
         fidelity, step_s = "calibrated", float(observed_step_s)
         parts = scaled_parts(parts, step_s)
     samples_per_s = plan.global_batch / step_s
     tokens_per_s = samples_per_s * costs.tokens_per_sample
     total = tokens / tokens_per_s if tokens else None
     used = _utilisation(costs, cluster, plan, step_s, costs.precision) or 0.0
-    intervals = _intervals(costs, cluster, plan, step_s, calibrated=observed_step_s is not None)
+    calibrated = observed_step_s is not None
+    intervals = _intervals(costs, cluster, plan, step_s, calibrated=calibrated, calibration=bounds)
     return Prediction(
         step_time_s=step_s,
         step_time_interval_s=intervals[COVERAGE],
@@ -162,18 +173,40 @@ def predict_measured(
 
 
 def _intervals(
-    costs: MeasuredCosts, cluster: Cluster, plan: Plan, step_s: float, *, calibrated: bool = False
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    plan: Plan,
+    step_s: float,
+    *,
+    calibrated: bool = False,
+    calibration: Calibration | None = None,
 ) -> dict[float, tuple[float, float]]:
-    """Return the intervals of a step by level: of traced modules by published runs, else by the profile."""
+    """Return the intervals of a step by level.
+
+    Of traced modules by the steps of a calibration, without one by published runs; else by the profile.
+    """
     if not costs.by_formula:
         return {COVERAGE: (step_s * costs.spread[0], step_s * costs.spread[1])}
-    return traced_intervals(
+    found = traced_intervals(
         step_s,
         evidence=_evidence(costs, cluster, plan),
         num_devices=len(plan.ranks),
         reads_images=costs.reads_images,
-        calibrated=calibrated,
+        calibrated=calibrated or calibration is not None,
     )
+    if calibration is None:
+        return found
+    features = step_features(costs, plan)
+    return calibrated_traced_intervals(
+        step_s, features, found, residuals=calibration.residuals, points=calibration.points
+    )
+
+
+def step_features(costs: MeasuredCosts, plan: Plan) -> tuple[float, ...]:
+    """Return what a step of a traced module is compared to measured ones by (`traced_features`)."""
+    num_bytes = sum(layer.parameter_bytes for layer in costs.layers)
+    samples = float(plan.groups[0].micro_batch)
+    return traced_features(num_bytes, costs.flops_per_sample, samples, float(len(plan.ranks)))
 
 
 def executed(

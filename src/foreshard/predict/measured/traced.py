@@ -60,6 +60,24 @@ _CLASSES = {
 }
 """Classes of kernels by the kinds of operations; all others are bound by memory."""
 
+EVERY_KERNEL = "kernels"
+"""The term of all kernels of a device together."""
+TERM_OF_KIND = {
+    "product": "products",
+    "experts": "products",
+    "convolution": "convolutions",
+    "grouped": "grouped_convolutions",
+    "depthwise": "depthwise_convolutions",
+    "recurrence": "recurrences",
+    "attention": "attention",
+    "batch_norm": "channel_norms",
+    "stream": "streams",
+    "layout": "layouts",
+}
+"""Terms that measured steps tell apart, by kinds of operations; parts of a step are others."""
+KINDS = tuple(TERM_OF_KIND)
+"""Kinds of operations."""
+
 Price = Callable[..., np.ndarray]
 """Seconds of operations for a number of samples on one device."""
 
@@ -98,6 +116,8 @@ def traced_costs(
     optimizer: str = "adamw",
     fidelity: str = "zero-shot",
     speeds: Mapping[str, float] | None = None,
+    slower: Mapping[str, float] | None = None,
+    priced: OperationPrices | None = None,
 ) -> MeasuredCosts:
     """Return what the layers of a traced module cost on each device.
 
@@ -113,19 +133,32 @@ def traced_costs(
     speeds : mapping, optional
         Parts of the step and classes of kernels (`predict.tasks.kernels.KERNELS`) that are so many times as
         fast, infinity for free.
+    slower : mapping, optional
+        Terms (`TERM_OF_KIND` and parts of the step) that take so many times as long as by formulas.
+    priced : OperationPrices, optional
+        Of the same module, from one call to the next.
 
     Raises
     ------
     SpecError
         If a device has no rate for the module's precision.
     """
-    devices, faster = tuple(devices), dict(speeds or {})
+    devices, faster, longer = tuple(devices), dict(speeds or {}), dict(slower or {})
+    prices = priced or OperationPrices()
     sizes = sorted({float(size) for size in micro_batches})
     few, many = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0])
 
     def tables_of(layers: Sequence[TracedLayer]) -> dict[str, tuple[LayerCost, ...]]:
         return {
-            device.name: _table(module, layers, device, (few, many), optimizer, fidelity, faster)
+            device.name: _table(
+                module,
+                layers,
+                device,
+                (few, many),
+                optimizer,
+                fidelity,
+                partial(prices, factors=_factors(faster, longer)),
+            )
             for device in devices
         }
 
@@ -154,9 +187,50 @@ def traced_costs(
         reads_images=module.reads_images,
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
-        notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity)),
+        notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity, prices)),
         part_notes={degree: _part_notes(part) for degree, part in split.items()},
         speeds=faster,
+        slower=longer,
+    )
+
+
+class OperationPrices:
+    """`device_operations_s`, remembered by the operations of a layer."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray, tuple[Operation, ...]]] = {}
+
+    def __call__(
+        self,
+        operations: tuple[Operation, ...],
+        samples: float,
+        *,
+        device: Device,
+        precision: str,
+        fidelity: str,
+        factors: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return the seconds of operations, shape (operations,), times a factor for each of `KINDS`."""
+        key = (id(operations), samples, device.name, precision, fidelity)
+        if key not in self._known:
+            seconds = device_operations_s(
+                operations, samples, device=device, precision=precision, fidelity=fidelity
+            )
+            kinds = np.array([KINDS.index(operation.kind) for operation in operations], dtype=int)
+            self._known[key] = seconds, kinds, operations  # kept, so that no others get their id
+        seconds, kinds, _ = self._known[key]
+        return seconds if factors is None else seconds * factors[kinds]
+
+
+def _factors(speeds: Mapping[str, float], slower: Mapping[str, float]) -> np.ndarray:
+    """Return how many times as long operations of each of `KINDS` take, by their class and their term."""
+    return np.array(
+        [
+            slower.get(EVERY_KERNEL, 1.0)
+            * slower.get(term, 1.0)
+            / min(speeds.get(_CLASSES.get(kind, "memory_bound"), 1.0), FREE)
+            for kind, term in TERM_OF_KIND.items()
+        ]
     )
 
 
@@ -167,8 +241,12 @@ def costs_under(
     *,
     fidelity: str = "zero-shot",
     speeds: Mapping[str, float] | None = None,
+    slower: Mapping[str, float] | None = None,
+    priced: OperationPrices | None = None,
 ) -> MeasuredCosts:
     """Return what the layers of a traced module cost on a cluster at the micro-batches of a plan.
+
+    Options are those of `traced_costs`.
 
     Raises
     ------
@@ -195,18 +273,22 @@ def costs_under(
         optimizer=plan.optimizer,
         fidelity=fidelity,
         speeds=speeds,
+        slower=slower,
+        priced=priced,
     )
 
 
-def _layout_notes(module: TracedModule, device: Device, samples: float, fidelity: str) -> tuple[str, ...]:
+def _layout_notes(
+    module: TracedModule, device: Device, samples: float, fidelity: str, priced: OperationPrices
+) -> tuple[str, ...]:
     """Return what images that lie channels first cost a module, where that is a share of its time."""
-    operations = tuple(op for layer in module.layers for op in (*layer.forward, *layer.backward))
-    if not module.reads_images or not any(op.kind in _OF_LAYOUT for op in operations):
+    passes = [operations for layer in module.layers for operations in (layer.forward, layer.backward)]
+    of_layout = [op.kind in _OF_LAYOUT for operations in passes for op in operations]
+    if not module.reads_images or not any(of_layout):
         return ()
-    seconds = device_operations_s(
-        operations, samples, device=device, precision=module.precision, fidelity=fidelity
-    )
-    share = sum(s for op, s in zip(operations, seconds, strict=True) if op.kind in _OF_LAYOUT) / seconds.sum()
+    price = partial(priced, device=device, precision=module.precision, fidelity=fidelity)
+    seconds = np.concatenate([price(operations, samples) for operations in passes if operations])
+    share = seconds[of_layout].sum() / seconds.sum()
     if share < _NAMED_SHARE:
         return ()
     return (
@@ -293,7 +375,7 @@ def _table(
     sizes: tuple[float, float],
     optimizer: str,
     fidelity: str,
-    speeds: Mapping[str, float],
+    price: Price,
 ) -> tuple[LayerCost, ...]:
     if not device.supports(module.precision):
         known = ", ".join(device.peak_flops_per_s)
@@ -305,13 +387,8 @@ def _table(
             fix="Name one of them",
         )
     kernels = kernel_model(device, module.precision, fidelity=fidelity)
-    whole = partial(device_operations_s, device=device, precision=module.precision, fidelity=fidelity)
-
-    def price(operations: tuple[Operation, ...], samples: float) -> np.ndarray:
-        classes = (_CLASSES.get(operation.kind, "memory_bound") for operation in operations)
-        return whole(operations, samples) / np.array([min(speeds.get(name, 1.0), FREE) for name in classes])
-
-    return tuple(_layer(layer, module, kernels, price, sizes, optimizer) for layer in layers)
+    whole = partial(price, device=device, precision=module.precision, fidelity=fidelity)
+    return tuple(_layer(layer, module, kernels, whole, sizes, optimizer) for layer in layers)
 
 
 def _launches(

@@ -91,6 +91,7 @@ _BY_FUNCTION: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = 
         "convnext_base": ((128, (3, 3, 27, 3)), {}),
         "convnext_large": ((192, (3, 3, 27, 3)), {}),
     },
+    "gpunet": {f"gpunet_{size}": ((size,), {}) for size in range(3)},
     "swin": {
         "swin_t": ((96, (2, 2, 6, 2), (3, 6, 12, 24)), {}),
         "swin_s": ((96, (2, 2, 18, 2), (3, 6, 12, 24)), {}),
@@ -118,6 +119,7 @@ _WITH_INPUTS: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = 
     "gnmt": {"gnmt": ((1024, 4), {})},
     "ncf": {"ncf": ((64, (256, 256, 128, 64)), {})},
     "ssd300": {"ssd300": ((), {})},
+    "efficientdet_d0": {"efficientdet_d0": ((), {})},
     "mask_rcnn": {"mask_rcnn": ((), {})},
     "retinanet": {"retinanet": ((), {})},
     "unet3d": {"unet3d": ((), {})},
@@ -131,6 +133,7 @@ _SAMPLES = {
     "gnmt": "two sentences of 30 pieces of words",
     "ncf": "user and item",
     "ssd300": "image of 300 x 300",
+    "efficientdet_d0": "image of 512 x 512",
     "mask_rcnn": "image of 800 x 1,088",
     "retinanet": "image of 800 x 800",
     "unet3d": "volume of 128 x 128 x 128",
@@ -147,6 +150,7 @@ _MODULES = {
     "gnmt": "language.gnmt",
     "ncf": "recommendation.ncf",
     "ssd300": "detection.ssd",
+    "efficientdet_d0": "detection.efficientdet",
     "mask_rcnn": "detection.mask_rcnn",
     "retinanet": "detection.retinanet",
     "unet3d": "segmentation.unet3d",
@@ -175,6 +179,9 @@ _SIDES = {
     "efficientnet_v2_s": 384,
     "efficientnet_v2_m": 480,
     "efficientnet_v2_l": 480,
+    "gpunet_0": 320,
+    "gpunet_1": 288,
+    "gpunet_2": 384,
 }
 """Pixels of the side of an image where they are not 224."""
 _NAMES = {

@@ -20,7 +20,8 @@ def _relu6() -> nn.Module:
     return nn.ReLU6(inplace=True)
 
 
-def _relu() -> nn.Module:
+def relu() -> nn.Module:
+    """Return a ReLU in place."""
     return nn.ReLU(inplace=True)
 
 
@@ -28,11 +29,12 @@ def _hardswish() -> nn.Module:
     return nn.Hardswish(inplace=True)
 
 
-def _silu() -> nn.Module:
+def silu() -> nn.Module:
+    """Return a SiLU (swish) in place."""
     return nn.SiLU(inplace=True)
 
 
-def _normed(
+def with_norm(
     inside: int,
     outside: int,
     kernel: int,
@@ -40,6 +42,7 @@ def _normed(
     groups: int = 1,
     activation: Activation | None = None,
 ) -> list[nn.Module]:
+    """Return a convolution that keeps the side but for its stride, its norm, and what follows."""
     convolution = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
     return [convolution, nn.BatchNorm2d(outside), *([activation()] if activation else [])]
 
@@ -80,17 +83,16 @@ class InvertedResidual(nn.Module):
         super().__init__()
         s = shape
         if s.fused and s.wide == s.inside:
-            path = _normed(s.inside, s.outside, s.kernel, s.stride, activation=activation)
+            path = with_norm(s.inside, s.outside, s.kernel, s.stride, activation=activation)
         elif s.fused:
-            path = [
-                *_normed(s.inside, s.wide, s.kernel, s.stride, activation=activation),
-                *_normed(s.wide, s.outside, 1),
-            ]
-        else:
-            widen = _normed(s.inside, s.wide, 1, activation=activation) if s.wide != s.inside else []
-            path = [*widen, *_normed(s.wide, s.wide, s.kernel, s.stride, s.wide, activation)]
+            path = with_norm(s.inside, s.wide, s.kernel, s.stride, activation=activation)
             path += [Squeezed(s.wide, s.narrow, squeeze, gate())] if s.narrow else []
-            path += _normed(s.wide, s.outside, 1)
+            path += with_norm(s.wide, s.outside, 1)
+        else:
+            widen = with_norm(s.inside, s.wide, 1, activation=activation) if s.wide != s.inside else []
+            path = [*widen, *with_norm(s.wide, s.wide, s.kernel, s.stride, s.wide, activation)]
+            path += [Squeezed(s.wide, s.narrow, squeeze, gate())] if s.narrow else []
+            path += with_norm(s.wide, s.outside, 1)
         self.path = nn.Sequential(*path)
         self.is_residual = s.stride == 1 and s.inside == s.outside
 
@@ -134,22 +136,22 @@ def _stages(
                 kernel=kernel,
                 stride=stride if i == 0 else 1,
             )
-            layers.append(InvertedResidual(shape, activation, _relu, nn.Sigmoid))
+            layers.append(InvertedResidual(shape, activation, relu, nn.Sigmoid))
             inside = outside
     return layers
 
 
 def mobilenet_v2() -> nn.Module:
     """Return MobileNetV2 of width 1 for images of 3 channels and 1,000 classes."""
-    layers = [*_normed(3, 32, 3, 2, activation=_relu6), *_stages(_V2, 32, _relu6)]
-    layers += _normed(320, 1280, 1, activation=_relu6)
+    layers = [*with_norm(3, 32, 3, 2, activation=_relu6), *_stages(_V2, 32, _relu6)]
+    layers += with_norm(320, 1280, 1, activation=_relu6)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, 1000))
 
 
 def mnasnet() -> nn.Module:
     """Return MnasNet-B1 of width 1 for images of 3 channels and 1,000 classes."""
-    layers = [*_normed(3, 32, 3, 2, activation=_relu), *_stages(_MNAS, 32, _relu)]
-    layers += _normed(320, 1280, 1, activation=_relu)
+    layers = [*with_norm(3, 32, 3, 2, activation=relu), *_stages(_MNAS, 32, relu)]
+    layers += with_norm(320, 1280, 1, activation=relu)
     return nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, 1000)
     )
@@ -196,7 +198,7 @@ def _divisible(width: float, by: int = 8) -> int:
 
 def mobilenet_v3(*, large: bool) -> nn.Module:
     """Return MobileNetV3 of width 1 for images of 3 channels and 1,000 classes."""
-    layers: list[nn.Module] = _normed(3, 16, 3, 2, activation=_hardswish)
+    layers: list[nn.Module] = with_norm(3, 16, 3, 2, activation=_hardswish)
     for inside, kernel, wide, outside, squeezed, hard, stride in _LARGE if large else _SMALL:
         shape = Shape(
             inside=inside,
@@ -206,9 +208,9 @@ def mobilenet_v3(*, large: bool) -> nn.Module:
             stride=stride,
             narrow=_divisible(wide / 4) if squeezed else 0,
         )
-        layers.append(InvertedResidual(shape, _hardswish if hard else _relu, _relu, nn.Hardsigmoid))
+        layers.append(InvertedResidual(shape, _hardswish if hard else relu, relu, nn.Hardsigmoid))
     last, hidden = 6 * outside, 1280 if large else 1024
-    layers += [*_normed(outside, last, 1, activation=_hardswish), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers += [*with_norm(outside, last, 1, activation=_hardswish), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(
         *layers, nn.Linear(last, hidden), _hardswish(), nn.Dropout(0.2), nn.Linear(hidden, 1000)
     )
@@ -270,9 +272,15 @@ def efficientnet_v2(size: str) -> nn.Module:
     return _efficient(_EFFICIENT_V2[size], 1280)
 
 
-def _efficient(stages: Sequence[EfficientStage], last: int) -> nn.Module:
-    layers: list[nn.Module] = _normed(3, stages[0][3], 3, 2, activation=_silu)
+def efficientnet_stages() -> list[nn.Sequential]:
+    """Return the stem of EfficientNet-B0 and its stages, without what classifies."""
+    return _efficient_stages(_EFFICIENT)
+
+
+def _efficient_stages(stages: Sequence[EfficientStage]) -> list[nn.Sequential]:
+    made = [nn.Sequential(*with_norm(3, stages[0][3], 3, 2, activation=silu))]
     for expansion, kernel, stride, first, outside, count, fused in stages:
+        layers: list[nn.Module] = []
         for i in range(count):
             inside = first if i == 0 else outside
             shape = Shape(
@@ -284,6 +292,12 @@ def _efficient(stages: Sequence[EfficientStage], last: int) -> nn.Module:
                 narrow=0 if fused else max(1, inside // 4),
                 fused=fused,
             )
-            layers.append(InvertedResidual(shape, _silu, _silu, nn.Sigmoid))
-    layers += [*_normed(stages[-1][4], last, 1, activation=_silu), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+            layers.append(InvertedResidual(shape, silu, silu, nn.Sigmoid))
+        made.append(nn.Sequential(*layers))
+    return made
+
+
+def _efficient(stages: Sequence[EfficientStage], last: int) -> nn.Module:
+    layers: list[nn.Module] = [layer for stage in _efficient_stages(stages) for layer in stage]
+    layers += [*with_norm(stages[-1][4], last, 1, activation=silu), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(last, 1000))

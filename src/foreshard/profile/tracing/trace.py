@@ -24,6 +24,7 @@ from foreshard.profile.tracing.rank_part import RankPart, all_of, part_of
 from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
 from foreshard.profile.tracing.recurrent import FusedRecurrence
 from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule, TracedPart
+from foreshard.units import number_of
 
 DTYPES = {
     "fp32": torch.float32,
@@ -159,7 +160,7 @@ def trace_module(
             isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() >= 4
             for one in tree_leaves(inputs)
         ),
-        assumptions=tuple(_assumptions(runs[0], loss)),
+        assumptions=tuple(_assumptions(module, runs[0], loss)),
         parts=parts,
     )
 
@@ -242,13 +243,19 @@ def _check_casts(dtypes: set[torch.dtype], precision: str, where: str) -> None:
         raise SpecError(what, file=where, key="--dtype", value=precision, rule=rule, fix=fix)
 
 
-def _assumptions(run: _Run, loss: Loss | None) -> Iterator[str]:
+def _assumptions(module: Any, run: _Run, loss: Loss | None) -> Iterator[str]:
     if loss is None:
         yield "loss: the sum of all outputs"
     if run.recorder.known.finite:
         yield "values are finite where the module asks"
     if run.recorder.sparse:
         yield "sparse gradients are summed and applied as dense ones"
+    synced = sum(isinstance(child, torch.nn.SyncBatchNorm) for child in module.modules())
+    if synced:
+        yield (
+            f"{number_of(synced, 'norm')} over all replicas (SyncBatchNorm), priced as those of one: "
+            "their sums between devices are not timed"
+        )
 
 
 def _compares_samples(few: _Run, more: _Run) -> bool:
