@@ -6,7 +6,7 @@ has length 1 on axis 0, so a homogeneous plan prices its layers once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,6 +150,8 @@ class Batch:
 
     kinds: tuple[LayerShape, ...]
     counts: tuple[np.ndarray, ...]
+    # which kinds lie before and behind each other, as shares of the kind between them, of each pipeline
+    neighbours: Mapping[tuple[int, int, int], Any]
     machine: Machine
     recompute: Recompute
     has_embedding: np.ndarray
@@ -399,16 +401,18 @@ def build_batch(
     cases: Sequence[PlannedRun], constants: TrainingConstants, *, fidelity: str = "zero-shot"
 ) -> Batch:
     """Return the arrays of all pipelines of all cases, priced at a fidelity."""
-    pipelines, stages, places, kinds = [], [], [], []
+    pipelines, stages, places, kinds, orders = [], [], [], [], []
     for case in cases:
         rows, setup = stage_rows(case, fidelity=fidelity), case.setup(fidelity)
         domains = link_domains(case.cluster)
         case_kinds = [layer_shape(block) for block, _ in case.model.block_kinds()]
+        case_order = case.model.block_neighbours()
         for g, group in enumerate(case.plan.groups):
             pipelines.append(_pipeline(case, setup, group, domains))
             stages.append([row for row in rows if row.group == g])
             places.append(_boundaries(group, stages[-1], domains))
             kinds.append(case_kinds)
+            orders.append(case_order)
     depth, num_kinds = max(map(len, stages)), max(map(len, kinds))
     padded = [row + row[-1:] * (depth - len(row)) for row in stages]
     equal = all(
@@ -427,6 +431,10 @@ def build_batch(
     return Batch(
         kinds=tuple(stacked([[row[k]] for row in full], LayerShape) for k in range(num_kinds)),
         counts=tuple(np.array([[stage[k] for stage in row] for row in counts]).T for k in range(num_kinds)),
+        neighbours={
+            kinds: np.array([[order.get(kinds, 0.0) for order in orders]])
+            for kinds in dict.fromkeys(kinds for order in orders for kinds in order)
+        },
         machine=Machine(**parts, constants=constants),
         recompute=stacked([[stage.recompute for stage in row] for row in padded], Recompute),
         has_embedding=np.array([[stage.has_embedding for stage in row] for row in padded]).T,

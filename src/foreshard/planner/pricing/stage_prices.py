@@ -371,6 +371,7 @@ def _batch(
     return Batch(
         kinds=tuple(layer_shape(block) for block, _ in request.model.block_kinds()),
         counts=tuple(priced.of_types(types.counts[:, i : i + 1]) for i in range(types.counts.shape[1])),
+        neighbours=request.model.block_neighbours(),
         machine=Machine(
             kernels=priced.ranks(row([kernels[kind.node_group] for kind in kinds], KernelModel)),
             fabric=fabric,

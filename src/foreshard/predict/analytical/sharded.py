@@ -8,7 +8,7 @@ the scatter of the unit before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -98,12 +98,14 @@ def waits(
     head: ShardedUnit,
     machine: Machine,
     *,
+    order: Mapping[tuple[int, int, int], Any],
     longer: Any,
     chunks: Any,
     part: Literal["whole", "given", "late"] = "whole",
 ) -> Waits:
     """Return what forward and backward wait for, all chunks of a stage together.
 
+    `layers` are those of each kind, of which `order` says what lies before and behind (`Batch.neighbours`).
     Ends have a count of 1 on stages that hold them. The host makes computation `longer` by this factor.
     `part` is what of a backward runs: all of it, the gradients of inputs ('given'), or those of weights with
     their scatters ('late'), as one follows the other in pipelines with zero bubble.
@@ -138,12 +140,12 @@ def waits(
         return sum(count * value for count, value in zip(counts, values, strict=True)) / total
 
     some = 1.0 * (np.asarray(sum(counts)) > 0)
-    forward = sum(
-        count * wait(r.gather + r.counting, r.forward) for count, r in zip(counts, runs, strict=True)
-    )
-    backward = sum(
-        count * wait(r.again + r.scatter, r.backward) for count, r in zip(counts, runs, strict=True)
-    )
+    forward: Any = 0.0
+    backward: Any = 0.0
+    for (before, kind, behind), share in order.items():
+        own, count = runs[kind], share * counts[kind]
+        forward = forward + count * wait(runs[behind].gather + own.counting, own.forward)
+        backward = backward + count * wait(runs[before].again + runs[behind].scatter, own.backward)
     # A pass begins and ends beside units of other passes, or beside the ends; the head stays gathered.
     layer = _Pass(**{name: mean([getattr(r, name) for r in runs]) for name in _Pass.__slots__})
     first, last = run(embedding), run(head)

@@ -313,7 +313,8 @@ def _unit_waits(
     def of(*, longer: Any, units: list[ShardedUnit] = units, **part: Any) -> Waits:
         *layers, embedding, head = units
         chunks = batch.pipeline.num_chunks
-        return waits(layers, embedding, head, batch.machine, longer=longer, chunks=chunks, **part)
+        order = batch.neighbours
+        return waits(layers, embedding, head, batch.machine, order=order, longer=longer, chunks=chunks, **part)
 
     whole = of(longer=longer)
     passed = whole

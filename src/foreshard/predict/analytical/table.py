@@ -132,6 +132,7 @@ class TableStages:
         return Batch(
             kinds=tuple(layer_shape(block) for block in rows.blocks),
             counts=rows.counts,
+            neighbours=setup.model.block_neighbours(),
             machine=Machine(
                 kernels=setup.kernels(node.device),
                 fabric=fabric,
