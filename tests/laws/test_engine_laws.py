@@ -340,6 +340,18 @@ def test_engines_agree_on_schedules_that_are_followed_op_by_op(schedule, data):
     assert graph == pytest.approx(analytical, rel=0.01)
 
 
+@pytest.mark.parametrize("samples", [1, 4, 5, 13])
+@pytest.mark.parametrize("framework", ["ddp", "megatron-bridge", "nemo"])
+@pytest.mark.parametrize("nic_gbps", [25, 200, 1600])
+def test_a_short_micro_batch_hides_less_of_gradients_and_weights(framework, samples, nic_gbps):
+    """Gradients leave beside the last of them, which here has 1 sample of 4, or is whole."""
+    model, cluster = model_of("gpt3-13b"), cluster_of(f"4x4xa100-sxm-80gb@{nic_gbps}Gb/s")
+    options = {"framework": framework, "micro_batch": 4, "global_batch": 16 * samples, "seq_len": 1024}
+    plan = api.make_plan(model, cluster, zero=int(framework != "ddp"), **options)
+    analytical, graph = (seconds(engine, model, cluster, plan) for engine in ENGINES)
+    assert analytical == pytest.approx(graph, rel=0.02)
+
+
 @pytest.mark.parametrize("framework", ["hf@4", "deepspeed", "megatron-fsdp", "torchtitan"])
 @pytest.mark.parametrize(("name", "on"), [("nemotron3-nano-30b", "2x8xmi300x"), ("gpt-oss-20b", "1x8xl40s")])
 def test_weights_of_a_layer_are_gathered_beside_the_layer_before_it(name, on, framework):
