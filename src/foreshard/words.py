@@ -206,7 +206,36 @@ _OPTIONS = {
     "per-device-train-batch-size": "micro-batch",
     "micro-batch-size-per-gpu": "micro-batch",
     "train-micro-batch-size-per-gpu": "micro-batch",
-    "vp": "vpp",
+    **dict.fromkeys(("ctx", "context-window", "max-length"), "seq"),
+    "zero-stage": "zero",
+    "recompute-granularity": "recompute",
+    "torch-compile": "compile",
+    **dict.fromkeys(("lora-rank", "lora-r"), "lora"),
+    **dict.fromkeys(
+        ("usd-per-gpu-hour", "price-per-gpu-hour", "cost-per-gpu-hour", "price-per-device-hour"),
+        "usd-per-device-hour",
+    ),
+    **{
+        f"{no}{theirs}": f"{no}{ours}"
+        for no in ("", "no-")
+        for theirs, ours in (
+            ("overlap-grad-reduce", "grad-overlap"),
+            ("overlap-param-gather", "param-gather-overlap"),
+            ("overlap-p2p-communication", "p2p-overlap"),
+            ("overlap-moe-expert-parallel-comm", "expert-overlap"),
+            ("moe-shared-expert-overlap", "shared-overlap"),
+            ("tp-comm-overlap", "tp-overlap"),
+        )
+    },
+    **dict.fromkeys(
+        (
+            "vp",
+            "virtual-pipeline-model-parallel-size",
+            "virtual-pipeline-parallel-size",
+            "num-virtual-stages-per-pipeline-rank",
+        ),
+        "vpp",
+    ),
     "optim": "optimizer",
     "attn": "attention",
     "attn-implementation": "attention",

@@ -323,7 +323,7 @@ def test_engines_agree_on_schedules_that_are_followed_op_by_op(schedule, data):
     pp, tp = data.draw(st.sampled_from([(2, 4), (4, 2), (8, 1)]))
     model, cluster = without_ends(model_of("llama3-8b")), cluster_of("2x8xh100-sxm")
     rounds = data.draw(st.integers(2 * pp, 3 * pp)) // 2 * 2
-    dp, missing = 16 // (pp * tp), data.draw(st.integers(0, 3))  # the last micro-batch has 4 - missing samples
+    dp, missing = 16 // (pp * tp), data.draw(st.integers(0, 3))  # samples that the last micro-batch lacks
     plan = api.make_plan(
         model,
         cluster,

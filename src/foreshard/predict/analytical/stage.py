@@ -312,9 +312,8 @@ def _unit_waits(
 
     def of(*, longer: Any, units: list[ShardedUnit] = units, **part: Any) -> Waits:
         *layers, embedding, head = units
-        chunks = batch.pipeline.num_chunks
-        order = batch.neighbours
-        return waits(layers, embedding, head, batch.machine, order=order, longer=longer, chunks=chunks, **part)
+        own = {"order": batch.neighbours, "longer": longer, "chunks": batch.pipeline.num_chunks}
+        return waits(layers, embedding, head, batch.machine, **own, **part)
 
     whole = of(longer=longer)
     passed = whole
