@@ -6,7 +6,7 @@ has length 1 on axis 0, so a homogeneous plan prices its layers once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,15 @@ from foreshard.comm.jobs.job import TrainingJob
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
-from foreshard.graph.shapes import NO_LAYER, LayerShape, RankShape, layer_shape
+from foreshard.graph.shapes import (
+    NO_LAYER,
+    LayerOrder,
+    LayerShape,
+    RankShape,
+    layer_order,
+    layer_shape,
+    stacked_orders,
+)
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import (
     Worker,
@@ -150,8 +158,7 @@ class Batch:
 
     kinds: tuple[LayerShape, ...]
     counts: tuple[np.ndarray, ...]
-    # which kinds lie before and behind each other, as shares of the kind between them, of each pipeline
-    neighbours: Mapping[tuple[int, int, int], Any]
+    order: LayerOrder
     machine: Machine
     recompute: Recompute
     has_embedding: np.ndarray
@@ -406,7 +413,7 @@ def build_batch(
         rows, setup = stage_rows(case, fidelity=fidelity), case.setup(fidelity)
         domains = link_domains(case.cluster)
         case_kinds = [layer_shape(block) for block, _ in case.model.block_kinds()]
-        case_order = case.model.block_neighbours()
+        case_order = layer_order(case.model.block_order())
         for g, group in enumerate(case.plan.groups):
             pipelines.append(_pipeline(case, setup, group, domains))
             stages.append([row for row in rows if row.group == g])
@@ -431,10 +438,7 @@ def build_batch(
     return Batch(
         kinds=tuple(stacked([[row[k]] for row in full], LayerShape) for k in range(num_kinds)),
         counts=tuple(np.array([[stage[k] for stage in row] for row in counts]).T for k in range(num_kinds)),
-        neighbours={
-            kinds: np.array([[order.get(kinds, 0.0) for order in orders]])
-            for kinds in dict.fromkeys(kinds for order in orders for kinds in order)
-        },
+        order=stacked_orders(orders),
         machine=Machine(**parts, constants=constants),
         recompute=stacked([[stage.recompute for stage in row] for row in padded], Recompute),
         has_embedding=np.array([[stage.has_embedding for stage in row] for row in padded]).T,

@@ -94,28 +94,12 @@ class Model:
             counts[block] = counts.get(block, 0) + same[id(block)]
         return tuple(counts.items())
 
-    def block_neighbours(self) -> dict[tuple[int, int, int], float]:
-        """Return which kinds of blocks lie before and behind each other, as shares of the kind between them.
-
-        Kinds are counted as in `block_kinds`; the last block lies before the first.
-
-        Examples
-        --------
-        >>> from dataclasses import replace
-        >>> from foreshard.catalog.models import load_model
-        >>> gpt = load_model("gpt2")
-        >>> one, other = gpt.blocks[0], replace(gpt.blocks[0], ffn=1024)
-        >>> replace(gpt, blocks=(one, other) * 4).block_neighbours()
-        {(1, 0, 1): 1.0, (0, 1, 0): 1.0}
-        """
+    def block_order(self) -> tuple[int, ...]:
+        """Return the kind of each block, by its place in `block_kinds`."""
         kinds = {block: i for i, (block, _) in enumerate(self.block_kinds())}
-        if len(kinds) == 1:
-            return {(0, 0, 0): 1.0}
-        at = {id(block): kinds[block] for block in self.blocks}
-        line = [at[id(block)] for block in self.blocks]
-        found = Counter(zip((line[-1], *line[:-1]), line, (*line[1:], line[0]), strict=True))
-        counts = Counter(line)
-        return {kinds: number / counts[kinds[1]] for kinds, number in found.items()}
+        distinct = {id(block): block for block in self.blocks}  # hashing a block is slow
+        place = {key: kinds[block] for key, block in distinct.items()}
+        return tuple(place[id(block)] for block in self.blocks)
 
     @property
     def tied_params(self) -> int:

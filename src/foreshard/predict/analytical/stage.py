@@ -312,7 +312,7 @@ def _unit_waits(
 
     def of(*, longer: Any, units: list[ShardedUnit] = units, **part: Any) -> Waits:
         *layers, embedding, head = units
-        own = {"order": batch.neighbours, "longer": longer, "chunks": batch.pipeline.num_chunks}
+        own = {"order": batch.order, "longer": longer, "chunks": batch.pipeline.num_chunks}
         return waits(layers, embedding, head, batch.machine, **own, **part)
 
     whole = of(longer=longer)
