@@ -258,7 +258,24 @@ def load_plan(path: str) -> Plan:
     SpecError
         When the file cannot be read, is no JSON, or describes no plan.
     """
-    return _load_plan(path, selective=_selective_under)
+    try:
+        return _load_plan(path, selective=_selective_under)
+    except SpecError as error:
+        error.fix = _how_to_import(path) or error.fix
+        raise
+
+
+def _how_to_import(path: str) -> str | None:
+    """Return how the configuration of another tool becomes a plan, None where a file is none."""
+    from foreshard.interop.importers import tool_of
+    from foreshard.spec.codec import read_text
+
+    try:
+        tool = tool_of(read_text(path))
+    except SpecError:
+        return None
+    how = f"'foreshard import {path} MODEL CLUSTER --from {tool} -o plan.json' makes a plan of it"
+    return None if tool is None else f"It configures {tool}: {how}"
 
 
 def _selective_under(framework: str) -> str:
@@ -500,7 +517,7 @@ def export(
 
 
 def import_plan(
-    file: str, source: str, model: NamedModel, cluster: Cluster | str, **stated: Any
+    file: str, source: str | None, model: NamedModel, cluster: Cluster | str, **stated: Any
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of the run that another tool's configuration states, and notes on it.
 
@@ -508,8 +525,8 @@ def import_plan(
     ----------
     file : str
         Path of the configuration.
-    source : str
-        megatron, torchtitan, deepspeed, accelerate or fsdp.
+    source : str, optional
+        megatron, torchtitan, deepspeed, accelerate or fsdp; None: the one whose words the file has.
     model : Model or str
     cluster : Cluster or str
     **stated
@@ -520,12 +537,13 @@ def import_plan(
     SpecError
         When the file is not one of the tool's, or sets what a plan cannot express.
     """
-    from foreshard.interop.importers import read_run
+    from foreshard.interop.importers import read_run, stated_tool
     from foreshard.interop.importers.planned import plan_of
     from foreshard.spec.codec import read_text
 
     known_model, known_cluster = _loaded(model, cluster)
-    run = read_run(read_text(file), source, str(file))
+    text = read_text(file)
+    run = read_run(text, source or stated_tool(text, str(file)), str(file))
     return plan_of(run, known_model, known_cluster, stated, str(file))
 
 
