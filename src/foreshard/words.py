@@ -266,6 +266,15 @@ _OPTIONS = {
 }
 """Our option of each other name of it, as flags are written but without the dashes before them."""
 
+SWITCHES = {
+    **{name: ("dtype", name) for name in ("bf16", "fp16", "fp8", "tf32")},
+    "gradient-checkpointing": ("recompute", "full"),
+    "recompute-activations": ("recompute", "selective"),
+    "use-distributed-optimizer": ("zero", "1"),
+    "cpu-offload": ("offload", "cpu"),
+}
+"""Switches of other tools: our option and its value."""
+
 
 def plain(text: str) -> str:
     """Return words in lower case, joined by hyphens."""
@@ -336,3 +345,22 @@ def option_name(name: str) -> str:
     """
     word = name.lower().replace("_", "-")
     return _OPTIONS.get(word, word)
+
+
+def switch(name: str, value: Any) -> tuple[str, Any]:
+    """Return an option and its value; a switch of other tools that is on is our option of that value.
+
+    One that is off says nothing, but that nothing is recomputed.
+
+    Examples
+    --------
+    >>> switch("gradient-checkpointing", True), switch("gradient-checkpointing", False)
+    (('recompute', 'full'), ('recompute', 'none'))
+    >>> switch("fp8", False), switch("tp", 2)
+    (('fp8', None), ('tp', 2))
+    """
+    if name not in SWITCHES or not isinstance(value, bool):
+        return name, value
+    ours, on = SWITCHES[name]
+    off = (ours, "none") if name == "gradient-checkpointing" else (name, None)
+    return (ours, on) if value else off

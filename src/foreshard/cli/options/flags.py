@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from foreshard.words import option_name
+from foreshard.words import SWITCHES, option_name
 
 _MEANT = {
     "ga|gas|accum(ulation)?(-steps)?": "--global-batch: dp x micro-batch x these steps",
@@ -70,14 +70,6 @@ _MEANT = {
 }
 """What flags that foreshard lacks are called here, by a pattern of the flag without dashes."""
 
-_SWITCHES = {
-    **{name: ("dtype", name) for name in ("bf16", "fp16", "fp8", "tf32")},
-    "gradient-checkpointing": ("recompute", "full"),
-    "recompute-activations": ("recompute", "selective"),
-    "use-distributed-optimizer": ("zero", "1"),
-    "cpu-offload": ("offload", "cpu"),
-}
-"""Switches of other tools: our option and its value."""
 _TRUE = ("true", "1", "yes", "on")
 
 
@@ -122,7 +114,7 @@ def as_ours(args: Sequence[str], options: Collection[str]) -> list[str]:
     while left and left[0] != "--":
         word = left.pop(0)
         name = canonical(word.lstrip("-").partition("=")[0]) if word.startswith("-") else ""
-        ours, value = _SWITCHES.get(name.lower(), ("", ""))
+        ours, value = SWITCHES.get(name.lower(), ("", ""))
         stated = word.partition("=")[2] or (left[0] if left and "=" not in word else "")
         if ours in options and ("=" not in word or stated.lower() in _TRUE):
             found += [f"--{ours}", value]
