@@ -153,7 +153,7 @@ def as_chosen(
 
 
 def _keeps_remainders(framework: Framework, chosen: Chosen) -> bool:
-    """Return whether moments set to be narrow leave half of a master weight, the weight being the other half."""
+    """Return whether narrow moments leave half of a master weight, the weight being the other half."""
     is_bf16 = chosen.precision == "bf16" or (chosen.precision in LOW_PRECISIONS and not framework.fp8_params)
     moments, masters = chosen.overrides.moment_bytes, chosen.overrides.master_bytes
     is_narrow = moments is not None and moments < 4 and masters is None
