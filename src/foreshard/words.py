@@ -206,7 +206,11 @@ _OPTIONS = {
     "per-device-train-batch-size": "micro-batch",
     "micro-batch-size-per-gpu": "micro-batch",
     "train-micro-batch-size-per-gpu": "micro-batch",
-    **dict.fromkeys(("ctx", "context-window", "max-length"), "seq"),
+    **dict.fromkeys(("ctx", "context-window", "max-length", "cutoff-len"), "seq"),
+    "local-batch-size": "micro-batch",
+    "mixed-precision": "dtype",
+    "pipeline-parallel-schedule": "schedule",
+    "enable-async-tensor-parallel": "tp-overlap",
     "zero-stage": "zero",
     "recompute-granularity": "recompute",
     "torch-compile": "compile",
@@ -340,10 +344,10 @@ def option_name(name: str) -> str:
 
     Examples
     --------
-    >>> option_name("tensor_parallel"), option_name("mbs"), option_name("tp")
-    ('tp', 'micro-batch', 'tp')
+    >>> option_name("tensor_parallel"), option_name("mbs"), option_name("training.seq_len")
+    ('tp', 'micro-batch', 'seq')
     """
-    word = name.lower().replace("_", "-")
+    word = re.sub(r"^(training|parallelism)\.", "", name.lower()).replace("_", "-")  # tables of torchtitan
     return _OPTIONS.get(word, word)
 
 

@@ -44,7 +44,7 @@ def test_a_configuration_here_is_not_named_after_the_folder_of_work(shell, confi
         (("export", "plan.json", "llama3-8b", "--to", "nemo"), "Write megatron"),
         (("predict", "llama3-8b", "8xh100", "--tp", "-1"), "Write it like 8"),
         (("predict", "llama3-8b", "8xh100", "--torch-dynamo"), "Write --compile"),
-        (("predict", "llama3-8b", "8xh100", "--compile", "true"), "A switch has no value"),
+        (("predict", "llama3-8b", "8xh100", "--explain", "true"), "A switch has no value"),
         (("predict", "llama3-8b", "--cluster", "8xh100"), "CLUSTER after MODEL"),
         (("export", "config.json", "--to", "megatron"), "foreshard plan MODEL CLUSTER --global-batch N"),
     ],

@@ -32,7 +32,10 @@ class _Verb(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words, those of other tools as ours."""
         known = [option[2:] for param in self.params for option in param.opts if option.startswith("--")]
-        return super().parse_args(ctx, as_ours(args, known))
+        switches = [
+            param.opts[0][2:] for param in self.params if f"--no-{param.opts[0][2:]}" in param.secondary_opts
+        ]
+        return super().parse_args(ctx, as_ours(args, known, switches))
 
 
 def verb_command(
