@@ -70,9 +70,8 @@ def test_a_model_and_a_cluster_are_paths_or_what_their_files_hold(tmp_path):
 
 def test_choices_of_a_search_are_any_collection():
     request = {"global_batch": np.int64(32), "seq": 1024, "budget_s": 0.5}
-    for tp in ({1, 2}, np.array([1, 2])):
-        found = foreshard.plan("llama3.2-1b", "8xh100", tp=tp, forbid="tp=2", **request)
-        assert {stage.tp for group in found.plans[0].plan.groups for stage in group.stages} == {1}
+    found = foreshard.plan("llama3.2-1b", "4xh100", tp=np.array([1, 2]), forbid="tp=2", **request)
+    assert {stage.tp for group in found.plans[0].plan.groups for stage in group.stages} == {1}
 
 
 def test_slow_ranks_and_jitter_are_read_as_on_the_command_line():
