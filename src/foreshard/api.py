@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -11,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise import traced_request
+from foreshard.advise.arguments import (
+    NamedCluster,
+    NamedModel,
+    NamedPlan,
+    named_cluster,
+    named_model,
+    named_plan,
+    plain,
+)
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.advise.traced_request import TracedRequest
@@ -29,7 +39,7 @@ from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
 from foreshard.units import count, parse
-from foreshard.words import option_name, zero_level
+from foreshard.words import option_name, switch, zero_level
 
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
@@ -83,28 +93,19 @@ def _view(kind: str, result: Any) -> Any:
 show_with(_view)
 
 
-NamedModel = Model | str | Mapping[str, Any]
-"""A model, its name or file, or what its config.json holds."""
+def _loaded(model: NamedModel, cluster: NamedCluster) -> tuple[Model, Cluster]:
+    """Return a model and a cluster, those that were named loaded."""
+    named = named_model(model)
+    return load_model(named) if isinstance(named, str) else named, named_cluster(cluster)
 
 
-def _loaded(model: NamedModel, cluster: Cluster | str) -> tuple[Model, Cluster]:
-    """Return a model and a cluster, those that were named loaded; a dict is what a config.json holds."""
-    from foreshard.catalog.hf.load import model_from_config
-
-    if isinstance(model, str):
-        model = load_model(model)
-    elif isinstance(model, Mapping):
-        model = model_from_config(model, name=str(model.get("_name_or_path") or "config"), file="config")
-    return model, load_cluster(cluster) if isinstance(cluster, str) else cluster
-
-
-def _prices(prices: Prices | str) -> Prices:
+def _prices(prices: Prices | str | os.PathLike[str]) -> Prices:
     from foreshard.catalog.prices import load_prices
 
-    return load_prices(prices) if isinstance(prices, str) else prices
+    return load_prices(os.fspath(prices)) if isinstance(prices, str | os.PathLike) else prices
 
 
-BY_FLAG = {"dtype": "precision", "seq": "seq_len"}
+BY_FLAG = {"dtype": "precision", "seq": "seq_len", "set": "overrides"}
 """Options that the command line names otherwise; Python takes both names, and those of other tools."""
 
 
@@ -112,6 +113,7 @@ _COUNTED = (
     *(*DEGREES, *(f"max_{name}" for name in DEGREES)),
     *("zero", "shard_size", "micro_batch", "global_batch", "max_devices", "top"),
 )
+_PARTS = ("jitter", "memory_margin")
 _AMOUNTS = ("tokens", "max_usd", "max_hours", "usd_per_device_hour", "budget_s", "observed_step_s")
 
 
@@ -120,8 +122,13 @@ def _of_text(name: str, value: Any) -> Any:
 
     Adapters are a text, of which a number is the rank.
     """
+    if name == "forbid" and isinstance(value, str):
+        return (value,)
     if not isinstance(value, str):
         return str(value) if name == "lora" and isinstance(value, int) else value
+    if name in _PARTS and value.strip().endswith("%"):
+        part = count(value.strip()[:-1], thousand=1000)
+        return value if part is None else part / 100.0
     if name == "buckets" and value.strip().lower() != AUTO:
         return int(parse(value, "bytes"))
     if name not in (*_COUNTED, *_AMOUNTS, "seq_len"):
@@ -146,7 +153,8 @@ def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     stated: dict[str, str] = {}
     for name, value in choices.items():
-        word = option_name(name).replace("-", "_")
+        word, value = switch(option_name(name), plain(value))
+        word = word.replace("-", "_")
         ours = BY_FLAG.get(word, word)
         if ours in found:
             raise SpecError(
@@ -161,7 +169,7 @@ def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request(
-    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> Request:
     """Return the request that `predict` and the other verbs take apart.
 
@@ -190,13 +198,14 @@ def request(
         asked["noise"] = Noise.stated(noise)
     if reliability:
         asked["reliability"] = Reliability(**reliability)
-    if isinstance(plan, str):
-        asked, plan = {"plan_file": plan, **asked}, load_plan(plan)
+    stated_plan, file = (None, None) if plan is None else named_plan(plan, load_plan)
+    if file is not None:
+        asked = {"plan_file": file, **asked}
     source, target = _loaded(model, cluster)
     if "prices" in stated:
         asked["prices"] = _prices(stated.pop("prices"))
         target = asked["prices"].on(target)
-    return Request(model=source, cluster=target, plan=plan, choices=stated, **asked)
+    return Request(model=source, cluster=target, plan=stated_plan, choices=stated, **asked)
 
 
 _TABLES = (".csv", ".csv.gz")
@@ -261,7 +270,24 @@ def load_plan(path: str) -> Plan:
     SpecError
         When the file cannot be read, is no JSON, or describes no plan.
     """
-    return _load_plan(path, selective=_selective_under)
+    try:
+        return _load_plan(path, selective=_selective_under)
+    except SpecError as error:
+        error.fix = _how_to_import(path) or error.fix
+        raise
+
+
+def _how_to_import(path: str) -> str | None:
+    """Return how the configuration of another tool becomes a plan, None where a file is none."""
+    from foreshard.interop.importers import tool_of
+    from foreshard.spec.codec import read_text
+
+    try:
+        tool = tool_of(read_text(path))
+    except SpecError:
+        return None
+    how = f"'foreshard import {path} MODEL CLUSTER --from {tool} -o plan.json' makes a plan of it"
+    return None if tool is None else f"It configures {tool}: {how}"
 
 
 def _selective_under(framework: str) -> str:
@@ -272,13 +298,13 @@ def _selective_under(framework: str) -> str:
         return "selective"
 
 
-def make_plan(model: NamedModel, cluster: Cluster | str, **choices: Any) -> Plan:
+def make_plan(model: NamedModel, cluster: NamedCluster, **choices: Any) -> Plan:
     """Return the plan that degrees and options spell for the model on the cluster."""
     return request(model, cluster, **choices).to_plan()
 
 
 def predict(
-    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> Prediction:
     """Return the predicted training step: time, memory, money, each in parts that sum to the whole.
 
@@ -312,7 +338,7 @@ def predict(
 
 
 def request_traced(
-    model: str, cluster: Cluster | str, plan: Plan | None, stated: Mapping[str, Any]
+    model: str, cluster: NamedCluster, plan: Plan | None, stated: Mapping[str, Any]
 ) -> TracedRequest | None:
     """Return a request for a traced module, None for a model that is not traced.
 
@@ -339,7 +365,7 @@ def request_traced(
     as_stated = traced_request.traced_as(plan, stated)
     if traced(as_stated["precision"], tuple(sorted(as_stated["degrees"]))) is None:
         return None
-    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    on = named_cluster(cluster)
     prices = None if stated.get("prices") is None else _prices(stated["prices"])
     return TracedRequest(
         trace=traced,
@@ -362,21 +388,22 @@ def _with_calibration(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _traced(
-    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None, choices: Mapping[str, Any]
+    model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None, choices: Mapping[str, Any]
 ) -> TracedRequest | None:
     """Return a request for what is traced, of arguments as users of Python write them."""
-    if not isinstance(model, str) or not is_traced(model):
+    named = named_model(model)
+    if not isinstance(named, str) or not is_traced(named):
         return None
-    given = load_plan(plan) if isinstance(plan, str) else plan
-    return request_traced(model, cluster, given, _named(choices))
+    given = None if plan is None else named_plan(plan, load_plan)[0]
+    return request_traced(named, cluster, given, _named(choices))
 
 
 def predict_trace(
-    module: TracedModule, cluster: Cluster | str, plan: Plan | None, stated: Mapping[str, Any]
+    module: TracedModule, cluster: NamedCluster, plan: Plan | None, stated: Mapping[str, Any]
 ) -> Prediction:
     """Return the prediction of a traced module under a plan, or else under stated degrees and options."""
     traced_request.check_predicts(stated)
-    on = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    on = named_cluster(cluster)
     on = on.at_usd_per_device_hour(stated.get("usd_per_device_hour"))
     return predict_traced(
         module,
@@ -390,7 +417,7 @@ def predict_trace(
 
 
 def predict_timeline(
-    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> tuple[Prediction, Timeline | None]:
     """Return the prediction and when each task of its step runs (None from the analytical engine)."""
     return (
@@ -399,7 +426,7 @@ def predict_timeline(
 
 
 def compare(
-    model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
     return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).compare()
@@ -407,9 +434,9 @@ def compare(
 
 def whatif(
     model: NamedModel,
-    cluster: Cluster | str,
+    cluster: NamedCluster,
     changes: Iterable[str] | str,
-    plan: Plan | str | None = None,
+    plan: NamedPlan | None = None,
     **choices: Any,
 ) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the base prediction and the effect of each ``KEY=VALUE`` change on it, best first."""
@@ -421,8 +448,8 @@ def whatif(
 
 def advise(
     model: NamedModel,
-    cluster: Cluster | str,
-    plan: Plan | str | None = None,
+    cluster: NamedCluster,
+    plan: NamedPlan | None = None,
     *,
     top: int = 5,
     **choices: Any,
@@ -435,7 +462,7 @@ def advise(
 
 
 def report(
-    path: str, model: NamedModel, cluster: Cluster | str, plan: Plan | str | None = None, **choices: Any
+    path: str, model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> Prediction:
     """Predict, write the one-file HTML report, and return the prediction."""
     from foreshard.advise.advice import improvements
@@ -459,11 +486,11 @@ def write_trace(path: str, prediction: Prediction, timeline: Timeline) -> int:
 
 
 def export(
-    plan: Plan | str,
+    plan: NamedPlan,
     target: str,
     *,
-    model: Model | TracedModule | str | None = None,
-    cluster: Cluster | str | None = None,
+    model: Model | TracedModule | str | os.PathLike[str] | None = None,
+    cluster: NamedCluster | None = None,
     tokens: float | None = None,
     plan_file: str | None = None,
 ) -> Exported:
@@ -493,28 +520,28 @@ def export(
     from foreshard.interop.exporters import export
     from foreshard.spec.checks import check_cut, check_plan
 
-    if isinstance(plan, str):
-        plan_file, plan = plan_file or plan, load_plan(plan)
-    if isinstance(model, str):
-        degrees = {stage.tp for group in plan.groups for stage in group.stages}
-        model = trace(model, precision=plan.precision, degrees=degrees) or load_model(model)
-    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    stated, file = named_plan(plan, load_plan)
+    plan_file = plan_file or file
+    if isinstance(model, str | os.PathLike):
+        name, degrees = str(model), {stage.tp for group in stated.groups for stage in group.stages}
+        model = trace(name, precision=stated.precision, degrees=degrees) or load_model(name)
+    on = None if cluster is None else named_cluster(cluster)
     prediction = None
     if not (model is None or isinstance(model, Model)):
-        if cluster is not None:
-            prediction = predict_traced(model, cluster, plan, tokens=tokens)
-        return export(plan, target, traced=model, cluster=cluster, prediction=prediction)
-    if model is not None and cluster is None:
-        check_cut(plan, model, file=plan_file)
-    if model is not None and cluster is not None:
-        check_plan(plan, model, cluster, file=plan_file)
+        if on is not None:
+            prediction = predict_traced(model, on, stated, tokens=tokens)
+        return export(stated, target, traced=model, cluster=on, prediction=prediction)
+    if model is not None and on is None:
+        check_cut(stated, model, file=plan_file)
+    if model is not None and on is not None:
+        check_plan(stated, model, on, file=plan_file)
         if target in ESTIMATED:
-            prediction = predict(model, cluster, plan, tokens=tokens)
-    return export(plan, target, model=model, cluster=cluster, prediction=prediction)
+            prediction = predict(model, on, stated, tokens=tokens)
+    return export(stated, target, model=model, cluster=on, prediction=prediction)
 
 
 def import_plan(
-    file: str, source: str, model: NamedModel, cluster: Cluster | str, **stated: Any
+    file: str, source: str | None, model: NamedModel, cluster: NamedCluster, **stated: Any
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of the run that another tool's configuration states, and notes on it.
 
@@ -522,8 +549,8 @@ def import_plan(
     ----------
     file : str
         Path of the configuration.
-    source : str
-        megatron, torchtitan, deepspeed, accelerate or fsdp.
+    source : str, optional
+        megatron, torchtitan, deepspeed, accelerate or fsdp; None: the one whose words the file has.
     model : Model or str
     cluster : Cluster or str
     **stated
@@ -534,16 +561,17 @@ def import_plan(
     SpecError
         When the file is not one of the tool's, or sets what a plan cannot express.
     """
-    from foreshard.interop.importers import read_run
+    from foreshard.interop.importers import read_run, stated_tool
     from foreshard.interop.importers.planned import plan_of
     from foreshard.spec.codec import read_text
 
     known_model, known_cluster = _loaded(model, cluster)
-    run = read_run(read_text(file), source, str(file))
+    text = read_text(file)
+    run = read_run(text, source or stated_tool(text, str(file)), str(file))
     return plan_of(run, known_model, known_cluster, stated, str(file))
 
 
-def plan(model: NamedModel, cluster: Cluster | str, **asked: Any) -> PlanResult:
+def plan(model: NamedModel, cluster: NamedCluster, **asked: Any) -> PlanResult:
     """Return the best plans for a model on a cluster, and how far they can be from the best possible.
 
     Parameters
@@ -564,9 +592,10 @@ def plan(model: NamedModel, cluster: Cluster | str, **asked: Any) -> PlanResult:
     from foreshard.planner.search import plan
 
     asked = _named(asked)
-    if isinstance(model, str) and is_traced(model):
-        on = load_cluster(cluster) if isinstance(cluster, str) else cluster
-        module = trace(model, **traced_request.searched_as(on, asked))
+    named = named_model(model)
+    if isinstance(named, str) and is_traced(named):
+        on = named_cluster(cluster)
+        module = trace(named, **traced_request.searched_as(on, asked))
         if module is not None:
             return plan_trace(module, on, asked)
     source, target = _loaded(model, cluster)
@@ -654,7 +683,7 @@ def _with_gaps(result: PlanResult, model: Model, cluster: Cluster) -> PlanResult
 
 
 def simulate(
-    scenario: str | Scenario,
+    scenario: str | os.PathLike[str] | Scenario,
     *,
     policies: Iterable[str] | None = None,
     seeds: int = 1,
@@ -674,7 +703,7 @@ def simulate(
     from foreshard.simulate.evaluation import evaluate_policies
     from foreshard.spec.scenario import load_scenario
 
-    found = load_scenario(scenario) if isinstance(scenario, str) else scenario
+    found = load_scenario(os.fspath(scenario)) if isinstance(scenario, str | os.PathLike) else scenario
     return evaluate_policies(
         found, policies=None if policies is None else tuple(policies), seeds=seeds, slots=slots
     )

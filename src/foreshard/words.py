@@ -206,7 +206,40 @@ _OPTIONS = {
     "per-device-train-batch-size": "micro-batch",
     "micro-batch-size-per-gpu": "micro-batch",
     "train-micro-batch-size-per-gpu": "micro-batch",
-    "vp": "vpp",
+    **dict.fromkeys(("ctx", "context-window", "max-length", "cutoff-len"), "seq"),
+    "local-batch-size": "micro-batch",
+    "mixed-precision": "dtype",
+    "pipeline-parallel-schedule": "schedule",
+    "enable-async-tensor-parallel": "tp-overlap",
+    "zero-stage": "zero",
+    "recompute-granularity": "recompute",
+    "torch-compile": "compile",
+    **dict.fromkeys(("lora-rank", "lora-r"), "lora"),
+    **dict.fromkeys(
+        ("usd-per-gpu-hour", "price-per-gpu-hour", "cost-per-gpu-hour", "price-per-device-hour"),
+        "usd-per-device-hour",
+    ),
+    **{
+        f"{no}{theirs}": f"{no}{ours}"
+        for no in ("", "no-")
+        for theirs, ours in (
+            ("overlap-grad-reduce", "grad-overlap"),
+            ("overlap-param-gather", "param-gather-overlap"),
+            ("overlap-p2p-communication", "p2p-overlap"),
+            ("overlap-moe-expert-parallel-comm", "expert-overlap"),
+            ("moe-shared-expert-overlap", "shared-overlap"),
+            ("tp-comm-overlap", "tp-overlap"),
+        )
+    },
+    **dict.fromkeys(
+        (
+            "vp",
+            "virtual-pipeline-model-parallel-size",
+            "virtual-pipeline-parallel-size",
+            "num-virtual-stages-per-pipeline-rank",
+        ),
+        "vpp",
+    ),
     "optim": "optimizer",
     "attn": "attention",
     "attn-implementation": "attention",
@@ -236,6 +269,15 @@ _OPTIONS = {
     },
 }
 """Our option of each other name of it, as flags are written but without the dashes before them."""
+
+SWITCHES = {
+    **{name: ("dtype", name) for name in ("bf16", "fp16", "fp8", "tf32")},
+    "gradient-checkpointing": ("recompute", "full"),
+    "recompute-activations": ("recompute", "selective"),
+    "use-distributed-optimizer": ("zero", "1"),
+    "cpu-offload": ("offload", "cpu"),
+}
+"""Switches of other tools: our option and its value."""
 
 
 def plain(text: str) -> str:
@@ -302,8 +344,27 @@ def option_name(name: str) -> str:
 
     Examples
     --------
-    >>> option_name("tensor_parallel"), option_name("mbs"), option_name("tp")
-    ('tp', 'micro-batch', 'tp')
+    >>> option_name("tensor_parallel"), option_name("mbs"), option_name("training.seq_len")
+    ('tp', 'micro-batch', 'seq')
     """
-    word = name.lower().replace("_", "-")
+    word = re.sub(r"^(training|parallelism)\.", "", name.lower()).replace("_", "-")  # tables of torchtitan
     return _OPTIONS.get(word, word)
+
+
+def switch(name: str, value: Any) -> tuple[str, Any]:
+    """Return an option and its value; a switch of other tools that is on is our option of that value.
+
+    One that is off says nothing, but that nothing is recomputed.
+
+    Examples
+    --------
+    >>> switch("gradient-checkpointing", True), switch("gradient-checkpointing", False)
+    (('recompute', 'full'), ('recompute', 'none'))
+    >>> switch("fp8", False), switch("tp", 2)
+    (('fp8', None), ('tp', 2))
+    """
+    if name not in SWITCHES or not isinstance(value, bool):
+        return name, value
+    ours, on = SWITCHES[name]
+    off = (ours, "none") if name == "gradient-checkpointing" else (name, None)
+    return (ours, on) if value else off

@@ -323,6 +323,7 @@ def test_engines_agree_on_schedules_that_are_followed_op_by_op(schedule, data):
     pp, tp = data.draw(st.sampled_from([(2, 4), (4, 2), (8, 1)]))
     model, cluster = without_ends(model_of("llama3-8b")), cluster_of("2x8xh100-sxm")
     rounds = data.draw(st.integers(2 * pp, 3 * pp)) // 2 * 2
+    dp, missing = 16 // (pp * tp), data.draw(st.integers(0, 3))  # samples that the last micro-batch lacks
     plan = api.make_plan(
         model,
         cluster,
@@ -331,11 +332,34 @@ def test_engines_agree_on_schedules_that_are_followed_op_by_op(schedule, data):
         schedule=schedule,
         seq_len=data.draw(st.sampled_from([2048, 8192])),
         recompute=data.draw(st.sampled_from(["none", "full"])),
-        global_batch=16 // (pp * tp) * max(rounds, 2 * pp),
+        micro_batch=4,
+        global_batch=dp * (4 * max(rounds, 2 * pp) - missing),
     )
     plan = replace(plan, comm={"grad_overlap": False, "param_gather_overlap": False})
     analytical, graph = (seconds(engine, model, cluster, plan) for engine in ENGINES)
     assert graph == pytest.approx(analytical, rel=0.01)
+
+
+@pytest.mark.parametrize("samples", [1, 4, 5, 13])
+@pytest.mark.parametrize("framework", ["ddp", "megatron-bridge", "nemo"])
+@pytest.mark.parametrize("nic_gbps", [25, 200, 1600])
+def test_a_short_micro_batch_hides_less_of_gradients_and_weights(framework, samples, nic_gbps):
+    """Gradients leave beside the last of them, which here has 1 sample of 4, or is whole."""
+    model, cluster = model_of("gpt3-13b"), cluster_of(f"4x4xa100-sxm-80gb@{nic_gbps}Gb/s")
+    options = {"framework": framework, "micro_batch": 4, "global_batch": 16 * samples, "seq_len": 1024}
+    plan = api.make_plan(model, cluster, zero=int(framework != "ddp"), **options)
+    analytical, graph = (seconds(engine, model, cluster, plan) for engine in ENGINES)
+    assert analytical == pytest.approx(graph, rel=0.02)
+
+
+@pytest.mark.parametrize("framework", ["hf@4", "deepspeed", "megatron-fsdp", "torchtitan"])
+@pytest.mark.parametrize(("name", "on"), [("nemotron3-nano-30b", "2x8xmi300x"), ("gpt-oss-20b", "1x8xl40s")])
+def test_weights_of_a_layer_are_gathered_beside_the_layer_before_it(name, on, framework):
+    """Of layers of several kinds, those of many weights may lie behind those of little work."""
+    model, cluster = model_of(name), cluster_of(on)
+    plan = api.make_plan(model, cluster, framework=framework, zero=3, micro_batch=2, seq_len=2048)
+    analytical, graph = (seconds(engine, model, cluster, plan) for engine in ENGINES)
+    assert analytical == pytest.approx(graph, rel=0.02)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -127,7 +127,11 @@ class ClusterFile:
 def read_cluster_file(path: str | Path) -> tuple[ClusterFile, Mapping[str, Device]]:
     """Return the tables of a cluster file and the devices it defines, by name."""
     file = str(path)
-    data = codec.parse_toml(codec.read_text(path, max_bytes=MAX_TOML_BYTES), file=file)
+    return cluster_tables(codec.parse_toml(codec.read_text(path, max_bytes=MAX_TOML_BYTES), file=file), file)
+
+
+def cluster_tables(data: Any, file: str) -> tuple[ClusterFile, Mapping[str, Device]]:
+    """Return the same of what such a file holds."""
     table = codec.decode(ClusterFile, data, file=file)
     return table, _own_devices(table.devices, file)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 from foreshard import quantity
 from foreshard.catalog.cluster_file import (
     MAX_DEVICES,
+    ClusterFile,
     NodesTable,
+    cluster_tables,
     links_of,
     named_device,
     network_of,
@@ -164,15 +166,22 @@ def _unusual_rates(nodes: Sequence[NodeGroup]) -> tuple[str, ...]:
 
 
 def _from_file(path: str | Path) -> Cluster:
-    file = str(path)
-    table, own = read_cluster_file(path)
+    return _of_tables(*read_cluster_file(path), str(path), Path(path).stem)
+
+
+def cluster_of_tables(data: Mapping[str, Any], file: str) -> Cluster:
+    """Return the cluster that the tables of a cluster file describe; `file` names them in errors."""
+    return _of_tables(*cluster_tables(data, file), file, file)
+
+
+def _of_tables(table: ClusterFile, own: Mapping[str, Device], file: str, name: str) -> Cluster:
     assumptions: list[str] = []
     nodes = []
     for index, entry in enumerate(table.nodes):
         device = own.get(entry.device) or named_device(entry.device, file, f"nodes[{index}].device", own)
         nodes.append(_nodes(entry, device, None, assumptions))
     cluster = _cluster(
-        table.name or Path(path).stem,
+        table.name or name,
         nodes,
         assumptions,
         network=network_of(table, file),

@@ -28,6 +28,8 @@ class MemoryProfile:
     extra_gradient_bytes : bytes per parameter of a second, lasting copy of the gradients, with replicas
     backward_gradient_bytes : 16-bit gradients of the running backward beside fp32 main gradients
     casts_moments : the optimizer casts 16-bit moments of all parameters to fp32 for its step
+    stores_remainders : beside narrow moments, of a master weight in fp32 only the 16 bits that a bf16 weight
+        lacks are kept
     step_bytes : temporaries of the step with 16-bit gradients, bytes per parameter this rank updates
     step_elements : parameters of a rank that ZeRO 3 updates at a time (sub_group_size), 0 for all
     bucket_bytes : flat buffer of the gradient reduction
@@ -75,6 +77,7 @@ class MemoryProfile:
     extra_gradient_bytes: float = 0.0
     backward_gradient_bytes: float = 0.0
     casts_moments: bool = False
+    stores_remainders: bool = False
     step_bytes: float = 0.0
     step_elements: float = 0.0
     bucket_bytes: float = 0.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
+from foreshard.catalog.memory_profiles import memory_profile
 from foreshard.catalog.shipped import inherited, shipped
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
@@ -135,6 +136,8 @@ def as_chosen(
     _check_use(chosen, model, file)
     devices = tuple(devices)
     framework = replace(framework, **chosen.overrides.stated())
+    if _keeps_remainders(framework, chosen):
+        framework = replace(framework, master_bytes=2)
 
     def where(key: str) -> dict[str, Any]:
         return {"key": key if file else f"--{key.replace('_', '-')}", "file": file}
@@ -147,6 +150,14 @@ def as_chosen(
     if chosen.compile is not None:
         framework = with_compile(framework, chosen.compile, **where("compile"))
     return framework
+
+
+def _keeps_remainders(framework: Framework, chosen: Chosen) -> bool:
+    """Return whether narrow moments leave half of a master weight, the weight being the other half."""
+    is_bf16 = chosen.precision == "bf16" or (chosen.precision in LOW_PRECISIONS and not framework.fp8_params)
+    moments, masters = chosen.overrides.moment_bytes, chosen.overrides.master_bytes
+    is_narrow = moments is not None and moments < 4 and masters is None
+    return memory_profile(framework.memory).stores_remainders and is_narrow and is_bf16
 
 
 _OF_EXPERTS = ("grouped_gemm", "routing")

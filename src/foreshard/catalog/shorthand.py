@@ -172,6 +172,9 @@ def _term(text: str, term: str) -> Term:
                 if count is None
                 else Term(count=int(count), per_node=int(per_node), device=device, named=name)
             )
+    alone = _device(term)
+    if alone is not None and _is_card(alone):
+        return Term(count=1, per_node=1, device=alone, named=term)
     for name in (term, *(name for _, _, name in _readings(term))):
         if why_unresolvable(name):
             resolve_device(name)  # raises: what it is
@@ -233,6 +236,11 @@ def _device(name: str) -> Device | None:
         return None
 
 
+def _is_card(device: Device) -> bool:
+    """Return whether a device is sold as a card: its name alone is one of them, not a node."""
+    return device.form not in ("sxm", "oam") and usual_node_size(device) == 8
+
+
 def _one_node(text: str, term: str, per_node: int, device: Device, named: str) -> Term:
     """Return one node of so many devices, or raise where no node of this device has as many."""
     most = largest_node(device)
@@ -268,7 +276,7 @@ def _fix(text: str) -> str:
     alone = _device(_VENDOR.sub("", text)) if len(text) <= _MAX_CHARS // 16 else None
     if alone is not None and alone.name.endswith("-nvl72"):
         return f"Write '18x4x{alone.name}' for a rack of 72, '1x{alone.name}' for one device"
-    if alone is not None and (alone.form in ("sxm", "oam") or usual_node_size(alone) != 8):
+    if alone is not None and not _is_card(alone):
         return f"Write '1x{alone.name}' for one, '{usual_node_size(alone)}x{alone.name}' for a node of them"
     if alone is not None:
         return f"Did you mean '1x{alone.name}'?"
@@ -314,7 +322,7 @@ def _nearest(text: str) -> str | None:
     none = re.match(rf"^0+{_BY}(.+)", text)
     if none and _readable(f"1x{none[1]}"):
         return f"1x{none[1]}"
-    sized = re.fullmatch(rf"((?:[0-9]{{1,7}}{_BY}){{1,2}})(.+)", text)
+    sized = re.fullmatch(rf"((?:0*[1-9][0-9]{{0,6}}{_BY}){{1,2}})(.+)", text)
     known = near_devices(sized[2]) if sized else []
     return f"{re.sub(_BY, 'x', sized[1])}{known[0]}" if sized and known else None
 

@@ -9,7 +9,8 @@ import click
 from foreshard.cli.options.answer import dump, say, write_text
 from foreshard.cli.options.sources import configurable
 from foreshard.cli.options.values import Count, Word
-from foreshard.interop.importers import SOURCES
+from foreshard.interop.importers import SOURCES, stated_tool
+from foreshard.spec.codec import read_text
 from foreshard.spec.plan import MAX_SEQ_LEN, PRECISIONS
 
 
@@ -17,7 +18,12 @@ from foreshard.spec.plan import MAX_SEQ_LEN, PRECISIONS
 @click.argument("configuration", metavar="FILE")
 @click.argument("model")
 @click.argument("cluster")
-@click.option("--from", "source", required=True, type=Word(*SOURCES), help="The tool that reads FILE.")
+@click.option(
+    "--from",
+    "source",
+    type=Word(*SOURCES),
+    help="The tool that reads FILE (default: the one whose words are in it).",
+)
 @click.option(
     "--seq",
     "seq_len",
@@ -36,7 +42,7 @@ def command(
     configuration: str,
     model: str,
     cluster: str,
-    source: str,
+    source: str | None,
     output: str | None,
     as_json: bool,
     **stated: Any,
@@ -54,6 +60,7 @@ def command(
     """  # noqa: D301 - a lone backslash-b keeps the lines below apart in --help
     from foreshard import api
 
+    source = source or stated_tool(read_text(configuration), configuration)
     plan, notes = api.import_plan(
         configuration,
         source,

@@ -6,9 +6,11 @@ a float or an ndarray, so that the same formulas price one stage or a batch of p
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,6 +132,54 @@ def layer_shape(block: Block) -> LayerShape:
 
 
 NO_LAYER = LayerShape(**{f.name: 0.0 for f in fields(LayerShape)})
+
+
+Neighbours = tuple[int, int, int]
+"""Kinds of three layers that follow each other."""
+
+
+class LayerOrder(NamedTuple):
+    """Which kinds of layers lie before and behind each other; the last layer is before the first.
+
+    Values are numbers, or arrays over pipelines.
+    """
+
+    # shares of the layers of the kind in the middle
+    shares: Mapping[Neighbours, Any]
+    # 1 where the model's first layer, and its last, lies so
+    first: Mapping[Neighbours, Any]
+    last: Mapping[Neighbours, Any]
+
+
+@lru_cache(maxsize=256)
+def layer_order(kinds: tuple[int, ...]) -> LayerOrder:
+    """Return the order of layers of these kinds.
+
+    Examples
+    --------
+    >>> layer_order((0, 1, 1, 1)).shares[1, 1, 1], layer_order((0, 1, 1, 1)).last
+    (0.3333333333333333, {(1, 1, 0): 1.0})
+    """
+    before, behind = (kinds[-1], *kinds[:-1]), (*kinds[1:], kinds[0])
+    places = list(zip(before, kinds, behind, strict=True))
+    counts = Counter(kinds)
+    return LayerOrder(
+        shares={place: number / counts[place[1]] for place, number in Counter(places).items()},
+        first={places[0]: 1.0},
+        last={places[-1]: 1.0},
+    )
+
+
+def stacked_orders(orders: Sequence[LayerOrder]) -> LayerOrder:
+    """Return the orders of several pipelines as one, shape (1, pipelines)."""
+
+    def over(values: Sequence[Mapping[Neighbours, Any]]) -> dict[Neighbours, Any]:
+        places = dict.fromkeys(place for value in values for place in value)
+        return {place: np.array([[value.get(place, 0.0) for value in values]]) for place in places}
+
+    if all(order is orders[0] for order in orders):
+        return orders[0]
+    return LayerOrder(*(over(values) for values in zip(*orders, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,15 @@ from foreshard.comm.jobs.job import TrainingJob
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
-from foreshard.graph.shapes import NO_LAYER, LayerShape, RankShape, layer_shape
+from foreshard.graph.shapes import (
+    NO_LAYER,
+    LayerOrder,
+    LayerShape,
+    RankShape,
+    layer_order,
+    layer_shape,
+    stacked_orders,
+)
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import (
     Worker,
@@ -151,6 +159,7 @@ class Batch:
 
     kinds: tuple[LayerShape, ...]
     counts: tuple[np.ndarray, ...]
+    order: LayerOrder
     machine: Machine
     recompute: Recompute
     has_embedding: np.ndarray
@@ -406,16 +415,18 @@ def build_batch(
     cases: Sequence[PlannedRun], constants: TrainingConstants, *, fidelity: str = "zero-shot"
 ) -> Batch:
     """Return the arrays of all pipelines of all cases, priced at a fidelity."""
-    pipelines, stages, places, kinds = [], [], [], []
+    pipelines, stages, places, kinds, orders = [], [], [], [], []
     for case in cases:
         rows, setup = stage_rows(case, fidelity=fidelity), case.setup(fidelity)
         domains = link_domains(case.cluster)
         case_kinds = [layer_shape(block) for block, _ in case.model.block_kinds()]
+        case_order = layer_order(case.model.block_order())
         for g, group in enumerate(case.plan.groups):
             pipelines.append(_pipeline(case, setup, group, domains))
             stages.append([row for row in rows if row.group == g])
             places.append(_boundaries(group, stages[-1], domains))
             kinds.append(case_kinds)
+            orders.append(case_order)
     depth, num_kinds = max(map(len, stages)), max(map(len, kinds))
     padded = [row + row[-1:] * (depth - len(row)) for row in stages]
     equal = all(
@@ -434,6 +445,7 @@ def build_batch(
     return Batch(
         kinds=tuple(stacked([[row[k]] for row in full], LayerShape) for k in range(num_kinds)),
         counts=tuple(np.array([[stage[k] for stage in row] for row in counts]).T for k in range(num_kinds)),
+        order=stacked_orders(orders),
         machine=Machine(**parts, constants=constants),
         recompute=stacked([[stage.recompute for stage in row] for row in padded], Recompute),
         has_embedding=np.array([[stage.has_embedding for stage in row] for row in padded]).T,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from foreshard.errors import SpecError
+from foreshard.spec.codec import invalid
 from foreshard.spec.model import LORA_TARGETS, Model, lora
 
 _TARGETS = ("q", "k", "v", "o")
@@ -30,6 +31,8 @@ def adapters_of(text: str, *, key: str = "--lora", file: str | None = None) -> t
     ------
     SpecError
     """
+    if not isinstance(text, str):
+        raise invalid(text, "Must be RANK[:TARGETS]", key=key, file=file, fix="Write it like 16 or 16:q+v")
     rank, colon, names = text.strip().lower().partition(":")
     rank = re.sub(r"^(?:rank|r)\s*=?\s*", "", rank)
     named = [word.strip().removesuffix("_proj") for word in re.split(r"[+,]", names)] if colon else _TARGETS

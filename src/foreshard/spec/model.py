@@ -94,6 +94,13 @@ class Model:
             counts[block] = counts.get(block, 0) + same[id(block)]
         return tuple(counts.items())
 
+    def block_order(self) -> tuple[int, ...]:
+        """Return the kind of each block, by its place in `block_kinds`."""
+        kinds = {block: i for i, (block, _) in enumerate(self.block_kinds())}
+        distinct = {id(block): block for block in self.blocks}  # hashing a block is slow
+        place = {key: kinds[block] for key, block in distinct.items()}
+        return tuple(place[id(block)] for block in self.blocks)
+
     @property
     def tied_params(self) -> int:
         """Parameters held by embedding and head alike."""

@@ -145,10 +145,17 @@ def load_plan(path: str, *, selective: Callable[[str], str] | None = None) -> Pl
         When the file cannot be read, is no JSON, or describes no plan.
     """
     data = parse_json(read_text(path, max_bytes=MAX_FILE_BYTES), file=str(path))
+    return plan_of_data(data, file=str(path), selective=selective)
+
+
+def plan_of_data(
+    data: Any, *, file: str | None = None, selective: Callable[[str], str] | None = None
+) -> Plan:
+    """Return the Plan in what such a file holds."""
     found = _plan_in(data)
     if selective is not None and isinstance(found, dict) and isinstance(found.get("framework"), str):
         found = _meaning(found, selective(found["framework"]))
-    return parse_plan(found, file=str(path))
+    return parse_plan(found, file=file)
 
 
 def _meaning(data: Any, rule: str) -> Any:

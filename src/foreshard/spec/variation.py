@@ -58,6 +58,12 @@ class Noise:
         whole(self.seeds, 1, MAX_STEPS, key="--seeds", name="seeds")
         whole(self.seed, 0, 2**63 - 1, key="--seed", name="seed")
         for flag, factors in (("--slow", self.slow), ("--slow-link", self.slow_link)):
+            if not isinstance(factors, Mapping):
+                rule, fix = (
+                    "Is a factor of each rank that it names",
+                    "Write it like 12=1.5, in Python {12: 1.5}",
+                )
+                raise invalid(factors, rule, key=flag, name=flag.strip("-"), fix=fix)
             for rank, factor in factors.items():
                 whole(rank, 0, key=flag, name="rank")
                 if not _is_number(factor) or not 1.0 <= factor <= MAX_FACTOR:

@@ -349,6 +349,11 @@ def test_a_bare_device_and_a_count_beyond_all_are_said(text, said):
         load_cluster(text)
 
 
+@pytest.mark.parametrize("text", ["4090", "RTX 3090", "GeForce RTX 4090", "L40S", "A6000", "a100-pcie"])
+def test_the_name_of_a_card_is_one_of_them(text):
+    assert replace(load_cluster(text), name="") == replace(load_cluster(f"1x{text}"), name="")
+
+
 @pytest.mark.parametrize("rate", ["", "@25Gb/s", "@400Gb/s/gpu"])
 @pytest.mark.parametrize("device", ["b200", "rtx-4090", "mi300x", "v100"])
 def test_another_device_leaves_what_a_fresh_shorthand_gives(rate: str, device: str) -> None:

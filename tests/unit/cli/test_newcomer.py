@@ -1,6 +1,7 @@
 """Where a stranger with the README alone stumbled: what is taken now, and what the refusal says to write."""
 
 import json
+import re
 
 import pytest
 
@@ -42,8 +43,8 @@ def test_a_configuration_here_is_not_named_after_the_folder_of_work(shell, confi
         (("export", "plan.json", "llama3-8b", "--to", "accelerate"), "Write fsdp or deepspeed"),
         (("export", "plan.json", "llama3-8b", "--to", "nemo"), "Write megatron"),
         (("predict", "llama3-8b", "8xh100", "--tp", "-1"), "Write it like 8"),
-        (("predict", "llama3-8b", "8xh100", "--torch-compile"), "Write --compile"),
-        (("predict", "llama3-8b", "8xh100", "--compile", "true"), "A switch has no value"),
+        (("predict", "llama3-8b", "8xh100", "--torch-dynamo"), "Write --compile"),
+        (("predict", "llama3-8b", "8xh100", "--explain", "true"), "A switch has no value"),
         (("predict", "llama3-8b", "--cluster", "8xh100"), "CLUSTER after MODEL"),
         (("export", "config.json", "--to", "megatron"), "foreshard plan MODEL CLUSTER --global-batch N"),
     ],
@@ -89,3 +90,32 @@ def test_python_takes_what_a_configuration_holds_and_levels_by_their_words():
     found = foreshard.predict(CONFIG, "8xl40s", zero="ZeRO-3", tp="2")
     assert found.plan.groups[0].stages[0].zero == 3
     assert foreshard.predict(CONFIG, "8xl40s", zero=3, tp=2).step_time_s == found.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ds.json", '{"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}'),
+        ("job.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n"),
+        ("start.sh", "torchrun pretrain_gpt.py --num-layers 32 --micro-batch-size 1\n"),
+        (
+            "train.toml",
+            '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 2\n',
+        ),
+    ],
+)
+def test_the_tool_of_a_configuration_is_known_by_its_words(tmp_path, shell, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    answer = shell("predict", "llama3-8b", "8xh100", "--plan", path)
+    tool = re.search(rf"foreshard import {path} MODEL CLUSTER --from (\w+)", answer.err)[1]
+    own, known = (
+        shell("import", path, "llama3-8b", "8xh100", "--json", *of) for of in ((), ("--from", tool))
+    )
+    assert answer.code == 2 and own.json == known.json
+
+
+def test_a_file_of_no_tool_is_told_so(tmp_path, shell):
+    (tmp_path / "notes.txt").write_text("tp = 2\n")
+    answer = shell("import", tmp_path / "notes.txt", "llama3-8b", "8xh100")
+    assert answer.code == 2 and "Name the one that reads it: --from TOOL" in answer.err

@@ -27,6 +27,21 @@ def test_dtypes_of_states_take_their_bytes_and_no_more():
     assert run(grad_bytes=4, moment_bytes="fp32").memory == own.memory
 
 
+def test_narrow_moments_leave_half_of_the_master_weight():
+    """Megatron's store_param_remainders, which is on: the bf16 weight is the other half."""
+    asked = {"framework": "megatron-core", "seq": 2048, "recompute": "full"}
+
+    def states(dtype="bf16", **overrides):
+        made = predict(load_model("llama3.2-1b"), CLUSTER, dtype=dtype, overrides=overrides, **asked)
+        return made.memory.breakdown_bytes["optimizer"] / load_model("llama3.2-1b").num_params * 16
+
+    assert states() == pytest.approx(12.0, rel=0.01)
+    assert states(moment_bytes=2) == pytest.approx(6.0, rel=0.01)
+    assert states(moment_bytes=2, master_bytes=4) == pytest.approx(8.0, rel=0.01)
+    assert states("fp16", moment_bytes=2) == pytest.approx(8.0, rel=0.01)
+    assert states("fp8", moment_bytes=2, fp8_params=True) == pytest.approx(8.0, rel=0.01)
+
+
 def test_what_a_framework_does_by_itself_changes_nothing():
     own = run()
     stated = run(grad_bytes=4, cuda_graphs="none", grouped_gemm=True, routing="learned", cross_entropy="te")

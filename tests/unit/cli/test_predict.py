@@ -205,7 +205,7 @@ def test_words_of_elsewhere_are_the_same_run(shell):
 @pytest.mark.parametrize(
     ("flag", "ours"),
     [
-        ("--gradient-checkpointing", "--recompute full"),
+        ("--activation-checkpointing", "--recompute full"),
         ("--batch_size", "--global-batch"),
         ("--num-gpus", "CLUSTER"),
         ("--fsdp", "--framework torchtitan"),

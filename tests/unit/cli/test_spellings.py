@@ -267,3 +267,61 @@ def test_a_switch_with_a_value_is_to_be_written_alone():
     with pytest.raises(click.ClickException) as caught:
         program.main(["run", "--resume=yes", "job.py"], standalone_mode=False)
     assert _usage_error(caught.value).fix == "Write --resume alone"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--bf16 True -tp 2", "--dtype bf16 --tp 2"),
+        ("--fp16 --gradient_checkpointing", "--dtype fp16 --recompute full"),
+        ("--recompute-activations --use-distributed-optimizer", "--recompute selective --zero 1"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 4",
+            "--recompute full:block:4",
+        ),
+        ("--overlap-grad-reduce --no-overlap-param-gather", "--grad-overlap --no-param-gather-overlap"),
+        (
+            "--zero_stage 3 --ctx 4k --framework hf --torch-compile",
+            "--zero 3 --seq 4k --framework hf --compile",
+        ),
+        ("--num-virtual-stages-per-pipeline-rank 2 --pp 2", "--vpp 2 --pp 2"),
+        ("--parallelism.tensor_parallel_degree 2 --training.seq_len 4096", "--tp 2 --seq 4096"),
+        ("--tp 2 --sequence_parallel=false", "--tp 2 --no-sp"),
+        ("--local_batch_size 2 --mixed_precision fp16", "--micro-batch 2 --dtype fp16"),
+        ("--pp 2 --pipeline_parallel_schedule GPipe", "--pp 2 --schedule gpipe"),
+        ("--cpu-offload --framework deepspeed", "--offload cpu --framework deepspeed"),
+    ],
+)
+def test_switches_of_other_tools_are_ours(shell, theirs, ours):
+    run = ("predict", "llama3.2-1b", "8xh100", "--json")
+    assert shell(*run, *theirs.split()).json["plan"] == shell(*run, *ours.split()).json["plan"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("--gradient-checkpointing=false", "Write --recompute full"),
+        ("--recompute-num-layers 1", "Write --recompute full:uniform:N or full:block:N"),
+        ("--hsdp", "Write --shard-size"),
+        ("--deepspeed", "Write --framework deepspeed"),
+        ("--sharding FULL_SHARD", "Write --zero 3"),
+        ("-m llama3-8b", "Write MODEL first"),
+        ("--bucket_cap_mb 25", "Write --buckets SIZE, as 25MiB"),
+        ("--buckets 25", "Write it like 25MiB"),
+        ("--train_batch_size 32", "Write --global-batch (samples of a step)"),
+        ("--fsdp-sharding-strategy 1", "Write --zero 3 for FULL_SHARD"),
+        ("--region us-east-1", "Write --prices FILE"),
+    ],
+)
+def test_words_of_other_tools_without_one_meaning_are_told_what_to_write(shell, words, fix):
+    answer = shell("predict", "llama3.2-1b", "8xh100", *words.split())
+    assert answer.code == 2
+    assert fix in answer.err
+
+
+@pytest.mark.parametrize(
+    ("verb", "ours"), [("estimate", "predict"), ("optimize", "plan"), ("gpus", "devices")]
+)
+def test_a_verb_of_another_word_is_told_what_does_it(shell, verb, ours):
+    answer = shell(verb, "llama3-8b", "8xh100")
+    assert answer.code == 2 and f"Did you mean {ours!r}?" in answer.err

@@ -9,6 +9,21 @@ import click
 
 from foreshard.errors import unknown
 
+_MEANT = {
+    **dict.fromkeys(("estimate", "forecast", "time", "memory", "cost", "price", "calc"), "predict"),
+    **dict.fromkeys(("search", "optimize", "optimise", "tune", "find", "auto", "recommend"), "plan"),
+    **dict.fromkeys(("train", "launch", "start"), "run"),
+    **dict.fromkeys(("gpus", "gpu", "accelerators", "hardware"), "devices"),
+    **dict.fromkeys(("instances", "clouds", "nodes"), "clusters"),
+    **dict.fromkeys(("benchmark", "measure"), "profile"),
+    **dict.fromkeys(("what-if", "sensitivity"), "whatif"),
+    **dict.fromkeys(("frameworks", "config", "help-config"), "schema"),
+    **dict.fromkeys(("check", "health", "info"), "doctor"),
+    "convert": "export",
+    "list": "models",
+}
+"""Verbs of other words for what they do."""
+
 
 class VerbGroup(click.Group):
     """Verbs by name with what each is for; `load` imports the command of one."""
@@ -29,7 +44,10 @@ class VerbGroup(click.Group):
         """Return the command that the words call, or raise for an unknown verb."""
         if args and args[0] not in self.verbs:
             help_of = f"See {ctx.command_path} --help"
-            raise unknown("verb", args[0], self.verbs, key="verb", rule="Verbs are", otherwise=help_of)
+            error = unknown("verb", args[0], self.verbs, key="verb", rule="Verbs are", otherwise=help_of)
+            ours = _MEANT.get(args[0].lower())
+            error.fix = f"Did you mean {ours!r}?" if ours in self.verbs else error.fix
+            raise error
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from foreshard.cli.options.answer import answering
-from foreshard.cli.options.flags import canonical
+from foreshard.cli.options.flags import as_ours, canonical
 from foreshard.cli.options.values import Text
 from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import SpecError, did_you_mean, unknown
@@ -26,6 +26,18 @@ _CONFIG_PATH = "foreshard.config"
 _SETTINGS = {"show_default": True, "token_normalize_func": canonical}
 
 
+class _Verb(click.Command):
+    """A verb that knows switches of other tools."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words, those of other tools as ours."""
+        known = [option[2:] for param in self.params for option in param.opts if option.startswith("--")]
+        switches = [
+            param.opts[0][2:] for param in self.params if f"--no-{param.opts[0][2:]}" in param.secondary_opts
+        ]
+        return super().parse_args(ctx, as_ours(args, known, switches))
+
+
 def verb_command(
     name: str,
     *options: Callable[[click.Command], None],
@@ -37,7 +49,7 @@ def verb_command(
     """
 
     def made(function: Callable[..., Any]) -> click.Command:
-        command = click.command(name, context_settings=_SETTINGS)(function)
+        command = click.command(name, cls=_Verb, context_settings=_SETTINGS)(function)
         for add in options:
             add(command)
         answering(command, output)

@@ -170,6 +170,10 @@ class Level(Count):
         self.fail(what + hint, param, ctx)
 
 
+LEAST_BARE_BYTES = 2**16
+"""Numbers without a unit below it are MiB or elements to whoever writes them, not bytes of a bucket."""
+
+
 class BucketSize(ByteCount):
     """Bytes of a bucket of gradients, or `auto`."""
 
@@ -180,6 +184,8 @@ class BucketSize(ByteCount):
         text = str(value).strip()
         if text.lower() == AUTO:
             return AUTO
+        if text.isdecimal() and int(text[:9]) < LEAST_BARE_BYTES:
+            self.fail(f"{text[:40]!r} has no unit. Write it like {text[:9]}MiB", param, ctx)
         return int(super().convert(value, param, ctx))
 
 

@@ -8,6 +8,7 @@ below. Read ``stated_run.py`` first, then ``deepspeed.py``.
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 
 from foreshard.errors import SpecError, unknown
@@ -23,6 +24,37 @@ SOURCES = {
     "accelerate": "accelerate",
 }
 """Module of each tool, by the name that ``--from`` takes."""
+
+
+_SIGNS = {
+    "deepspeed": r'^\s*\{(?s:.)*"(zero_optimization|train_(micro_)?batch_size(_per_gpu)?)"\s*:',
+    "torchtitan": r"^\[(parallelism|activation_checkpoint|job)\]",
+    "accelerate": r"^(distributed_type|fsdp_config|deepspeed_config)\s*:",
+    "megatron": r"--(tensor-model-parallel-size|num-layers|micro-batch-size)\b",
+}
+"""What the files of each tool say and those of no other."""
+
+
+def tool_of(text: str) -> str | None:
+    """Return the tool that a file configures, None where nothing says so.
+
+    Examples
+    --------
+    >>> tool_of('{"zero_optimization": {"stage": 3}}'), tool_of("tp = 2")
+    ('deepspeed', None)
+    """
+    return next((tool for tool, sign in _SIGNS.items() if re.search(sign, text, re.MULTILINE)), None)
+
+
+def stated_tool(text: str, file: str) -> str:
+    """Return the tool that a file configures; raise SpecError where nothing in it says so."""
+    tool = tool_of(text)
+    if tool is None:
+        what, rule = "no tool is known by what the file says", f"Tools are {', '.join(SOURCES)}"
+        raise SpecError(
+            what, file=file, key="--from", rule=rule, fix="Name the one that reads it: --from TOOL"
+        )
+    return tool
 
 
 def read_run(text: str, source: str, file: str) -> StatedRun:

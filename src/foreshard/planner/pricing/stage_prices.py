@@ -18,7 +18,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.comm.fabric import Fabric, fabric_between
 from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
-from foreshard.graph.shapes import RankShape, layer_shape
+from foreshard.graph.shapes import RankShape, layer_order, layer_shape
 from foreshard.planner.pricing.stage_memory import MAX_STAGES, fewest_devices, rooms_in
 from foreshard.planner.pricing.stage_options import StageKind, fits_alone, stage_options
 from foreshard.planner.pricing.stage_types import StageTypes, rank_row, row, stage_types
@@ -371,6 +371,7 @@ def _batch(
     return Batch(
         kinds=tuple(layer_shape(block) for block, _ in request.model.block_kinds()),
         counts=tuple(priced.of_types(types.counts[:, i : i + 1]) for i in range(types.counts.shape[1])),
+        order=layer_order(request.model.block_order()),
         machine=Machine(
             kernels=priced.ranks(row([kernels[kind.node_group] for kind in kinds], KernelModel)),
             fabric=fabric,

@@ -44,6 +44,7 @@ class _Order:
         count = rows.count[:, column].astype(int)
         self.run = np.repeat(np.arange(len(count)), count)  # of each stage
         self.num_chunks = 2 if schedule in FOLDED else 1
+        self.ends = 2 if schedule == "dualpipe" else 1  # of the pipeline that micro-batches enter at
         passes = math.ceil(rows.rounds[column] / self.num_chunks - 1e-9)
         self.op_s = self._of_chunks(batch, stage, schedule)
         places, messages = batch.boundaries, stage.messages
@@ -57,7 +58,7 @@ class _Order:
         shape = pipeline_shape(
             schedule,
             num_stages=len(self.run),
-            num_micro_batches=2 * passes if schedule == "dualpipe" else passes,
+            num_micro_batches=self.ends * passes,
             num_chunks=self.num_chunks,
             overlap_p2p=True,
         )
@@ -92,6 +93,16 @@ class _Order:
             found.append(seconds)
         return found
 
+    def _of_micro_batches(self, seconds: np.ndarray) -> np.ndarray:
+        """Return seconds of chunks for each micro-batch, of which the last may be short.
+
+        Where they enter at both ends, rows count the last two as one: each chunk has half of them.
+        """
+        each = np.repeat(seconds[..., None], self.shape.ops.shape[3], axis=-1)
+        missing = self.ends * (1.0 - self._of_stages(self.rows.last_share))
+        each[..., -1] *= 1.0 - missing[:, None]
+        return each
+
     def _far_boundaries(self, count: np.ndarray, places: Boundaries) -> np.ndarray:
         """Return whether the boundary after each stage leaves a link domain."""
         found: list[bool] = []
@@ -116,7 +127,7 @@ class _Order:
     def path(self) -> tuple[float, int, float]:
         """Return seconds, the run of stages that sets the pace, and what weights and gradients take of it."""
         rows, shape = self.rows, self.shape
-        forward_s, given_s, weight_s = self.op_s
+        forward_s, given_s, weight_s = map(self._of_micro_batches, self.op_s)
         durations_s = pipeline_durations(
             shape,
             forward_s=forward_s,

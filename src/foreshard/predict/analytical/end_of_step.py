@@ -85,11 +85,15 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
         for seconds in gradient_sync_s(stage.params / buckets, stage.expert_params / buckets, machine)
     )
     first, last = _bucket_shares(batch, stage)
+    # Gradients move beside the last micro-batch, which may be short.
+    part = np.minimum(stage.last_share, 1.0)
     # The last gradients of weights put off come in the last piece of the backward alone.
     last_backward = np.where(p.zero_bubble > 0, stage.later, stage.backward)
     hidden_b = last_backward * (1.0 - chunks * first)
     hidden_b = np.where(chunks > 1, hidden_b, last_backward - _first_bucket_s(batch, stage, last_backward))
-    hidden_f = stage.forward * (1.0 - chunks * last)
+    hidden_b = part * hidden_b
+    first_forward = np.where(p.num_micro_batches > 1.0, 1.0, part) * stage.forward
+    hidden_f = first_forward * (1.0 - chunks * last)
     # Compute beside a collective is slowed, which counts where compute is what the step waits for.
     slowed = contention(machine)
     slowed_b = slowed * np.minimum(hidden_b / chunks, np.maximum(reduce / chunks - reduce * last, 0.0))
@@ -98,7 +102,7 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     # Every stage waits for its own buckets, if it has several; a chunk that is one bucket does not. Two come
     # while a stage waits for its first input, but for the first stage, which has its own.
     each = (chunks == 1) | (traits.bucket_elements > 0)
-    bucket_s = (1.0 - last) * np.maximum(gather - stage.forward, 0.0) / np.maximum(buckets - 1.0, 1.0)
+    bucket_s = (1.0 - last) * np.maximum(gather - first_forward, 0.0) / np.maximum(buckets - 1.0, 1.0)
     later = np.maximum(slowed_f, np.maximum(buckets - 2.0 * chunks, 0.0) * bucket_s)
     waited = np.maximum(slowed_f, later + bucket_s * (buckets >= 1.5))
     own = np.maximum(gather * last, (gather - hidden_f) / chunks)

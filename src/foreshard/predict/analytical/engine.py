@@ -139,7 +139,8 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     )
     parts = {name: m * pace(value) for name, value in stage.parts.items()}
     extra = np.ceil(m - 1e-9) - 1.0 + stage.last_share - m
-    parts["host"] = parts["host"] + pace(extra * (stage.forward + stage.backward) - stage.reduce_once)
+    more = pace(extra * (stage.forward + stage.backward) - stage.reduce_once)
+    parts["host"] = np.maximum(parts["host"] + more, 0.0)  # where it is none, rounding
     parts["data_comm"] = parts["data_comm"] + pace(stage.reduce_once)
     parts["data_comm"] = parts["data_comm"] + span.data_s
     # Collectives and messages of other stages run beside the last work of the one that sets the pace.

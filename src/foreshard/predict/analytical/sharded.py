@@ -8,12 +8,13 @@ the scatter of the unit before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from foreshard.graph.shapes import LayerOrder, Neighbours
 from foreshard.predict.machine import Machine
 from foreshard.predict.tasks.collectives import ShardTimes, slowed_s
 
@@ -98,12 +99,14 @@ def waits(
     head: ShardedUnit,
     machine: Machine,
     *,
+    order: LayerOrder,
     longer: Any,
     chunks: Any,
     part: Literal["whole", "given", "late"] = "whole",
 ) -> Waits:
     """Return what forward and backward wait for, all chunks of a stage together.
 
+    `layers` are those of each kind, and `order` says what lies before and behind them in the model.
     Ends have a count of 1 on stages that hold them. The host makes computation `longer` by this factor.
     `part` is what of a backward runs: all of it, the gradients of inputs ('given'), or those of weights with
     their scatters ('late'), as one follows the other in pipelines with zero bubble.
@@ -132,45 +135,52 @@ def waits(
 
     runs = [run(unit) for unit in layers]
     counts = [np.asarray(unit.count) for unit in layers]
-    total = np.maximum(np.asarray(sum(counts)), 1e-9)
+    total = np.asarray(sum(counts))
+    some = 1.0 * (total > 0)
 
-    def mean(values: Sequence[Any]) -> Any:
-        return sum(count * value for count, value in zip(counts, values, strict=True)) / total
+    def over(places: Mapping[Neighbours, Any], seconds: Callable[[_Pass, _Pass, _Pass], Any]) -> Any:
+        return sum(weight * seconds(*(runs[kind] for kind in place)) for place, weight in places.items())
 
-    some = 1.0 * (np.asarray(sum(counts)) > 0)
-    forward = sum(
-        count * wait(r.gather + r.counting, r.forward) for count, r in zip(counts, runs, strict=True)
-    )
-    backward = sum(
-        count * wait(r.again + r.scatter, r.backward) for count, r in zip(counts, runs, strict=True)
-    )
+    each = {place: share * counts[place[1]] for place, share in order.shares.items()}
+    usual = {place: number / np.maximum(total, 1e-9) for place, number in each.items()}
+
+    # What a layer waits for beside layers of the same pass.
+    def ahead_s(_: _Pass, own: _Pass, behind: _Pass) -> Any:
+        return wait(behind.gather + own.counting, own.forward)
+
+    def back_s(before: _Pass, own: _Pass, behind: _Pass) -> Any:
+        return wait(before.again + behind.scatter, own.backward)
+
+    forward, backward = over(each, ahead_s), over(each, back_s)
+    usual_s, usual_back = over(usual, ahead_s), over(usual, back_s)
     # A pass begins and ends beside units of other passes, or beside the ends; the head stays gathered.
-    layer = _Pass(**{name: mean([getattr(r, name) for r in runs]) for name in _Pass.__slots__})
     first, last = run(embedding), run(head)
     has_first, has_last = np.asarray(embedding.count), np.asarray(head.count)
-    usual = wait(layer.gather + layer.counting, layer.forward)
-    usual_back = wait(layer.again + layer.scatter, layer.backward)
-    behind = wait(layer.scatter + layer.gather + layer.counting, layer.forward) - usual
-    at_first = wait(first.scatter + layer.gather, first.forward)
-    behind_backward = some * (chunks - has_first) * behind
+    behind = over(usual, lambda _, own, behind: wait(own.scatter + behind.gather + own.counting, own.forward))
+    behind_backward = some * (chunks - has_first) * (behind - usual_s)
+    at_first = over(order.first, lambda _, own, behind: wait(first.scatter + own.gather, first.forward))
     forward = forward + behind_backward + has_first * at_first
-    behind_backward = behind_backward + has_first * (at_first - wait(layer.gather, first.forward))
-    forward = forward + some * has_last * (wait(last.gather + layer.counting, layer.forward) - usual)
-    backward = backward + some * has_first * (wait(layer.scatter + first.again, layer.backward) - usual_back)
-    at_first = wait(layer.scatter + first.gather, first.backward)
+    alone = over(order.first, lambda _, own, behind: wait(own.gather, first.forward))
+    behind_backward = behind_backward + has_first * (at_first - alone)
+    before_head = over(order.last, lambda _, own, behind: wait(last.gather + own.counting, own.forward))
+    forward = forward + some * has_last * (before_head - over(order.last, ahead_s))
+    behind_table = over(order.first, lambda _, own, behind: wait(behind.scatter + first.again, own.backward))
+    backward = backward + some * has_first * (behind_table - over(order.first, back_s))
+    at_first = over(order.first, lambda _, own, behind: wait(own.scatter + first.gather, first.backward))
     backward = backward + has_first * at_first
     after_backward = some * (chunks - has_first) * usual_back + has_first * at_first
-    ahead = wait(layer.again, layer.backward) - usual_back
-    backward = backward + some * (chunks - has_last) * ahead
-    behind = wait(last.scatter + layer.again, layer.backward) - usual_back
-    backward = backward + has_last * (wait(layer.again, last.backward) + some * behind)
+    begins = over(usual, lambda before, own, _: wait(before.again, own.backward))
+    backward = backward + some * (chunks - has_last) * (begins - usual_back)
+    behind_head = over(order.last, lambda before, own, _: wait(last.scatter + before.again, own.backward))
+    beside_head = over(order.last, lambda _, own, behind: wait(own.again, last.backward))
+    backward = backward + has_last * (beside_head + some * (behind_head - over(order.last, back_s)))
     if part == "given":  # the gradients of weights that follow gather nothing
         backward, after_backward = backward - after_backward, 0.0 * after_backward
     if part == "late":
-        next_s = wait(layer.scatter + layer.gather, layer.backward) - usual_back
-        backward = backward + some * (chunks - has_first) * next_s
+        ends = over(usual, lambda _, own, behind: wait(behind.scatter + own.gather, own.backward))
+        backward = backward + some * (chunks - has_first) * (ends - usual_back)
     forward, backward = np.maximum(forward, 0.0), np.maximum(backward, 0.0)
-    after_forward = np.minimum(some * (chunks - has_last) * usual, forward)
+    after_forward = np.minimum(some * (chunks - has_last) * usual_s, forward)
     return Waits(
         forward=forward,
         backward=backward,

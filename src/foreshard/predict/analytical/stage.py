@@ -312,8 +312,8 @@ def _unit_waits(
 
     def of(*, longer: Any, units: list[ShardedUnit] = units, **part: Any) -> Waits:
         *layers, embedding, head = units
-        chunks = batch.pipeline.num_chunks
-        return waits(layers, embedding, head, batch.machine, longer=longer, chunks=chunks, **part)
+        own = {"order": batch.order, "longer": longer, "chunks": batch.pipeline.num_chunks}
+        return waits(layers, embedding, head, batch.machine, **own, **part)
 
     whole = of(longer=longer)
     passed = whole

@@ -17,7 +17,7 @@ from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, fabric_of
 from foreshard.cost.memory import StageLoad, stage_peak_bytes
 from foreshard.errors import SpecError
-from foreshard.graph.shapes import RankShape, layer_shape
+from foreshard.graph.shapes import RankShape, layer_order, layer_shape
 from foreshard.predict.analytical.engine import step_times
 from foreshard.predict.batch import Batch, Boundaries
 from foreshard.predict.machine import Machine
@@ -134,6 +134,7 @@ class TableStages:
         return Batch(
             kinds=tuple(layer_shape(block) for block in rows.blocks),
             counts=rows.counts,
+            order=layer_order(setup.model.block_order()),
             machine=Machine(
                 kernels=setup.kernels(node.device),
                 fabric=fabric,

@@ -240,10 +240,12 @@ def network_name(text: str) -> str | None:
 
     Examples
     --------
-    >>> network_name("ResNet-50"), network_name("mobilenetv3_large_100"), network_name("llama3-8b")
-    ('resnet50', 'mobilenet_v3_large', None)
+    >>> network_name("microsoft/resnet-50"), network_name("timm/mobilenetv3_large_100.ra_in1k")
+    ('resnet50', 'mobilenet_v3_large')
+    >>> network_name("llama3-8b")
     """
-    low = text.lower()
+    low = re.sub(r"^timm/([^.]+)\..*", r"\1", text.lower())  # weights behind the point
+    low = re.sub(r"^(microsoft|timm|pytorch|torchvision|google)/", "", low)  # as the Hub has them
     spelled = {re.sub(r"[^a-z0-9.]", "", name): name for name in NETWORKS}
     known = {re.sub(r"[^a-z0-9.]", "", name): meant for name, meant in _NAMES.items()}
     key = re.sub(r"[^a-z0-9.]", "", low)
