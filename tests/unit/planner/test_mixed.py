@@ -22,6 +22,7 @@ from foreshard.planner.mixed.infeasible import least_devices
 from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.mixed.node_sets import capped, node_sets
 from foreshard.planner.mixed.search import MixedSearch
+from foreshard.planner.mixed.subspaces import Subspace
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
@@ -370,6 +371,26 @@ def searched() -> MixedSearch:
     made = MixedSearch(request)
     made.run()
     return made
+
+
+def test_a_search_with_nothing_left_says_why_a_gap_is(searched, monkeypatch):
+    bound_s = searched.by_set[0].bound_s
+    assert searched._why_a_gap(1.005 * bound_s) == ""
+    monkeypatch.setattr(Subspace, "ideal_s", property(lambda _: bound_s))
+    assert f"pipelines take {bound_s:.3g} s" in searched._why_a_gap(1.2 * bound_s)
+    monkeypatch.setattr(Subspace, "ideal_s", property(lambda _: 1.1 * bound_s))
+    assert "too many to exclude" in searched._why_a_gap(1.2 * bound_s)
+
+
+def test_pipelines_at_their_best_are_those_of_sound_prices():
+    problem = price_stages(
+        checked_request(load_model("gpt2"), load_cluster("1x2xa100-sxm-80gb"), global_batch=8), (0,)
+    )
+    part = Subspace(price=lambda: problem, time_plans=lambda *_: np.inf, floor_s=lambda: 0.0)
+    assert part.ideal_s == np.inf
+    part.search = ProblemSearch(problem, target_gap=0.003, filling="full")
+    part.search.advance(TimeBudget.of(600.0))
+    assert part.search.is_sound and part.ideal_s == pytest.approx(part.bound_s)
 
 
 @pytest.mark.parametrize(("cluster", "batch"), [("1x4xt4@25Gb/s", 11), ("1x2xl4+1x2xt4@10Gb/s", 9)])

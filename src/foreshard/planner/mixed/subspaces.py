@@ -121,6 +121,12 @@ class Subspace:
         return own_s if self.within is None else max(own_s, self.within.bound_s)
 
     @property
+    def ideal_s(self) -> float:
+        """Return the step time of the best pipelines at the prices of its bound, infinite before any."""
+        searches = [one for one in (self.search, self.proof) if one is not None and one.is_sound]
+        return min((one.state.best_s for one in searches), default=np.inf)
+
+    @property
     def is_priced(self) -> bool:
         """Return whether its bound is one by pipelines with their filling."""
         search = self.search if self.search is None or self.search.is_sound else self.proof
