@@ -13,6 +13,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError
+from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.finalists import searching
 from foreshard.planner.mixed import best_so_far as found_module
 from foreshard.planner.mixed import search as search_module
@@ -380,6 +381,32 @@ def test_a_search_with_nothing_left_says_why_a_gap_is(searched, monkeypatch):
     assert f"pipelines take {bound_s:.3g} s" in searched._why_a_gap(1.2 * bound_s)
     monkeypatch.setattr(Subspace, "ideal_s", property(lambda _: 1.1 * bound_s))
     assert "too many to exclude" in searched._why_a_gap(1.2 * bound_s)
+
+
+def test_searches_start_from_cheap_planners_and_time_one_plan_of_each_when_late(monkeypatch, even_clock):
+    model = load_model("gpt2")
+    model = replace(model, blocks=model.blocks[:4])
+    cluster = load_cluster("1x2xh100-sxm+1x2xa100-sxm-80gb@400Gb/s")
+    request = checked_request(model, cluster, global_batch=16, seq_len=512, budget_s=2.0)
+    search, asked = MixedSearch(request), []
+
+    def late(name: str) -> SimpleNamespace:
+        def best(problem, budget):
+            asked.append(name)
+            search.budget = TimeBudget(0.0) if name == "lb-bsp" else search.budget
+            found = BASELINES[name].best(problem)
+            assert name == "hetpipe" or len(found.by_number) > 1
+            return found
+
+        return SimpleNamespace(best=best)
+
+    monkeypatch.setattr(search_module, "BASELINES", {name: late(name) for name in ("hetpipe", "lb-bsp")})
+    search.run()
+    assert asked == ["hetpipe", "lb-bsp"]
+    before = len(search.found.timed)
+    search.budget = TimeBudget(1e9)
+    search._offer_published(("lb-bsp",), usual=True)
+    assert len(search.found.timed) == before + 1
 
 
 def test_pipelines_at_their_best_are_those_of_sound_prices():

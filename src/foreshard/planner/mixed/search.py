@@ -110,7 +110,7 @@ grid may still be the fastest once it is laid out in chunks."""
 _OF_FEW_SHAPES = ("hetpipe", "pipedream")
 """Published planners that searches of interleaved pipelines start from, the quickest first: one pipeline of
 all devices, whose stages are alike, is hardly a mix that columns are generated for."""
-_CHEAP = ("lb-bsp", "hetpipe")
+_CHEAP = ("hetpipe", "lb-bsp")
 """Published planners that every search starts from: hundredths of a second each on a few devices."""
 _PLANNER_S = 1.0
 """Seconds of a step of such searches at least: what the second planner takes on hundreds of devices."""
@@ -209,7 +209,8 @@ class MixedSearch:
                 if self.found.timed:
                     self.notes.append(HASTE)
                     return
-            self._offer_published(_CHEAP[: 1 if self.by_price else None], usual=not self.by_price)
+            self.by_set[0].floor_s()  # the bound rests on it: what it takes is not left for after the budget
+            self._offer_published(_CHEAP[-1:] if self.by_price else _CHEAP, usual=not self.by_price)
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
@@ -302,6 +303,8 @@ class MixedSearch:
         The fastest alone where a bound is near. Bounds do not know all that unequal stages spare: they are no
         reason to leave it as it is.
         """
+        if self.budget.is_over:
+            return
         least_s = min(one.bound_s for one in self.even)
         least_s = min(least_s, *(subspace.expected_s for subspace in self.by_set))
         is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
@@ -560,7 +563,9 @@ class MixedSearch:
             best = BASELINES[name].best(problem, budget)
             offered = [arrangement for _, arrangement in best.by_number.values()]
             least_s = {one: step_seconds(problem, one, filling="least") for one in offered}
-            for arrangement in sorted(offered, key=least_s.__getitem__)[:_PUBLISHED]:
+            for place, arrangement in enumerate(sorted(offered, key=least_s.__getitem__)[:_PUBLISHED]):
+                if place and self.found.timed and self.budget.is_over:
+                    return
                 plan = plan_of(self.request, problem, arrangement)
                 if plan is not None and not faults(problem, arrangement):
                     self.found.take(plan)
