@@ -303,7 +303,7 @@ class MixedSearch:
         The fastest alone where a bound is near. Bounds do not know all that unequal stages spare: they are no
         reason to leave it as it is.
         """
-        if self.budget.is_over:
+        if not self.found.timed or self.budget.is_over:
             return
         least_s = min(one.bound_s for one in self.even)
         least_s = min(least_s, *(subspace.expected_s for subspace in self.by_set))
@@ -557,9 +557,9 @@ class MixedSearch:
         use = self.sets[0]
         problem = self._usual(use) if usual else capped(self.found.problem(use), self.request.max_devices)
         for name in names:
-            if self.found.timed and self.budget.is_over:
-                return
             budget = self.budget if self.found.timed else TimeBudget(self.whole.last_at)
+            if budget.is_over:
+                return
             best = BASELINES[name].best(problem, budget)
             offered = [arrangement for _, arrangement in best.by_number.values()]
             least_s = {one: step_seconds(problem, one, filling="least") for one in offered}
