@@ -37,7 +37,7 @@ RULES = ("none", "full")
 SIZES = {False: (1, 2, 4, 8), True: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
 AT_ONCE_TOKENS = 16384
 """Samples that ranks take at once in the printed space, in several stages and in one, up to so many tokens
-from the fifth on; interleaved ones take fewer."""
+from the fifth on."""
 LOST = 0.01
 """Part of a step that the planner's answer may be slower than a plan made by hand."""
 CHUNKS = (2, 4)
@@ -258,8 +258,7 @@ class HandMade:
         held: set[int] = set()
         for group in groups:
             width, alone = {stage.inner_dp for stage in group.stages}, len(group.stages) == 1
-            most = AT_ONCE_TOKENS // self.case.seq_len if group.num_chunks == 1 else 4
-            sizes = {n for n in SIZES[alone] if n <= max(4, most)}
+            sizes = {n for n in SIZES[alone] if n <= max(4, AT_ONCE_TOKENS // self.case.seq_len)}
             if len(width) > 1 or group.micro_batch not in {w * n for w in width for n in sizes}:
                 return False
             if group.share < group.micro_batch and not alone:

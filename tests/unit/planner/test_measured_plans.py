@@ -11,7 +11,7 @@ import pytest
 from foreshard.lab.lab import Lab
 from foreshard.planner.measured.places import Places
 from foreshard.planner.measured.plans import plan_measured
-from foreshard.planner.measured.prices import priced, work_bound_s
+from foreshard.planner.measured.prices import one_pass_s, priced, work_bound_s
 from foreshard.planner.solver.problem import Arrangement, StageSpan
 from foreshard.planner.solver.problem import step_seconds as abstract_s
 from foreshard.predict.measured.costs import LayerCost, MeasuredCosts
@@ -105,6 +105,26 @@ def test_no_plan_of_a_small_problem_beats_the_search_or_the_bound(seed):
     assert result.gap == pytest.approx(found_s / result.lower_bound_step_time_s - 1)
     times = [one.prediction.step_time_s for one in result.plans]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_beats_one_pass_of_device_and_host(seed):
+    """Few samples whose launches take longest: the work alone says next to nothing."""
+    rng = np.random.default_rng(seed)
+    launches = tuple(((float(f), 0.0), (float(b), 0.0)) for f, b in rng.uniform(2e-3, 9e-3, (3, 2)))
+    told = replace(
+        costs(rng, 3, {"a": 1.0, "b": 2.0}, tables=("b",) if seed % 2 else ()),
+        launch_s={"a": launches, "b": launches},
+        host_sharpness=float(rng.uniform(2.0, 6.0)),
+        clock="formula",
+    )
+    cluster = lab("ab")
+    best_s = min(step_seconds(told, cluster, one) for one in every_plan(3, 2))
+    work_s, pass_s = work_bound_s(told, cluster, SIZES, 2), one_pass_s(told, cluster, 2)
+    assert work_s < pass_s <= best_s * (1 + 1e-9)
+    assert best_s < 3.0 * pass_s
+    found = plan_measured(told, cluster, global_batch=2, seq_len=1, budget_s=600.0)
+    assert found.lower_bound_step_time_s == pytest.approx(pass_s)
 
 
 def test_one_table_and_the_program_over_tables_give_one_bound():

@@ -13,6 +13,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError
+from foreshard.planner.baselines.registry import BASELINES
 from foreshard.planner.finalists import searching
 from foreshard.planner.mixed import best_so_far as found_module
 from foreshard.planner.mixed import search as search_module
@@ -22,6 +23,7 @@ from foreshard.planner.mixed.infeasible import least_devices
 from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.mixed.node_sets import capped, node_sets
 from foreshard.planner.mixed.search import MixedSearch
+from foreshard.planner.mixed.subspaces import Subspace
 from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request
 from foreshard.planner.result import PlanResult
@@ -370,6 +372,52 @@ def searched() -> MixedSearch:
     made = MixedSearch(request)
     made.run()
     return made
+
+
+def test_a_search_with_nothing_left_says_why_a_gap_is(searched, monkeypatch):
+    bound_s = searched.by_set[0].bound_s
+    assert searched._why_a_gap(1.005 * bound_s) == ""
+    monkeypatch.setattr(Subspace, "ideal_s", property(lambda _: bound_s))
+    assert f"pipelines take {bound_s:.3g} s" in searched._why_a_gap(1.2 * bound_s)
+    monkeypatch.setattr(Subspace, "ideal_s", property(lambda _: 1.1 * bound_s))
+    assert "too many to exclude" in searched._why_a_gap(1.2 * bound_s)
+
+
+def test_searches_start_from_cheap_planners_and_time_one_plan_of_each_when_late(monkeypatch, even_clock):
+    model = load_model("gpt2")
+    model = replace(model, blocks=model.blocks[:4])
+    cluster = load_cluster("1x2xh100-sxm+1x2xa100-sxm-80gb@400Gb/s")
+    request = checked_request(model, cluster, global_batch=16, seq_len=512, budget_s=2.0)
+    search, asked = MixedSearch(request), []
+
+    def late(name: str) -> SimpleNamespace:
+        def best(problem, budget):
+            asked.append(name)
+            search.budget = TimeBudget(0.0) if name == "lb-bsp" else search.budget
+            found = BASELINES[name].best(problem)
+            assert name == "hetpipe" or len(found.by_number) > 1
+            return found
+
+        return SimpleNamespace(best=best)
+
+    monkeypatch.setattr(search_module, "BASELINES", {name: late(name) for name in ("hetpipe", "lb-bsp")})
+    search.run()
+    assert asked == ["hetpipe", "lb-bsp"]
+    before = len(search.found.timed)
+    search.budget = TimeBudget(1e9)
+    search._offer_published(("lb-bsp",), usual=True)
+    assert len(search.found.timed) == before + 1
+
+
+def test_pipelines_at_their_best_are_those_of_sound_prices():
+    problem = price_stages(
+        checked_request(load_model("gpt2"), load_cluster("1x2xa100-sxm-80gb"), global_batch=8), (0,)
+    )
+    part = Subspace(price=lambda: problem, time_plans=lambda *_: np.inf, floor_s=lambda: 0.0)
+    assert part.ideal_s == np.inf
+    part.search = ProblemSearch(problem, target_gap=0.003, filling="full")
+    part.search.advance(TimeBudget.of(600.0))
+    assert part.search.is_sound and part.ideal_s == pytest.approx(part.bound_s)
 
 
 @pytest.mark.parametrize(("cluster", "batch"), [("1x4xt4@25Gb/s", 11), ("1x2xl4+1x2xt4@10Gb/s", 9)])

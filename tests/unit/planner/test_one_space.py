@@ -10,6 +10,7 @@ from foreshard.catalog.models import load_model
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.mixed import search as search_module
 from foreshard.planner.mixed.search import MixedSearch
+from foreshard.planner.pricing.stage_options import fits_alone, stage_options
 from foreshard.planner.request import checked_request, in_fewest_groups
 from foreshard.planner.search import plan
 from foreshard.predict.step import predict
@@ -165,3 +166,14 @@ def test_a_device_more_in_a_node_costs_no_energy():
         for cluster in ("1x1xl4", "1x2xl4")
     )
     assert two <= one * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("seq_len", [1024, 2048, 4096])
+def test_interleaved_pipelines_take_as_many_samples_at_once_as_others(seq_len):
+    """Save all of the batch, which is one micro-batch: 1f1b plans of the space are of it in chunks, too."""
+    request = checked_request(
+        load_model("gpt2-xl"), load_cluster("1x2xh100-sxm"), global_batch=64, seq_len=seq_len
+    )
+    plain = {kind for kind in stage_options(request, (0,)) if not fits_alone(request, kind)}
+    several = {kind for kind in plain if kind.samples < request.global_batch}
+    assert several <= set(stage_options(request, (0,), at_once=False))

@@ -27,6 +27,8 @@ from foreshard.planner.solver.problem import (
     takes_of,
     template_faults,
 )
+from foreshard.planner.solver.solve import ProblemSearch
+from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.predict.placement import domain_block, link_domains, stage_strides
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
@@ -419,3 +421,14 @@ def test_stages_without_a_price_are_compared_without_warnings():
         *((part.option, problem.types[part.start, part.stop]) for one in found for part in one), strict=True
     )
     assert np.isfinite(problem.time_s[options, types]).all()
+
+
+def test_few_devices_are_solved_exactly_whatever_the_layers():
+    """Listed are pipelines of stages worth a try, of which two devices and 24 blocks leave few."""
+    request = checked_request(
+        load_model("gpt2-medium"), load_cluster("1x1xa100-sxm-80gb+1x1xl4@100Gb/s"), global_batch=16
+    )
+    search = ProblemSearch(price_stages(request, (0, 1), by_domain=True), target_gap=0.003, filling="full")
+    search.advance(TimeBudget.of(600.0))
+    assert search.is_sound and not search.is_open
+    assert search.lower_bound_s <= step_seconds(search.state.problem, search.state.best, filling="least")

@@ -19,7 +19,7 @@ from foreshard.cost.money import money
 from foreshard.errors import InfeasibleError
 from foreshard.planner.measured.balancing import balanced
 from foreshard.planner.measured.places import Places
-from foreshard.planner.measured.prices import StageOption, priced, work_bound_s
+from foreshard.planner.measured.prices import StageOption, one_pass_s, priced, work_bound_s
 from foreshard.planner.pricing.engine_times import nodes_in_use
 from foreshard.planner.pricing.judged import JudgedPlans
 from foreshard.planner.result import PlanResult, Ranked
@@ -92,7 +92,9 @@ def plan_measured(
     sizes = [m for m in _SIZES if m <= min(global_batch, costs.largest * _REACH)]
     places = Places(cluster)
     degrees = sorted({tp for kind in range(len(places.kinds)) for tp in places.degrees(costs, kind)})
-    bound_s = work_bound_s(costs, cluster, sizes, global_batch, degrees)
+    work_s = work_bound_s(costs, cluster, sizes, global_batch, degrees)
+    pass_s = one_pass_s(costs, cluster, max(sizes), degrees)
+    bound_s = max(work_s, pass_s)
     for rules in _RULES:
         searched = list(_searched(costs, places, sizes, global_batch, degrees, rules, budget_s))
         if any(solution.arrangement is not None for _, solution in searched):
@@ -140,10 +142,11 @@ def plan_measured(
         wall_s=time.perf_counter() - started,
         space=f"pipelines of {_stage_words(degrees)} a stage, any cuts and shares, "
         f"micro-batches up to {max(sizes)}, 1f1b{', layers recomputed or not' if len(rules) > 1 else ''}",
-        ladder={"work": bound_s},
+        ladder={"work": work_s, "one pass": bound_s},
         interrupted=any(solution.interrupted for solution in solutions),
         notes=(
-            "The bound is all work at the least seconds a sample, all devices without a pause",
+            "The bound is all work at the least seconds a sample, all devices without a pause, or one"
+            " micro-batch through all layers and back, whichever is longer",
             *(["Nothing fits without recomputing layers"] if len(rules) > 1 else []),
         ),
     )

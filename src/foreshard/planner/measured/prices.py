@@ -197,6 +197,26 @@ def work_bound_s(
     return _unrelated_s([(sample_s[name], names.count(name)) for name in sample_s], global_batch)
 
 
+def one_pass_s(costs: MeasuredCosts, cluster: Cluster, most: int, degrees: Sequence[int] = ()) -> float:
+    """Return seconds that no step can beat: a micro-batch from the first layer to the last and back.
+
+    Every layer takes the least that it does on any device, at any size up to `most` samples, computed by one
+    rank or by as many as `degrees` say; its launches are those of the host that is quickest at them. Stages
+    take turns, and each is as long as its device and its host together: no sum of such is shorter than the
+    two of all layers put together.
+    """
+    names = dict.fromkeys(cluster.device_of(rank).name for rank in range(cluster.num_devices))
+    device_s = [
+        _least_pass_s(costs, name, tp, most)
+        for name in names
+        for tp in (1, *degrees)
+        if _known(costs, name, tp)
+    ]
+    host_s = [np.diff(costs.launches_s(name, size), axis=0).sum(1) for name in names for size in (1, most)]
+    least_s = float(np.min(device_s, axis=0).sum()), float(np.min(host_s, axis=0).sum())
+    return float(joined_s(*least_s, costs.host_sharpness))
+
+
 def _known(costs: MeasuredCosts, name: str, tp: int) -> bool:
     return tp == 1 or tp in costs.parts.get(name if name in costs.tables else "", {})
 
@@ -206,10 +226,21 @@ def _least_s(costs: MeasuredCosts, name: str, tp: int, most: int) -> np.ndarray:
 
     On a line between two sizes they are least at one of its ends.
     """
+    seconds, sizes = _seconds_by_size(costs, name, tp, most)
+    return np.asarray(tp * (seconds / sizes).min(axis=1))
+
+
+def _least_pass_s(costs: MeasuredCosts, name: str, tp: int, most: int) -> np.ndarray:
+    """Return the least seconds of a forward and backward of each layer on a rank, at any size."""
+    return np.asarray(_seconds_by_size(costs, name, tp, most)[0].min(axis=1))
+
+
+def _seconds_by_size(costs: MeasuredCosts, name: str, tp: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of forward and backward of each layer on a rank, by size, and the ends of lines."""
     sums, layers = costs.sums(name, tp), costs.layers_on(name, tp)
-    sizes = np.array([*(size for size in layers[0].timed_sizes if size < most), most])
+    sizes = np.array(sorted({1, *(size for size in layers[0].timed_sizes if size < most), most}))
     upto = sums.upto_seconds("forward_s", sizes) + sums.upto_seconds("backward_s", sizes)
-    return np.asarray(tp * costs.slow_of(name) * (np.diff(upto, axis=0) / sizes).min(axis=1))
+    return costs.slow_of(name) * np.diff(upto, axis=0), sizes
 
 
 def _unrelated_s(devices: Sequence[tuple[np.ndarray, int]], global_batch: int) -> float:

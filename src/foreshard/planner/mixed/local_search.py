@@ -15,7 +15,7 @@ from math import lcm
 
 from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
-from foreshard.planner.pricing.stage_options import MICRO_BATCHES, rank_samples, recompute_rules
+from foreshard.planner.pricing.stage_options import rank_samples, recompute_rules, samples_in_chunks
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.spec.plan import Group, Plan
@@ -69,12 +69,12 @@ def changed_in_chunks(request: PlanRequest, plan: Plan, chunks: int) -> Iterator
     Where samples go from pipeline to pipeline is left to :mod:`foreshard.planner.mixed.chunk_layout`.
     """
     in_a_row = tuple(_in_a_row(group) for group in plan.groups)
-    several = sum(len(group.stages) > 1 for group in in_a_row)
+    several, sizes = sum(len(group.stages) > 1 for group in in_a_row), samples_in_chunks(request)
     for groups in (in_a_row, *_other_groups(_alike(request, in_a_row), request, in_a_row)):
         made = interleaved(replace(plan, groups=groups), chunks)
         if made is None or sum(group.num_chunks > 1 for group in made.groups) < several:
             continue
-        if all(group.micro_batch // group.stages[0].inner_dp in MICRO_BATCHES for group in made.groups):
+        if all(group.micro_batch // group.stages[0].inner_dp in sizes for group in made.groups):
             yield made
 
 

@@ -61,8 +61,8 @@ from foreshard.spec.prediction import Prediction
 SPACE = (
     "pipelines side by side, each of at most 16 stages cut anywhere; stages of devices of one node "
     "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
-    "ranks, 1, 2 or 4 samples a rank (not interleaved, also 8 or all of the batch, and of one stage 3, 6, "
-    "12, 16, 24, 32, 48 or 64, within 16384 tokens), sequences whole or one split over a power of two of "
+    "ranks, 1, 2 or 4 samples a rank (within 16384 tokens also 8, not interleaved also all of the batch, and "
+    "of one stage 3, 6, 12, 16, 24, 32, 48 or 64), sequences whole or one split over a power of two of "
     "ranks (cp) that leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
     "divide both, three recompute rules; any shares of at least a micro-batch, of one stage also less, or "
     "the whole batch over ranks that take a sample more or less; 1f1b; every stage has memory for one "
@@ -110,6 +110,8 @@ grid may still be the fastest once it is laid out in chunks."""
 _OF_FEW_SHAPES = ("hetpipe", "pipedream")
 """Published planners that searches of interleaved pipelines start from, the quickest first: one pipeline of
 all devices, whose stages are alike, is hardly a mix that columns are generated for."""
+_CHEAP = ("hetpipe", "lb-bsp")
+"""Published planners that every search starts from: hundredths of a second each on a few devices."""
 _PLANNER_S = 1.0
 """Seconds of a step of such searches at least: what the second planner takes on hundreds of devices."""
 _NEAR = 0.01
@@ -207,7 +209,8 @@ class MixedSearch:
                 if self.found.timed:
                     self.notes.append(HASTE)
                     return
-            self._offer_published(("lb-bsp",), usual=not self.by_price)
+            self.by_set[0].floor_s()  # the bound rests on it: what it takes is not left for after the budget
+            self._offer_published(_CHEAP[-1:] if self.by_price else _CHEAP, usual=not self.by_price)
             self._open()
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
@@ -300,6 +303,8 @@ class MixedSearch:
         The fastest alone where a bound is near. Bounds do not know all that unequal stages spare: they are no
         reason to leave it as it is.
         """
+        if not self.found.timed or self.budget.is_over:
+            return
         least_s = min(one.bound_s for one in self.even)
         least_s = min(least_s, *(subspace.expected_s for subspace in self.by_set))
         is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
@@ -552,13 +557,15 @@ class MixedSearch:
         use = self.sets[0]
         problem = self._usual(use) if usual else capped(self.found.problem(use), self.request.max_devices)
         for name in names:
-            if self.found.timed and self.budget.is_over:
-                return
             budget = self.budget if self.found.timed else TimeBudget(self.whole.last_at)
+            if budget.is_over:
+                return
             best = BASELINES[name].best(problem, budget)
             offered = [arrangement for _, arrangement in best.by_number.values()]
             least_s = {one: step_seconds(problem, one, filling="least") for one in offered}
-            for arrangement in sorted(offered, key=least_s.__getitem__)[:_PUBLISHED]:
+            for place, arrangement in enumerate(sorted(offered, key=least_s.__getitem__)[:_PUBLISHED]):
+                if place and self.found.timed and self.budget.is_over:
+                    return
                 plan = plan_of(self.request, problem, arrangement)
                 if plan is not None and not faults(problem, arrangement):
                     self.found.take(plan)
@@ -622,6 +629,8 @@ class MixedSearch:
         if by_work := self._bounded_by_work():
             kinds, above = " and on ".join(by_work), f"{ABOVE_WORK:.0%}".replace("%", " %")
             self.notes.append(f"The bound on {kinds} is at most {above} above that from work alone")
+        if not interrupted and (why := self._why_a_gap(plans[0].prediction.step_time_s)):
+            self.notes.append(why)
         first = self.by_set[0].search
         return PlanResult(
             plans=plans,
@@ -641,6 +650,23 @@ class MixedSearch:
             front=front_of(predictions, request.limits),
             objective=request.objectives[0],
             wider=self._wider([one.plan for one in plans]),
+        )
+
+    def _why_a_gap(self, step_s: float) -> str:
+        """Return why a gap is left by a search that has nothing left to do, empty where it is small."""
+        parts = [*self.by_set, *(self.interleaved_bounds if self.found.is_interleaved else ())]
+        lowest = min(parts, key=lambda one: one.bound_s)
+        if self.by_price or step_s <= lowest.bound_s * (1.0 + _NEAR):
+            return ""
+        if lowest.bound_s * (1.0 + _NEAR) < lowest.ideal_s:
+            return (
+                "More seconds would not close the gap: pipelines that may take as little as the bound are too"
+                " many to exclude"
+            )
+        return (
+            "More seconds would not close the gap: where every link, every neighbour and every other pipeline"
+            f" is at its best, as the bound takes them, pipelines take {lowest.ideal_s:.3g} s; no plan was"
+            " found that comes nearer on the devices there are"
         )
 
     def _bounded_by_work(self) -> list[str]:

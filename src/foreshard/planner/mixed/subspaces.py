@@ -121,6 +121,12 @@ class Subspace:
         return own_s if self.within is None else max(own_s, self.within.bound_s)
 
     @property
+    def ideal_s(self) -> float:
+        """Return the step time of the best pipelines at the prices of its bound, infinite before any."""
+        searches = [one for one in (self.search, self.proof) if one is not None and one.is_sound]
+        return min((one.state.best_s for one in searches), default=np.inf)
+
+    @property
     def is_priced(self) -> bool:
         """Return whether its bound is one by pipelines with their filling."""
         search = self.search if self.search is None or self.search.is_sound else self.proof
@@ -129,7 +135,7 @@ class Subspace:
     @property
     def is_fresh(self) -> bool:
         """Return whether its first plans are still to be looked for."""
-        if self.search is None or not self.search.has_plan or self._steps < _IN_EARNEST:
+        if self.search is None or not self.search.has_plan or not self._has_columns:
             return True
         return bool(self.planners) and self._is_planned
 
@@ -187,8 +193,12 @@ class Subspace:
     @property
     def _is_planned(self) -> bool:
         """Return whether its search has begun in earnest and found nothing better than planners did."""
-        state = self.search.state if self.search else None
-        return state is not None and self._steps >= _IN_EARNEST and state.best_s >= self._planned_s
+        return self.search is not None and self._has_columns and self.search.state.best_s >= self._planned_s
+
+    @property
+    def _has_columns(self) -> bool:
+        """Return whether its search has begun in earnest, or ended before."""
+        return self._steps >= _IN_EARNEST or (self.search is not None and not self.search.is_open)
 
     def prove(self, found: MixedFound, budget: TimeBudget) -> None:
         """Do a step of its proof; of its search as long as that is open and has had less time.

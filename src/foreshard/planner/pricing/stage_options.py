@@ -80,7 +80,9 @@ def stage_options(
         degrees = [n for n in range(1, domain_block(nodes) + 1) if _splits(request, n, nodes)]
         degrees = degrees if "tp" in offers.degrees else [1]
         contexts = context_degrees(request) if every else [1]
-        sizes = partial(rank_samples, request, alone=True) if at_once else lambda _: MICRO_BATCHES
+        sizes = (
+            partial(rank_samples, request, alone=True) if at_once else lambda _: samples_in_chunks(request)
+        )
         experts = cache(partial(_expert_degrees, request))
         shapes = [(width, size) for width in _WIDTHS for size in sizes(width)]
         for tp, cp, (width, size), rule in product(degrees, contexts, shapes, rules):
@@ -120,6 +122,16 @@ def rank_samples(request: PlanRequest, width: int, *, alone: bool = False) -> tu
     more = {2 * MICRO_BATCHES[-1], whole}
     if alone:
         more |= {n for n in _AT_ONCE if n < whole}
+    return _with_short(request, more)
+
+
+def samples_in_chunks(request: PlanRequest) -> tuple[int, ...]:
+    """Return how many samples each rank of an interleaved pipeline may take at once."""
+    return _with_short(request, {2 * MICRO_BATCHES[-1]})
+
+
+def _with_short(request: PlanRequest, more: set[int]) -> tuple[int, ...]:
+    """Return the usual numbers of samples, and those of some more that are short enough together."""
     short = {n for n in more if n not in MICRO_BATCHES and n * request.seq_len <= _SHORT_TOKENS}
     return (*MICRO_BATCHES, *sorted(short))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from foreshard.planner.solver.problem import (
 from foreshard.planner.solver.shares import balance
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
-MOST_TEMPLATES = 20_000
-"""Pipelines up to which a problem is enumerated: a second or two of comparisons."""
+MOST_TEMPLATES = 40_000
+"""Pipelines up to which a problem is enumerated: some seconds of comparisons."""
 _TIGHT = 1e-9
 """Relative difference between step times that are different."""
 _STEPS = 12
@@ -35,6 +36,8 @@ _LOOKED = 512
 
 _Ending = tuple[StageSpan, int, int, tuple[int, ...]]
 """A stage, its micro-batch, how many stages from it on it has memory for, its devices of each kind."""
+_Stages = tuple[list[tuple[StageSpan, int]], list[tuple[StageSpan, int]]]
+"""Stages and how many from each on it has memory for: those that begin at the first layer, others."""
 
 
 def all_templates(
@@ -46,10 +49,12 @@ def all_templates(
     one instead no step is longer.
     """
     found: list[Template] = []
-    endings = _endings(problem, np.ones_like(problem.time_s, dtype=bool) if every else _worthwhile(problem))
-    if _num_templates(problem, endings) > most:
+    offered = np.ones_like(problem.time_s, dtype=bool) if every else _worthwhile(problem)
+    if _num_templates(problem, offered, most) > most:
         return None
     tried = 0
+    ends = [_by_devices(ending) for ending in _endings(problem, offered)]
+    sizes = sorted({size for size, _ in chain.from_iterable(ends)})
 
     def extend(stop: int, behind: tuple[StageSpan, ...], left: tuple[int, ...], size: int) -> bool:
         nonlocal tried
@@ -58,31 +63,43 @@ def all_templates(
             return True
         if len(behind) == problem.max_stages:
             return True
-        for part, own, room, takes in endings[stop]:
-            tried += 1
-            if tried % _LOOKED == 0 and budget.is_over:
-                return False
-            if (own != size and behind) or room <= len(behind):
-                continue
+        for (own, takes), (first, later) in ends[stop].items():
             free = tuple([n - taken for n, taken in zip(left, takes, strict=True)])
-            if min(free) >= 0 and not extend(part.start, (part, *behind), free, own):
-                return False
+            if own != size or min(free) < 0:
+                continue
+            for part, room in chain(first, later if any(free) else ()):
+                tried += 1
+                if tried % _LOOKED == 0 and budget.is_over:
+                    return False
+                if room > len(behind) and not extend(part.start, (part, *behind), free, own):
+                    return False
         return True
 
-    return found if extend(problem.num_layers, (), problem.counts, 0) else None
+    ended = all(extend(problem.num_layers, (), problem.counts, size) for size in sizes)
+    return found if ended else None
 
 
-def _num_templates(problem: Problem, endings: Sequence[Sequence[_Ending]]) -> float:
-    """Return how many pipelines there are of some stages, without listing them."""
+def _by_devices(endings: Sequence[_Ending]) -> dict[tuple[int, tuple[int, ...]], _Stages]:
+    """Return stages that begin at the first layer and others, by their micro-batch and their devices."""
+    found: dict[tuple[int, tuple[int, ...]], _Stages] = {}
+    for part, size, room, takes in endings:
+        found.setdefault((size, takes), ([], []))[part.start > 0].append((part, room))
+    return found
+
+
+def _num_templates(problem: Problem, is_offered: np.ndarray, most: float) -> float:
+    """Return how many pipelines there are of some stages, unlisted; above `most` some number above it."""
     places = problem.num_layers + 1
     stages: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
-    for ends in endings:
-        for part, size, room, takes in ends:
-            if any(taken > n for n, taken in zip(problem.counts, takes, strict=True)):
-                continue  # of a problem that may use fewer devices than there are
-            # by stages behind, start and stop
-            ways = stages.setdefault((size, takes), np.zeros((problem.max_stages, places, places)))
-            ways[:room, part.start, part.stop] += 1.0
+    rooms = np.where(is_offered & np.isfinite(problem.time_s), _rooms(problem), 0)
+    stages_behind = np.arange(problem.max_stages)[:, None, None]
+    for option, takes in enumerate(map(tuple, problem.takes.tolist())):
+        if any(taken > n for n, taken in zip(problem.counts, takes, strict=True)):
+            continue  # of a problem that may use fewer devices than there are
+        # by stages behind, start and stop
+        ways = np.where(problem.types >= 0, rooms[option][problem.types], 0) > stages_behind
+        key = int(problem.micro_batch[option]), takes
+        stages[key] = stages[key] + ways if key in stages else ways.astype(float)
     total = 0.0
     for size in {size for size, _ in stages}:
         own = [(takes, ways) for (its, takes), ways in stages.items() if its == size]
@@ -98,9 +115,18 @@ def _num_templates(problem: Problem, endings: Sequence[Sequence[_Ending]]) -> fl
             total += float(more[0].sum())
             last = more
             last[0] = 0.0
+            if total > most:
+                return total
             if not last.any():
                 break
     return total
+
+
+def _rooms(problem: Problem) -> np.ndarray:
+    """Return how many stages from each on it has memory for, by option and type."""
+    whole = [rounds_of(problem, int(size)) for size in problem.micro_batch]
+    holds_all = problem.max_in_flight >= np.array(whole)[:, None]
+    return np.where(holds_all, problem.max_stages, problem.max_in_flight)
 
 
 def with_least_parts(problem: Problem) -> Problem:
@@ -159,14 +185,13 @@ def _stage_costs(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
 def _endings(problem: Problem, is_offered: np.ndarray) -> list[list[_Ending]]:
     """Return by its end what stages there are: the stage, its micro-batch, stages from it on, devices."""
     found: list[list[_Ending]] = [[] for _ in range(problem.num_layers + 1)]
+    rooms = _rooms(problem)
     for option, takes in enumerate(problem.takes.tolist()):
         size = int(problem.micro_batch[option])
         for stop in range(1, problem.num_layers + 1):
             for start in range(stop):
                 type_ = problem.types[start, stop]
-                room = int(problem.max_in_flight[option, type_])
-                if room >= rounds_of(problem, size):
-                    room = problem.max_stages
+                room = int(rooms[option, type_])
                 if room and is_offered[option, type_] and np.isfinite(problem.time_s[option, type_]):
                     found[stop].append(
                         (StageSpan(option=option, start=start, stop=stop), size, room, tuple(takes))
@@ -185,15 +210,11 @@ def undominated(problem: Problem, templates: list[Template], *, filling: Filling
     kept: list[Template] = []
     for size in range(int(which.max()) + 1):
         own = np.flatnonzero(which == size)
-        some = values[own]
-        alive = np.ones(len(own), dtype=bool)
         # What others may beat comes last: a sum is no greater than that of what is worse.
-        for i in np.argsort(some.sum(1), kind="stable").tolist():
-            if alive[i]:
-                worse = np.all(some >= some[i], axis=1)
-                worse[i] = False
-                alive &= ~worse
-        kept += [templates[i] for i in own[alive].tolist()]
+        left = own[np.argsort(values[own].sum(1), kind="stable")]
+        while len(left):
+            kept.append(templates[left[0]])
+            left = left[~np.all(values[left] >= values[left[0]], axis=1)]
     return kept
 
 

@@ -45,8 +45,8 @@ _ROUNDS = 25
 """Rounds of column generation for the most pipelines that devices hold; hardly any problem needs five."""
 _KEPT = 96
 """Arrangements a solution lists."""
-_FEW_DEVICES, _FEW_LAYERS = 10, 16
-"""Problems up to this size are solved by enumeration: it ends within seconds and at the optimum."""
+_FEW_DEVICES = 10
+"""Problems of so many devices are solved by enumeration where pipelines are few enough: at the optimum."""
 _OFFERED: tuple[Filling, ...] = ("full", "typical")
 """Costs of filling by which the best plan of an enumerated problem is offered: either may be nearer."""
 _TOLERANCES = (5e-3, 1e-3, 2e-4)
@@ -182,7 +182,7 @@ class ProblemSearch:
         self.ladder: dict[str, float] = {}
         self.ranges: dict[Range, _Range] | None = None
         self.excluded = 0
-        self.is_small = sum(problem.counts) <= _FEW_DEVICES and problem.num_layers <= _FEW_LAYERS
+        self.is_small = sum(problem.counts) <= _FEW_DEVICES
         self._raiser: BoundRaiser | None = None
         self._solved_s: float | None = None
 
