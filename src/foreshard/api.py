@@ -15,11 +15,13 @@ from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.advise.traced_request import TracedRequest
 from foreshard.catalog.frameworks import load_framework
-from foreshard.errors import ExtraMissingError, SpecError, unknown
+from foreshard.errors import SpecError, unknown
 from foreshard.file_replacement import replace_file
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
-from foreshard.profile.networks.catalog import is_mixed, is_traced, near_networks, network, network_name
+from foreshard.predict.measured.traced_step import plan_of, predict_traced
+from foreshard.profile.networks.catalog import is_traced, near_networks, network_name
+from foreshard.profile.networks.traced_network import trace_network
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import AUTO, Plan
@@ -367,7 +369,7 @@ def predict_trace(
     return predict_traced(
         module,
         on,
-        plan or traced_request.plan_of(module, on, stated),
+        plan or plan_of(module, on, stated),
         fidelity=stated.get("fidelity") or "zero-shot",
         engine=stated.get("engine") or "graph",
         noise=Noise.stated(stated),
@@ -901,25 +903,19 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
     """
     if not is_traced(model):
         return None
-    name = network_name(model)
+    split = sorted({*degrees} - {1})
+    if (name := network_name(model)) is not None:
+        return trace_network(name, precision=precision, degrees=split, where=model)
     with ExitStack() as loaded:  # what the module imports as it runs is found too
-        made = _module_of(model, loaded) if name is None else (*_with_torch(lambda: network(name)), None)
+        made = _module_of(model, loaded)
         if made is None:
             return None
         from foreshard.profile.tracing.trace import trace_module
 
         module, inputs, loss = made
-        title = name or model.rpartition(":")[2]
-        mixed = name is not None and is_mixed(name)
+        title = model.rpartition(":")[2]
         return trace_module(
-            module,
-            inputs,
-            loss=loss,
-            precision=precision,
-            autocast=mixed,
-            degrees=sorted({*degrees} - {1}),
-            name=title,
-            where=model,
+            module, inputs, loss=loss, precision=precision, degrees=split, name=title, where=model
         )
 
 
@@ -932,53 +928,6 @@ def _module_of(model: str, loaded: ExitStack) -> Any:
 
     with regions_of_cuda():  # a decorator's region is made where the module is defined
         return loaded.enter_context(load_module(model))
-
-
-def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    try:
-        return make()
-    except ModuleNotFoundError as error:
-        what = f"networks are traced, which needs {error.name}"
-        raise ExtraMissingError(what, fix="The extra foreshard[run] brings torch") from error
-
-
-def predict_traced(
-    module: TracedModule,
-    cluster: Cluster,
-    plan: Plan,
-    *,
-    fidelity: str = "zero-shot",
-    engine: str = "graph",
-    noise: Noise | None = None,
-    tokens: float | None = None,
-    speeds: Mapping[str, float] | None = None,
-    observed_step_s: float | None = None,
-) -> Prediction:
-    """Return the prediction of a step of a traced module.
-
-    Parameters
-    ----------
-    module : TracedModule
-    cluster : Cluster
-    plan : Plan
-        Cuts the chain of traced layers. Its tensor parallelism is one that the module was traced for.
-    fidelity : {'zero-shot', 'datasheet'}
-    engine : {'graph', 'event'}
-    noise : Noise, optional
-        How ranks differ (event engine).
-    tokens : float, optional
-        Of the whole run, each a sample.
-    speeds : mapping, optional
-        Parts of the step that are so many times as fast, a question of what if.
-    observed_step_s : float, optional
-        One measured step of this plan, which corrects the prediction.
-    """
-    from foreshard.predict.measured.engine import predict_measured as predicted
-    from foreshard.predict.measured.traced import costs_under
-
-    costs = costs_under(module, cluster, plan, fidelity=fidelity, speeds=speeds)
-    asked = {"tokens": tokens, "observed_step_s": observed_step_s}
-    return predicted(costs, cluster, plan, engine=engine, noise=noise, **asked)
 
 
 def plan_traced(module: TracedModule, cluster: Cluster, *, global_batch: int, **asked: Any) -> PlanResult:

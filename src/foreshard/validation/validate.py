@@ -14,13 +14,14 @@ from foreshard.errors import AccuracyError, InfeasibleError, SpecError, unknown
 from foreshard.predict.interval import LEVEL
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
-from foreshard.validation.kernels.cases import kernel_cases, not_modelled
+from foreshard.validation.kernels.cases import kernel_cases
 from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.networks.cases import network_cases
 from foreshard.validation.rows import TrainingRow, table_rows
 from foreshard.validation.scoring import RowOutcome, score
 from foreshard.validation.tables import (
+    CLASSIC,
     COLLECTIVE,
-    KERNEL,
     MIXED,
     TRAINING,
     MeasuredTable,
@@ -118,10 +119,10 @@ def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str =
     start = time.perf_counter()
     if table.kind == COLLECTIVE:
         cases = collective_cases(table, exclude=exclude)
-    elif table.kind == KERNEL:
-        cases = kernel_cases(table)
+    elif table.kind == CLASSIC:
+        cases = network_cases(table)
     else:
-        cases = not_modelled(table)
+        cases = kernel_cases(table)
     return case_outcomes(table, cases, time.perf_counter() - start)
 
 

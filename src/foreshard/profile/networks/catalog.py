@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from foreshard.profile.networks.timm_models import PREFIX, timm_name, timm_network
+
 _FIRES = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256), (64, 256))
 _BY_FUNCTION: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
     "resnet": {
@@ -229,13 +231,17 @@ _NAMES = {
 
 
 def network_name(text: str) -> str | None:
-    """Return the name of a network as `NETWORKS` spells it, None for what is none.
+    """Return the name of a network as `NETWORKS` spells it, or as ``timm/NAME``; None for what is none.
 
     Examples
     --------
     >>> network_name("ResNet-50"), network_name("mobilenetv3_large_100"), network_name("llama3-8b")
     ('resnet50', 'mobilenet_v3_large', None)
+    >>> network_name("timm:vit_tiny_patch16_224")
+    'timm/vit_tiny_patch16_224'
     """
+    if (of_timm := timm_name(text)) is not None:
+        return of_timm
     low = text.lower()
     spelled = {re.sub(r"[^a-z0-9.]", "", name): name for name in NETWORKS}
     known = {re.sub(r"[^a-z0-9.]", "", name): meant for name, meant in _NAMES.items()}
@@ -285,7 +291,7 @@ def sample_of(name: str) -> str:
 
 def is_mixed(name: str) -> bool:
     """Return whether the published runs of a network in 16 bit keep some operations in 32 bit (autocast)."""
-    return _function_of(name) not in _WHOLE_IN_16_BIT
+    return name.startswith(PREFIX) or _function_of(name) not in _WHOLE_IN_16_BIT
 
 
 def _function_of(name: str) -> str:
@@ -299,11 +305,11 @@ def network(name: str, *, side: int | None = None, device: str = "meta", **chang
     Parameters
     ----------
     name : str
-        One of `NETWORKS`.
+        As `network_name` returns it.
     side : int, optional
         Of a classifier's image, pixels; by default what the network is trained or evaluated with.
     device : str
-        Where it lies; on the meta device it has no values.
+        Where it lies; on the meta device it has no values, and those of timm lie there.
     **changed
         Arguments of the function that makes it, in place of the network's own: `words` of a text.
 
@@ -318,6 +324,8 @@ def network(name: str, *, side: int | None = None, device: str = "meta", **chang
     """
     import torch
 
+    if name.startswith(PREFIX):
+        return timm_network(name, side=side)
     function = _function_of(name)
     positional, named = (_BY_FUNCTION | _WITH_INPUTS)[function][name]
     module = _MODULES.get(function, function)

@@ -139,15 +139,10 @@ def _number(text: str) -> float | None:
         return None
 
 
-def not_modelled(table: MeasuredTable) -> list[TimedCase]:
-    """Return a skipped case per row of a kind that has no model yet."""
-    return [TimedCase(measured_s=_stated_s(row), reason=NOT_MODELLED) for row in table.rows]
-
-
 def kernel_cases(table: MeasuredTable) -> list[TimedCase]:
     """Return one case per row of a table of kernels; layouts without a cost are `not modelled`."""
     if table.layout not in _LAYOUTS:
-        return not_modelled(table)
+        return [TimedCase(measured_s=_stated_s(row), reason=NOT_MODELLED) for row in table.rows]
     rules = table_rules()["kernels"][table.layout]
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(table.rows):

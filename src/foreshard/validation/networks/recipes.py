@@ -1,4 +1,4 @@
-"""How the networks of words and tables were trained: what each benchmark's own commands say of a row.
+"""How the networks of tables were trained: what each benchmark's own commands say of a row.
 
 Lambda runs NVIDIA's DeepLearningExamples by commands of its own (pytorch/scripts/config_v1); NVIDIA's
 tables follow its README and configurations. Both train in 16 bit by Apex at level O2.
@@ -7,10 +7,12 @@ tables follow its README and configurations. Both train in 16 bit by Apex at lev
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import mean
 from typing import Any
+
+from foreshard.errors import SpecError
 
 SENTENCE, FILLED = 30, mean((10.0 * bucket - 4.5) / (10.0 * bucket) for bucket in range(1, 6))
 """Pieces of words of a sentence of GNMT, and the share that is none of filling.
@@ -18,12 +20,12 @@ SENTENCE, FILLED = 30, mean((10.0 * bucket - 4.5) / (10.0 * bucket) for bucket i
 Its sentences of up to 50 pieces lie in five buckets of ten lengths, each batch from one bucket and filled up
 to the longest: the middle bucket's here, and lengths that are even within each.
 """
+_MEAN_FRAMES = 566  # of sound of the mean clip of LJSpeech, 6.57 s at 256 of 22,050 samples a frame
 _TRANSLATED = 32  # pieces of a sentence, for attention alone: batches are counted in pieces
-SUPERLINEAR = 1.05  # N devices are more than so many times N as fast as one: not what a row says
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TrainingRecipe:
     """A network as a benchmark trains it.
 
     Attributes
@@ -44,34 +46,34 @@ class Run:
     optimizer: str = "adamw"
 
 
-_GNMT = Run(network="gnmt", counted=(2 * SENTENCE - 1) * FILLED, changed={"words": SENTENCE})
+_GNMT = TrainingRecipe(network="gnmt", counted=(2 * SENTENCE - 1) * FILLED, changed={"words": SENTENCE})
 _UNCLUSTERED = {"cutoffs": (), "narrower": 1}  # Lambda's commands lack --adaptive and --div_val
 LAMBDA_WORDS = {
-    "bert_base_squad": Run(network="bert_base_squad"),
-    "bert_large_squad": Run(network="bert_large_squad"),
+    "bert_base_squad": TrainingRecipe(network="bert_base_squad"),
+    "bert_large_squad": TrainingRecipe(network="bert_large_squad"),
     "gnmt": _GNMT,
-    "ncf": Run(network="ncf"),
-    "transformerxlbase": Run(network="transformer_xl_base", counted=192, changed=_UNCLUSTERED),
-    "transformerxllarge": Run(
+    "ncf": TrainingRecipe(network="ncf"),
+    "transformerxlbase": TrainingRecipe(network="transformer_xl_base", counted=192, changed=_UNCLUSTERED),
+    "transformerxllarge": TrainingRecipe(
         network="transformer_xl_large", counted=256, changed={**_UNCLUSTERED, "words": 256}
     ),
 }
 """By the names of Lambda's tables."""
-_DLE: dict[str, Callable[[str], Run]] = {
+_DLE: dict[str, Callable[[str], TrainingRecipe]] = {
     "GNMT": lambda _: _GNMT,
-    "NCF": lambda _: Run(network="ncf"),
-    "Transformer": lambda _: Run(
+    "NCF": lambda _: TrainingRecipe(network="ncf"),
+    "Transformer": lambda _: TrainingRecipe(
         network="transformer_big",
         counted=_TRANSLATED,
         samples=1 / _TRANSLATED,
         changed={"words": _TRANSLATED},
     ),
     "Transformer-XL": lambda text: (
-        Run(network="transformer_xl_base", counted=192)
+        TrainingRecipe(network="transformer_xl_base", counted=192)
         if "Base" in text
-        else Run(network="transformer_xl_large", counted=384)
+        else TrainingRecipe(network="transformer_xl_large", counted=384)
     ),
-    "BERT": lambda text: Run(
+    "BERT": lambda text: TrainingRecipe(
         network="bert_large_squad" if "Fine-tuning" in text else f"bert_large_phase{1 + text.endswith('512')}"
     ),
 }
@@ -82,7 +84,7 @@ WORDS = frozenset({run.network for run in LAMBDA_WORDS.values()} | _WORDS_OF_DLE
 """Networks of these runs."""
 
 
-def dle_run(row: Mapping[str, str]) -> Run | None:
+def dle_run(row: Mapping[str, str]) -> TrainingRecipe | None:
     """Return how a row of DeepLearningExamples was trained, None for other networks and several nodes."""
     if row["framework"] != "PyTorch" or row["num_nodes"] or row["model"] not in _DLE:
         return None
@@ -105,25 +107,29 @@ def dle_device(row: Mapping[str, str]) -> str:
     memory = re.search(r"(\d+) ?GB?\b", row["section"].split(">")[-1] + row["gpu_model"])
     memory = re.search(r"(\d\d) ?GB?\b", row["section"]) if memory is None else memory
     if memory is None:
-        raise ValueError(row["section"])
+        raise SpecError("no memory of the devices stated, by which their model is told")
     return f"{'a100' if row['gpu_model'].startswith('A100') else 'v100'}-sxm-{memory[1]}gb"
 
 
-def suspects(speeds: Iterable[tuple[Any, int, int, float]]) -> set[tuple[Any, int, int, float]]:
-    """Return the measurements that are faster by devices than devices are more, by over 5 %.
-
-    Each is (case, devices, batch of a device, speed), compared with the median of one device of the same case
-    and batch. Lambda's logs have such where a run ends before the steps that its speed is counted by.
-    """
-    speeds = list(speeds)
-    alone: dict[Any, list[float]] = {}
-    for case, devices, batch, speed in speeds:
-        if devices == 1:
-            alone.setdefault((case, batch), []).append(speed)
-    return {
-        (case, devices, batch, speed)
-        for case, devices, batch, speed in speeds
-        if (case, batch) in alone
-        and speed > SUPERLINEAR * devices * median(alone[case, batch])
-        and devices > 1
-    }
+DLE_BATCH = {"mixed": 256, "tf32": 128, "fp32": 128}  # of the README's commands; tables leave it out
+DLE_EFFICIENT = {  # of configs.yml: A100, then DGX-1
+    "efficientnet_b0": ({"mixed": 256, "tf32": 256}, {"mixed": 128, "fp32": 64}),
+    "efficientnet_b4": ({"mixed": 128, "tf32": 64}, {"mixed": 32, "fp32": 16}),
+}
+DLE_DEVICE = {"A100": "a100-sxm-80gb", "V100 16GB": "v100-sxm-16gb", "V100 32GB": "v100-sxm-32gb"}
+LAMBDA_MEDIA = {  # network, optimizer, units of speed of a sample; padding of Tacotron's is not counted
+    "resnet50": ("resnet50", "sgd", 1.0),
+    "ssd": ("ssd300", "sgd", 1.0),
+    "tacotron2": ("tacotron2", "adam", float(_MEAN_FRAMES)),
+    "waveglow": ("waveglow", "adam", 8000.0),
+}
+LAMBDA_B200 = {  # batch of a device in 16 bit and else: config_192GB.sh; tables leave it out
+    "ssd": (1152, 640),
+    "tacotron2": (640, 640),
+    "waveglow": (128, 88),
+}
+MLPERF = {"resnet": "resnet50", "maskrcnn": "mask_rcnn", "ssd": "retinanet", "unet3d": "unet3d"}
+"""Networks by the names of MLPerf's benchmarks; `ssd` is RetinaNet since the second round."""
+LAMBDA_WIDE = ("tacotron2", "waveglow")
+"""Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
+know and passes over (its flag is `--amp`); V100s are equally fast with and without."""

@@ -1,0 +1,52 @@
+"""Tables of networks as cases: what each row measured, what is predicted for it, or why nothing is."""
+
+from __future__ import annotations
+
+from foreshard.errors import InfeasibleError, SpecError
+from foreshard.validation.collective_cases import TimedCase, reason_of
+from foreshard.validation.networks.plausible import contradicted
+from foreshard.validation.networks.predicted import predicted
+from foreshard.validation.networks.run import NetworkRun
+from foreshard.validation.networks.tables import run_of
+from foreshard.validation.tables import MeasuredTable
+
+FUSED_BY_HAND = "kernels fused by submitters"
+"""What predictions of MLPerf's runs rest on beside kernels: none of the stock framework's."""
+
+
+def network_cases(table: MeasuredTable) -> list[TimedCase]:
+    """Return one case for each row of a table of networks."""
+    read = [_read(table, index) for index in range(len(table.rows))]
+    runs = [run for run in read if isinstance(run, NetworkRun)]
+    try:
+        odd = contradicted(runs)
+    except SpecError as error:
+        return [run if isinstance(run, TimedCase) else _skipped(run, reason_of(error)) for run in read]
+    return [run if isinstance(run, TimedCase) else _case(run, odd.get(run)) for run in read]
+
+
+def _read(table: MeasuredTable, index: int) -> NetworkRun | TimedCase:
+    """Return the run of a row, or the case of a row that states none."""
+    try:
+        return run_of(table.layout, table.rows[index])
+    except SpecError as error:
+        return TimedCase(measured_s=None, reason=reason_of(error))
+
+
+def _skipped(run: NetworkRun, reason: str) -> TimedCase:
+    return TimedCase(measured_s=run.step_s, reason=reason)
+
+
+def _case(run: NetworkRun, odd: str | None) -> TimedCase:
+    if odd is not None:
+        return _skipped(run, odd)
+    try:
+        made = predicted(run)
+    except (InfeasibleError, SpecError) as error:
+        return _skipped(run, reason_of(error) if isinstance(error, SpecError) else str(error))
+    return TimedCase(
+        measured_s=run.step_s,
+        predicted_s=made.step_time_s,
+        intervals_s=made.step_time_intervals_s,
+        evidence=FUSED_BY_HAND if run.source == "MLPerf" else made.evidence,
+    )

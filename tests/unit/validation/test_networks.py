@@ -1,0 +1,199 @@
+"""Published speeds of networks: what a row says, which rows others contradict, and what is predicted."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from foreshard.errors import SpecError
+from foreshard.validation.networks.plausible import contradicted, suspects
+from foreshard.validation.networks.recipes import dle_batch
+from foreshard.validation.networks.run import NetworkRun
+from foreshard.validation.networks.tables import examples, lambda_bench, mlperf
+from foreshard.validation.tables import read_table
+from foreshard.validation.validate import table_outcomes
+
+
+def run(speed, *, precision="fp16", devices=1, network="ssd300", batch=8):
+    return NetworkRun(
+        source="Lambda",
+        network=network,
+        device="v100-sxm-16gb",
+        precision=precision,
+        layout="nchw",
+        num_devices=devices,
+        batch=batch,
+        samples_per_s=speed,
+    )
+
+
+def test_rows_that_others_contradict_are_left_out():
+    fine = [run(200.0), run(390.0, devices=2), run(100.0, precision="fp32")]
+    same = run(101.0, network="mask_rcnn")  # as fast as in 32 bit: it was none
+    beside = run(100.0, network="mask_rcnn", precision="fp32")
+    slow = [run(36.0, network="efficientnet_b4"), run(641.0, network="efficientnet_b4", devices=8)]
+    odd = contradicted([*fine, same, beside, *slow])
+    assert set(odd) == {same, *slow}
+    assert odd[same] == "mask_rcnn on v100-sxm-16gb no faster in 16 bit than in 32"
+    # the fastest of several hosts is what others are compared with
+    assert contradicted([run(100.0), run(120.0), run(235.0, devices=2)]) == {}
+
+
+def test_speech_of_lambda_ran_in_32_bit_whatever_its_label_says():
+    told = {"model": "waveglow", "gpu": "V100 16GB", "num_gpus": "2", "precision": "amp/fp16"}
+    found = lambda_bench(told | {"global_batch": "16", "throughput": "80000"})
+    assert (found.precision, found.batch, found.samples_per_s) == ("fp32", 8, 10.0)
+    assert (found.network, found.optimizer) == ("waveglow", "adam")
+    found = lambda_bench(told | {"model": "ssd", "global_batch": "192", "throughput": "440"})
+    assert (found.network, found.precision, found.optimizer) == ("ssd300", "fp16", "sgd")
+
+
+def test_batches_of_deep_learning_examples_are_those_of_its_commands():
+    told = {"framework": "PyTorch", "unit": "img/s", "model": "efficientnet", "num_gpus": "8", "section": ""}
+    told |= {
+        "num_nodes": "",
+        "seq_or_variant": "Model=efficientnet-b4",
+        "throughput": "1",
+        "batch_per_gpu": "",
+    }
+    found = [
+        examples(told | {"gpu_model": model, "precision": precision})
+        for model, precision in (("A100", "mixed"), ("A100", "tf32"), ("V100 16GB", "fp32"))
+    ]
+    assert [(one.batch, one.side, one.layout) for one in found] == [
+        (128, 380, "nhwc"),
+        (64, 380, "nchw"),
+        (16, 380, "nchw"),
+    ]
+
+
+def test_more_speed_than_devices_is_suspect_at_the_same_batch():
+    rows = [
+        ("a", 1, 32, 100.0),
+        ("a", 1, 32, 110.0),  # one of two: the median is 105
+        ("a", 8, 32, 8 * 105.0 * 1.04),
+        ("a", 8, 32, 8 * 105.0 * 1.06),
+        ("a", 8, 64, 8 * 105.0 * 1.5),  # another batch of a device
+        ("b", 8, 32, 1e9),  # nothing to compare with
+    ]
+    assert suspects(rows) == {rows[3]}
+
+
+@pytest.mark.parametrize(
+    ("precision", "batch", "columns", "expected"),
+    [
+        ("tf32", "128 and 256;8192 and 4096", "Accumulation steps (TF32 and FP16)=64 and 16;x=1", (128, 64)),
+        ("mixed", "128 and 256;8192 and 4096", "Accumulation steps (TF32 and FP16)=64 and 16;x=1", (256, 16)),
+        ("mixed", "8 and 16", "Throughput speedup=1.79", (16, 1)),
+        ("fp32", "32", "", (32, 1)),
+    ],
+)
+def test_a_row_takes_the_batch_of_its_own_precision(precision, batch, columns, expected):
+    row = {"model": "BERT", "precision": precision, "batch_per_gpu": batch, "other_columns": columns}
+    assert dle_batch(row) == expected
+
+
+def of_mlperf(**changed):
+    row = {
+        "round": "v3.1",
+        "benchmark": "ssd",
+        "num_accelerators": "8",
+        "accelerator": "NVIDIA H100-SXM5-80GB (700W)",
+        "nodes": "1",
+        "global_batch": "256",
+        "tracked_throughput_median": "285.9",
+    }
+    return mlperf(row | changed)
+
+
+def test_images_of_retinanet_are_logged_of_one_device():
+    """A run of 8 took 2,180 s, 4.3 passes over the 1,170,301 images: 2,287 a second, not 286."""
+    found = of_mlperf()
+    assert (found.network, found.device, found.batch) == ("retinanet", "h100-sxm", 32)
+    assert found.samples_per_s == 8 * 285.9
+    assert of_mlperf(benchmark="unet3d", global_batch="56").samples_per_s == 285.9
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"round": "v1.0"}, "SSD of the first rounds, of a size that is not in the catalog"),
+        ({"nodes": "2"}, "several nodes, their network not stated"),
+        ({"tracked_throughput_median": ""}, "no throughput logged"),
+        ({"benchmark": "minigo"}, "minigo: no such network in the catalog"),
+    ],
+)
+def test_runs_of_mlperf_that_are_not_predicted_say_why(changed, reason):
+    """The first round's `ssd` is another network."""
+    with pytest.raises(SpecError) as error:
+        of_mlperf(**changed)
+    assert error.value.what == reason
+
+
+TIMM = "model,gpu,num_gpus,precision,layout,framework,batch_size,img_size,step_time_ms\n"
+DLE = (
+    "model,framework,gpu_model,section,num_gpus,num_nodes,batch_per_gpu,seq_or_variant,precision,throughput,"
+    "unit,other_columns\n"
+)
+LAMBDA = "model,system,gpu,num_gpus,precision,framework,global_batch,throughput,unit\n"
+MLPERF = (
+    "round,submitter,system,benchmark,num_accelerators,accelerator,nodes,global_batch,run_time_s,"
+    "tracked_throughput_median\n"
+)
+
+
+def outcomes(tmp_path, header, *lines):
+    path = tmp_path / "networks.csv"
+    path.write_text(header + "".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return table_outcomes(read_table(path), predictor=None)
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "measured_s", "family"),
+    [
+        (TIMM, "resnet18,RTX 3090,1,amp,nchw,t,512,224,282.0", 0.282, "timm RTX 3090"),
+        (
+            DLE,
+            "resnet50v1.5,PyTorch,V100 16GB,,8,,,,mixed,8322.0,img/s,",
+            8 * 256 / 8322.0,
+            "DeepLearningExamples V100 16GB",
+        ),
+        (
+            LAMBDA,
+            "resnet50,host,A100 80GB SXM4,2,amp/fp16,t,2560,2500.0,images/s",
+            2560 / 2500.0,
+            "Lambda A100 80GB SXM4",
+        ),
+        (
+            MLPERF,
+            "v3.1,X,host,resnet,8,NVIDIA H100-SXM5-80GB,1,3264,900,26000",
+            3264 / 26000.0,
+            "MLPerf resnet",
+        ),
+    ],
+)
+def test_a_row_of_each_table_is_predicted(tmp_path, header, line, measured_s, family):
+    (row,) = outcomes(tmp_path, header, line)
+    assert (row.status, row.reason, row.family) == ("ok", None, family)
+    assert row.measured_s == pytest.approx(measured_s)
+    assert measured_s / 2 < row.predicted_s < 2 * measured_s
+    low, high = row.interval_s
+    assert low < row.predicted_s < high
+    assert (row.evidence == "kernels fused by submitters") is (header == MLPERF)
+
+
+def test_rows_that_are_not_predicted_say_why(tmp_path):
+    found = outcomes(
+        tmp_path,
+        DLE,
+        "SIM,TensorFlow2,A100,,1,,,,tf32,1.0,samples/s,",
+        "MoFlow,PyTorch,A100,,1,,512,,tf32,3499.35,see README,",
+        "efficientnet,PyTorch,A100,,64,,,Model=efficientnet-b0,tf32,1.0,img/s,",
+        "resnet50v1.5,PyTorch,A100,,eight,,,,tf32,1.0,img/s,",
+    )
+    assert [row.status for row in found] == ["skipped"] * 4
+    assert [row.reason for row in found] == [
+        "TensorFlow2 runs other kernels, none of which were measured",
+        "MoFlow: no such network in the catalog",
+        "several nodes, their network not stated",
+        "a cell is not what its column says: invalid literal for int() with base 10: 'eight'",
+    ]
