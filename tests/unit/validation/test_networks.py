@@ -47,6 +47,17 @@ def test_speech_of_lambda_ran_in_32_bit_whatever_its_label_says():
     assert (found.network, found.precision, found.optimizer) == ("ssd300", "fp16", "sgd")
 
 
+def test_batches_that_lambda_leaves_out_are_those_of_its_commands():
+    told = {"model": "resnet50", "num_gpus": "8", "global_batch": "", "throughput": "1"}
+    narrow, wide = (
+        lambda_bench(told | {"gpu": "H100 80GB SXM5", "precision": precision})
+        for precision in ("amp/fp16", "fp32 code path (TF32)")
+    )
+    assert (narrow.batch, narrow.global_batch, wide.batch) == (1280, 8 * 1280, 640)
+    with pytest.raises(SpecError, match="no batch size stated"):
+        lambda_bench(told | {"gpu": "H200 141GB SXM", "precision": "amp/fp16"})
+
+
 def test_batches_of_deep_learning_examples_are_those_of_its_commands():
     told = {"framework": "PyTorch", "unit": "img/s", "model": "efficientnet", "num_gpus": "8", "section": ""}
     told |= {

@@ -1,6 +1,6 @@
 """How the networks of tables were trained: what each benchmark's own commands say of a row.
 
-Lambda runs NVIDIA's DeepLearningExamples by commands of its own (pytorch/scripts/config_v1); NVIDIA's
+Lambda runs NVIDIA's DeepLearningExamples by commands of its own (pytorch/scripts/config_v1 and v2); NVIDIA's
 tables follow its README and configurations. Both train in 16 bit by Apex at level O2.
 """
 
@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
+
+NO_BATCH = "no batch size stated"
 
 SENTENCE, FILLED = 30, mean((10.0 * bucket - 4.5) / (10.0 * bucket) for bucket in range(1, 6))
 """Pieces of words of a sentence of GNMT, and the share that is none of filling.
@@ -123,13 +126,25 @@ LAMBDA_MEDIA = {  # network, optimizer, units of speed of a sample; padding of T
     "tacotron2": ("tacotron2", "adam", float(_MEAN_FRAMES)),
     "waveglow": ("waveglow", "adam", 8000.0),
 }
-LAMBDA_B200 = {  # batch of a device in 16 bit and else: config_192GB.sh; tables leave it out
-    "ssd": (1152, 640),
-    "tacotron2": (640, 640),
-    "waveglow": (128, 88),
-}
 MLPERF = {"resnet": "resnet50", "maskrcnn": "mask_rcnn", "ssd": "retinanet", "unet3d": "unet3d"}
 """Networks by the names of MLPerf's benchmarks; `ssd` is RetinaNet since the second round."""
 LAMBDA_WIDE = ("tacotron2", "waveglow")
 """Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
 know and passes over (its flag is `--amp`); V100s are equally fast with and without."""
+
+
+def lambda_batch(row: Mapping[str, str], *, narrow: bool) -> int:
+    """Return what a device takes at once in a row of Lambda's.
+
+    Raises
+    ------
+    SpecError
+        Where neither the row nor the commands of its devices say so.
+    """
+    if row["global_batch"]:
+        return int(float(row["global_batch"])) // int(row["num_gpus"])
+    memory = re.search(r"\d+GB", row["gpu"])
+    known = shipped("lambda_batches.toml", "foreshard.validation").get(memory[0] if memory else "", {})
+    if row["model"] not in known:
+        raise SpecError(NO_BATCH)
+    return int(known[row["model"]][not narrow])

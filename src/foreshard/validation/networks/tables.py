@@ -14,22 +14,22 @@ from foreshard.validation.networks.recipes import (
     DLE_BATCH,
     DLE_DEVICE,
     DLE_EFFICIENT,
-    LAMBDA_B200,
     LAMBDA_MEDIA,
     LAMBDA_WIDE,
     LAMBDA_WORDS,
     MLPERF,
+    NO_BATCH,
     TrainingRecipe,
     dle_batch,
     dle_device,
     dle_run,
+    lambda_batch,
 )
 from foreshard.validation.networks.run import NetworkRun
 
 Row = Mapping[str, str]
 _IMAGES = ("img/s", "images/sec", "images per second")
 NODES_UNKNOWN = "several nodes, their network not stated"
-NO_BATCH = "no batch size stated"
 
 
 def run_of(layout: str, row: Row) -> NetworkRun:
@@ -113,14 +113,13 @@ def lambda_bench(row: Row) -> NetworkRun:
     """Return a row of Lambda's benchmark, which leaves the layout at channels first."""
     if row["model"] not in (*LAMBDA_WORDS, *LAMBDA_MEDIA):
         raise SpecError(f"no recipe of Lambda's for {row['model']} is known here")
-    b200 = LAMBDA_B200.get(row["model"]) if row["gpu"].startswith("B200") else None
-    if not (row["global_batch"] or b200):
-        raise SpecError(NO_BATCH)
+    if "SUSPECT" in (notes := row.get("notes", "")):
+        raise SpecError(f"flagged by its source: {notes.partition('SUSPECT: ')[2]}")
     device, count = resolve_device(row["gpu"]), int(row["num_gpus"])
-    wide, narrow = "tf32" if device.supports("tf32") else "fp32", row["precision"].startswith("amp")
+    narrow, speed = row["precision"].startswith("amp"), float(row["throughput"])
+    wide, batch = "tf32" if device.supports("tf32") else "fp32", lambda_batch(row, narrow=narrow)
     if row["model"] in LAMBDA_WORDS:
         known = {"device": device.name, "precision": "fp16" if narrow else wide}
-        batch, speed = int(float(row["global_batch"])) // count, float(row["throughput"])
         return of_words("Lambda", LAMBDA_WORDS[row["model"]], count, batch, speed, **known)
     name, optimizer, units = LAMBDA_MEDIA[row["model"]]
     return NetworkRun(
@@ -130,9 +129,9 @@ def lambda_bench(row: Row) -> NetworkRun:
         precision="fp16" if narrow and row["model"] not in LAMBDA_WIDE else wide,
         layout="nchw",
         num_devices=count,
-        batch=b200[not narrow] if b200 else int(float(row["global_batch"])) // count,
+        batch=batch,
         side=224 if name in CLASSIFIERS else None,
-        samples_per_s=float(row["throughput"]) / units,
+        samples_per_s=speed / units,
         optimizer=optimizer,
     )
 
