@@ -958,6 +958,8 @@ def validate(
     engine: str = "graph",
     costs: str = "formula",
     exclude_calibration: str | None = None,
+    workers: int = 1,
+    told: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Return measured runs beside their predictions, and how good these are.
 
@@ -967,8 +969,13 @@ def validate(
         Tables of measurements, ``.csv`` or ``.csv.gz``.
     exclude_calibration : str, optional
         Use the constants that were fitted without this family.
+    workers : int
+        Processes that trace networks; above 1 the calling program guards its start by ``__main__``.
+    told : callable, optional
+        Is given a line now and then of how far that is.
     """
     from foreshard.catalog.training import training_constants
+    from foreshard.validation.networks.predicted import Tracing
     from foreshard.validation.predictors import predict_run
     from foreshard.validation.rows import TrainingRow
     from foreshard.validation.validate import validate
@@ -978,4 +985,5 @@ def validate(
     def predicted(row: TrainingRow) -> Any:
         return predict_run(row, constants=constants, engine=engine, **source)
 
-    return validate(files, exclude_calibration=exclude_calibration, predictor=predicted)
+    tracing = Tracing(workers=workers, told=told)
+    return validate(files, exclude_calibration=exclude_calibration, predictor=predicted, tracing=tracing)

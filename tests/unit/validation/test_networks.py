@@ -54,8 +54,9 @@ def test_batches_that_lambda_leaves_out_are_those_of_its_commands():
         for precision in ("amp/fp16", "fp32 code path (TF32)")
     )
     assert (narrow.batch, narrow.global_batch, wide.batch) == (1280, 8 * 1280, 640)
+    assert lambda_bench(told | {"gpu": "H200 140GB SXM", "precision": "amp/fp16"}).batch == 2560
     with pytest.raises(SpecError, match="no batch size stated"):
-        lambda_bench(told | {"gpu": "H200 141GB SXM", "precision": "amp/fp16"})
+        lambda_bench(told | {"gpu": "L40S", "precision": "amp/fp16"})
 
 
 def test_batches_of_deep_learning_examples_are_those_of_its_commands():

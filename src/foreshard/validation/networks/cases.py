@@ -5,7 +5,7 @@ from __future__ import annotations
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.validation.collective_cases import TimedCase, reason_of
 from foreshard.validation.networks.plausible import contradicted
-from foreshard.validation.networks.predicted import predicted
+from foreshard.validation.networks.predicted import Tracing, predicted, trace_ahead
 from foreshard.validation.networks.run import NetworkRun
 from foreshard.validation.networks.tables import run_of
 from foreshard.validation.tables import MeasuredTable
@@ -14,10 +14,11 @@ FUSED_BY_HAND = "kernels fused by submitters"
 """What predictions of MLPerf's runs rest on beside kernels: none of the stock framework's."""
 
 
-def network_cases(table: MeasuredTable) -> list[TimedCase]:
+def network_cases(table: MeasuredTable, tracing: Tracing | None = None) -> list[TimedCase]:
     """Return one case for each row of a table of networks."""
     read = [_read(table, index) for index in range(len(table.rows))]
     runs = [run for run in read if isinstance(run, NetworkRun)]
+    trace_ahead(runs, tracing or Tracing())
     try:
         odd = contradicted(runs)
     except SpecError as error:

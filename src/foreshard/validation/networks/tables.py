@@ -115,7 +115,8 @@ def lambda_bench(row: Row) -> NetworkRun:
         raise SpecError(f"no recipe of Lambda's for {row['model']} is known here")
     if "SUSPECT" in (notes := row.get("notes", "")):
         raise SpecError(f"flagged by its source: {notes.partition('SUSPECT: ')[2]}")
-    device, count = resolve_device(row["gpu"]), int(row["num_gpus"])
+    device = resolve_device(row["gpu"].replace("H200 140GB", "H200 141GB"))
+    count = int(row["num_gpus"])
     narrow, speed = row["precision"].startswith("amp"), float(row["throughput"])
     wide, batch = "tf32" if device.supports("tf32") else "fp32", lambda_batch(row, narrow=narrow)
     if row["model"] in LAMBDA_WORDS:
@@ -146,6 +147,8 @@ def mlperf(row: Row) -> NetworkRun:
     if row["nodes"] != "1":
         raise SpecError(NODES_UNKNOWN)
     count, accelerator = int(row["num_accelerators"]), row["accelerator"].replace("CTS", "")
+    if count > 8:
+        raise SpecError("more than 8 devices on a node, what joins them not stated")
     return NetworkRun(
         source="MLPerf",
         network=name,
