@@ -209,3 +209,30 @@ def test_rows_that_are_not_predicted_say_why(tmp_path):
         "several nodes, their network not stated",
         "a cell is not what its column says: invalid literal for int() with base 10: 'eight'",
     ]
+
+
+LATENCY = "model,seq_len,batch,device,num_gpus,mode,option,measured_e2e_ms\n"
+
+
+def test_a_forward_and_a_training_of_a_network_of_words_are_predicted(tmp_path):
+    pytest.importorskip("transformers")
+    found = outcomes(
+        tmp_path,
+        LATENCY,
+        "bert_large,64,64,Tesla_V100-PCIE-32GB,1,inf,,250.0",
+        "bert_large,64,64,Tesla_V100-PCIE-32GB,1,train,,750.0",
+        "bert_large,64,64,Tesla_V100-PCIE-32GB,1,inf,fusion,220.0",
+        "switchxl4,64,64,Tesla_V100-PCIE-32GB,1,inf,,250.0",
+        "bert_large,64,64,Tesla_V100-PCIE-32GB,4,train,xy4,250.0",
+    )
+    forward, training, *skipped = found
+    assert (forward.status, training.status, forward.family) == ("ok", "ok", "NeuSight Tesla_V100-PCIE-32GB")
+    assert forward.measured_s == pytest.approx(0.25)
+    # 64 texts of 64 words by 302 million parameters take 2.5 TFLOP, at 14.1 TFLOP/s no less than 0.175 s
+    assert 0.175 < forward.predicted_s < 0.4
+    assert 2.8 * forward.predicted_s < training.predicted_s < 3.6 * forward.predicted_s
+    assert [row.reason for row in skipped] == [
+        "compiled: fused kernels are not those of the operations",
+        "switchxl4: its definition is not published with the times",
+        "option 'xy4' on 4 devices is none that NeuSight describes",
+    ]

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from foreshard.errors import SpecError
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
+    from foreshard.spec.device import Device
     from foreshard.spec.plan import Plan
     from foreshard.spec.prediction import Prediction
     from foreshard.spec.traced_module import TracedModule
@@ -21,6 +24,7 @@ STATED_DEGREES = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "
 """What may be stated of a plan in words."""
 FRAMEWORK = "ddp"
 """Whose rules and options a traced module is trained by."""
+_PASSES = ("forward_s", "backward_s")
 
 
 def predict_traced(
@@ -103,3 +107,29 @@ def _within(plan: Plan, num_layers: int) -> Plan:
     group = plan.groups[0]
     stages = tuple(replace(stage, layers=((0, num_layers),)) for stage in group.stages)
     return replace(plan, groups=(replace(group, stages=stages),))
+
+
+def pass_seconds(module: TracedModule, device: Device, samples: int) -> tuple[float, float]:
+    """Return the seconds of a forward on one device, and of a forward with its backward.
+
+    Parameters
+    ----------
+    module : TracedModule
+    device : Device
+    samples : int
+        That it takes at once.
+
+    Raises
+    ------
+    SpecError
+        If the device has no rate for the module's precision.
+    """
+    from foreshard.predict.measured.traced import traced_costs
+    from foreshard.predict.tasks.host import joined_s
+
+    costs = traced_costs(module, [device], micro_batches=[samples])
+    whole = (0, len(module.layers))
+    device_s = np.array([costs.work_s(device.name, whole, name, samples) for name in _PASSES]).cumsum()
+    host_s = costs.launches_s(device.name, samples)[-1].cumsum()
+    forward_s, both_s = joined_s(device_s, host_s, costs.host_sharpness).tolist()
+    return forward_s, both_s

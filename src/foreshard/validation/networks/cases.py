@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from foreshard.errors import InfeasibleError, SpecError
 from foreshard.validation.collective_cases import TimedCase, reason_of
+from foreshard.validation.networks.latency import latency_cases
 from foreshard.validation.networks.plausible import contradicted
 from foreshard.validation.networks.predicted import Tracing, predicted, trace_ahead
 from foreshard.validation.networks.run import NetworkRun
@@ -16,6 +17,8 @@ FUSED_BY_HAND = "kernels fused by submitters"
 
 def network_cases(table: MeasuredTable, tracing: Tracing | None = None) -> list[TimedCase]:
     """Return one case for each row of a table of networks."""
+    if table.layout == "model-latency":
+        return latency_cases(table)
     read = [_read(table, index) for index in range(len(table.rows))]
     runs = [run for run in read if isinstance(run, NetworkRun)]
     trace_ahead(runs, tracing or Tracing())
