@@ -8,6 +8,7 @@ sitar-lab/NeuSight, neusight/Tracing/trace.py and its model configurations.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from foreshard.errors import ExtraMissingError
@@ -43,7 +44,8 @@ def hugging_face_network(
         Share of values that a training drops.
     """
     import torch
-    import transformers as hf
+
+    hf: Any = import_module("transformers")
 
     depth = DEPTHS[name] if layers is None else layers
     sizes: dict[str, Any]
