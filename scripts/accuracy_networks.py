@@ -26,7 +26,7 @@ from foreshard.profile.networks.catalog import CLASSIFIERS, NETWORKS
 from foreshard.validation.collective_cases import reason_of
 from foreshard.validation.networks.plausible import contradicted
 from foreshard.validation.networks.predicted import predicted
-from foreshard.validation.networks.run import NetworkRun
+from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 from foreshard.validation.networks.tables import run_of
 from foreshard.validation.tables import read_table
 
@@ -48,7 +48,9 @@ def rows(folder: Path, skipped: Counter[str], tables: Sequence[str] = TABLES) ->
             except SpecError as error:
                 skipped[f"{name}: {reason_of(error)}"] += 1
                 continue
-            if run.network in NETWORKS:
+            if run.nodes > 1 or run.framework != MEASURED_FRAMEWORK:
+                skipped[f"{name}: several nodes, or another framework"] += 1
+            elif run.network in NETWORKS:
                 runs.append(run)
             else:
                 skipped[f"{name}: of timm's own code (scripts/accuracy_timm.py)"] += 1

@@ -11,7 +11,7 @@ from typing import Any
 from foreshard.catalog.devices import resolve_device
 from foreshard.validation.networks.predicted import traced_of
 from foreshard.validation.networks.recipes import WORDS
-from foreshard.validation.networks.run import NetworkRun
+from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 
 SUPERLINEAR = 1.05  # N devices are more than so many times N as fast as one: not what a row says
 SAME_SPEED = 1.05
@@ -19,7 +19,8 @@ SAME_SPEED = 1.05
 
 
 def contradicted(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
-    """Return the runs of a table that it contradicts itself, with why."""
+    """Return the runs of a table that it contradicts itself, with why; those of several nodes are let be."""
+    runs = [run for run in runs if run.nodes == 1 and run.framework == MEASURED_FRAMEWORK]
     words = [run for run in runs if run.network in WORDS]
     return _media([run for run in runs if run.network not in WORDS]) | _words(words)
 

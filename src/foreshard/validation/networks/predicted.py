@@ -83,7 +83,7 @@ def predicted(run: NetworkRun) -> Prediction:
 @cache
 def _predicted(run: NetworkRun) -> Prediction:
     module = traced_of(run)
-    cluster = load_cluster(f"1x{run.num_devices}x{run.device}")
+    cluster = load_cluster(f"{run.nodes}x{run.num_devices // run.nodes}x{run.device}")
     asked = {"micro_batch": run.batch, "global_batch": run.global_batch, "optimizer": run.optimizer}
     return predict_traced(module, cluster, plan_of(module, cluster, asked))
 

@@ -88,8 +88,8 @@ WORDS = frozenset({run.network for run in LAMBDA_WORDS.values()} | _WORDS_OF_DLE
 
 
 def dle_run(row: Mapping[str, str]) -> TrainingRecipe | None:
-    """Return how a row of DeepLearningExamples was trained, None for other networks and several nodes."""
-    if row["framework"] != "PyTorch" or row["num_nodes"] or row["model"] not in _DLE:
+    """Return how a row of DeepLearningExamples was trained, None for networks of images."""
+    if row["model"] not in _DLE:
         return None
     return _DLE[row["model"]](f"{row['section']} {row['seq_or_variant']}")
 
@@ -97,11 +97,15 @@ def dle_run(row: Mapping[str, str]) -> TrainingRecipe | None:
 def dle_batch(row: Mapping[str, str]) -> tuple[int, int]:
     """Return (what a device takes at once, how often before it updates), as a row's own precision has it."""
     narrow = row["precision"] == "mixed"
-    steps = re.search(r"Accumulation steps \((\w+) and (\w+)\)=(\d+) and (\d+)", row["other_columns"])
+    steps = re.search(r"ccumulation.*?=(\d+)(?: and | , )(\d+)", row["other_columns"])
     whole = [int(number) for number in re.findall(r"\d+", row["batch_per_gpu"].split(";")[-1])]
-    if row["model"] == "Transformer":  # mixed precision first
-        return whole[0 if narrow else -1], 1
-    batch, many = whole[-1 if narrow else 0], int(steps[3 + narrow]) if steps else 1
+    if not whole:
+        raise SpecError(NO_BATCH)
+    narrow_first = row["model"] == "Transformer" or row.get("framework") == "TensorFlow2"
+    place = 0 if narrow == narrow_first else -1
+    if row["model"] == "Transformer":
+        return whole[place], 1
+    batch, many = whole[place], int(steps[1 if place == 0 else 2]) if steps else 1
     return batch // many, many
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+MEASURED_FRAMEWORK = "PyTorch"
+"""Whose kernels predictions are of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkRun:
@@ -28,6 +31,10 @@ class NetworkRun:
         Of a classifier's images, pixels.
     changed : tuple of (str, object)
         Arguments of the network in place of its own.
+    nodes : int
+        That share the devices evenly.
+    framework : str
+        Whose kernels ran.
     """
 
     source: str
@@ -42,6 +49,8 @@ class NetworkRun:
     accumulated: int = 1
     optimizer: str = "sgd"
     changed: tuple[tuple[str, Any], ...] = ()
+    nodes: int = 1
+    framework: str = MEASURED_FRAMEWORK
 
     @property
     def case(self) -> tuple[str, ...]:

@@ -25,11 +25,12 @@ from foreshard.validation.networks.recipes import (
     dle_run,
     lambda_batch,
 )
-from foreshard.validation.networks.run import NetworkRun
+from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 
 Row = Mapping[str, str]
 _IMAGES = ("img/s", "images/sec", "images per second")
-NODES_UNKNOWN = "several nodes, their network not stated"
+_OTHER_FRAMEWORKS = {("PaddlePaddle", "BERT"), ("TensorFlow2", "BERT"), ("TensorFlow2", "MaskRCNN")}
+"""Networks of other frameworks whose rows state how they are trained."""
 
 
 def run_of(layout: str, row: Row) -> NetworkRun:
@@ -48,6 +49,8 @@ def run_of(layout: str, row: Row) -> NetworkRun:
         raise SpecError(f"a cell is not what its column says: {error}") from None
     if not 0.0 < made.samples_per_s < float("inf"):
         raise SpecError("no speed stated")
+    if made.num_devices % made.nodes:
+        raise SpecError("devices that the nodes do not share evenly")
     if min(made.batch, made.num_devices, made.accumulated) < 1:
         raise SpecError("no whole number of samples on each device")
     return made
@@ -71,18 +74,21 @@ def timm(row: Row) -> NetworkRun:
 
 def examples(row: Row) -> NetworkRun:
     """Return a row of NVIDIA's DeepLearningExamples, which put channels last in 16 bit."""
-    if row["framework"] != "PyTorch":
-        raise SpecError(f"{row['framework']} runs other kernels, none of which were measured")
-    in_a_node = 16 if "DGX-2" in row["section"] else 8
-    if row["num_nodes"] or int(row["num_gpus"]) > in_a_node:
-        raise SpecError(NODES_UNKNOWN)
+    framework, in_a_node = row["framework"], 16 if "DGX-2" in row["section"] else 8
+    if framework != MEASURED_FRAMEWORK and (framework, row["model"]) not in _OTHER_FRAMEWORKS:
+        raise SpecError(f"{framework} runs other kernels, none of which were measured")
+    # devices of a node where nodes are counted, else of all
+    count, nodes = int(row["num_gpus"] or in_a_node), int(row["num_nodes"] or 1)
+    if not row["num_nodes"] and count > in_a_node:
+        count, nodes = in_a_node, count // in_a_node
+    known: dict[str, Any] = {"num_devices": count * nodes, "nodes": nodes, "framework": framework}
+    source = "DeepLearningExamples"
     run = dle_run(row)
     if run is not None:
         batch, accumulated = dle_batch(row)
         precision = {"mixed": "fp16"}.get(row["precision"], row["precision"])
-        known = {"device": dle_device(row), "precision": precision, "accumulated": accumulated}
-        num_devices, taken = int(row["num_gpus"]), round(batch * run.samples)
-        return of_words("DeepLearningExamples", run, num_devices, taken, float(row["throughput"]), **known)
+        known |= {"device": dle_device(row), "precision": precision, "accumulated": accumulated}
+        return of_words(source, run, round(batch * run.samples), float(row["throughput"]), **known)
     name = _network(row["seq_or_variant"].removeprefix("Model=") or row["model"])
     if row["unit"] not in _IMAGES:
         raise SpecError(f"a speed of {name} in {row['unit']}, of which the samples are not stated")
@@ -97,12 +103,12 @@ def examples(row: Row) -> NetworkRun:
     elif name != "resnet50":
         raise SpecError(NO_BATCH)
     return NetworkRun(
-        source="DeepLearningExamples",
+        source=source,
         network=name,
         device=DLE_DEVICE[row["gpu_model"]],
         precision="fp16" if narrow else row["precision"],
         layout="nhwc" if last else "nchw",
-        num_devices=int(row["num_gpus"]),
+        **known,
         batch=batch,
         side=side,
         samples_per_s=float(row["throughput"]),
@@ -120,8 +126,8 @@ def lambda_bench(row: Row) -> NetworkRun:
     narrow, speed = row["precision"].startswith("amp"), float(row["throughput"])
     wide, batch = "tf32" if device.supports("tf32") else "fp32", lambda_batch(row, narrow=narrow)
     if row["model"] in LAMBDA_WORDS:
-        known = {"device": device.name, "precision": "fp16" if narrow else wide}
-        return of_words("Lambda", LAMBDA_WORDS[row["model"]], count, batch, speed, **known)
+        known = {"device": device.name, "precision": "fp16" if narrow else wide, "num_devices": count}
+        return of_words("Lambda", LAMBDA_WORDS[row["model"]], batch, speed, **known)
     name, optimizer, units = LAMBDA_MEDIA[row["model"]]
     return NetworkRun(
         source="Lambda",
@@ -138,16 +144,15 @@ def lambda_bench(row: Row) -> NetworkRun:
 
 
 def mlperf(row: Row) -> NetworkRun:
-    """Return a row of MLPerf Training: one run of a submission on one node, in 16 bit with channels last."""
+    """Return a row of MLPerf Training: one run of a submission, in 16 bit with channels last."""
     name = MLPERF.get(row["benchmark"]) or _network(row["benchmark"])
     if (name, row["round"]) == ("retinanet", "v1.0"):
         raise SpecError("SSD of the first rounds, of a size that is not in the catalog")
     if not row["tracked_throughput_median"]:
         raise SpecError("no throughput logged")
-    if row["nodes"] != "1":
-        raise SpecError(NODES_UNKNOWN)
-    count, accelerator = int(row["num_accelerators"]), row["accelerator"].replace("CTS", "")
-    if count > 8:
+    count, nodes = int(row["num_accelerators"]), int(row["nodes"])
+    accelerator = row["accelerator"].replace("CTS", "")
+    if count > 8 * nodes:
         raise SpecError("more than 8 devices on a node, what joins them not stated")
     return NetworkRun(
         source="MLPerf",
@@ -156,6 +161,7 @@ def mlperf(row: Row) -> NetworkRun:
         precision="fp16",
         layout="nhwc",
         num_devices=count,
+        nodes=nodes,
         batch=int(row["global_batch"]) // count,
         side=224 if name in CLASSIFIERS else None,
         # RetinaNet's logs count the images of one device: so many passes over the images end a run
@@ -172,15 +178,12 @@ _READERS: Mapping[str, Callable[[Row], NetworkRun]] = {
 """By the layout of a table."""
 
 
-def of_words(
-    source: str, run: TrainingRecipe, num_devices: int, batch: int, speed: float, **given: Any
-) -> NetworkRun:
+def of_words(source: str, run: TrainingRecipe, batch: int, speed: float, **given: Any) -> NetworkRun:
     """Return a speed of a network of words or tables, which a source may count in tokens."""
     return NetworkRun(
         source=source,
         network=run.network,
         layout=f"{batch} at once",
-        num_devices=num_devices,
         batch=batch,
         samples_per_s=speed / run.counted,
         optimizer=run.optimizer,

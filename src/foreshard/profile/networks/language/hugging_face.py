@@ -21,7 +21,7 @@ _GPT2: Mapping[str, dict[str, Any]] = {
     "gpt3_xl": {"n_embd": 3072, "n_head": 24, "n_layer": 24, "n_positions": 2048},
     "gpt3_27": {"n_embd": 2560, "n_head": 32, "n_layer": 32, "n_positions": 2048},
 }
-DEPTHS: Mapping[str, int] = {"bert_large": 24, "opt_13": 24} | {
+DEPTHS: dict[str, int] = {"bert_large": 24, "opt_13": 24} | {
     name: sizes["n_layer"] for name, sizes in _GPT2.items()
 }
 """Layers of each network."""
