@@ -38,6 +38,9 @@ def test_rows_that_others_contradict_are_left_out():
     odd = contradicted([*fine, same, beside, *slow])
     assert set(odd) == {same, *slow}
     assert odd[same] == "mask_rcnn on v100-sxm-16gb no faster in 16 bit than in 32"
+    # a node more is no other speed of one, and no framework is another
+    apart = replace(same, nodes=2, num_devices=2), replace(same, framework="TensorFlow2")
+    assert set(contradicted([beside, *apart])) == set()
     # the fastest of several hosts is what others are compared with
     assert contradicted([run(100.0), run(120.0), run(235.0, devices=2)]) == {}
 

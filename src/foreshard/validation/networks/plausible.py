@@ -19,10 +19,14 @@ SAME_SPEED = 1.05
 
 
 def contradicted(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
-    """Return the runs of a table that it contradicts itself, with why; those of several nodes are let be."""
-    runs = [run for run in runs if run.nodes == 1 and run.framework == MEASURED_FRAMEWORK]
-    words = [run for run in runs if run.network in WORDS]
-    return _media([run for run in runs if run.network not in WORDS]) | _words(words)
+    """Return the runs of a table that it contradicts itself, with why.
+
+    Runs on several nodes and of other frameworks are compared with none.
+    """
+    alike = [run for run in runs if run.nodes == 1 and run.framework == MEASURED_FRAMEWORK]
+    words = [run for run in alike if run.network in WORDS]
+    odd = _media([run for run in alike if run.network not in WORDS]) | _superlinear(words)
+    return _shorter([run for run in runs if run.network in WORDS and run not in odd]) | odd
 
 
 def _media(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
@@ -51,19 +55,25 @@ def _media(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
     return odd
 
 
-def _words(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
-    """Return runs of words and tables that are faster than they can be."""
+def _superlinear(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
     runs = list(runs)
     fast = suspects((run.case, run.num_devices, run.batch, run.samples_per_s) for run in runs)
-    faster = {run for run in runs if (run.case, run.num_devices, run.batch, run.samples_per_s) in fast}
-    shorter = {(run.source, run.network) for run in runs if run not in faster and _beyond_peak(run)}
-    odd = {}
-    for run in runs:
-        if run in faster:
-            odd[run] = f"{run.network} faster by devices than devices are more"
-        elif (run.source, run.network) in shorter:
-            odd[run] = f"{run.network} beyond the peak of a device at the stated length"
-    return odd
+    return {
+        run: f"{run.network} faster by devices than devices are more"
+        for run in runs
+        if (run.case, run.num_devices, run.batch, run.samples_per_s) in fast
+    }
+
+
+def _shorter(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
+    """Return the runs of networks of words that some run has shorter sentences of than it states."""
+    runs = list(runs)
+    shorter = {(run.source, run.framework, run.network) for run in runs if _beyond_peak(run)}
+    return {
+        run: f"{run.network} beyond the peak of a device at the stated length"
+        for run in runs
+        if (run.source, run.framework, run.network) in shorter
+    }
 
 
 def _beyond_peak(run: NetworkRun) -> bool:

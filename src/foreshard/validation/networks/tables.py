@@ -29,7 +29,7 @@ from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 
 Row = Mapping[str, str]
 _IMAGES = ("img/s", "images/sec", "images per second")
-_OTHER_FRAMEWORKS = {("PaddlePaddle", "BERT"), ("TensorFlow2", "BERT"), ("TensorFlow2", "MaskRCNN")}
+_OTHER_FRAMEWORKS = {("PaddlePaddle", "BERT"), ("TensorFlow2", "BERT")}
 """Networks of other frameworks whose rows state how they are trained."""
 
 
