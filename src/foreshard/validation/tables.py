@@ -122,7 +122,7 @@ def _identity(
     ids = tuple(f"{stem}-{i}" for i in range(1, len(rows) + 1))
     if layout in (known := table_rules()["families"]):
         source, column = known[layout]
-        return ids, tuple(f"{source} {row[column]}".strip() for row in rows)
+        return ids, tuple(f"{source} {row.get(column, '')}".strip() for row in rows)
     column = next((name for name in _FAMILY_COLUMNS if name in columns), None)
     return ids, tuple((row[column] if column else "") or stem for row in rows)
 

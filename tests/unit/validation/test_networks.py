@@ -269,6 +269,15 @@ def test_rows_that_are_not_predicted_say_why(tmp_path):
     ]
 
 
+def test_an_inference_is_not_taken_for_a_training(tmp_path):
+    header = "model,device,precision,layout,framework,mode,batch_size,img_size,step_time_ms,samples_per_sec\n"
+    (row,) = outcomes(tmp_path, header, "resnet18,RTX 4090,amp,nchw,t,eager,256,224,10.0,25600")
+    assert (row.status, row.family) == ("skipped", "timm inference RTX 4090")
+    assert row.reason.startswith("an inference: ")
+    (row,) = outcomes(tmp_path, TIMM.replace("gpu,", ""), "resnet18,1,amp,nchw,t,256,224,10.0")
+    assert (row.status, row.reason) == ("skipped", "no column gpu")
+
+
 LATENCY = "model,seq_len,batch,device,num_gpus,mode,option,measured_e2e_ms\n"
 
 

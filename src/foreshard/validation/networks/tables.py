@@ -72,6 +72,11 @@ def timm(row: Row) -> NetworkRun:
     )
 
 
+def timm_inference(row: Row) -> NetworkRun:
+    """Raise for a row of timm's inference benchmark."""
+    raise SpecError("an inference: networks are traced as they are trained, a forward in evaluation is not")
+
+
 def examples(row: Row) -> NetworkRun:
     """Return a row of NVIDIA's DeepLearningExamples, which put channels last in 16 bit."""
     framework, in_a_node = row["framework"], 16 if "DGX-2" in row["section"] else 8
@@ -171,6 +176,7 @@ def mlperf(row: Row) -> NetworkRun:
 
 _READERS: Mapping[str, Callable[[Row], NetworkRun]] = {
     "timm": timm,
+    "timm-inference": timm_inference,
     "deep-learning-examples": examples,
     "lambda": lambda_bench,
     "mlperf": mlperf,
