@@ -11,7 +11,7 @@ from foreshard.spec.prediction import Prediction
 from foreshard.validation.collective_cases import TimedCase, reason_of
 from foreshard.validation.networks.latency import latency_cases
 from foreshard.validation.networks.plausible import contradicted
-from foreshard.validation.networks.predicted import Tracing, predicted, trace_ahead, traced_of
+from foreshard.validation.networks.predicted import Tracing, predict_ahead, predicted, traced_of
 from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 from foreshard.validation.networks.tables import run_of
 from foreshard.validation.tables import MeasuredTable
@@ -30,7 +30,7 @@ def network_cases(table: MeasuredTable, tracing: Tracing | None = None) -> list[
         return latency_cases(table)
     read = [_read(table, index) for index in range(len(table.rows))]
     runs = [run for run in read if isinstance(run, NetworkRun)]
-    trace_ahead(runs, tracing or Tracing())
+    predict_ahead(runs, tracing or Tracing())
     try:
         odd = contradicted(runs)
     except SpecError as error:

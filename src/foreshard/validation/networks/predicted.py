@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from multiprocessing import get_context
 from typing import Any
 
 from foreshard.catalog.clusters import load_cluster
-from foreshard.errors import SpecError
+from foreshard.errors import InfeasibleError, SpecError
 from foreshard.predict.measured.traced_step import plan_of, predict_traced
 from foreshard.profile.networks.traced_network import trace_network
 from foreshard.spec.prediction import Prediction
@@ -23,12 +23,13 @@ Key = tuple[str, int | None, str, bool, tuple[tuple[str, Any], ...]]
 """What a network is traced for: its name, side, precision, channels last, and changed arguments."""
 _TOLD_EVERY_S = 30.0
 _WORTH_WORKERS = 16  # networks; each worker takes seconds to begin
-_traces: dict[Key, TracedModule] = {}
+_predictions: dict[NetworkRun, Prediction] = {}
+_KEPT = 64  # traces, of megabytes each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracing:
-    """How networks of a table are traced ahead.
+    """How networks of a table are traced and predicted ahead.
 
     Attributes
     ----------
@@ -42,20 +43,22 @@ class Tracing:
     told: Callable[[str], None] | None = None
 
 
-def trace_ahead(runs: Iterable[NetworkRun], tracing: Tracing) -> None:
-    """Trace the networks of runs; those that cannot be traced say why when they are predicted."""
-    keys = [key for key in dict.fromkeys(map(_key, runs)) if key not in _traces]
+def predict_ahead(runs: Iterable[NetworkRun], tracing: Tracing) -> None:
+    """Predict runs, each network traced once; those that cannot be say why when they are asked for."""
+    groups: dict[Key, list[NetworkRun]] = {}
+    for run in dict.fromkeys(map(_unmeasured, runs)):
+        if run not in _predictions:
+            groups.setdefault(_key(run), []).append(run)
     last_s = time.monotonic()
     with ExitStack() as stack:
-        made: Iterator[TracedModule | None] = map(_trace_or_none, keys)
-        if tracing.workers > 1 and len(keys) >= _WORTH_WORKERS:
-            spawned = ProcessPoolExecutor(min(tracing.workers, len(keys)), get_context("spawn"))
-            made = stack.enter_context(spawned).map(_trace_or_none, keys)
-        for number, (key, module) in enumerate(zip(keys, made, strict=True), start=1):
-            if module is not None:
-                _traces[key] = module
+        made: Iterator[Mapping[NetworkRun, Prediction]] = map(_predict_group, groups.values())
+        if tracing.workers > 1 and len(groups) >= _WORTH_WORKERS:
+            spawned = ProcessPoolExecutor(min(tracing.workers, len(groups)), get_context("spawn"))
+            made = stack.enter_context(spawned).map(_predict_group, groups.values())
+        for number, found in enumerate(made, start=1):
+            _predictions.update(found)
             if tracing.told and time.monotonic() - last_s > _TOLD_EVERY_S:
-                tracing.told(f"traced {number} of {len(keys)} networks")
+                tracing.told(f"predicted {number} of {len(groups)} networks")
                 last_s = time.monotonic()
 
 
@@ -69,18 +72,17 @@ def traced_of(run: NetworkRun) -> TracedModule:
     SpecError
         For a network that cannot be made or traced.
     """
-    key = _key(run)
-    if key not in _traces:
-        _traces[key] = _trace(key)
-    return _traces[key]
+    return _traced(_key(run))
 
 
 def predicted(run: NetworkRun) -> Prediction:
-    """Return the prediction of a run, whatever it was measured at."""
-    return _predicted(replace(run, samples_per_s=1.0))
+    """Return the prediction of a run, whatever it was measured at; errors as of `traced_of`."""
+    run = _unmeasured(run)
+    if run not in _predictions:
+        _predictions[run] = _predicted(run)
+    return _predictions[run]
 
 
-@cache
 def _predicted(run: NetworkRun) -> Prediction:
     module = traced_of(run)
     cluster = load_cluster(f"{run.nodes}x{run.num_devices // run.nodes}x{run.device}")
@@ -88,19 +90,26 @@ def _predicted(run: NetworkRun) -> Prediction:
     return predict_traced(module, cluster, plan_of(module, cluster, asked))
 
 
+def _predict_group(runs: list[NetworkRun]) -> dict[NetworkRun, Prediction]:
+    """Return the predictions of runs of one network, but those that fail."""
+    found = {}
+    for run in runs:
+        with suppress(SpecError, InfeasibleError):
+            found[run] = _predicted(run)
+    return found
+
+
+def _unmeasured(run: NetworkRun) -> NetworkRun:
+    return replace(run, samples_per_s=1.0)
+
+
 def _key(run: NetworkRun) -> Key:
     return run.network, run.side, run.precision, run.layout == "nhwc", run.changed
 
 
-def _trace(key: Key) -> TracedModule:
+@lru_cache(maxsize=_KEPT)
+def _traced(key: Key) -> TracedModule:
     name, side, precision, channels_last, changed = key
     return trace_network(
         name, side=side, precision=precision, channels_last=channels_last, changed=dict(changed)
     )
-
-
-def _trace_or_none(key: Key) -> TracedModule | None:
-    try:
-        return _trace(key)
-    except SpecError:
-        return None
