@@ -25,66 +25,30 @@ from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import KernelModel, kernel_constants, kernel_model
 from foreshard.catalog.learned import datasheet_features, share_of
 from foreshard.cost.operations import operations_s
+from foreshard.profile.networks.language.hugging_face import (
+    DEPTHS,
+    hugging_face_inputs,
+    hugging_face_network,
+    logits_of,
+)
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.traced_module import Operation
-
-# GPT-3 XL has 24 heads of 128 (Brown et al. 2020, table 2.1), in Hugging Face's GPT-2 a width of 3,072. The
-# 2,048 of that table does not divide by 24, and has half the FLOPs that the measured time implies.
-GPT2 = {
-    "gpt2_large": {"n_embd": 1280, "n_head": 20, "n_layer": 36, "n_positions": 1024},
-    "gpt3_xl": {"n_embd": 3072, "n_head": 24, "n_layer": 24, "n_positions": 2048},
-    "gpt3_27": {"n_embd": 2560, "n_head": 32, "n_layer": 32, "n_positions": 2048},
-}
-
-
-ONE_DIE = {"AMD_Instinct_MI250": "mi250-gcd"}  # PyTorch sees each of the two dies as a device
-
-
-def network(name: str, layers: int, training: bool):
-    """Return a network of so many layers, its other dimensions as NeuSight runs it, and its full depth."""
-    import transformers as hf
-
-    if name == "bert_large":
-        sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
-        config = hf.BertConfig(**sizes, num_hidden_layers=layers, attn_implementation="eager")
-        made = hf.BertForPreTraining(config) if training else hf.BertForSequenceClassification(config)
-        return made, 24
-    if name == "opt_13":
-        sizes = {"hidden_size": 2048, "num_attention_heads": 32, "ffn_dim": 8192}
-        config = hf.OPTConfig(**sizes, num_hidden_layers=layers, attn_implementation="eager")
-        return hf.OPTForCausalLM(config), 24
-    sizes = GPT2[name] | {"n_layer": layers}
-    config = hf.GPT2Config(**sizes, attn_implementation="eager", use_cache=False)
-    return hf.GPT2LMHeadModel(config), GPT2[name]["n_layer"]
+from foreshard.validation.networks.latency import device_of
 
 
 @cache
 def operations(name: str, seq_len: int, training: bool) -> tuple[tuple[Operation, ...], ...]:
     """Return the operations of one layer's network, of two layers', and as their number the full depth."""
-    import torch
-
     found = []
     for layers in (1, 2):
-        with torch.device("meta"):
-            made, _ = network(name, layers, training)
-        made = made.train() if training else made.eval()
-        # A mask of scores keeps the libraries from branching on the values of one of tokens.
-        mask = torch.zeros((1, 1, seq_len, seq_len))
-        inputs = {"input_ids": torch.zeros((1, seq_len), dtype=torch.int64), "attention_mask": mask}
-        if name == "opt_13":
-            inputs["position_ids"] = torch.zeros((1, seq_len), dtype=torch.int64)
-        traced = trace_module(made, inputs, loss=lambda out: _logits(out).sum(), precision="fp32", name=name)
+        made = hugging_face_network(name, training=training, layers=layers)
+        inputs = hugging_face_inputs(name, seq_len)
+        traced = trace_module(
+            made, inputs, loss=lambda out: logits_of(out).sum(), precision="fp32", name=name
+        )
         work = [layer.forward + (layer.backward if training else ()) for layer in traced.layers]
         found.append(tuple(operation for layer in work for operation in layer))
     return tuple(found)
-
-
-def _logits(out):
-    return out["prediction_logits"] if "prediction_logits" in out else out["logits"]
-
-
-def depth(name: str) -> int:
-    return {"bert_large": 24, "opt_13": 24}.get(name) or GPT2[name]["n_layer"]
 
 
 def seconds(name: str, seq_len: int, batch: int, training: bool, device: str, kernels: KernelModel) -> float:
@@ -94,7 +58,7 @@ def seconds(name: str, seq_len: int, batch: int, training: bool, device: str, ke
         float(operations_s(work, batch, kernels, vector, matrix_units=False).sum())
         for work in operations(name, seq_len, training)
     )
-    return one + (depth(name) - 1) * (two - one)
+    return one + (DEPTHS[name] - 1) * (two - one)
 
 
 class LeftOut:
@@ -137,7 +101,7 @@ def main() -> None:
     fits = LeftOut()
     logs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (table_name,), group in rows.groups("device"):
-        device = resolve_device(ONE_DIE.get(str(table_name), str(table_name).replace("_", " "))).name
+        device = device_of(str(table_name)).name
         learned, forest = fits.learned(device)
         sources = {
             "roofline": ideal(device, "fp32"),

@@ -22,12 +22,13 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from accuracy_networks import ROOT, predicted, rows, traced_of
+from accuracy_networks import ROOT, rows
 from scipy.optimize import minimize
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_model
 from foreshard.cost import operations
+from foreshard.validation.networks.predicted import predicted, traced_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,7 @@ class Row:
 def read(folder: Path) -> list[Row]:
     """Return the rows of networks with such groups, of timm."""
     found = []
-    for row in rows(folder, Counter()):
-        if row.source != "timm":
-            continue
+    for row in rows(folder, Counter(), ["cnn_timm_train.csv"]):
         module = traced_of(row)
         work = [
             o for layer in module.layers for o in (*layer.forward, *layer.backward) if o.kind == "grouped"
@@ -71,7 +70,7 @@ def read(folder: Path) -> list[Row]:
         flops = np.array([o.flops.at(row.batch) for o in work])
         streamed_s = operations.stream_s(np.array([o.bytes.at(row.batch) for o in work]), kernels)
         own_s = operations.operations_s(work, row.batch, kernels, vector).sum()
-        step_s = row.batch / predicted(row)
+        step_s = predicted(row).step_time_s
         found.append(
             Row(
                 network=row.network,

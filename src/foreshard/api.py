@@ -25,11 +25,13 @@ from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request
 from foreshard.advise.traced_request import TracedRequest
 from foreshard.catalog.frameworks import load_framework
-from foreshard.errors import ExtraMissingError, SpecError, unknown
+from foreshard.errors import SpecError, unknown
 from foreshard.file_replacement import replace_file
 from foreshard.interop.exporters.exported import Exported
 from foreshard.planner.result import PlanResult
-from foreshard.profile.networks.catalog import is_mixed, is_traced, near_networks, network, network_name
+from foreshard.predict.measured.traced_step import plan_of, predict_traced
+from foreshard.profile.networks.catalog import is_traced, near_networks, network_name
+from foreshard.profile.networks.traced_network import trace_network
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
 from foreshard.spec.plan import AUTO, Plan
@@ -408,7 +410,7 @@ def predict_trace(
     return predict_traced(
         module,
         on,
-        plan or traced_request.plan_of(module, on, stated),
+        plan or plan_of(module, on, stated),
         fidelity=stated.get("fidelity") or "zero-shot",
         engine=stated.get("engine") or "graph",
         noise=Noise.stated(stated),
@@ -1004,25 +1006,19 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
     """
     if not is_traced(model):
         return None
-    name = network_name(model)
+    split = sorted({*degrees} - {1})
+    if (name := network_name(model)) is not None:
+        return trace_network(name, precision=precision, degrees=split, where=model)
     with ExitStack() as loaded:  # what the module imports as it runs is found too
-        made = _module_of(model, loaded) if name is None else (*_with_torch(lambda: network(name)), None)
+        made = _module_of(model, loaded)
         if made is None:
             return None
         from foreshard.profile.tracing.trace import trace_module
 
         module, inputs, loss = made
-        title = name or model.rpartition(":")[2]
-        mixed = name is not None and is_mixed(name)
+        title = model.rpartition(":")[2]
         return trace_module(
-            module,
-            inputs,
-            loss=loss,
-            precision=precision,
-            autocast=mixed,
-            degrees=sorted({*degrees} - {1}),
-            name=title,
-            where=model,
+            module, inputs, loss=loss, precision=precision, degrees=split, name=title, where=model
         )
 
 
@@ -1035,62 +1031,6 @@ def _module_of(model: str, loaded: ExitStack) -> Any:
 
     with regions_of_cuda():  # a decorator's region is made where the module is defined
         return loaded.enter_context(load_module(model))
-
-
-def _with_torch(make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    try:
-        return make()
-    except ModuleNotFoundError as error:
-        what = f"networks are traced, which needs {error.name}"
-        raise ExtraMissingError(what, fix="The extra foreshard[run] brings torch") from error
-
-
-def predict_traced(
-    module: TracedModule,
-    cluster: Cluster,
-    plan: Plan,
-    *,
-    fidelity: str = "zero-shot",
-    engine: str = "graph",
-    noise: Noise | None = None,
-    tokens: float | None = None,
-    speeds: Mapping[str, float] | None = None,
-    observed_step_s: float | None = None,
-    calibration: Calibration | None = None,
-) -> Prediction:
-    """Return the prediction of a step of a traced module.
-
-    Parameters
-    ----------
-    module : TracedModule
-    cluster : Cluster
-    plan : Plan
-        Cuts the chain of traced layers. Its tensor parallelism is one that the module was traced for.
-    fidelity : {'zero-shot', 'datasheet'}
-    engine : {'graph', 'event'}
-    noise : Noise, optional
-        How ranks differ (event engine).
-    tokens : float, optional
-        Of the whole run, each a sample.
-    speeds : mapping, optional
-        Parts of the step that are so many times as fast, a question of what if.
-    observed_step_s : float, optional
-        One measured step of this plan, which corrects the prediction.
-    calibration : Calibration, optional
-        Of steps of traced modules (`catalog.training.load_calibration`).
-    """
-    from foreshard.predict.measured.engine import predict_measured as predicted
-    from foreshard.predict.measured.traced import costs_under
-
-    slower = None
-    if calibration is not None:
-        from foreshard.predict.step import check_calibration
-
-        check_calibration(calibration, plan, cluster, fidelity)
-        slower = calibration.of_operations
-    costs = costs_under(module, cluster, plan, fidelity=fidelity, speeds=speeds, slower=slower)
-    asked = {"tokens": tokens, "observed_step_s": observed_step_s}
-    return predicted(costs, cluster, plan, engine=engine, noise=noise, calibration=calibration, **asked)
 
 
 def plan_traced(
@@ -1129,6 +1069,8 @@ def validate(
     engine: str = "graph",
     costs: str = "formula",
     exclude_calibration: str | None = None,
+    workers: int = 1,
+    told: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Return measured runs beside their predictions, and how good these are.
 
@@ -1138,8 +1080,13 @@ def validate(
         Tables of measurements, ``.csv`` or ``.csv.gz``.
     exclude_calibration : str, optional
         Use the constants that were fitted without this family.
+    workers : int
+        Processes that trace networks; above 1 the calling program guards its start by ``__main__``.
+    told : callable, optional
+        Is given a line now and then of how far that is.
     """
     from foreshard.catalog.training import training_constants
+    from foreshard.validation.networks.predicted import Tracing
     from foreshard.validation.predictors import predict_run
     from foreshard.validation.rows import TrainingRow
     from foreshard.validation.validate import validate
@@ -1149,4 +1096,5 @@ def validate(
     def predicted(row: TrainingRow) -> Any:
         return predict_run(row, constants=constants, engine=engine, **source)
 
-    return validate(files, exclude_calibration=exclude_calibration, predictor=predicted)
+    tracing = Tracing(workers=workers, told=told)
+    return validate(files, exclude_calibration=exclude_calibration, predictor=predicted, tracing=tracing)

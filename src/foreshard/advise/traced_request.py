@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foreshard.advise.request import ASKED, DEGREES, OPTIONS, Request, check_beside, flag_of, set_in_plan
 from foreshard.catalog.offers import Offers
 from foreshard.errors import SpecError
+from foreshard.predict.measured.traced_step import FRAMEWORK, STATED_DEGREES, plan_of
 from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.codec import whole
-from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import COMM_OPTIONS
 from foreshard.spec.variation import Noise
-from foreshard.units import number_of
 
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
@@ -28,14 +27,13 @@ if TYPE_CHECKING:
     from foreshard.spec.timeline import Timeline
     from foreshard.spec.traced_module import TracedModule
 
-_DEGREES = ("tp", "dp", "pp", "micro_batch", "global_batch", "schedule", "optimizer", "recompute")
 PREDICTS = {
-    *("model", "cluster", "plan", "zero", "precision", "engine", "costs", "fidelity", *_DEGREES),
+    *("model", "cluster", "plan", "zero", "precision", "engine", "costs", "fidelity", *STATED_DEGREES),
     *("tokens", "prices", "usd_per_device_hour", "observed_step_s", "calibration"),
     *(one.name for one in fields(Noise)),
 }
 """Names of what a prediction takes."""
-CHANGES = {*_DEGREES, "zero", "precision", "shares"}
+CHANGES = {*STATED_DEGREES, "zero", "precision", "shares"}
 """Names of what a change may set, besides the hardware."""
 SPEEDS = (
     *("compute", "recompute", "tensor_comm", "pipeline_comm", "data_comm", "optimizer", "host"),
@@ -61,8 +59,6 @@ _ELSEWHERE = {*OPTIONS, *ASKED}
 """Options of other models, which may be stated to be off."""
 _ALIKE: Mapping[str, Any] = dict.fromkeys((one.name for one in fields(Noise)), None)
 """Choices of a run whose ranks are alike."""
-_FRAMEWORK = "ddp"
-"""Whose rules and options a traced module is trained by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +116,7 @@ class TracedRequest:
         """The framework whose words for options are taken."""
         from foreshard.catalog.frameworks import load_framework
 
-        return load_framework(_FRAMEWORK)
+        return load_framework(FRAMEWORK)
 
     def with_choice(self, name: str, value: Any) -> TracedRequest:
         """Return the request with one degree or option set, in the flags or in every group of the plan."""
@@ -252,48 +248,11 @@ def degrees_on(cluster: Cluster, max_tp: Any) -> list[int]:
     return [2**power for power in range(1, most.bit_length())]
 
 
-def plan_of(module: TracedModule, cluster: Cluster, values: Mapping[str, Any]) -> Plan:
-    """Return the plan that stated degrees and options mean."""
-    stated = {name: values[name] for name in _DEGREES if values.get(name) is not None}
-    made = plan_from_degrees(
-        _cut_layers(module, stated.get("pp", 1)),
-        cluster.num_devices,
-        zero=values.get("zero") or 0,
-        seq_len=1,
-        sp=False,
-        precision=module.precision,
-        framework=_FRAMEWORK,
-        **stated,
-    )
-    return _within(made, len(module.layers))
-
-
-def _cut_layers(module: TracedModule, pp: int) -> int:
-    """Return the layers between the first and the last, which the cuts of a pipeline count."""
-    most = max(len(module.layers) - 2, 1)
-    if pp > most:
-        chain = number_of(len(module.layers), "layer")
-        what = f"{number_of(pp, 'stage')} of {module.name}, a chain of {chain}"
-        rule = "--pp gives every stage a layer beside the first and the last of the chain"
-        fix = f"Use at most {most}, or give --plan, whose stages may hold any layers"
-        raise SpecError(what, key="--pp", value=pp, rule=rule, fix=fix)
-    return most
-
-
-def _within(plan: Plan, num_layers: int) -> Plan:
-    """Return the plan of a chain that may be shorter than three layers."""
-    if num_layers > 2:
-        return plan
-    group = plan.groups[0]
-    stages = tuple(replace(stage, layers=((0, num_layers),)) for stage in group.stages)
-    return replace(plan, groups=(replace(group, stages=stages),))
-
-
 def check_change(key: str, value: str) -> None:
     """Raise SpecError for a change that a prediction of a traced module does not take."""
     same = key in _SWITCHES and value.lower() in ("off", "none", "no", "false")
     faster = key.startswith("speed_") and key.removeprefix("speed_") in SPEEDS
-    if key not in CHANGES and not same and not faster and (key, value) != ("framework", _FRAMEWORK):
+    if key not in CHANGES and not same and not faster and (key, value) != ("framework", FRAMEWORK):
         shown, *known = (flag_of(one).removeprefix("--") for one in (key, *sorted(CHANGES)))
         rule = f"Of a traced module may be changed {', '.join(known)}"
         what = f"{shown} is not taken for a traced module"
@@ -308,7 +267,7 @@ def _reject_unknown(values: Mapping[str, Any], known: set[str]) -> None:
     """
     for name, value in values.items():
         off = value is False or (isinstance(value, str) and value == "none")
-        same = off or (name == "framework" and value == _FRAMEWORK)
+        same = off or (name == "framework" and value == FRAMEWORK)
         if name not in known and value is not None and not (same and name in _ELSEWHERE):
             raise _refused(flag_of(name), str(value), known)
 

@@ -64,7 +64,7 @@ def command(
         found = collective_systems(map(find, files))
         give({"schema_version": 1} | found, lambda: _systems(found))
         return
-    result = api.validate(map(find, files), **options)
+    result = api.validate(map(find, files), workers=os.cpu_count() or 1, told=say, **options)
     give({"schema_version": 1} | result, lambda: _screen(result))
     if max_mape is not None:
         try:

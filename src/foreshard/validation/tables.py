@@ -110,16 +110,20 @@ def _distinct(ids: list[str]) -> tuple[str, ...]:
 
 
 def _identity(
-    columns: list[str], rows: list[dict[str, str]], stem: str
+    columns: list[str], rows: list[dict[str, str]], stem: str, layout: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return ids and families: of the id column, else stem and row number, and the system or device."""
+    """Return ids and families: of the id column, else stem and row number, and the system or device.
+
+    Networks are of a source and what its rows differ by most: devices, or a benchmark.
+    """
     if "id" in columns:
         ids = _distinct([row["id"] or f"{stem}-{i}" for i, row in enumerate(rows, start=1)])
         return ids, tuple(row_id.rpartition("-")[0] or row_id for row_id in ids)
     ids = tuple(f"{stem}-{i}" for i in range(1, len(rows) + 1))
+    if layout in (known := table_rules()["families"]):
+        source, column = known[layout]
+        return ids, tuple(f"{source} {row.get(column, '')}".strip() for row in rows)
     column = next((name for name in _FAMILY_COLUMNS if name in columns), None)
-    if "gpu_model" in columns:
-        column = "gpu_model"
     return ids, tuple((row[column] if column else "") or stem for row in rows)
 
 
@@ -142,7 +146,7 @@ def read_table(path: str | Path) -> MeasuredTable:
             fix = "Check for a truncated file"
             raise SpecError(what, file=str(path), key=f"row {number}", rule=rule, fix=fix)
     rows = [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines]
-    ids, families = _identity(header, rows, _stem(str(path)))
+    ids, families = _identity(header, rows, _stem(str(path)), layout)
     return MeasuredTable(
         path=str(path), kind=kind, layout=layout, rows=tuple(rows), ids=ids, families=families
     )

@@ -14,13 +14,15 @@ from foreshard.errors import AccuracyError, InfeasibleError, SpecError, unknown
 from foreshard.predict.interval import LEVEL
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
-from foreshard.validation.kernels.cases import kernel_cases, not_modelled
+from foreshard.validation.kernels.cases import kernel_cases
 from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.networks.cases import network_cases
+from foreshard.validation.networks.predicted import Tracing
 from foreshard.validation.rows import TrainingRow, table_rows
 from foreshard.validation.scoring import RowOutcome, score
 from foreshard.validation.tables import (
+    CLASSIC,
     COLLECTIVE,
-    KERNEL,
     MIXED,
     TRAINING,
     MeasuredTable,
@@ -106,7 +108,9 @@ def case_outcomes(table: MeasuredTable, cases: Sequence[TimedCase], predict_s: f
     ]
 
 
-def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str = "") -> list[RowOutcome]:
+def table_outcomes(
+    table: MeasuredTable, predictor: Predictor, *, exclude: str = "", tracing: Tracing | None = None
+) -> list[RowOutcome]:
     """Return one outcome per row of a table, in its order; `exclude` as in `collective_cases`."""
     if table.kind in (TRAINING, MIXED):
         rows, skipped = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
@@ -118,10 +122,10 @@ def table_outcomes(table: MeasuredTable, predictor: Predictor, *, exclude: str =
     start = time.perf_counter()
     if table.kind == COLLECTIVE:
         cases = collective_cases(table, exclude=exclude)
-    elif table.kind == KERNEL:
-        cases = kernel_cases(table)
+    elif table.kind == CLASSIC:
+        cases = network_cases(table, tracing)
     else:
-        cases = not_modelled(table)
+        cases = kernel_cases(table)
     return case_outcomes(table, cases, time.perf_counter() - start)
 
 
@@ -161,14 +165,16 @@ def validate(
     *,
     exclude_calibration: str | None = None,
     predictor: Predictor,
+    tracing: Tracing | None = None,
 ) -> dict[str, Any]:
     """Return the validation object of `api.validate`: one entry per row, and scores overall and by family.
 
-    `exclude_calibration` is what the predictor was built with.
+    `exclude_calibration` is what the predictor was built with; `tracing` is of networks.
     """
     outcomes: list[RowOutcome] = []
     for path in files:
-        outcomes += table_outcomes(read_table(path), predictor, exclude=exclude_calibration or "")
+        table = read_table(path)
+        outcomes += table_outcomes(table, predictor, exclude=exclude_calibration or "", tracing=tracing)
     if not outcomes:
         raise SpecError("no table was given", rule="Validation needs at least one file")
     return score(outcomes)

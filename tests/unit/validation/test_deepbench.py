@@ -85,9 +85,10 @@ def test_products_of_inputs_are_no_part_of_a_recurrent_layer():
 @pytest.mark.parametrize(
     ("sheet", "section", "reason"),
     [
-        ("NV_P100,train,Results - Psuedo FP16", "W", "not modelled"),
-        ("NV_TitanXp,inference,Results - Mixed Precision", "W (input - time)", "not modelled"),
+        ("NV_P100,train,Results - Psuedo FP16", "W", "values in 16 bit by 32-bit arithmetic"),
+        ("NV_TitanXp,inference,Results - Mixed Precision", "W (input - time)", "values in 8 bit"),
         ("NV_M40,train,Results - FP16 ip, Mixed math", "W", "no fp16"),
+        ("NV_M40,train,Results - FP32", "All-Reduce", "an all-reduce whose links are not stated"),
         ("IA_KNL7250,train,Results - FP32", "W", "unknown device"),
     ],
 )

@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from foreshard.profile.networks.timm_models import PREFIX, timm_name, timm_network
+
 _FIRES = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256), (64, 256))
 _BY_FUNCTION: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = {
     "resnet": {
@@ -236,20 +238,25 @@ _NAMES = {
 
 
 def network_name(text: str) -> str | None:
-    """Return the name of a network as `NETWORKS` spells it, None for what is none.
+    """Return the name of a network as `NETWORKS` spells it, or as ``timm/NAME``; None for what is none.
 
     Examples
     --------
+    >>> network_name("ResNet-50"), network_name("mobilenetv3_large_100"), network_name("llama3-8b")
+    ('resnet50', 'mobilenet_v3_large', None)
     >>> network_name("microsoft/resnet-50"), network_name("timm/mobilenetv3_large_100.ra_in1k")
     ('resnet50', 'mobilenet_v3_large')
-    >>> network_name("llama3-8b")
+    >>> network_name("timm:vit_tiny_patch16_224")
+    'timm/vit_tiny_patch16_224'
     """
-    low = re.sub(r"^timm/([^.]+)\..*", r"\1", text.lower())  # weights behind the point
-    low = re.sub(r"^(microsoft|timm|pytorch|torchvision|google)/", "", low)  # as the Hub has them
+    of_timm = timm_name(text)
+    low = (of_timm or text.lower()).removeprefix(PREFIX)
+    low = low.partition(".")[0] if of_timm else low  # weights behind the point
+    low = re.sub(r"^(microsoft|pytorch|torchvision|google)/", "", low)  # as the Hub has them
     spelled = {re.sub(r"[^a-z0-9.]", "", name): name for name in NETWORKS}
     known = {re.sub(r"[^a-z0-9.]", "", name): meant for name, meant in _NAMES.items()}
     key = re.sub(r"[^a-z0-9.]", "", low)
-    return low if low in NETWORKS else (spelled | known).get(key)
+    return low if low in NETWORKS else (spelled | known).get(key, of_timm)
 
 
 def is_traced(model: str) -> bool:
@@ -294,7 +301,7 @@ def sample_of(name: str) -> str:
 
 def is_mixed(name: str) -> bool:
     """Return whether the published runs of a network in 16 bit keep some operations in 32 bit (autocast)."""
-    return _function_of(name) not in _WHOLE_IN_16_BIT
+    return name.startswith(PREFIX) or _function_of(name) not in _WHOLE_IN_16_BIT
 
 
 def _function_of(name: str) -> str:
@@ -308,11 +315,11 @@ def network(name: str, *, side: int | None = None, device: str = "meta", **chang
     Parameters
     ----------
     name : str
-        One of `NETWORKS`.
+        As `network_name` returns it.
     side : int, optional
         Of a classifier's image, pixels; by default what the network is trained or evaluated with.
     device : str
-        Where it lies; on the meta device it has no values.
+        Where it lies; on the meta device it has no values, and those of timm lie there.
     **changed
         Arguments of the function that makes it, in place of the network's own: `words` of a text.
 
@@ -327,6 +334,8 @@ def network(name: str, *, side: int | None = None, device: str = "meta", **chang
     """
     import torch
 
+    if name.startswith(PREFIX):
+        return timm_network(name, side=side)
     function = _function_of(name)
     positional, named = (_BY_FUNCTION | _WITH_INPUTS)[function][name]
     module = _MODULES.get(function, function)

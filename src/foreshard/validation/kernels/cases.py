@@ -36,6 +36,11 @@ Sizes = Mapping[str, NDArray[np.float64]]
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
 _STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
+_UNPRICED = {
+    "All-Reduce": "an all-reduce whose links are not stated",
+    "Sparse Matrix Multiplication": "sparse products, of which no kernel is priced",
+}
+"""Sections of DeepBench that are not predicted, and why."""
 
 
 @cache
@@ -90,6 +95,8 @@ def _deepbench(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[n
     if section in CONVOLUTIONS or section.startswith(RECURRENT):
         passes = timed_passes(shared["device"], section, sheet, rows)
         return np.array([sum(one.predicted_s for one in each) for each in passes])
+    if section in _UNPRICED:
+        raise SpecError(_UNPRICED[section])
     found = [re.search(r"M=(\d+);N=(\d+);K=(\d+)", row["params"]) for row in rows]
     if section != "Dense Matrix Multiplication" or not all(found):
         raise SpecError(NOT_MODELLED)
@@ -139,15 +146,10 @@ def _number(text: str) -> float | None:
         return None
 
 
-def not_modelled(table: MeasuredTable) -> list[TimedCase]:
-    """Return a skipped case per row of a kind that has no model yet."""
-    return [TimedCase(measured_s=_stated_s(row), reason=NOT_MODELLED) for row in table.rows]
-
-
 def kernel_cases(table: MeasuredTable) -> list[TimedCase]:
     """Return one case per row of a table of kernels; layouts without a cost are `not modelled`."""
     if table.layout not in _LAYOUTS:
-        return not_modelled(table)
+        return [TimedCase(measured_s=_stated_s(row), reason=NOT_MODELLED) for row in table.rows]
     rules = table_rules()["kernels"][table.layout]
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(table.rows):

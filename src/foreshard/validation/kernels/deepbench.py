@@ -23,7 +23,6 @@ from foreshard.errors import ExtraMissingError, SpecError
 from foreshard.predict.measured.traced import device_operations_s
 from foreshard.spec.device import Device
 from foreshard.spec.traced_module import Operation
-from foreshard.validation.collective_cases import NOT_MODELLED
 
 CONVOLUTIONS = ("W", "W (input - time)")
 RECURRENT = "Recurrent Layers - "
@@ -34,6 +33,10 @@ scripts/fit_layers.py on layers of 100 steps and more on V100. Later ones do not
 (bench/device_recurrent.csv) follow each other, and GNMT's published speeds on V100 show no such wait.
 """
 _PRECISIONS = {"FP32": "fp32", "FP16 ip, Mixed math": "fp16"}  # by the end of a sheet's name
+_OTHER_PRECISIONS = {
+    "Psuedo FP16": "values in 16 bit by 32-bit arithmetic, of which no kernel is priced",
+    "Mixed Precision": "values in 8 bit, of which no kernel is priced",
+}
 _PASSES = {  # as rows and cells begin, in small letters: the first that fits
     "forward (msec)": ("forward",),
     "time forward": ("forward",),
@@ -102,7 +105,8 @@ def precision_of(sheet: str, section: str) -> str:
         return "fp32"
     found = next((name for end, name in _PRECISIONS.items() if sheet.endswith(end)), None)
     if found is None:
-        raise SpecError(NOT_MODELLED)
+        said = next((why for word, why in _OTHER_PRECISIONS.items() if sheet.endswith(word)), None)
+        raise SpecError(said or f"a sheet {sheet!r} states no precision")
     return found
 
 

@@ -16,8 +16,6 @@ MELS = 80
 FRAMES = 870
 """Of the longest clip of LJSpeech: 10.1 s of 22,050 Hz at 256 samples a frame. Batches of 48 and more have
 one nearly as long (K. Ito, L. Johnson, The LJ Speech Dataset, 2017)."""
-MEAN_FRAMES = 566
-"""Of the mean clip, 6.57 s."""
 CHARACTERS = 180
 """Of the longest text; the 625 to 2,500 clips of the benchmark have up to 175 to 186."""
 _SYMBOLS = 148

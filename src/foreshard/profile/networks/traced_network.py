@@ -1,0 +1,67 @@
+"""A network of the catalog, or of timm, as a traced module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foreshard.errors import ExtraMissingError
+from foreshard.profile.networks.catalog import is_mixed, network
+from foreshard.spec.traced_module import TracedModule
+
+
+def trace_network(
+    name: str,
+    *,
+    side: int | None = None,
+    precision: str = "bf16",
+    channels_last: bool = False,
+    degrees: Sequence[int] = (),
+    changed: Mapping[str, Any] | None = None,
+    where: str = "module",
+) -> TracedModule:
+    """Return a network as a chain of layers with their operations.
+
+    Parameters
+    ----------
+    name : str
+        As `catalog.network_name` returns it.
+    side : int, optional
+        Of a classifier's image, pixels.
+    precision : {'fp32', 'tf32', 'fp16', 'bf16'}
+    channels_last : bool
+        Whether images and filters have their channels last.
+    degrees : sequence of int
+        Numbers of ranks, above 1, that may compute each layer together.
+    changed : mapping, optional
+        Arguments of the network in place of its own.
+    where : str
+        Where it comes from, for messages.
+
+    Raises
+    ------
+    ExtraMissingError
+        Without torch, or the library that makes the network.
+    SpecError
+        For a name or a side that the library does not make, and what cannot be traced.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        what = f"networks are traced, which needs {error.name}"
+        raise ExtraMissingError(what, fix="The extra foreshard[run] brings torch") from error
+    from foreshard.profile.tracing.trace import trace_module
+
+    module, inputs = network(name, side=side, **(changed or {}))
+    if channels_last:
+        volumes = any(parameter.ndim == 5 for parameter in module.parameters())
+        module = module.to(memory_format=torch.channels_last_3d if volumes else torch.channels_last)
+    return trace_module(
+        module,
+        inputs,
+        precision=precision,
+        autocast=is_mixed(name),
+        degrees=degrees,
+        name=name,
+        where=where,
+    )

@@ -1,0 +1,154 @@
+"""How the networks of tables were trained: what each benchmark's own commands say of a row.
+
+Lambda runs NVIDIA's DeepLearningExamples by commands of its own (pytorch/scripts/config_v1 and v2); NVIDIA's
+tables follow its README and configurations. Both train in 16 bit by Apex at level O2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+from foreshard.catalog.shipped import shipped
+from foreshard.errors import SpecError
+
+NO_BATCH = "no batch size stated"
+
+SENTENCE, FILLED = 30, mean((10.0 * bucket - 4.5) / (10.0 * bucket) for bucket in range(1, 6))
+"""Pieces of words of a sentence of GNMT, and the share that is none of filling.
+
+Its sentences of up to 50 pieces lie in five buckets of ten lengths, each batch from one bucket and filled up
+to the longest: the middle bucket's here, and lengths that are even within each.
+"""
+_MEAN_FRAMES = 566  # of sound of the mean clip of LJSpeech, 6.57 s at 256 of 22,050 samples a frame
+_TRANSLATED = 32  # pieces of a sentence, for attention alone: batches are counted in pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """A network as a benchmark trains it.
+
+    Attributes
+    ----------
+    network : str
+    counted : float
+        What the source counts of a sample: tokens, or 1.
+    samples : float
+        Of what the source states as its batch.
+    changed : mapping
+        Arguments of the network in place of its own.
+    """
+
+    network: str
+    counted: float = 1.0
+    samples: float = 1.0
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+
+
+_GNMT = TrainingRecipe(network="gnmt", counted=(2 * SENTENCE - 1) * FILLED, changed={"words": SENTENCE})
+_UNCLUSTERED = {"cutoffs": (), "narrower": 1}  # Lambda's commands lack --adaptive and --div_val
+LAMBDA_WORDS = {
+    "bert_base_squad": TrainingRecipe(network="bert_base_squad"),
+    "bert_large_squad": TrainingRecipe(network="bert_large_squad"),
+    "gnmt": _GNMT,
+    "ncf": TrainingRecipe(network="ncf"),
+    "transformerxlbase": TrainingRecipe(network="transformer_xl_base", counted=192, changed=_UNCLUSTERED),
+    "transformerxllarge": TrainingRecipe(
+        network="transformer_xl_large", counted=256, changed={**_UNCLUSTERED, "words": 256}
+    ),
+}
+"""By the names of Lambda's tables."""
+_DLE: dict[str, Callable[[str], TrainingRecipe]] = {
+    "GNMT": lambda _: _GNMT,
+    "NCF": lambda _: TrainingRecipe(network="ncf"),
+    "Transformer": lambda _: TrainingRecipe(
+        network="transformer_big",
+        counted=_TRANSLATED,
+        samples=1 / _TRANSLATED,
+        changed={"words": _TRANSLATED},
+    ),
+    "Transformer-XL": lambda text: (
+        TrainingRecipe(network="transformer_xl_base", counted=192)
+        if "Base" in text
+        else TrainingRecipe(network="transformer_xl_large", counted=384)
+    ),
+    "BERT": lambda text: TrainingRecipe(
+        network="bert_large_squad" if "Fine-tuning" in text else f"bert_large_phase{1 + text.endswith('512')}"
+    ),
+}
+
+
+_WORDS_OF_DLE = {"bert_large_phase1", "bert_large_phase2", "transformer_big"}
+WORDS = frozenset({run.network for run in LAMBDA_WORDS.values()} | _WORDS_OF_DLE)
+"""Networks of these runs."""
+
+
+def dle_run(row: Mapping[str, str]) -> TrainingRecipe | None:
+    """Return how a row of DeepLearningExamples was trained, None for networks of images."""
+    if row["model"] not in _DLE:
+        return None
+    return _DLE[row["model"]](f"{row['section']} {row['seq_or_variant']}")
+
+
+def dle_batch(row: Mapping[str, str]) -> tuple[int, int]:
+    """Return (what a device takes at once, how often before it updates), as a row's own precision has it."""
+    narrow = row["precision"] == "mixed"
+    steps = re.search(r"ccumulation.*?=(\d+)(?: and | , )(\d+)", row["other_columns"])
+    whole = [int(number) for number in re.findall(r"\d+", row["batch_per_gpu"].split(";")[-1])]
+    if not whole:
+        raise SpecError(NO_BATCH)
+    narrow_first = row["model"] == "Transformer" or row.get("framework") == "TensorFlow2"
+    place = 0 if narrow == narrow_first else -1
+    if row["model"] == "Transformer":
+        return whole[place], 1
+    batch, many = whole[place], int(steps[1 if place == 0 else 2]) if steps else 1
+    return batch // many, many
+
+
+def dle_device(row: Mapping[str, str]) -> str:
+    """Return the catalog's name of the devices of a section."""
+    memory = re.search(r"(\d+) ?GB?\b", row["section"].split(">")[-1] + row["gpu_model"])
+    memory = re.search(r"(\d\d) ?GB?\b", row["section"]) if memory is None else memory
+    if memory is None:
+        raise SpecError("no memory of the devices stated, by which their model is told")
+    return f"{'a100' if row['gpu_model'].startswith('A100') else 'v100'}-sxm-{memory[1]}gb"
+
+
+DLE_BATCH = {"mixed": 256, "tf32": 128, "fp32": 128}  # of the README's commands; tables leave it out
+DLE_EFFICIENT = {  # of configs.yml: A100, then DGX-1
+    "efficientnet_b0": ({"mixed": 256, "tf32": 256}, {"mixed": 128, "fp32": 64}),
+    "efficientnet_b4": ({"mixed": 128, "tf32": 64}, {"mixed": 32, "fp32": 16}),
+}
+DLE_DEVICE = {"A100": "a100-sxm-80gb", "V100 16GB": "v100-sxm-16gb", "V100 32GB": "v100-sxm-32gb"}
+LAMBDA_MEDIA = {  # network, optimizer, units of speed of a sample; padding of Tacotron's is not counted
+    "resnet50": ("resnet50", "sgd", 1.0),
+    "ssd": ("ssd300", "sgd", 1.0),
+    "tacotron2": ("tacotron2", "adam", float(_MEAN_FRAMES)),
+    "waveglow": ("waveglow", "adam", 8000.0),
+}
+MLPERF = {"resnet": "resnet50", "maskrcnn": "mask_rcnn", "ssd": "retinanet", "unet3d": "unet3d"}
+"""Networks by the names of MLPerf's benchmarks; `ssd` is RetinaNet since the second round."""
+LAMBDA_WIDE = ("tacotron2", "waveglow")
+"""Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
+know and passes over (its flag is `--amp`); V100s are equally fast with and without."""
+
+
+def lambda_batch(row: Mapping[str, str], *, narrow: bool) -> int:
+    """Return what a device takes at once in a row of Lambda's.
+
+    Raises
+    ------
+    SpecError
+        Where neither the row nor the commands of its devices say so.
+    """
+    if row["global_batch"]:
+        return int(float(row["global_batch"])) // int(row["num_gpus"])
+    memory = re.search(r"\d+GB", row["gpu"])
+    known = shipped("lambda_batches.toml", "foreshard.validation").get(memory[0] if memory else "", {})
+    if row["model"] not in known:
+        raise SpecError(NO_BATCH)
+    return int(known[row["model"]][not narrow])

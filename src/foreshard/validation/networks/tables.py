@@ -1,0 +1,206 @@
+"""Which run a row of a table of networks states; a row that states none says why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from foreshard.catalog.devices import resolve_device
+from foreshard.errors import SpecError
+from foreshard.profile.networks.catalog import CLASSIFIERS, network_name
+from foreshard.profile.networks.timm_models import PREFIX
+from foreshard.validation.networks.recipes import (
+    DLE_BATCH,
+    DLE_DEVICE,
+    DLE_EFFICIENT,
+    LAMBDA_MEDIA,
+    LAMBDA_WIDE,
+    LAMBDA_WORDS,
+    MLPERF,
+    NO_BATCH,
+    TrainingRecipe,
+    dle_batch,
+    dle_device,
+    dle_run,
+    lambda_batch,
+)
+from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
+
+Row = Mapping[str, str]
+_IMAGES = ("img/s", "images/sec", "images per second")
+_OTHER_FRAMEWORKS = {("PaddlePaddle", "BERT"), ("TensorFlow2", "BERT")}
+"""Networks of other frameworks whose rows state how they are trained."""
+
+
+def run_of(layout: str, row: Row) -> NetworkRun:
+    """Return the run that a row of a table of some layout states.
+
+    Raises
+    ------
+    SpecError
+        Saying why there is none.
+    """
+    try:
+        made = _READERS[layout](row)
+    except KeyError as error:
+        raise SpecError(f"no column {error.args[0]}") from None
+    except ValueError as error:
+        raise SpecError(f"a cell is not what its column says: {error}") from None
+    if not 0.0 < made.samples_per_s < float("inf"):
+        raise SpecError("no speed stated")
+    if made.num_devices % made.nodes:
+        raise SpecError("devices that the nodes do not share evenly")
+    if min(made.batch, made.num_devices, made.accumulated) < 1:
+        raise SpecError("no whole number of samples on each device")
+    return made
+
+
+def timm(row: Row) -> NetworkRun:
+    """Return a row of timm's training benchmark; what the catalog lacks is made by timm's own code."""
+    batch, stated = int(row["batch_size"]), row.get("samples_per_sec")
+    return NetworkRun(
+        source="timm",
+        network=network_name(row["model"]) or PREFIX + row["model"],
+        device=resolve_device(row["gpu"]).name,
+        precision="fp16",
+        layout=row["layout"],
+        num_devices=1,
+        batch=batch,
+        side=int(float(row["img_size"])),
+        samples_per_s=float(stated) if stated else batch / (1e-3 * float(row["step_time_ms"])),
+    )
+
+
+def timm_inference(row: Row) -> NetworkRun:
+    """Raise for a row of timm's inference benchmark."""
+    raise SpecError("an inference: networks are traced as they are trained, a forward in evaluation is not")
+
+
+def examples(row: Row) -> NetworkRun:
+    """Return a row of NVIDIA's DeepLearningExamples, which put channels last in 16 bit."""
+    framework, in_a_node = row["framework"], 16 if "DGX-2" in row["section"] else 8
+    if framework != MEASURED_FRAMEWORK and (framework, row["model"]) not in _OTHER_FRAMEWORKS:
+        raise SpecError(f"{framework} runs other kernels, none of which were measured")
+    # devices of a node where nodes are counted, else of all
+    count, nodes = int(row["num_gpus"] or in_a_node), int(row["num_nodes"] or 1)
+    if not row["num_nodes"] and count > in_a_node:
+        count, nodes = in_a_node, count // in_a_node
+    known: dict[str, Any] = {"num_devices": count * nodes, "nodes": nodes, "framework": framework}
+    source = "DeepLearningExamples"
+    run = dle_run(row)
+    if run is not None:
+        batch, accumulated = dle_batch(row)
+        precision = {"mixed": "fp16"}.get(row["precision"], row["precision"])
+        known |= {"device": dle_device(row), "precision": precision, "accumulated": accumulated}
+        return of_words(source, run, round(batch * run.samples), float(row["throughput"]), **known)
+    name = _network(row["seq_or_variant"].removeprefix("Model=") or row["model"])
+    if row["unit"] not in _IMAGES:
+        raise SpecError(f"a speed of {name} in {row['unit']}, of which the samples are not stated")
+    narrow = row["precision"] == "mixed"
+    side: int | None = 224
+    batch, last = DLE_BATCH[row["precision"]], narrow
+    if name in DLE_EFFICIENT:
+        batch = DLE_EFFICIENT[name][row["gpu_model"] != "A100"][row["precision"]]
+        side = 380 if name == "efficientnet_b4" else 224
+    elif name == "mask_rcnn":  # channels last but in 32 bit on V100
+        batch, side, last = int(row["batch_per_gpu"]), None, row["precision"] != "fp32"
+    elif name != "resnet50":
+        raise SpecError(NO_BATCH)
+    return NetworkRun(
+        source=source,
+        network=name,
+        device=DLE_DEVICE[row["gpu_model"]],
+        precision="fp16" if narrow else row["precision"],
+        layout="nhwc" if last else "nchw",
+        **known,
+        batch=batch,
+        side=side,
+        samples_per_s=float(row["throughput"]),
+    )
+
+
+def lambda_bench(row: Row) -> NetworkRun:
+    """Return a row of Lambda's benchmark, which leaves the layout at channels first."""
+    if row["model"] not in (*LAMBDA_WORDS, *LAMBDA_MEDIA):
+        raise SpecError(f"no recipe of Lambda's for {row['model']} is known here")
+    if "SUSPECT" in (notes := row.get("notes", "")):
+        raise SpecError(f"flagged by its source: {notes.partition('SUSPECT: ')[2]}")
+    device = resolve_device(row["gpu"].replace("H200 140GB", "H200 141GB"))
+    count = int(row["num_gpus"])
+    narrow, speed = row["precision"].startswith("amp"), float(row["throughput"])
+    wide, batch = "tf32" if device.supports("tf32") else "fp32", lambda_batch(row, narrow=narrow)
+    if row["model"] in LAMBDA_WORDS:
+        known = {"device": device.name, "precision": "fp16" if narrow else wide, "num_devices": count}
+        return of_words("Lambda", LAMBDA_WORDS[row["model"]], batch, speed, **known)
+    name, optimizer, units = LAMBDA_MEDIA[row["model"]]
+    return NetworkRun(
+        source="Lambda",
+        network=name,
+        device=device.name,
+        precision="fp16" if narrow and row["model"] not in LAMBDA_WIDE else wide,
+        layout="nchw",
+        num_devices=count,
+        batch=batch,
+        side=224 if name in CLASSIFIERS else None,
+        samples_per_s=speed / units,
+        optimizer=optimizer,
+    )
+
+
+def mlperf(row: Row) -> NetworkRun:
+    """Return a row of MLPerf Training: one run of a submission, in 16 bit with channels last."""
+    name = MLPERF.get(row["benchmark"]) or _network(row["benchmark"])
+    if (name, row["round"]) == ("retinanet", "v1.0"):
+        raise SpecError("SSD of the first rounds, of a size that is not in the catalog")
+    if not row["tracked_throughput_median"]:
+        raise SpecError("no throughput logged")
+    count, nodes = int(row["num_accelerators"]), int(row["nodes"])
+    accelerator = row["accelerator"].replace("CTS", "")
+    if count > 8 * nodes:
+        raise SpecError("more than 8 devices on a node, what joins them not stated")
+    return NetworkRun(
+        source="MLPerf",
+        network=name,
+        device=resolve_device(re.sub(r"\(.*", "", accelerator).strip()).name,
+        precision="fp16",
+        layout="nhwc",
+        num_devices=count,
+        nodes=nodes,
+        batch=int(row["global_batch"]) // count,
+        side=224 if name in CLASSIFIERS else None,
+        # RetinaNet's logs count the images of one device: so many passes over the images end a run
+        samples_per_s=float(row["tracked_throughput_median"]) * (count if name == "retinanet" else 1),
+    )
+
+
+_READERS: Mapping[str, Callable[[Row], NetworkRun]] = {
+    "timm": timm,
+    "timm-inference": timm_inference,
+    "deep-learning-examples": examples,
+    "lambda": lambda_bench,
+    "mlperf": mlperf,
+}
+"""By the layout of a table."""
+
+
+def of_words(source: str, run: TrainingRecipe, batch: int, speed: float, **given: Any) -> NetworkRun:
+    """Return a speed of a network of words or tables, which a source may count in tokens."""
+    return NetworkRun(
+        source=source,
+        network=run.network,
+        layout=f"{batch} at once",
+        batch=batch,
+        samples_per_s=speed / run.counted,
+        optimizer=run.optimizer,
+        changed=tuple(sorted(run.changed.items())),
+        **given,
+    )
+
+
+def _network(text: str) -> str:
+    """Return the name of a network that can be traced."""
+    name = network_name(text)
+    if name is None:
+        raise SpecError(f"{text}: no such network in the catalog")
+    return name

@@ -1,0 +1,307 @@
+"""Published speeds of networks: what a row says, which rows others contradict, and what is predicted."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from foreshard.errors import SpecError
+from foreshard.profile.networks.language.hugging_face import DEPTHS
+from foreshard.validation.networks.cases import _case
+from foreshard.validation.networks.plausible import contradicted, suspects
+from foreshard.validation.networks.recipes import dle_batch
+from foreshard.validation.networks.run import NetworkRun
+from foreshard.validation.networks.tables import examples, lambda_bench, run_of
+from foreshard.validation.tables import read_table
+from foreshard.validation.validate import table_outcomes
+
+
+def run(speed, *, precision="fp16", devices=1, network="ssd300", batch=8):
+    return NetworkRun(
+        source="Lambda",
+        network=network,
+        device="v100-sxm-16gb",
+        precision=precision,
+        layout="nchw",
+        num_devices=devices,
+        batch=batch,
+        samples_per_s=speed,
+    )
+
+
+def test_rows_that_others_contradict_are_left_out():
+    fine = [run(200.0), run(390.0, devices=2), run(100.0, precision="fp32")]
+    same = run(101.0, network="mask_rcnn")  # as fast as in 32 bit: it was none
+    beside = run(100.0, network="mask_rcnn", precision="fp32")
+    slow = [run(36.0, network="efficientnet_b4"), run(641.0, network="efficientnet_b4", devices=8)]
+    odd = contradicted([*fine, same, beside, *slow])
+    assert set(odd) == {same, *slow}
+    assert odd[same] == "mask_rcnn on v100-sxm-16gb no faster in 16 bit than in 32"
+    # a node more is no other speed of one, and no framework is another
+    apart = replace(same, nodes=2, num_devices=2), replace(same, framework="TensorFlow2")
+    assert set(contradicted([beside, *apart])) == set()
+    # the fastest of several hosts is what others are compared with
+    assert contradicted([run(100.0), run(120.0), run(235.0, devices=2)]) == {}
+
+
+def test_speech_of_lambda_ran_in_32_bit_whatever_its_label_says():
+    told = {"model": "waveglow", "gpu": "V100 16GB", "num_gpus": "2", "precision": "amp/fp16"}
+    found = lambda_bench(told | {"global_batch": "16", "throughput": "80000"})
+    assert (found.precision, found.batch, found.samples_per_s) == ("fp32", 8, 10.0)
+    assert (found.network, found.optimizer) == ("waveglow", "adam")
+    found = lambda_bench(told | {"model": "ssd", "global_batch": "192", "throughput": "440"})
+    assert (found.network, found.precision, found.optimizer) == ("ssd300", "fp16", "sgd")
+
+
+def test_batches_that_lambda_leaves_out_are_those_of_its_commands():
+    told = {"model": "resnet50", "num_gpus": "8", "global_batch": "", "throughput": "1"}
+    narrow, wide = (
+        lambda_bench(told | {"gpu": "H100 80GB SXM5", "precision": precision})
+        for precision in ("amp/fp16", "fp32 code path (TF32)")
+    )
+    assert (narrow.batch, narrow.global_batch, wide.batch) == (1280, 8 * 1280, 640)
+    assert lambda_bench(told | {"gpu": "H200 140GB SXM", "precision": "amp/fp16"}).batch == 2560
+    with pytest.raises(SpecError, match="no batch size stated"):
+        lambda_bench(told | {"gpu": "L40S", "precision": "amp/fp16"})
+
+
+def test_batches_of_deep_learning_examples_are_those_of_its_commands():
+    told = {"framework": "PyTorch", "unit": "img/s", "model": "efficientnet", "num_gpus": "8", "section": ""}
+    told |= {
+        "num_nodes": "",
+        "seq_or_variant": "Model=efficientnet-b4",
+        "throughput": "1",
+        "batch_per_gpu": "",
+    }
+    found = [
+        examples(told | {"gpu_model": model, "precision": precision})
+        for model, precision in (("A100", "mixed"), ("A100", "tf32"), ("V100 16GB", "fp32"))
+    ]
+    assert [(one.batch, one.side, one.layout) for one in found] == [
+        (128, 380, "nhwc"),
+        (64, 380, "nchw"),
+        (16, 380, "nchw"),
+    ]
+
+
+def test_more_speed_than_devices_is_suspect_at_the_same_batch():
+    rows = [
+        ("a", 1, 32, 100.0),
+        ("a", 1, 32, 110.0),  # one of two: the median is 105
+        ("a", 8, 32, 8 * 105.0 * 1.04),
+        ("a", 8, 32, 8 * 105.0 * 1.06),
+        ("a", 8, 64, 8 * 105.0 * 1.5),  # another batch of a device
+        ("b", 8, 32, 1e9),  # nothing to compare with
+    ]
+    assert suspects(rows) == {rows[3]}
+
+
+@pytest.mark.parametrize(
+    ("precision", "batch", "columns", "expected"),
+    [
+        ("tf32", "128 and 256;8192 and 4096", "Accumulation steps (TF32 and FP16)=64 and 16;x=1", (128, 64)),
+        ("mixed", "128 and 256;8192 and 4096", "Accumulation steps (TF32 and FP16)=64 and 16;x=1", (256, 16)),
+        ("mixed", "8 and 16", "Throughput speedup=1.79", (16, 1)),
+        ("fp32", "32", "", (32, 1)),
+    ],
+)
+def test_a_row_takes_the_batch_of_its_own_precision(precision, batch, columns, expected):
+    row = {"model": "BERT", "precision": precision, "batch_per_gpu": batch, "other_columns": columns}
+    assert dle_batch(row) == expected
+
+
+def of_mlperf(**changed):
+    row = {
+        "round": "v3.1",
+        "benchmark": "ssd",
+        "num_accelerators": "8",
+        "accelerator": "NVIDIA H100-SXM5-80GB (700W)",
+        "nodes": "1",
+        "global_batch": "256",
+        "tracked_throughput_median": "285.9",
+    }
+    return run_of("mlperf", row | changed)
+
+
+def test_images_of_retinanet_are_logged_of_one_device():
+    """A run of 8 took 2,180 s, 4.3 passes over the 1,170,301 images: 2,287 a second, not 286."""
+    found = of_mlperf()
+    assert (found.network, found.device, found.batch) == ("retinanet", "h100-sxm", 32)
+    assert found.samples_per_s == 8 * 285.9
+    assert of_mlperf(benchmark="unet3d", global_batch="56").samples_per_s == 285.9
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"round": "v1.0"}, "SSD of the first rounds, of a size that is not in the catalog"),
+        ({"nodes": "3"}, "devices that the nodes do not share evenly"),
+        ({"num_accelerators": "16"}, "more than 8 devices on a node, what joins them not stated"),
+        (
+            {"nodes": "2", "num_accelerators": "16", "global_batch": "8"},
+            "no whole number of samples on each device",
+        ),
+        ({"tracked_throughput_median": ""}, "no throughput logged"),
+        ({"benchmark": "minigo"}, "minigo: no such network in the catalog"),
+    ],
+)
+def test_runs_of_mlperf_that_are_not_predicted_say_why(changed, reason):
+    """The first round's `ssd` is another network."""
+    with pytest.raises(SpecError) as error:
+        of_mlperf(**changed)
+    assert error.value.what == reason
+
+
+def test_devices_of_nodes_are_counted_as_a_table_counts_them():
+    """DeepLearningExamples counts nodes, or all devices; a node of DGX-2 has 16."""
+    told = {
+        "framework": "PyTorch",
+        "model": "BERT",
+        "gpu_model": "V100",
+        "precision": "fp32",
+        "throughput": "1",
+    }
+    told |= {"batch_per_gpu": "64", "seq_or_variant": "Sequence length=128"}
+    told |= {"other_columns": "Accumulation steps (FP32 and FP16)=2 and 1", "section": "DGX-1 (8x V100 32GB)"}
+    counted = [
+        examples(told | {"num_nodes": nodes, "num_gpus": gpus} | more)
+        for nodes, gpus, more in (
+            ("4", "8", {}),
+            ("", "32", {}),
+            ("2", "", {"section": "DGX-2 (16x V100 32GB)"}),
+            ("", "16", {"section": "DGX-2 (16x V100 32GB)"}),
+        )
+    ]
+    assert [(run.nodes, run.num_devices) for run in counted] == [(4, 32), (4, 32), (2, 32), (1, 16)]
+    assert {(run.batch, run.accumulated, run.network) for run in counted} == {(32, 2, "bert_large_phase1")}
+    assert of_mlperf(nodes="2", num_accelerators="16").nodes == 2
+
+
+def test_another_framework_has_wide_intervals_that_say_so():
+    ours = NetworkRun(
+        source="timm",
+        network="resnet18",
+        device="rtx-3090",
+        precision="fp16",
+        layout="nchw",
+        num_devices=1,
+        batch=512,
+        side=224,
+        samples_per_s=1800.0,
+    )
+    here, there = (_case(run, None) for run in (ours, replace(ours, framework="TensorFlow2")))
+    assert there.predicted_s == here.predicted_s
+    assert (there.evidence, here.evidence) == ("framework not measured", "fitted")
+    for level, (low, high) in here.intervals_s.items():
+        assert there.intervals_s[level][0] < low and high < there.intervals_s[level][1]
+
+
+TIMM = "model,gpu,num_gpus,precision,layout,framework,batch_size,img_size,step_time_ms\n"
+DLE = (
+    "model,framework,gpu_model,section,num_gpus,num_nodes,batch_per_gpu,seq_or_variant,precision,throughput,"
+    "unit,other_columns\n"
+)
+LAMBDA = "model,system,gpu,num_gpus,precision,framework,global_batch,throughput,unit\n"
+MLPERF = (
+    "round,submitter,system,benchmark,num_accelerators,accelerator,nodes,global_batch,run_time_s,"
+    "tracked_throughput_median\n"
+)
+
+
+def outcomes(tmp_path, header, *lines):
+    path = tmp_path / "networks.csv"
+    path.write_text(header + "".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return table_outcomes(read_table(path), predictor=None)
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "measured_s", "family"),
+    [
+        (TIMM, "resnet18,RTX 3090,1,amp,nchw,t,512,224,282.0", 0.282, "timm RTX 3090"),
+        (
+            DLE,
+            "resnet50v1.5,PyTorch,V100 16GB,,8,,,,mixed,8322.0,img/s,",
+            8 * 256 / 8322.0,
+            "DeepLearningExamples V100 16GB",
+        ),
+        (
+            LAMBDA,
+            "resnet50,host,A100 80GB SXM4,2,amp/fp16,t,2560,2500.0,images/s",
+            2560 / 2500.0,
+            "Lambda A100 80GB SXM4",
+        ),
+        (
+            MLPERF,
+            "v3.1,X,host,resnet,8,NVIDIA H100-SXM5-80GB,1,3264,900,26000",
+            3264 / 26000.0,
+            "MLPerf resnet",
+        ),
+    ],
+)
+def test_a_row_of_each_table_is_predicted(tmp_path, header, line, measured_s, family):
+    (row,) = outcomes(tmp_path, header, line)
+    assert (row.status, row.reason, row.family) == ("ok", None, family)
+    assert row.measured_s == pytest.approx(measured_s)
+    assert measured_s / 2 < row.predicted_s < 2 * measured_s
+    low, high = row.interval_s
+    assert low < row.predicted_s < high
+    assert (row.evidence == "kernels fused by submitters") is (header == MLPERF)
+    if header == MLPERF:  # ResNet-50 computes 3 x 8.2 GFLOP an image, an H100 989 TFLOP/s in 16 bit
+        assert low == pytest.approx(408 * 3 * 8.2e9 / 989e12, rel=0.05)
+
+
+def test_rows_that_are_not_predicted_say_why(tmp_path):
+    found = outcomes(
+        tmp_path,
+        DLE,
+        "SIM,TensorFlow2,A100,,1,,,,tf32,1.0,samples/s,",
+        "MoFlow,PyTorch,A100,,1,,512,,tf32,3499.35,see README,",
+        "GPUNet,PyTorch,A100,,8,,192,Model=GPUNet-9,tf32,1.0,imgs/second,",
+        "resnet50v1.5,PyTorch,A100,,eight,,,,tf32,1.0,img/s,",
+    )
+    assert [row.status for row in found] == ["skipped"] * 4
+    assert [row.reason for row in found] == [
+        "TensorFlow2 runs other kernels, none of which were measured",
+        "MoFlow: no such network in the catalog",
+        "GPUNet-9: no such network in the catalog",
+        "a cell is not what its column says: invalid literal for int() with base 10: 'eight'",
+    ]
+
+
+def test_an_inference_is_not_taken_for_a_training(tmp_path):
+    header = "model,device,precision,layout,framework,mode,batch_size,img_size,step_time_ms,samples_per_sec\n"
+    (row,) = outcomes(tmp_path, header, "resnet18,RTX 4090,amp,nchw,t,eager,256,224,10.0,25600")
+    assert (row.status, row.family) == ("skipped", "timm inference RTX 4090")
+    assert row.reason.startswith("an inference: ")
+    (row,) = outcomes(tmp_path, TIMM.replace("gpu,", ""), "resnet18,1,amp,nchw,t,256,224,10.0")
+    assert (row.status, row.reason) == ("skipped", "no column gpu")
+
+
+LATENCY = "model,seq_len,batch,device,num_gpus,mode,option,measured_e2e_ms\n"
+
+
+def test_a_forward_and_a_training_of_a_network_of_words_are_predicted(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(DEPTHS, "bert_large", 3)
+    found = outcomes(
+        tmp_path,
+        LATENCY,
+        "bert_large,96,64,Tesla_V100-PCIE-32GB,1,inf,,50.0",
+        "bert_large,96,64,Tesla_V100-PCIE-32GB,1,train,,750.0",
+        "bert_large,96,64,Tesla_V100-PCIE-32GB,1,inf,fusion,220.0",
+        "switchxl4,64,64,Tesla_V100-PCIE-32GB,1,inf,,250.0",
+        "bert_large,96,64,Tesla_V100-PCIE-32GB,4,train,xy4,250.0",
+    )
+    forward, training, *skipped = found
+    assert (forward.status, training.status, forward.family) == ("ok", "ok", "NeuSight Tesla_V100-PCIE-32GB")
+    assert forward.measured_s == pytest.approx(0.05)
+    # 64 texts of 96 words by 3 layers of 12.6 million parameters: 0.46 TFLOP at 14.1 TFLOP/s
+    assert 0.033 < forward.predicted_s < 0.08
+    # training has a head of 30,522 words, 0.38 TFLOP more of each of the three products
+    assert 3 * forward.predicted_s < training.predicted_s < 8 * forward.predicted_s
+    assert [row.reason for row in skipped] == [
+        "compiled: fused kernels are not those of the operations",
+        "switchxl4: its definition is not published with the times",
+        "option 'xy4' on 4 devices is none that NeuSight describes",
+    ]
