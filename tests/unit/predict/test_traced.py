@@ -17,6 +17,7 @@ from foreshard.cost.operations import operations_s
 from foreshard.errors import SpecError
 from foreshard.planner.measured.places import Places
 from foreshard.planner.measured.prices import priced
+from foreshard.predict.measured import traced_step
 from foreshard.predict.measured.engine import predict_measured
 from foreshard.predict.measured.traced import BUCKET_BYTES, device_operations_s, traced_costs
 from foreshard.predict.tasks.host import LAYER_OPERATIONS, operation_launch_s
@@ -189,6 +190,21 @@ def test_a_short_last_micro_batch_runs_a_recurrence_as_it_would_alone():
     )
     assert alone < 0.5 * short
     assert both > short
+
+
+@pytest.mark.parametrize(
+    ("stated", "size"),
+    [
+        ({"global_batch": 256}, 64),
+        ({"global_batch": 256, "micro_batch": 8}, 8),
+        ({"global_batch": 256, "dp": 2, "pp": 2}, 1),
+        ({}, 1),
+    ],
+)
+def test_a_device_takes_its_share_of_a_batch_at_once(resnet, stated, size):
+    made = traced_step.plan_of(resnet, load_cluster("1x4xh100-sxm"), stated)
+    (group,) = made.groups
+    assert group.micro_batch == size * group.stages[0].inner_dp
 
 
 def test_every_stage_of_a_pipeline_waits_for_its_own_launches(resnet):

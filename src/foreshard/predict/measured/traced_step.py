@@ -85,6 +85,7 @@ def plan_of(module: TracedModule, cluster: Cluster, values: Mapping[str, Any]) -
         For more stages than the chain has layers.
     """
     stated = {name: values[name] for name in STATED_DEGREES if values.get(name) is not None}
+    stated = _whole_share(cluster, stated)
     made = plan_from_degrees(
         _cut_layers(module, stated.get("pp", 1)),
         cluster.num_devices,
@@ -96,6 +97,18 @@ def plan_of(module: TracedModule, cluster: Cluster, values: Mapping[str, Any]) -
         **stated,
     )
     return _within(made, len(module.layers))
+
+
+def _whole_share(cluster: Cluster, stated: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stated, with a device's share of a stated batch as the micro-batch if none is.
+
+    So loops that accumulate no gradients train; a pipeline needs several micro-batches.
+    """
+    if stated.get("micro_batch") or not stated.get("global_batch") or stated.get("pp", 1) > 1:
+        return stated
+    replicas = stated.get("dp") or max(cluster.num_devices // stated.get("tp", 1), 1)
+    share, rest = divmod(stated["global_batch"], replicas)
+    return stated if rest or share < 1 else stated | {"micro_batch": share}
 
 
 def _cut_layers(module: TracedModule, pp: int) -> int:
