@@ -14,22 +14,24 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from accuracy_networks import Measured, timm, traced_of
 from accuracy_rows import markdown
 from accuracy_shots import SEEDS
 
-from foreshard.advise.traced_request import plan_of
 from foreshard.api import load_cluster
+from foreshard.predict.measured.traced_step import plan_of
 from foreshard.profile.networks.catalog import NETWORKS
 from foreshard.profile.step_calibration import fit_steps
 from foreshard.profile.traced_calibration import TimedModule, TracedSteps
 from foreshard.report.pages.line_chart import Line, chart
+from foreshard.validation.networks.predicted import traced_of
+from foreshard.validation.networks.run import NetworkRun
+from foreshard.validation.networks.tables import timm
 from foreshard.validation.tables import measured_folder
 
 COUNTS = (0, 1, 2, 4, 8, 16)
 
 
-def timed(row: Measured) -> TimedModule:
+def timed(row: NetworkRun) -> TimedModule:
     """Return a row as a step."""
     module, cluster = traced_of(row), load_cluster(f"1x{row.num_devices}x{row.device}")
     asked = {"micro_batch": row.batch, "global_batch": row.batch, "optimizer": row.optimizer}
@@ -48,7 +50,7 @@ def releases(folder: Path) -> dict[str, list[TimedModule]]:
     with open(folder / "cnn_timm_train.csv", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             made = timm(row)
-            if made is not None and made.network in NETWORKS:
+            if made.network in NETWORKS:
                 found[row["framework"]].append(timed(made))
     return found
 

@@ -22,10 +22,10 @@ from statistics import median
 from typing import Any
 
 from foreshard.errors import SpecError
-from foreshard.profile.networks.catalog import CLASSIFIERS, NETWORKS
+from foreshard.profile.networks.catalog import NETWORKS
 from foreshard.validation.collective_cases import reason_of
 from foreshard.validation.networks.plausible import contradicted
-from foreshard.validation.networks.predicted import predicted
+from foreshard.validation.networks.predicted import predicted, traced_of
 from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 from foreshard.validation.networks.tables import run_of
 from foreshard.validation.tables import read_table
@@ -33,7 +33,6 @@ from foreshard.validation.tables import read_table
 ROOT = Path(__file__).resolve().parents[1]
 RESIDUALS = ROOT / "src/foreshard/catalog/data/network_residuals.json"
 TABLES = ("cnn_timm_train.csv", "cnn_nvidia_dle.csv", "cnn_lambda_bench.csv", "cnn_mlperf_training.csv")
-IMAGES = (*CLASSIFIERS, "ssd300", "mask_rcnn", "retinanet", "unet3d")
 TUNED = "MLPerf"
 """Source of runs whose submitters fuse kernels by hand: judged, in no fit and in no interval."""
 
@@ -62,9 +61,12 @@ def rows(folder: Path, skipped: Counter[str], tables: Sequence[str] = TABLES) ->
                 yield run
 
 
-def residuals(folder: Path, skipped: Counter[str]) -> dict[tuple[Any, ...], list[float]]:
-    """Return the log residuals of every case and number of devices."""
+def residuals(
+    folder: Path, skipped: Counter[str]
+) -> tuple[dict[tuple[Any, ...], list[float]], frozenset[str]]:
+    """Return the log residuals of every case and number of devices, and the networks that read images."""
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    images = set()
     for row in rows(folder, skipped):
         try:
             speed = predicted(row).samples_per_s
@@ -72,7 +74,9 @@ def residuals(folder: Path, skipped: Counter[str]) -> dict[tuple[Any, ...], list
             skipped[f"{row.source}: {error.what}"] += 1
             continue
         found[(*row.case, row.num_devices)].append(math.log(speed / row.samples_per_s))
-    return found
+        if traced_of(row).reads_images:
+            images.add(row.network)
+    return found, frozenset(images)
 
 
 def table(found: dict[tuple[Any, ...], list[float]], columns: Mapping[str, int]) -> str:
@@ -121,7 +125,7 @@ def main() -> None:
     parser.add_argument("--residuals", action="store_true")
     asked = parser.parse_args()
     skipped: Counter[str] = Counter()
-    every = residuals(asked.data, skipped)
+    every, images = residuals(asked.data, skipped)
     tuned = {key: every.pop(key) for key in list(every) if key[0] == TUNED}
     found = {key: values for key, values in every.items() if key[0] == "timm" or key[1] == "resnet50"}
     others = {key: values for key, values in every.items() if key not in found}
@@ -143,7 +147,7 @@ def main() -> None:
             {
                 "case": list(key[:-1]),
                 "devices": key[-1],
-                "images": key[1] in IMAGES,
+                "images": key[1] in images,
                 "residual": round(median(values), 6),
             }
             for key, values in sorted(every.items())

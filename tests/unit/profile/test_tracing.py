@@ -59,6 +59,9 @@ PARAMETERS = {
     "efficientnet_b5": 30_389_784,
     "efficientnet_b6": 43_040_704,
     "efficientnet_b7": 66_347_960,
+    # counted of the modules that DeepLearningExamples makes (models/efficientnet.py, 729963dd)
+    "efficientnet_widese_b0": 8_423_848,
+    "efficientnet_widese_b4": 34_927_246,
     "efficientnet_v2_s": 21_458_488,
     "efficientnet_v2_m": 54_139_356,
     "efficientnet_v2_l": 118_515_272,

@@ -66,23 +66,39 @@ def test_batches_that_lambda_leaves_out_are_those_of_its_commands():
         lambda_bench(told | {"gpu": "L40S", "precision": "amp/fp16"})
 
 
-def test_batches_of_deep_learning_examples_are_those_of_its_commands():
-    told = {"framework": "PyTorch", "unit": "img/s", "model": "efficientnet", "num_gpus": "8", "section": ""}
-    told |= {
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("efficientnet,A100,,Model=efficientnet-b4,mixed", ("efficientnet_b4", "fp16", 128, "nhwc")),
+        ("efficientnet,A100,,Model=efficientnet-b4,tf32", ("efficientnet_b4", "tf32", 64, "nchw")),
+        ("efficientnet,V100 16GB,,Model=efficientnet-b4,fp32", ("efficientnet_b4", "fp32", 16, "nchw")),
+        ("efficientnet,V100 32GB,,Model=efficientnet-b4,fp32", ("efficientnet_b4", "fp32", 32, "nchw")),
+        (
+            "efficientnet,A100,,Model=efficientnet-widese-b0,mixed",
+            ("efficientnet_widese_b0", "fp16", 256, "nhwc"),
+        ),
+        ("resnet50v1.5,V100 32GB,,,fp32", ("resnet50", "fp32", 112, "nchw")),
+        ("Efficientdet,A100,,,mixed", ("efficientdet_d0", "fp16", 150, "nchw")),
+        ("Efficientdet,V100 32GB,,,fp32", ("efficientdet_d0", "fp32", 30, "nchw")),
+        ("GPUNet,A100,192,Model=GPUNet-2,fp32", ("gpunet_2", "tf32", 192, "nchw")),
+        ("GPUNet,V100,192,Model=GPUNet-0,mixed", ("gpunet_0", "fp16", 192, "nchw")),
+        ("GPUNet,V100,192,Model=GPUNet-0,fp32", ("gpunet_0", "fp32", 192, "nchw")),
+        ("maskrcnn_resnet50_fpn,V100 16GB,4,,mixed", ("mask_rcnn", "fp16", 4, "nhwc")),
+    ],
+)
+def test_batches_of_deep_learning_examples_are_those_of_its_commands(line, expected):
+    columns = ("model", "gpu_model", "batch_per_gpu", "seq_or_variant", "precision")
+    told = {
+        "framework": "PyTorch",
+        "num_gpus": "8",
         "num_nodes": "",
-        "seq_or_variant": "Model=efficientnet-b4",
         "throughput": "1",
-        "batch_per_gpu": "",
+        "unit": "imgs/second",
     }
-    found = [
-        examples(told | {"gpu_model": model, "precision": precision})
-        for model, precision in (("A100", "mixed"), ("A100", "tf32"), ("V100 16GB", "fp32"))
-    ]
-    assert [(one.batch, one.side, one.layout) for one in found] == [
-        (128, 380, "nhwc"),
-        (64, 380, "nchw"),
-        (16, 380, "nchw"),
-    ]
+    told |= {"section": "NVIDIA DGX (8x V100 32GB)"}
+    found = examples(told | dict(zip(columns, line.split(","), strict=True)))
+    assert (found.network, found.precision, found.batch, found.layout) == expected
+    assert found.side is None  # that of the network
 
 
 def test_more_speed_than_devices_is_suspect_at_the_same_batch():
@@ -258,13 +274,15 @@ def test_rows_that_are_not_predicted_say_why(tmp_path):
         "SIM,TensorFlow2,A100,,1,,,,tf32,1.0,samples/s,",
         "MoFlow,PyTorch,A100,,1,,512,,tf32,3499.35,see README,",
         "GPUNet,PyTorch,A100,,8,,192,Model=GPUNet-9,tf32,1.0,imgs/second,",
+        "GPUNet,PyTorch,A100,,8,,128,Model=GPUNet-D1,fp32,755.0,imgs/second,",
         "resnet50v1.5,PyTorch,A100,,eight,,,,tf32,1.0,img/s,",
     )
-    assert [row.status for row in found] == ["skipped"] * 4
+    assert [row.status for row in found] == ["skipped"] * 5
     assert [row.reason for row in found] == [
         "TensorFlow2 runs other kernels, none of which were measured",
         "MoFlow: no such network in the catalog",
         "GPUNet-9: no such network in the catalog",
+        "GPUNet-D1: a teacher's forward is timed with it",
         "a cell is not what its column says: invalid literal for int() with base 10: 'eight'",
     ]
 

@@ -69,6 +69,8 @@ _BY_FUNCTION: dict[str, dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]]] = 
         "efficientnet_b5": ((), {"width": 1.6, "depth": 2.2}),
         "efficientnet_b6": ((), {"width": 1.8, "depth": 2.6}),
         "efficientnet_b7": ((), {"width": 2.0, "depth": 3.1}),
+        "efficientnet_widese_b0": ((), {"wide_squeeze": True}),
+        "efficientnet_widese_b4": ((), {"width": 1.4, "depth": 1.8, "wide_squeeze": True}),
     },
     "efficientnet_v2": {f"efficientnet_v2_{size}": ((size,), {}) for size in "sml"},
     "regnet": {
@@ -178,6 +180,7 @@ _SIDES = {
     "efficientnet_b5": 456,
     "efficientnet_b6": 528,
     "efficientnet_b7": 600,
+    "efficientnet_widese_b4": 380,
     "efficientnet_v2_s": 384,
     "efficientnet_v2_m": 480,
     "efficientnet_v2_l": 480,

@@ -257,14 +257,18 @@ _EFFICIENT_V2: dict[str, tuple[EfficientStage, ...]] = {
 }
 
 
-def efficientnet(*, width: float = 1.0, depth: float = 1.0) -> nn.Module:
-    """Return an EfficientNet, B0 scaled in width and depth, for 1,000 classes."""
+def efficientnet(*, width: float = 1.0, depth: float = 1.0, wide_squeeze: bool = False) -> nn.Module:
+    """Return an EfficientNet, B0 scaled in width and depth, for 1,000 classes.
+
+    A wide squeeze has a quarter of the widened channels in place of those of the block's input ("widese" of
+    NVIDIA's DeepLearningExamples).
+    """
     stages = [
         (expansion, kernel, stride, _divisible(inside * width), _divisible(outside * width), blocks, fused)
         for expansion, kernel, stride, inside, outside, count, fused in _EFFICIENT
         for blocks in (math.ceil(count * depth),)
     ]
-    return _efficient(stages, 4 * stages[-1][4])
+    return _efficient(stages, 4 * stages[-1][4], wide_squeeze=wide_squeeze)
 
 
 def efficientnet_v2(size: str) -> nn.Module:
@@ -277,19 +281,20 @@ def efficientnet_stages() -> list[nn.Sequential]:
     return _efficient_stages(_EFFICIENT)
 
 
-def _efficient_stages(stages: Sequence[EfficientStage]) -> list[nn.Sequential]:
+def _efficient_stages(stages: Sequence[EfficientStage], *, wide_squeeze: bool = False) -> list[nn.Sequential]:
     made = [nn.Sequential(*with_norm(3, stages[0][3], 3, 2, activation=silu))]
     for expansion, kernel, stride, first, outside, count, fused in stages:
         layers: list[nn.Module] = []
         for i in range(count):
             inside = first if i == 0 else outside
+            wide = _divisible(inside * expansion)
             shape = Shape(
                 inside=inside,
-                wide=_divisible(inside * expansion),
+                wide=wide,
                 outside=outside,
                 kernel=kernel,
                 stride=stride if i == 0 else 1,
-                narrow=0 if fused else max(1, inside // 4),
+                narrow=0 if fused else max(1, (wide if wide_squeeze else inside) // 4),
                 fused=fused,
             )
             layers.append(InvertedResidual(shape, silu, silu, nn.Sigmoid))
@@ -297,7 +302,8 @@ def _efficient_stages(stages: Sequence[EfficientStage]) -> list[nn.Sequential]:
     return made
 
 
-def _efficient(stages: Sequence[EfficientStage], last: int) -> nn.Module:
-    layers: list[nn.Module] = [layer for stage in _efficient_stages(stages) for layer in stage]
+def _efficient(stages: Sequence[EfficientStage], last: int, *, wide_squeeze: bool = False) -> nn.Module:
+    made = _efficient_stages(stages, wide_squeeze=wide_squeeze)
+    layers: list[nn.Module] = [layer for stage in made for layer in stage]
     layers += [*with_norm(stages[-1][4], last, 1, activation=silu), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(last, 1000))

@@ -118,11 +118,39 @@ def dle_device(row: Mapping[str, str]) -> str:
     return f"{'a100' if row['gpu_model'].startswith('A100') else 'v100'}-sxm-{memory[1]}gb"
 
 
-DLE_BATCH = {"mixed": 256, "tf32": 128, "fp32": 128}  # of the README's commands; tables leave it out
-DLE_EFFICIENT = {  # of configs.yml: A100, then DGX-1
-    "efficientnet_b0": ({"mixed": 256, "tf32": 256}, {"mixed": 128, "fp32": 64}),
-    "efficientnet_b4": ({"mixed": 128, "tf32": 64}, {"mixed": 32, "fp32": 16}),
+_NODES = (("a100-sxm-80gb", "tf32"), ("v100-sxm-16gb", "fp32"), ("v100-sxm-32gb", "fp32"))
+
+
+def _batches(*each: tuple[int, int]) -> dict[str, dict[str, int]]:
+    """Return batches by device and precision: of each of `_NODES` in 16 bit, and in TF32 or 32 bit."""
+    return {
+        device: {"fp16": narrow, wider: wide}
+        for (device, wider), (narrow, wide) in zip(_NODES, each, strict=True)
+    }
+
+
+_EFFICIENT = {
+    "b0": _batches((256, 256), (128, 64), (256, 128)),
+    "b4": _batches((128, 64), (32, 16), (64, 32)),
 }
+DLE_BATCHES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "resnet50": _batches((256, 256), (256, 112), (256, 112)),
+    **{f"efficientnet_{size}": batches for size, batches in _EFFICIENT.items()},
+    **{f"efficientnet_widese_{size}": batches for size, batches in _EFFICIENT.items()},
+    "efficientdet_d0": {
+        "a100-sxm-80gb": {"fp16": 150, "tf32": 80},
+        "v100-sxm-32gb": {"fp16": 60, "fp32": 30},
+    },
+}
+"""Images that a device takes at once where tables leave it out, by network, device and precision.
+
+Of configs.yml of PyTorch's classifiers (commit 729963dd, that of the tables), and of the scripts
+`scripts/D0/train-benchmark_*.sh` of EfficientDet.
+"""
+DLE_NAMES = {"Efficientdet": "efficientdet_d0"}
+"""Networks whose rows do not say which of a family they are."""
+DLE_CHANNELS_FIRST = ("efficientdet_d0", "gpunet_0", "gpunet_1", "gpunet_2")
+"""Networks of images that keep that layout in 16 bit; Mask R-CNN leaves it in TF32 too."""
 DLE_DEVICE = {"A100": "a100-sxm-80gb", "V100 16GB": "v100-sxm-16gb", "V100 32GB": "v100-sxm-32gb"}
 LAMBDA_MEDIA = {  # network, optimizer, units of speed of a sample; padding of Tacotron's is not counted
     "resnet50": ("resnet50", "sgd", 1.0),

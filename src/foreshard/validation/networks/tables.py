@@ -11,9 +11,10 @@ from foreshard.errors import SpecError
 from foreshard.profile.networks.catalog import CLASSIFIERS, network_name
 from foreshard.profile.networks.timm_models import PREFIX
 from foreshard.validation.networks.recipes import (
-    DLE_BATCH,
+    DLE_BATCHES,
+    DLE_CHANNELS_FIRST,
     DLE_DEVICE,
-    DLE_EFFICIENT,
+    DLE_NAMES,
     LAMBDA_MEDIA,
     LAMBDA_WIDE,
     LAMBDA_WORDS,
@@ -28,7 +29,7 @@ from foreshard.validation.networks.recipes import (
 from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 
 Row = Mapping[str, str]
-_IMAGES = ("img/s", "images/sec", "images per second")
+_IMAGES = ("img/s", "imgs/second", "images/sec", "images per second")
 _OTHER_FRAMEWORKS = {("PaddlePaddle", "BERT"), ("TensorFlow2", "BERT")}
 """Networks of other frameworks whose rows state how they are trained."""
 
@@ -94,30 +95,46 @@ def examples(row: Row) -> NetworkRun:
         precision = {"mixed": "fp16"}.get(row["precision"], row["precision"])
         known |= {"device": dle_device(row), "precision": precision, "accumulated": accumulated}
         return of_words(source, run, round(batch * run.samples), float(row["throughput"]), **known)
-    name = _network(row["seq_or_variant"].removeprefix("Model=") or row["model"])
+    network = row["seq_or_variant"].removeprefix("Model=") or row["model"]
+    if network.startswith("GPUNet-D"):  # distilled
+        raise SpecError(f"{network}: a teacher's forward is timed with it")
+    name = _network(DLE_NAMES.get(network, network))
     if row["unit"] not in _IMAGES:
         raise SpecError(f"a speed of {name} in {row['unit']}, of which the samples are not stated")
-    narrow = row["precision"] == "mixed"
-    side: int | None = 224
-    batch, last = DLE_BATCH[row["precision"]], narrow
-    if name in DLE_EFFICIENT:
-        batch = DLE_EFFICIENT[name][row["gpu_model"] != "A100"][row["precision"]]
-        side = 380 if name == "efficientnet_b4" else 224
-    elif name == "mask_rcnn":  # channels last but in 32 bit on V100
-        batch, side, last = int(row["batch_per_gpu"]), None, row["precision"] != "fp32"
-    elif name != "resnet50":
-        raise SpecError(NO_BATCH)
+    device, precision = DLE_DEVICE.get(row["gpu_model"]) or dle_device(row), _dle_precision(row)
     return NetworkRun(
         source=source,
         network=name,
-        device=DLE_DEVICE[row["gpu_model"]],
-        precision="fp16" if narrow else row["precision"],
-        layout="nhwc" if last else "nchw",
+        device=device,
+        precision=precision,
+        layout="nhwc" if _is_channels_last(name, precision) else "nchw",
         **known,
-        batch=batch,
-        side=side,
+        batch=_dle_images(row, name, device, precision),
         samples_per_s=float(row["throughput"]),
     )
+
+
+def _dle_precision(row: Row) -> str:
+    """Return the precision of a row; 32 bit of an A100 is TF32, whatever a table calls it."""
+    if row["precision"] == "fp32" and row["gpu_model"].startswith("A100"):
+        return "tf32"
+    return {"mixed": "fp16"}.get(row["precision"], row["precision"])
+
+
+def _is_channels_last(name: str, precision: str) -> bool:
+    if name == "mask_rcnn":
+        return precision != "fp32"
+    return precision == "fp16" and name not in DLE_CHANNELS_FIRST
+
+
+def _dle_images(row: Row, name: str, device: str, precision: str) -> int:
+    """Return how many images a device takes at once: as a row states it, or else its benchmark's commands."""
+    if row["batch_per_gpu"]:
+        return int(row["batch_per_gpu"])
+    try:
+        return DLE_BATCHES[name][device][precision]
+    except KeyError:
+        raise SpecError(NO_BATCH) from None
 
 
 def lambda_bench(row: Row) -> NetworkRun:
