@@ -181,15 +181,16 @@ def slowest(fabrics: Iterable[Fabric]) -> Fabric:
     """Return the fabric of a group that spans several: the slowest link, the longest latencies.
 
     A ring or tree waits for its worst edge, so the link row of the slowest member decides bandwidth; the
-    smallest domain and NIC share bound all.
+    smallest domain and NIC share bound all. A message goes and ramps up as at the slower of its ends.
     """
     rows = list(fabrics)
     base = min(rows, key=lambda x: x.intra_bytes_per_s * x.ring_eff * (x.domain / x.reference) ** x.scaling)
-    latencies = [f.name for f in fields(Fabric) if _is_seconds(f.name)]
+    longest = ["exchange_ramp", *(f.name for f in fields(Fabric) if _is_seconds(f.name))]
     sharers = min(x.nic_sharers for x in rows)
     return replace(
         base,
-        **{name: max(getattr(x, name) for x in rows) for name in latencies},
+        **{name: max(getattr(x, name) for x in rows) for name in longest},
+        exchange_eff=min(x.intra_bytes_per_s * x.exchange_eff for x in rows) / base.intra_bytes_per_s,
         domain=min(x.domain for x in rows),
         per_node=min(x.per_node for x in rows),
         nic_sharers=sharers,

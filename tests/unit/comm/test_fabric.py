@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.fabrics import comm_constants, link_constants, link_generation
-from foreshard.comm.collectives import all_reduce_s
+from foreshard.comm.collectives import all_reduce_s, send_s
 from foreshard.comm.fabric import fabric_between, fabric_of
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, Link, Network, NodeGroup
@@ -145,6 +147,23 @@ def test_group_over_two_kinds_of_nodes_runs_at_the_slower():
     assert both.nic_bytes_per_s / both.per_node == 50 * GB / 8
     assert both.in_network == 0.0
     assert fabric_between(mixed, range(16)) == fabric_of(mixed.nodes[0])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "2x2xa100-pcie-40gb+2x2xv100-sxm-16gb@400Gb/s",  # the slower link has the shorter ramp
+        "2x4xa100-pcie-40gb+2x4xrtx-3090@25Gb/s",  # and the slower ring the quicker messages
+    ],
+)
+def test_a_message_is_no_quicker_for_another_kind_of_node_on_its_way(written):
+    cluster = load_cluster(written)
+    half, sizes = cluster.num_devices // 2, np.array([1e3, 1e6, 1e8])
+    for crosses in (False, True):
+        both = send_s(sizes, crosses, fabric_between(cluster, range(2 * half)))
+        for own in (range(half), range(half, 2 * half)):
+            alone = send_s(sizes, crosses, fabric_between(cluster, own))
+            assert np.all(both >= alone * (1 - 1e-9))
 
 
 def test_link_between_racks_bounds_the_group_that_crosses_it():

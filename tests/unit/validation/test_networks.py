@@ -1,5 +1,7 @@
 """Published speeds of networks: what a row says, which rows others contradict, and what is predicted."""
 
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
 from foreshard.profile.networks.language.hugging_face import DEPTHS
+from foreshard.validation.networks import predicted
 from foreshard.validation.networks.cases import _case
 from foreshard.validation.networks.plausible import contradicted, suspects
 from foreshard.validation.networks.recipes import dle_batch
@@ -296,6 +299,57 @@ def test_an_inference_is_not_taken_for_a_training(tmp_path):
     assert (row.status, row.reason) == ("skipped", "no column gpu")
 
 
+@pytest.mark.parametrize(
+    ("header", "line", "reason"),
+    [
+        (TIMM, "resnet18,RTX 3090,1,amp,nchw,t,512,inf,282.0", "a cell is not what its column says"),
+        (TIMM, "resnet18,RTX 3090,1,amp,nchw,t,512,224,0", "a cell is not what its column says"),
+        (TIMM, "resnet18,RTX 3090,1,amp,nchw,t,512,99999999999999999999,282.0", "side: an image of"),
+        (
+            TIMM,
+            "hf-hub:timm/resnet18,RTX 3090,1,amp,nchw,t,512,224,282.0",
+            "'hf-hub:timm/resnet18' is no name",
+        ),
+        (DLE, "resnet50v1.5,PyTorch,H100,,8,,,,mixed,8322.0,img/s,", "no commands for 'H100', but for A100"),
+        (DLE, "resnet50v1.5,PyTorch,A100,,8,,,,fp8,8322.0,img/s,", "no commands for 'fp8', but for mixed"),
+        (DLE, "resnet50v1.5,PyTorch,A100,,8,0,,,mixed,8322.0,img/s,", "no whole number of samples"),
+        (LAMBDA, "resnet50,host,A100 80GB SXM4,0,amp/fp16,t,2560,2500.0,images/s", "a cell is not what"),
+        (LAMBDA, "resnet50,host,A100 80GB SXM4,2,amp/fp16,t,inf,2500.0,images/s", "a cell is not what"),
+        (MLPERF, "v3.1,X,host,resnet,0,NVIDIA H100-SXM5-80GB,1,3264,900,26000", "a cell is not what"),
+    ],
+)
+def test_cells_that_no_run_has_say_so(tmp_path, header, line, reason):
+    (row,) = outcomes(tmp_path, header, line)
+    assert row.status == "skipped" and row.reason.startswith(reason)
+
+
+def test_a_row_that_no_device_runs_leaves_the_others(tmp_path):
+    """V100s have no TF32: how fast they are in it is compared with nothing."""
+    odd, fine = outcomes(
+        tmp_path,
+        DLE,
+        "NCF,PyTorch,V100 32GB,DGX-1 (8x V100 32GB),8,,1048576,,tf32,1.0e8,samples/s,",
+        "resnet50v1.5,PyTorch,V100 16GB,,8,,,,mixed,8322.0,img/s,",
+    )
+    assert (odd.status, fine.status) == ("skipped", "ok")
+    assert "tf32" in odd.reason
+
+
+def test_a_worker_that_ends_early_leaves_the_rest_to_one_process(monkeypatch):
+    class Broken(nullcontext):
+        def __init__(self, *_):
+            super().__init__(self)
+
+        def map(self, *_):
+            raise BrokenProcessPool
+
+    said = []
+    monkeypatch.setattr(predicted, "ProcessPoolExecutor", Broken)
+    monkeypatch.setattr(predicted, "_WORTH_WORKERS", 1)
+    predicted.predict_ahead([run(77.0, batch=3)], predicted.Tracing(workers=2, told=said.append))
+    assert said == ["a worker ended early: what is left is predicted by one process"]
+
+
 LATENCY = "model,seq_len,batch,device,num_gpus,mode,option,measured_e2e_ms\n"
 
 
@@ -310,6 +364,9 @@ def test_a_forward_and_a_training_of_a_network_of_words_are_predicted(tmp_path, 
         "bert_large,96,64,Tesla_V100-PCIE-32GB,1,inf,fusion,220.0",
         "switchxl4,64,64,Tesla_V100-PCIE-32GB,1,inf,,250.0",
         "bert_large,96,64,Tesla_V100-PCIE-32GB,4,train,xy4,250.0",
+        "bert_large,99999999999999999999,64,Tesla_V100-PCIE-32GB,1,inf,,250.0",
+        "bert_large,96,0,Tesla_V100-PCIE-32GB,1,inf,,250.0",
+        "bert_large,96,64,Tesla_V100-PCIE-32GB,1,inf,,nan",
     )
     forward, training, *skipped = found
     assert (forward.status, training.status, forward.family) == ("ok", "ok", "NeuSight Tesla_V100-PCIE-32GB")
@@ -322,4 +379,7 @@ def test_a_forward_and_a_training_of_a_network_of_words_are_predicted(tmp_path, 
         "compiled: fused kernels are not those of the operations",
         "switchxl4: its definition is not published with the times",
         "option 'xy4' on 4 devices is none that NeuSight describes",
+        "seq_len: a text of 99999999999999999999 words. A text has 1 to 1,000,000 words.",
+        "no whole number of samples on each device",
+        "no time stated",
     ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreshard.errors import ExtraMissingError
+from foreshard.errors import ExtraMissingError, SpecError
 from foreshard.profile.networks.catalog import is_mixed, network
 from foreshard.spec.traced_module import TracedModule
+
+_MOST_PIXELS = 65_536  # of a side
 
 
 def trace_network(
@@ -52,6 +54,9 @@ def trace_network(
         raise ExtraMissingError(what, fix="The extra foreshard[run] brings torch") from error
     from foreshard.profile.tracing.trace import trace_module
 
+    if side is not None and not 0 < side <= _MOST_PIXELS:
+        rule = f"An image has 1 to {_MOST_PIXELS:,} pixels a side"
+        raise SpecError(f"an image of {side} pixels a side", key="side", value=side, rule=rule)
     module, inputs = network(name, side=side, **(changed or {}))
     if channels_last:
         volumes = any(parameter.ndim == 5 for parameter in module.parameters())

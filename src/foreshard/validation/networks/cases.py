@@ -31,10 +31,7 @@ def network_cases(table: MeasuredTable, tracing: Tracing | None = None) -> list[
     read = [_read(table, index) for index in range(len(table.rows))]
     runs = [run for run in read if isinstance(run, NetworkRun)]
     predict_ahead(runs, tracing or Tracing())
-    try:
-        odd = contradicted(runs)
-    except SpecError as error:
-        return [run if isinstance(run, TimedCase) else _skipped(run, reason_of(error)) for run in read]
+    odd = contradicted(runs)
     return [run if isinstance(run, TimedCase) else _case(run, odd.get(run)) for run in read]
 
 
@@ -55,9 +52,9 @@ def _case(run: NetworkRun, odd: str | None) -> TimedCase:
         return _skipped(run, odd)
     try:
         made = predicted(run)
+        ends, evidence = _interval(run, made)
     except (InfeasibleError, SpecError) as error:
         return _skipped(run, reason_of(error) if isinstance(error, SpecError) else str(error))
-    ends, evidence = _interval(run, made)
     return TimedCase(measured_s=run.step_s, predicted_s=made.step_time_s, intervals_s=ends, evidence=evidence)
 
 

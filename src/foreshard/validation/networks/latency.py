@@ -43,7 +43,7 @@ def latency_cases(table: MeasuredTable) -> list[TimedCase]:
 def _case(row: Mapping[str, str]) -> TimedCase:
     measured_s = None
     try:
-        measured_s = float(row["measured_e2e_ms"]) * 1e-3
+        measured_s = _time(row)
         return _predicted(row, measured_s)
     except (SpecError, InfeasibleError) as error:
         return TimedCase(
@@ -51,8 +51,15 @@ def _case(row: Mapping[str, str]) -> TimedCase:
         )
     except KeyError as error:
         return TimedCase(measured_s=measured_s, reason=f"no column {error.args[0]}")
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         return TimedCase(measured_s=measured_s, reason=f"a cell is not what its column says: {error}")
+
+
+def _time(row: Mapping[str, str]) -> float:
+    seconds = float(row["measured_e2e_ms"]) * 1e-3
+    if not 0.0 < seconds < float("inf"):
+        raise SpecError("no time stated")
+    return seconds
 
 
 def _predicted(row: Mapping[str, str], measured_s: float) -> TimedCase:
@@ -64,6 +71,8 @@ def _predicted(row: Mapping[str, str], measured_s: float) -> TimedCase:
     if row["mode"] not in ("inf", "train"):
         raise SpecError(f"mode {row['mode']} is neither a forward nor a training")
     device, batch, training = device_of(row["device"]), int(row["batch"]), row["mode"] == "train"
+    if min(batch, count) < 1:
+        raise SpecError("no whole number of samples on each device")
     if option or count > 1:
         return _trained_together(row, device, batch, measured_s)
     module = _traced(name, int(row["seq_len"]), training, ())

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from foreshard.catalog.devices import resolve_device
+from foreshard.errors import SpecError
 from foreshard.validation.networks.predicted import traced_of
 from foreshard.validation.networks.recipes import WORDS
 from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
@@ -79,10 +80,14 @@ def _shorter(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
 def _beyond_peak(run: NetworkRun) -> bool:
     """Return whether a network of words would compute more at a run's speed than the devices' peak.
 
-    Then it does not compute what its stated length says: sentences are shorter, and not filled up.
+    Then it does not compute what its stated length says: sentences are shorter, and not filled up. What
+    cannot be predicted is not compared.
     """
     each = run.samples_per_s / run.num_devices
-    return traced_of(run).flops(1) * each > resolve_device(run.device).peak(run.precision)
+    try:
+        return traced_of(run).flops(1) * each > resolve_device(run.device).peak(run.precision)
+    except SpecError:
+        return False
 
 
 def suspects(speeds: Iterable[tuple[Any, int, int, float]]) -> set[tuple[Any, int, int, float]]:

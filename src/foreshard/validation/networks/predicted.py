@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -49,6 +50,15 @@ def predict_ahead(runs: Iterable[NetworkRun], tracing: Tracing) -> None:
     for run in dict.fromkeys(map(_unmeasured, runs)):
         if run not in _predictions:
             groups.setdefault(_key(run), []).append(run)
+    try:
+        _keep(groups, tracing)
+    except BrokenProcessPool:  # one was out of memory, or could not import the program that asks
+        if tracing.told:
+            tracing.told("a worker ended early: what is left is predicted by one process")
+
+
+def _keep(groups: Mapping[Key, list[NetworkRun]], tracing: Tracing) -> None:
+    """Keep the predictions of runs, grouped by network."""
     last_s = time.monotonic()
     with ExitStack() as stack:
         made: Iterator[Mapping[NetworkRun, Prediction]] = map(_predict_group, groups.values())

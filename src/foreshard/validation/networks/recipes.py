@@ -111,6 +111,8 @@ def dle_batch(row: Mapping[str, str]) -> tuple[int, int]:
 
 def dle_device(row: Mapping[str, str]) -> str:
     """Return the catalog's name of the devices of a section."""
+    if not row["gpu_model"].startswith(("A100", "V100")):
+        raise SpecError(f"no commands for {row['gpu_model']!r}, but for A100, V100")
     memory = re.search(r"(\d+) ?GB?\b", row["section"].split(">")[-1] + row["gpu_model"])
     memory = re.search(r"(\d\d) ?GB?\b", row["section"]) if memory is None else memory
     if memory is None:

@@ -9,7 +9,7 @@ from typing import Any
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError
 from foreshard.profile.networks.catalog import CLASSIFIERS, network_name
-from foreshard.profile.networks.timm_models import PREFIX
+from foreshard.profile.networks.timm_models import PREFIX, timm_name
 from foreshard.validation.networks.recipes import (
     DLE_BATCHES,
     DLE_CHANNELS_FIRST,
@@ -46,23 +46,26 @@ def run_of(layout: str, row: Row) -> NetworkRun:
         made = _READERS[layout](row)
     except KeyError as error:
         raise SpecError(f"no column {error.args[0]}") from None
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise SpecError(f"a cell is not what its column says: {error}") from None
     if not 0.0 < made.samples_per_s < float("inf"):
         raise SpecError("no speed stated")
+    if min(made.batch, made.num_devices, made.accumulated, made.nodes) < 1:
+        raise SpecError("no whole number of samples on each device")
     if made.num_devices % made.nodes:
         raise SpecError("devices that the nodes do not share evenly")
-    if min(made.batch, made.num_devices, made.accumulated) < 1:
-        raise SpecError("no whole number of samples on each device")
     return made
 
 
 def timm(row: Row) -> NetworkRun:
     """Return a row of timm's training benchmark; what the catalog lacks is made by timm's own code."""
-    batch, stated = int(row["batch_size"]), row.get("samples_per_sec")
+    batch, stated, model = int(row["batch_size"]), row.get("samples_per_sec"), row["model"]
+    name = network_name(model) or timm_name(PREFIX + model)
+    if name is None:
+        raise SpecError(f"{model!r} is no name of timm's")
     return NetworkRun(
         source="timm",
-        network=network_name(row["model"]) or PREFIX + row["model"],
+        network=name,
         device=resolve_device(row["gpu"]).name,
         precision="fp16",
         layout=row["layout"],
@@ -118,7 +121,7 @@ def _dle_precision(row: Row) -> str:
     """Return the precision of a row; 32 bit of an A100 is TF32, whatever a table calls it."""
     if row["precision"] == "fp32" and row["gpu_model"].startswith("A100"):
         return "tf32"
-    return {"mixed": "fp16"}.get(row["precision"], row["precision"])
+    return str(_said({"mixed": "fp16", "tf32": "tf32", "fp32": "fp32"}, row["precision"]))
 
 
 def _is_channels_last(name: str, precision: str) -> bool:
@@ -213,6 +216,13 @@ def of_words(source: str, run: TrainingRecipe, batch: int, speed: float, **given
         changed=tuple(sorted(run.changed.items())),
         **given,
     )
+
+
+def _said(known: Mapping[str, Any], value: str) -> Any:
+    """Return what the commands of a source say of a value of a row."""
+    if value not in known:
+        raise SpecError(f"no commands for {value!r}, but for {', '.join(known)}")
+    return known[value]
 
 
 def _network(text: str) -> str:

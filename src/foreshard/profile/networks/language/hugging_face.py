@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from foreshard.errors import ExtraMissingError
+from foreshard.errors import ExtraMissingError, SpecError
 from foreshard.spec.traced_module import TracedModule
 
 # GPT-3 XL has 24 heads of 128 (Brown et al. 2020, table 2.1), in Hugging Face's GPT-2 a width of 3,072. The
@@ -25,6 +25,7 @@ DEPTHS: dict[str, int] = {"bert_large": 24, "opt_13": 24} | {
     name: sizes["n_layer"] for name, sizes in _GPT2.items()
 }
 """Layers of each network."""
+_MOST_WORDS = 1_000_000  # of a text
 
 
 def hugging_face_network(
@@ -70,11 +71,14 @@ def hugging_face_network(
 
 
 def hugging_face_inputs(name: str, seq_len: int) -> dict[str, Any]:
-    """Return one text; a mask of scores keeps the libraries from branching on the values of one of tokens."""
+    """Return one text, without values; a mask of scores keeps libraries from branching on one of tokens."""
     import torch
 
-    words = torch.zeros((1, seq_len), dtype=torch.int64)
-    mask = torch.zeros((1, 1, seq_len, seq_len))
+    if not 0 < seq_len <= _MOST_WORDS:
+        rule = f"A text has 1 to {_MOST_WORDS:,} words"
+        raise SpecError(f"a text of {seq_len} words", key="seq_len", value=seq_len, rule=rule)
+    words = torch.empty((1, seq_len), dtype=torch.int64, device="meta")
+    mask = torch.empty((1, 1, seq_len, seq_len), device="meta")
     inputs = {"input_ids": words, "attention_mask": mask}
     return inputs | ({"position_ids": words} if name == "opt_13" else {})
 
