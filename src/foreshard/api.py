@@ -933,6 +933,7 @@ def _timed_module(row: StepRow, known: dict[Any, TracedModule | None]) -> TimedM
 
     given = _named(row.options)
     plan = load_plan(given.pop("plan")) if "plan" in given else None
+    traced_request.check_predicts(given)
     on = load_cluster(row.cluster)
     traced = traced_request.traced_as(plan, on, given)
     key = row.model, traced["precision"], tuple(sorted(traced["degrees"]))
@@ -941,7 +942,7 @@ def _timed_module(row: StepRow, known: dict[Any, TracedModule | None]) -> TimedM
     module = known[key]
     if module is None:
         rule = "A table with these columns has networks, or factories of modules that are traced"
-        fix = "Steps of language models go into a table that validate reads: see foreshard schema"
+        fix = "Steps of language models go into a training table: see 'foreshard schema measured'"
         raise SpecError("not traced", key="model", value=row.model, rule=rule, fix=fix)
     plan = plan or traced_request.plan_of(module, on, given)
     return TimedModule(name=row.place, module=module, cluster=on, plan=plan, measured_s=row.step_time_s)
@@ -1079,7 +1080,8 @@ def validate(
     Parameters
     ----------
     files : iterable of str
-        Tables of measurements, ``.csv`` or ``.csv.gz``.
+        Tables of measurements, ``.csv`` or ``.csv.gz``; ``foreshard schema measured`` lists
+        their columns.
     exclude_calibration : str, optional
         Use the constants that were fitted without this family.
     workers : int
@@ -1098,5 +1100,17 @@ def validate(
     def predicted(row: TrainingRow) -> Any:
         return predict_run(row, constants=constants, engine=engine, **source)
 
+    def predicted_step(row: StepRow) -> Prediction:
+        if exclude_calibration is not None:
+            what, rule = "not taken for steps of one's own", "Its families are those of published tables"
+            raise SpecError(what, key="--exclude-calibration", value=exclude_calibration, rule=rule)
+        return predict(row.model, row.cluster, engine=engine, costs=costs, **row.options)
+
     tracing = Tracing(workers=workers, told=told)
-    return validate(files, exclude_calibration=exclude_calibration, predictor=predicted, tracing=tracing)
+    return validate(
+        files,
+        exclude_calibration=exclude_calibration,
+        predictor=predicted,
+        step_predictor=predicted_step,
+        tracing=tracing,
+    )
