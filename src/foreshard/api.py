@@ -22,7 +22,7 @@ from foreshard.advise.arguments import (
     plain,
 )
 from foreshard.advise.change import Effect, effects_of
-from foreshard.advise.request import ASKED, DEGREES, Request
+from foreshard.advise.request import ASKED, DEGREES, Request, unstated_precision
 from foreshard.advise.traced_request import TracedRequest
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError, unknown
@@ -364,10 +364,10 @@ def request_traced(
         return made[precision, degrees]
 
     stated = _with_calibration(stated)
-    as_stated = traced_request.traced_as(plan, stated)
+    on = named_cluster(cluster)
+    as_stated = traced_request.traced_as(plan, on, stated)
     if traced(as_stated["precision"], tuple(sorted(as_stated["degrees"]))) is None:
         return None
-    on = named_cluster(cluster)
     prices = None if stated.get("prices") is None else _prices(stated["prices"])
     return TracedRequest(
         trace=traced,
@@ -407,7 +407,7 @@ def predict_trace(
     traced_request.check_predicts(stated)
     on = named_cluster(cluster)
     on = on.at_usd_per_device_hour(stated.get("usd_per_device_hour"))
-    return predict_traced(
+    made = predict_traced(
         module,
         on,
         plan or plan_of(module, on, stated),
@@ -416,6 +416,8 @@ def predict_trace(
         noise=Noise.stated(stated),
         **{name: stated.get(name) for name in ("tokens", "speeds", "observed_step_s", "calibration")},
     )
+    defaults = unstated_precision(made.plan, stated) if plan is None else ()
+    return replace(made, assumptions=(*made.assumptions, *defaults))
 
 
 def predict_timeline(
@@ -931,16 +933,17 @@ def _timed_module(row: StepRow, known: dict[Any, TracedModule | None]) -> TimedM
 
     given = _named(row.options)
     plan = load_plan(given.pop("plan")) if "plan" in given else None
-    traced = traced_request.traced_as(plan, given)
+    traced_request.check_predicts(given)
+    on = load_cluster(row.cluster)
+    traced = traced_request.traced_as(plan, on, given)
     key = row.model, traced["precision"], tuple(sorted(traced["degrees"]))
     if key not in known:
         known[key] = trace(row.model, precision=key[1], degrees=key[2])
     module = known[key]
     if module is None:
         rule = "A table with these columns has networks, or factories of modules that are traced"
-        fix = "Steps of language models go into a table that validate reads: see foreshard schema"
+        fix = "Steps of language models go into a training table: see 'foreshard schema measured'"
         raise SpecError("not traced", key="model", value=row.model, rule=rule, fix=fix)
-    on = load_cluster(row.cluster)
     plan = plan or traced_request.plan_of(module, on, given)
     return TimedModule(name=row.place, module=module, cluster=on, plan=plan, measured_s=row.step_time_s)
 
@@ -1077,7 +1080,8 @@ def validate(
     Parameters
     ----------
     files : iterable of str
-        Tables of measurements, ``.csv`` or ``.csv.gz``.
+        Tables of measurements, ``.csv`` or ``.csv.gz``; ``foreshard schema measured`` lists
+        their columns.
     exclude_calibration : str, optional
         Use the constants that were fitted without this family.
     workers : int
@@ -1096,5 +1100,17 @@ def validate(
     def predicted(row: TrainingRow) -> Any:
         return predict_run(row, constants=constants, engine=engine, **source)
 
+    def predicted_step(row: StepRow) -> Prediction:
+        if exclude_calibration is not None:
+            what, rule = "not taken for steps of one's own", "Its families are those of published tables"
+            raise SpecError(what, key="--exclude-calibration", value=exclude_calibration, rule=rule)
+        return predict(row.model, row.cluster, engine=engine, costs=costs, **row.options)
+
     tracing = Tracing(workers=workers, told=told)
-    return validate(files, exclude_calibration=exclude_calibration, predictor=predicted, tracing=tracing)
+    return validate(
+        files,
+        exclude_calibration=exclude_calibration,
+        predictor=predicted,
+        step_predictor=predicted_step,
+        tracing=tracing,
+    )

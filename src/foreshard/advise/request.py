@@ -369,13 +369,18 @@ class Request:
         return {name: getattr(self, name) for name in ASKED}
 
 
+def unstated_precision(plan: Plan, choices: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the precision that devices without bf16 take where none is stated."""
+    if choices.get("precision") is None and plan.precision != "bf16":
+        yield f"{plan.precision}, not stated (--dtype): not every device has bf16"
+
+
 def _defaults(request: Request, plan: Plan) -> Iterator[str]:
     """Yield the defaults of a run stated by flags; a plan file states everything."""
     if request.plan is not None:
         return
     choices = request.choices
-    if choices.get("precision") is None and plan.precision != "bf16":
-        yield f"{plan.precision}, not stated (--dtype): not every device has bf16"
+    yield from unstated_precision(plan, choices)
     if choices.get("seq_len") is None:
         yield f"sequence {plan.seq_len}, not stated (--seq): that of the model"
     if choices.get("global_batch") is None:

@@ -134,7 +134,7 @@ class TracedRequest:
     @property
     def module(self) -> TracedModule:
         """The module as it is traced for the prediction."""
-        traced = traced_as(self.plan, self.choices)
+        traced = traced_as(self.plan, self.cluster, self.choices)
         return self.trace(traced["precision"], tuple(sorted(traced["degrees"])))
 
     def alone(self, plan: Plan) -> TracedRequest:
@@ -214,8 +214,8 @@ def check_plans(values: Mapping[str, Any]) -> None:
             raise SpecError(what, key=flag_of(name), value=shown, rule=rule, fix="Leave it out")
 
 
-def traced_as(plan: Plan | None, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a module is traced for a prediction, as a plan or else what is stated says.
+def traced_as(plan: Plan | None, cluster: Cluster, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a module is traced for a prediction on a cluster, as a plan or else what is stated says.
 
     Raises
     ------
@@ -227,17 +227,17 @@ def traced_as(plan: Plan | None, stated: Mapping[str, Any]) -> dict[str, Any]:
         tp = {stage.tp for group in plan.groups for stage in group.stages}
         return {"precision": plan.precision, "degrees": tp}
     tp = {1 if stated.get("tp") is None else whole(stated["tp"], key="--tp", name="tp")}
-    return {"precision": _precision(stated), "degrees": tp}
+    return {"precision": _precision(cluster, stated), "degrees": tp}
 
 
 def searched_as(cluster: Cluster, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a module is traced for a search of plans on a cluster."""
-    return {"precision": _precision(stated), "degrees": degrees_on(cluster, stated.get("max_tp"))}
+    return {"precision": _precision(cluster, stated), "degrees": degrees_on(cluster, stated.get("max_tp"))}
 
 
-def _precision(stated: Mapping[str, Any]) -> str:
-    """Return the precision that is stated; several as one text, which a trace refuses."""
-    given = stated.get("precision") or "bf16"
+def _precision(cluster: Cluster, stated: Mapping[str, Any]) -> str:
+    """Return the precision that is stated, else one of all devices; several as one text, which is refused."""
+    given = stated.get("precision") or cluster.default_precision()
     return ",".join(given) if isinstance(given, tuple | list) else given
 
 

@@ -23,6 +23,7 @@ _EXTRAS = {
     "torch": ("run", "profile and run jobs, models given as modules"),
     "transformers": ("models", "check parameter counts against transformers"),
     "sklearn": ("learn", "training of learned costs; using them needs none of it"),
+    "timm": ("timm", "networks for images that timm makes"),
     "ray": ("sweep", "searches in tasks of Ray"),
     "yaml": ("yaml", "configurations of accelerate to import"),
     "pandas": ("notebook", "to_pandas of results"),

@@ -155,7 +155,11 @@ def _vendors() -> tuple[str, ...]:
     help="Compare with other planners: all, or these.",
 )
 @click.option("--report", metavar="OUT.html", help="Write a one-file HTML report.")
-@click.option("--explain", is_flag=True, help="Search again on changed hardware: what each would gain.")
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Show every assumption, and search again on changed hardware: what each would gain.",
+)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -238,7 +242,15 @@ def command(
         from foreshard.report.target_table import with_target
 
         name = model if source is None else source.name
-        made = plan_screen(result, name, planned_on, gains=gains, others=others, pressed=bool(pressed))
+        made = plan_screen(
+            result,
+            name,
+            planned_on,
+            gains=gains,
+            others=others,
+            pressed=bool(pressed),
+            explained=explain,
+        )
         return with_target(made, runs)
 
     _write_plan(ctx, [ranked.plan for ranked in result.plans[:1]])

@@ -23,6 +23,7 @@ _PLACES = {
     "lab": "foreshard.report",
     "prediction": "foreshard.report",
     "scenario": "foreshard.report",
+    "measured": "foreshard.report",
     "topology": "foreshard.comm",
     "schedule": "foreshard.comm",
     "jobs": "foreshard.comm",

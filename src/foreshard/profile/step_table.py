@@ -1,4 +1,4 @@
-"""Measured steps of traced modules as a CSV: each row a `foreshard predict` command and its seconds."""
+"""Measured steps as a CSV: each row a `foreshard predict` command and its seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from foreshard.spec.codec import check_amount, read_text
 
 _SECONDS = "step_time_s"
 _NEEDED = ("model", "cluster", _SECONDS)
-_COUNTS = ("tp", "dp", "pp", "zero", "micro_batch", "global_batch")
-_WORDS = ("dtype", "optimizer", "schedule", "recompute", "plan")
+_COUNTS = ("tp", "dp", "pp", "cp", "ep", "zero", "micro_batch", "global_batch", "seq")
+_WORDS = ("dtype", "optimizer", "schedule", "recompute", "framework", "plan")
 COLUMNS = (*_NEEDED, *_COUNTS, *_WORDS)
 """Columns that a table may have; an empty field is an option that is not given."""
 

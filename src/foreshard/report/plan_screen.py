@@ -13,7 +13,7 @@ from foreshard.catalog.instances import is_old
 from foreshard.report.plan_words import RARER, counted, degrees, distinct_names, priced
 from foreshard.report.price_words import dated
 from foreshard.report.screen import Box, Screen, Table, listing, spans, table, without_empty
-from foreshard.report.summary import step_box
+from foreshard.report.summary import assumptions_table, step_box
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.spec.prediction import Memory
@@ -40,11 +40,12 @@ def plan_screen(
     gains: Sequence[Gain] = (),
     others: Sequence[ComparedPlanner] = (),
     pressed: bool = False,
+    explained: bool = False,
 ) -> Screen:
     """Return the ranked plans, the bound beside the best of them, and the chosen plan drawn.
 
     `gains` is what other hardware would gain, `others` the other planners; `pressed` says that Ctrl-C ended
-    the search.
+    the search, `explained` that the assumptions of the chosen plan are shown, not only counted.
     """
     header = (f"{model} on {cluster.name}",)
     notes = plan_notes(result, cluster, pressed=pressed)
@@ -59,6 +60,10 @@ def plan_screen(
         notes += (words,) if (words := beyond(chosen.plan, cluster)) else ()
     if gains:
         tables.append(gains_table(gains, counted(result.plans[0].plan)))
+    if explained:
+        tables.append(assumptions_table(chosen.prediction))
+    elif assumed := len(chosen.prediction.assumptions):
+        notes += (f"{number_of(assumed, 'assumption')} (--explain).",)
     return Screen(
         header=header,
         boxes=(step_box(chosen.prediction), bound_box(result), searched_box(result)),

@@ -285,5 +285,10 @@ def _network(prediction: Prediction) -> str:
 
 def _explained(prediction: Prediction, explained: Mapping[str, str]) -> list[Table]:
     formulas = table("How each number comes about", ("number", "formula and source"), list(explained.items()))
+    return [*([formulas] if explained else []), assumptions_table(prediction)]
+
+
+def assumptions_table(prediction: Prediction) -> Table:
+    """Return what was not stated and took a default."""
     assumed = [(str(i), text) for i, text in enumerate(prediction.assumptions, start=1)]
-    return [*([formulas] if explained else []), table("Assumptions", (">#", "assumed"), assumed)]
+    return table("Assumptions", (">#", "assumed"), assumed)

@@ -95,8 +95,8 @@ def layout_of(columns: Iterable[str], *, file: str | None = None) -> tuple[str, 
             raise SpecError(f"the table holds {table['holds']}, not measured times", file=file, rule=rule)
     shown = ", ".join(sorted(have)[:8])
     what = f"no known table has the columns {shown[:120]}"
-    fix = "See docs/accuracy.md for the tables foreshard reads"
-    raise SpecError(what, file=file, rule="A table is known by its columns", fix=fix)
+    rule = "A table is known by its columns: one of steps of one's own has model, cluster and step_time_s"
+    raise SpecError(what, file=file, rule=rule, fix="See 'foreshard schema measured'")
 
 
 def _distinct(ids: list[str]) -> tuple[str, ...]:

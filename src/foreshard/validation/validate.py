@@ -12,6 +12,7 @@ import numpy as np
 
 from foreshard.errors import AccuracyError, InfeasibleError, SpecError, unknown
 from foreshard.predict.interval import LEVEL
+from foreshard.profile.step_table import StepRow, is_step_table, read_step_table
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
 from foreshard.validation.kernels.cases import kernel_cases
@@ -42,6 +43,7 @@ class Predicted(Protocol):
 
 
 Predictor = Callable[[TrainingRow], Predicted]
+StepPredictor = Callable[[StepRow], Predicted]
 
 
 def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
@@ -65,14 +67,37 @@ def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
         return RowOutcome(**stated | {"status": "skipped", "reason": str(error)})
     took = time.perf_counter() - start
     peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
+    return _predicted_outcome(stated, made, peak_bytes=peak, predict_s=took)
+
+
+def _step_outcome(row: StepRow, family: str, predictor: StepPredictor) -> RowOutcome:
+    """Return what was measured and predicted for a `predict` command and its seconds."""
+    stated: dict[str, Any] = {
+        "id": row.place,
+        "family": family,
+        "measured_s": row.step_time_s,
+        "config_key": (row.model, row.cluster, *sorted(row.options.items())),
+    }
+    start = time.perf_counter()
+    try:
+        made = predictor(row)
+    except (InfeasibleError, SpecError) as error:
+        return RowOutcome(**stated, status="skipped", reason=str(error))
+    took = time.perf_counter() - start
+    return _predicted_outcome(stated, made, peak_bytes=made.memory.peak_bytes, predict_s=took)
+
+
+def _predicted_outcome(
+    stated: Mapping[str, Any], made: Predicted, *, peak_bytes: float | None, predict_s: float
+) -> RowOutcome:
     return RowOutcome(
         **stated,
         predicted_s=made.step_time_s,
         interval_s=tuple(made.step_time_interval_s),  # type: ignore[arg-type]
         intervals_s=made.step_time_intervals_s,
         evidence=made.evidence,
-        predicted_peak_bytes=peak,
-        predict_s=took,
+        predicted_peak_bytes=peak_bytes,
+        predict_s=predict_s,
         fits=made.memory.fits,
     )
 
@@ -165,14 +190,20 @@ def validate(
     *,
     exclude_calibration: str | None = None,
     predictor: Predictor,
+    step_predictor: StepPredictor | None = None,
     tracing: Tracing | None = None,
 ) -> dict[str, Any]:
     """Return the validation object of `api.validate`: one entry per row, and scores overall and by family.
 
-    `exclude_calibration` is what the predictor was built with; `tracing` is of networks.
+    `exclude_calibration` is what the predictor was built with; `tracing` is of networks, `step_predictor` of
+    tables of steps (`profile.step_table`), of which each is a family.
     """
     outcomes: list[RowOutcome] = []
     for path in files:
+        if step_predictor is not None and is_step_table(str(path)):
+            steps = read_step_table(str(path))
+            outcomes += [_step_outcome(row, Path(path).stem, step_predictor) for row in steps]
+            continue
         table = read_table(path)
         outcomes += table_outcomes(table, predictor, exclude=exclude_calibration or "", tracing=tracing)
     if not outcomes:

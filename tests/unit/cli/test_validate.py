@@ -94,3 +94,30 @@ def test_a_file_without_an_end_and_a_name_too_long_are_bad_input(name, shell):
     """The first was read for ever, the second was a fault of the operating system."""
     answer = shell("validate", name)
     assert answer.code == 2 and "cannot read the table" in answer.err
+
+
+def test_steps_of_ones_own_are_predicted_as_predict_does(shell, tmp_path):
+    path = tmp_path / "own.csv"
+    asked = {"micro_batch": "2", "tp": "2", "seq": "2048", "framework": "torchtitan"}
+    path.write_text(
+        f"model,cluster,step_time_s,{','.join(asked)}\n"
+        f"gpt2,1x4xrtx-3090,0.5,{','.join(asked.values())}\n"
+        "gpt2,1x4xrtx-3090,0.5,,3,,\n"
+    )
+    fits, skipped = shell("validate", str(path), "--json").json["rows"]
+    flags = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)]
+    alone = shell("predict", "gpt2", "1x4xrtx-3090", *flags, "--costs", "formula", "--json").json
+    assert fits["predicted_s"] == alone["step_time_s"] and fits["family"] == "own"
+    assert skipped["status"] == "skipped" and "does not divide 4 devices" in skipped["reason"]
+    assert (
+        shell("validate", str(path), "--exclude-calibration", "mlperf", "--json").json["rows"][0]["status"]
+        == "skipped"
+    )
+
+
+@pytest.mark.parametrize("verb", [("validate",), ("calibrate", "--steps")])
+def test_an_unknown_table_says_where_columns_are_listed(shell, tmp_path, verb):
+    path = tmp_path / "own.csv"
+    path.write_text("model,gpus,seconds\nllama3-8b,8,1.2\n")
+    error = shell(*verb, str(path), "--json").json["error"]
+    assert "model, cluster and step_time_s" in error["rule"] and "schema measured" in error["fix"]

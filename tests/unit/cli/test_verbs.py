@@ -91,6 +91,20 @@ def test_prediction_schema_lists_exactly_its_fields(shell):
     assert all(part in keys["memory"]["doc"] for part in MEMORY_PARTS)
 
 
+def test_the_schema_of_measured_tables_lists_every_column(shell):
+    from foreshard.profile.step_table import COLUMNS
+    from foreshard.validation.cells import INPUTS
+    from foreshard.validation.tables import table_rules
+
+    keys = shell("schema", "measured", "--json").json["keys"]
+    assert set(keys["steps"]) == set(COLUMNS)
+    assert set(keys["training"]) == {"id", *INPUTS, "metric_step_time_s"}
+    needed = {name for name, about in keys["training"].items() if about.get("required")}
+    assert needed == {
+        name for table in table_rules()["tables"] if table["layout"] == "llm" for name in table["columns"]
+    }
+
+
 def test_config_schema_lists_the_flags(shell):
     keys = shell("schema", "config", "--json").json["keys"]
     assert {"tp", "global-batch", "seq", "dtype", "usd-per-device-hour"} <= set(keys["predict"])

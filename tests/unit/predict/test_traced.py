@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from foreshard.api import load_cluster, plan_traced, predict_traced
+from foreshard.api import load_cluster, plan, plan_traced, predict, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.training import training_constants
@@ -341,6 +341,25 @@ def test_a_precision_that_a_device_lacks_is_refused(resnet):
     bf16 = replace(resnet, precision="bf16")
     with pytest.raises(SpecError, match="has no bf16"):
         traced_costs(bf16, [resolve_device("v100-sxm-16gb")], micro_batches=[8])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision"), [("1x4xv100", "fp16"), ("1xa100+1xv100", "fp16"), ("1xa100", "bf16")]
+)
+def test_an_unstated_precision_is_one_that_all_devices_have(cluster, precision, tmp_path):
+    factory = tmp_path / "net.py"
+    factory.write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 8), torch.empty(1, 8)\n")
+    made = predict(f"{factory}:net", cluster, micro_batch=8)
+    assert made.plan.precision == precision
+    assert any("not stated (--dtype)" in text for text in made.assumptions) == (precision != "bf16")
+    found = plan(f"{factory}:net", cluster, global_batch=64, budget_s=1)
+    assert found.plans[0].plan.precision == precision
+
+
+def test_a_prediction_says_what_it_assumed_of_the_network(resnet):
+    cluster = load_cluster("2x4xrtx-3090")
+    assert any("NIC 100 Gb/s" in text for text in cluster.assumptions)
+    assert {*cluster.assumptions} <= {*step_of(resnet, "2x4xrtx-3090").assumptions}
 
 
 def test_intervals_come_from_errors_of_networks_that_no_constant_saw(resnet):

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from foreshard.advise.baseline_comparison import beyond
+from foreshard.api import plan as best_plans
 from foreshard.catalog.clusters import load_cluster
 from foreshard.report.pages import plan_drawing
-from foreshard.report.plan_screen import drawn, idle_words
+from foreshard.report.plan_screen import drawn, idle_words, plan_screen
 from foreshard.report.plan_words import degrees, distinct_names, plan_line
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -161,6 +162,18 @@ def test_every_degree_and_what_ranks_take_is_said_of_every_stage(joint):
 def test_what_other_planners_do_not_know_is_named(plan, joint):
     assert beyond(plan, CLUSTER) == ""
     assert beyond(joint, CLUSTER).endswith("stages on two kinds of devices and experts cut over ranks.")
+
+
+def test_a_search_says_what_it_assumed_of_the_network():
+    cluster = load_cluster("2x1xrtx-3090")
+    found = best_plans("gpt2", cluster, global_batch=8, micro_batch=1, pp=1, budget_s=1)
+    said = found.plans[0].prediction.assumptions
+    assert any("NIC 100 Gb/s" in text for text in said)
+    counted = plan_screen(found, "gpt2", cluster)
+    assert any(note == f"{len(said)} assumptions (--explain)." for note in counted.notes)
+    explained = plan_screen(found, "gpt2", cluster, explained=True)
+    assert [row[1] for row in explained.tables[-1].rows] == list(said)
+    assert not any("assumptions" in note for note in explained.notes)
 
 
 def test_groups_that_share_a_row_say_what_each_of_them_has(plan):

@@ -318,7 +318,8 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
         sharded = any(stage.zero >= 3 for group in plan.groups for stage in group.stages)
         degrees = {stage.tp for group in plan.groups for stage in group.stages}
         of_parts = [note for tp in sorted(degrees) for note in costs.part_notes.get(tp, ())]
-        return (*_FORMULA_ASSUMPTIONS, *costs.notes, *of_parts, *(_SHARDED_ASSUMPTIONS if sharded else ()))
+        of_shards = _SHARDED_ASSUMPTIONS if sharded else ()
+        return (*cluster.assumptions, *_FORMULA_ASSUMPTIONS, *costs.notes, *of_parts, *of_shards)
     slow = {name: factor for name, factor in costs.slow.items() if factor != 1.0}
     low, high = costs.spread
     links = costs.links.between(apart=cluster.num_nodes > 1)
@@ -330,6 +331,7 @@ def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[st
         "links as the cluster states them"
         if links is None
         else f"links as measured; sizes are {100 * links.relative_error:.0f} % off the fit (median)",
+        *(cluster.assumptions if links is None else ()),
     ]
     if any(group.sp and stage.tp > 1 for group in plan.groups for stage in group.stages):
         said.append("sp: work and memory of layers as timed without it; messages between stages in parts")
