@@ -1100,7 +1100,7 @@ def validate(
     def predicted(row: TrainingRow) -> Any:
         return predict_run(row, constants=constants, engine=engine, **source)
 
-    def predicted_step(row: StepRow) -> Prediction:
+    def predicted_step(row: StepRow) -> Any:
         if exclude_calibration is not None:
             what, rule = "not taken for steps of one's own", "Its families are those of published tables"
             raise SpecError(what, key="--exclude-calibration", value=exclude_calibration, rule=rule)

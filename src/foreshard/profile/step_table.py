@@ -40,6 +40,10 @@ class StepRow:
     step_time_s: float
 
 
+_MOST_CHARS = 65_536
+"""Of a header: a file may have no end."""
+
+
 def is_step_table(path: str) -> bool:
     """Return whether a table has the columns that every step table has.
 
@@ -47,7 +51,7 @@ def is_step_table(path: str) -> bool:
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
-            header = next(csv.reader([file.readline()]), [])
+            header = next(csv.reader([file.readline(_MOST_CHARS)]), [])
     except (OSError, ValueError, csv.Error):
         return False
     return set(_NEEDED) <= set(header)

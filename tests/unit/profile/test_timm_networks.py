@@ -48,9 +48,11 @@ def library(tmp_path, monkeypatch):
 
 
 def test_names_of_timm_are_said_to_be_so():
-    assert network_name("timm:ResNet50") == "timm/resnet50"
-    assert network_name("timm/resnet50.a1_in1k") == "timm/resnet50.a1_in1k"
-    assert network_name("resnet50") == "resnet50"
+    assert (
+        network_name("timm:ResNet50") == network_name("timm/resnet50.a1_in1k") == "resnet50"
+    )  # of the catalog
+    assert network_name("timm:ViT_tiny_patch16_224") == "timm/vit_tiny_patch16_224"
+    assert network_name("timm/vit_tiny_patch16_224.augreg") == "timm/vit_tiny_patch16_224.augreg"
     assert is_traced("timm/vit_tiny_patch16_224") and not is_traced("timm/")
 
 
@@ -74,7 +76,7 @@ def test_without_timm_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     timm_models._timm.cache_clear()
     with pytest.raises(ExtraMissingError, match="pip install timm"):
-        trace("timm/resnet18")
+        trace("timm/vit_tiny_patch16_224")
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
