@@ -81,6 +81,8 @@ def test_without_timm_it_says_what_to_install(monkeypatch):
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 def test_a_network_of_timm_is_the_one_of_the_catalog():
-    ours, theirs = (trace(name, precision="fp16") for name in ("resnet18", "timm/resnet18"))
+    from foreshard.profile.tracing.trace import trace_module
+
+    ours, theirs = trace("resnet18", precision="fp16"), trace_module(*network("timm/resnet18"), precision="fp16")
     assert theirs.flops(4) == pytest.approx(ours.flops(4))
     assert theirs.reads_images
