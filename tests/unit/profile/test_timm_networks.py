@@ -83,6 +83,9 @@ def test_without_timm_it_says_what_to_install(monkeypatch):
 def test_a_network_of_timm_is_the_one_of_the_catalog():
     from foreshard.profile.tracing.trace import trace_module
 
-    ours, theirs = trace("resnet18", precision="fp16"), trace_module(*network("timm/resnet18"), precision="fp16")
+    ours, theirs = (
+        trace("resnet18", precision="fp16"),
+        trace_module(*network("timm/resnet18"), precision="fp16"),
+    )
     assert theirs.flops(4) == pytest.approx(ours.flops(4))
     assert theirs.reads_images
