@@ -1,6 +1,7 @@
 """Names and prices of elsewhere: what was meant, and what is doubted, is said."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -150,8 +151,11 @@ def test_a_doubt_about_a_price_reaches_the_assumptions():
     ],
 )
 def test_what_practitioners_type_is_the_cluster_they_mean(text, meant):
-    one, other = load_cluster(text), load_cluster(meant)
-    assert one.nodes == other.nodes
+    one, other = (
+        [replace(group, nics=group.num_nics) for group in load_cluster(written).nodes]
+        for written in (text, meant)
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize(
