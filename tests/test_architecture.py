@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "foreshard"
 MAX_FILES_IN_FOLDER = 20
 ORDER = [
-    {"units", "errors", "quantity", "words", "file_replacement"},
+    {"units", "errors", "quantity", "words", "option_names", "file_replacement"},
     {"spec"},
     {"catalog"},
     {"cost"},
@@ -169,7 +169,7 @@ def test_heavy_libraries_are_imported_only_inside_functions(path):
 
 def test_spec_needs_numpy_at_most():
     for path in FILES:
-        if layer_of(path) in ("spec", "units", "errors", "quantity", "words"):
+        if layer_of(path) in ("spec", "units", "errors", "quantity", "words", "option_names"):
             others = {module.split(".")[0] for module in imports(path)} - set(sys.stdlib_module_names)
             assert others <= SPEC_LIBRARIES | {"foreshard"}, path
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from foreshard import __all__ as PUBLIC_NAMES
 from foreshard.advise import traced_request
@@ -28,6 +28,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError, unknown
 from foreshard.file_replacement import replace_file
 from foreshard.interop.exporters.exported import Exported
+from foreshard.option_names import option_name, switch
 from foreshard.planner.result import PlanResult
 from foreshard.predict.measured.traced_step import plan_of, predict_traced
 from foreshard.profile.networks.catalog import is_traced, near_networks, network_name
@@ -40,12 +41,13 @@ from foreshard.spec.prediction import Prediction
 from foreshard.spec.shown import show_with
 from foreshard.spec.timeline import Timeline
 from foreshard.spec.variation import Noise, Reliability
-from foreshard.units import count, parse
-from foreshard.words import option_name, switch, zero_level
+from foreshard.units import amount, count, num_tokens, parse
+from foreshard.words import zero_level
 
 if TYPE_CHECKING:
     from foreshard.catalog.prices import Prices
     from foreshard.catalog.training import Calibration
+    from foreshard.planner.rental import RentResult
     from foreshard.profile.step_table import StepRow
     from foreshard.profile.traced_calibration import TimedModule
     from foreshard.simulate.evaluation import Evaluation
@@ -107,7 +109,13 @@ def _prices(prices: Prices | str | os.PathLike[str]) -> Prices:
     return load_prices(os.fspath(prices)) if isinstance(prices, str | os.PathLike) else prices
 
 
-BY_FLAG = {"dtype": "precision", "seq": "seq_len", "set": "overrides"}
+BY_FLAG = {
+    "dtype": "precision",
+    "seq": "seq_len",
+    "set": "overrides",
+    "checkpoint_every": "checkpoint_every_s",
+    "checkpoint_bandwidth": "checkpoint_bytes_per_s",
+}
 """Options that the command line names otherwise; Python takes both names, and those of other tools."""
 
 
@@ -116,7 +124,17 @@ _COUNTED = (
     *("zero", "shard_size", "micro_batch", "global_batch", "max_devices", "top"),
 )
 _PARTS = ("jitter", "memory_margin")
-_AMOUNTS = ("tokens", "max_usd", "max_hours", "usd_per_device_hour", "budget_s", "observed_step_s")
+_AMOUNTS = {
+    "tokens": ("tokens", None),
+    "max_usd": ("usd", "USD"),
+    "usd_per_device_hour": ("usd_per_h", "USD/h"),
+    **dict.fromkeys(("max_hours", "mtbf_h", "node_mtbf_h"), ("s", "h")),
+    **dict.fromkeys(("budget_s", "observed_step_s", "restart_s"), ("s", "s")),
+    **dict.fromkeys(("checkpoint_s", "checkpoint_every_s"), ("s", "s")),
+    "checkpoint_bytes_per_s": ("bytes_per_s", "B/s"),
+    "loader_tokens_per_s": ("tokens", None),
+}
+"""Dimension of options that are no whole numbers, and what a number of one is in."""
 
 
 def _of_text(name: str, value: Any) -> Any:
@@ -133,15 +151,14 @@ def _of_text(name: str, value: Any) -> Any:
         return value if part is None else part / 100.0
     if name == "buckets" and value.strip().lower() != AUTO:
         return int(parse(value, "bytes"))
-    if name not in (*_COUNTED, *_AMOUNTS, "seq_len"):
-        return value
+    if name in _AMOUNTS:
+        read = amount(value, *_AMOUNTS[name])
+        return value if read is None else read
     level = zero_level(value) if name == "zero" else None
-    if level is not None:
-        return level
-    number = count(value, thousand=1024 if name == "seq_len" else 1000)
-    if number is None or name in _AMOUNTS:
-        return value if number is None else number
-    return int(number) if number == int(number) else value
+    if level is not None or name not in (*_COUNTED, "seq_len"):
+        return value if level is None else level
+    number = num_tokens(value, thousand=1024) if name == "seq_len" else count(value)
+    return value if number is None or number != int(number) else int(number)
 
 
 def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
@@ -575,13 +592,29 @@ def import_plan(
     return plan_of(run, known_model, known_cluster, stated, str(file))
 
 
-def plan(model: NamedModel, cluster: NamedCluster, **asked: Any) -> PlanResult:
+@overload
+def plan(model: NamedModel, cluster: NamedCluster, **asked: Any) -> PlanResult: ...
+
+
+@overload
+def plan(model: NamedModel, *, rent: str | Sequence[str], **asked: Any) -> RentResult: ...
+
+
+def plan(
+    model: NamedModel,
+    cluster: NamedCluster | None = None,
+    *,
+    rent: str | Sequence[str] | None = None,
+    **asked: Any,
+) -> PlanResult | RentResult:
     """Return the best plans for a model on a cluster, and how far they can be from the best possible.
 
     Parameters
     ----------
     model : Model or str
     cluster : Cluster or str
+    rent : str or sequence of str, optional
+        In place of `cluster`: ``all``, or vendors whose instances are compared, for a run of `tokens`.
     asked
         global_batch (required), seq_len, objective, max_usd, max_hours, tokens, max_devices, framework,
         precision, optimizer, engine, top, budget_s, usd_per_device_hour, lora, and degrees or options as a
@@ -590,12 +623,24 @@ def plan(model: NamedModel, cluster: NamedCluster, **asked: Any) -> PlanResult:
 
     Returns
     -------
-    PlanResult
-        Plans best first, a lower bound and the gap; without plans, `infeasible` says why.
+    PlanResult or RentResult
+        Plans best first, a lower bound and the gap; without plans, `infeasible` says why. With `rent` offers,
+        each an instance, a number of nodes and the best plan on them.
+
+    Raises
+    ------
+    SpecError
+        For bad input.
     """
     from foreshard.planner.search import plan
 
     asked = _named(asked)
+    if rent is not None:
+        return _rented(model, cluster, rent, asked)
+    if cluster is None:
+        rule = "A plan is for a cluster, or for one to be rented"
+        fix = "Name a cluster after the model, or give --rent"
+        raise SpecError("no cluster", key="CLUSTER", rule=rule, fix=fix)
     named = named_model(model)
     if isinstance(named, str) and is_traced(named):
         on = named_cluster(cluster)
@@ -610,6 +655,29 @@ def plan(model: NamedModel, cluster: NamedCluster, **asked: Any) -> PlanResult:
     prices = asked.pop("prices", None)
     result = plan(source, target if prices is None else _prices(prices).on(target), **asked)
     return _with_gaps(result, source, target) if tool is None else result
+
+
+def _rented(
+    model: NamedModel, cluster: NamedCluster | None, vendors: str | Sequence[str], asked: dict[str, Any]
+) -> RentResult:
+    """Return which instances of some vendors, or of all, to rent."""
+    from foreshard.planner.rental import rent
+
+    if cluster is not None:
+        rule, fix = "Renting compares clusters, CLUSTER is one", "Leave out the cluster, or --rent"
+        raise SpecError("--rent together with CLUSTER", key="CLUSTER", rule=rule, fix=fix)
+    if asked.get("tokens") is None:
+        what = "renting without the length of the run"
+        raise SpecError(
+            what, key="--tokens", rule="Time and price of the run follow from its tokens", fix="Give --tokens"
+        )
+    named = vendors.split(",") if isinstance(vendors, str) else list(vendors)
+    if named != ["all"]:
+        asked["vendors"] = [name.strip() for name in named]
+    if asked.get("prices") is not None:
+        asked["usd_per_h"] = _prices(asked.pop("prices")).of_rental()
+    source = named_model(model)
+    return rent(load_model(source) if isinstance(source, str) else source, **asked)
 
 
 _KEPT = ("optimizer", "top", "budget_s", "calibration")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
@@ -23,6 +24,7 @@ _TIME |= dict.fromkeys(("sec", "secs", "second", "seconds"), 1.0)
 _TIME |= dict.fromkeys(("mins", "minute", "minutes"), 60.0)
 _TIME |= dict.fromkeys(("hr", "hrs", "hour", "hours"), 3600.0)
 _TIME |= dict.fromkeys(("d", "day", "days"), 86400.0) | dict.fromkeys(("week", "weeks"), 7 * 86400.0)
+_TIME |= dict.fromkeys(("yr", "year", "years"), 365.25 * 86400.0)
 _QUANTITY = re.compile(
     r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL
 )
@@ -165,6 +167,75 @@ def count(text: str, *, thousand: int = 1000) -> float | None:
     if letters not in _MAGNITUDES or (letters and ten):
         return None
     return number * float(thousand) ** _MAGNITUDES[letters]
+
+
+_GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+|[0-9]{1,3}( [0-9]{3})+")
+_TOKENS = re.compile(r"\s+tokens?$")
+_COIN = re.compile(r"\s*(?:\$|usd)$", re.IGNORECASE)
+_PER_DEVICE_HOUR = re.compile(
+    r"\s*(?:/|per )\s*(?:(?:gpu|device|chip)\s*(?:-|/|per)?\s*)?h(?:r|our)?$", re.IGNORECASE
+)
+
+
+def ungrouped(text: str) -> str:
+    """Return a number without the marks between its thousands, other text as it is.
+
+    Examples
+    --------
+    >>> ungrouped("1,000,000"), ungrouped("8k"), ungrouped("1,00")
+    ('1000000', '8k', '1,00')
+    """
+    text = text.strip()
+    return re.sub("[,_ ]", "", text) if _GROUPED.fullmatch(text) else text
+
+
+def num_tokens(text: str, *, thousand: int = 1000) -> float | None:
+    """Return a number of tokens as `count` reads it, the word itself allowed, None where the text is none.
+
+    Examples
+    --------
+    >>> num_tokens("8k tokens", thousand=1024), num_tokens("2,000,000"), num_tokens("long")
+    (8192.0, 2000000.0, None)
+    """
+    return count(ungrouped(_TOKENS.sub("", text.strip())), thousand=thousand)
+
+
+def amount(text: str, dimension: str | None = None, unit: str | None = None) -> float | None:
+    """Return an amount as people write it, with its unit or without, None where the text is none.
+
+    Parameters
+    ----------
+    text : str
+        As ``1,000``, ``1.5 d``, ``2B tokens`` or ``$2.50 per GPU hour``.
+    dimension : str, optional
+        As of :func:`parse`, or ``tokens``. Tokens and dollars may be counted in k, M, B and T.
+    unit : str, optional
+        What a number without a unit is in, and the result; default the unit that `dimension` names.
+
+    Returns
+    -------
+    float or None
+
+    Examples
+    --------
+    >>> amount("2d", "s", "h"), amount("250ms", "s"), amount("$2.5/h", "usd_per_h", "USD/h")
+    (48.0, 0.25, 2.5)
+    >>> amount("2B tokens", "tokens"), amount("fast", "s")
+    (2000000000.0, None)
+    """
+    text = ungrouped(text)
+    if dimension in ("usd", "usd_per_h"):
+        text = ungrouped(_COIN.sub("", _PER_DEVICE_HOUR.sub("", text.removeprefix("$").strip())))
+    with suppress(ValueError, OverflowError):
+        return float(text)
+    if dimension == "tokens":
+        return num_tokens(text)
+    if dimension in ("usd", "usd_per_h"):
+        return count(text)
+    with suppress(SpecError):
+        if dimension is not None:
+            return parse(text, dimension) / parse(f"1 {unit or dimension}", dimension)
+    return None
 
 
 def number_of(number: int, noun: str) -> str:

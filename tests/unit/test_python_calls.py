@@ -101,3 +101,43 @@ def test_slow_ranks_and_jitter_are_read_as_on_the_command_line():
 def test_what_is_none_of_them_is_refused(model, cluster, choices, said):
     with pytest.raises(SpecError, match=said):
         foreshard.predict(model, cluster, **choices)
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [
+        ({"observed_step_s": "250 ms"}, {"observed_step_s": 0.25}),
+        (
+            {"tokens": "2B tokens", "usd_per_device_hour": "$2.50/h"},
+            {"tokens": 2e9, "price_per_gpu_hour": 2.5},
+        ),
+        (
+            {"mtbf_h": "5 years", "restart_s": "5 min", "checkpoint_bandwidth": "10 GB/s", "tokens": "1T"},
+            {"mtbf_h": 43830, "restart_s": 300, "checkpoint_bytes_per_s": 1e10, "tokens": 1e12},
+        ),
+    ],
+)
+def test_amounts_are_read_as_on_the_command_line(written, number):
+    one, other = (foreshard.predict("llama3.2-1b", "8xh100", **asked) for asked in (written, number))
+    first, second = ({**made.to_dict(), "predict_s": 0} for made in (one, other))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("verb", "word", "ours"),
+    [("predict", "price_per_hour", "--usd-per-device-hour"), ("plan", "deadline", "--max-hours")],
+)
+def test_words_that_are_not_taken_are_answered_with_ours(verb, word, ours):
+    with pytest.raises(SpecError) as caught:
+        getattr(foreshard, verb)("llama3.2-1b", "8xh100", global_batch=64, **{word: 2})
+    assert caught.value.fix == f"Write {ours}"
+
+
+def test_instances_to_rent_are_compared_from_python():
+    asked = {"global_batch": 64, "seq": "1k", "tokens": "1B", "max_devices": 8, "budget_s": 1}
+    found = foreshard.plan("gpt2", rent="lambda", **asked)
+    assert {one.instance.partition("-")[0] for one in found.offers} == {"lambda"}
+    assert "Rent" in repr(found) and "<table>" in found._repr_html_()
+    for wrong in ({"rent": "alibaba"}, {"rent": "all", "cluster": "8xh100"}, {}):
+        with pytest.raises(SpecError):
+            foreshard.plan("gpt2", **asked, **wrong)

@@ -16,6 +16,7 @@ from foreshard.advise.request import CPU, DEGREES, Request, flag_of
 from foreshard.advise.traced_request import Asked, TracedRequest, check_change
 from foreshard.catalog.clusters import with_device, with_nic
 from foreshard.errors import ForeshardError, SpecError, unknown
+from foreshard.option_names import option_name
 from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
@@ -39,7 +40,6 @@ from foreshard.spec.plan import (
 )
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import count, number_of, parse
-from foreshard.words import option_name
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {

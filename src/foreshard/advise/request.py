@@ -14,7 +14,8 @@ import numpy as np
 
 from foreshard.catalog.offers import offers_of
 from foreshard.catalog.prices import Prices
-from foreshard.errors import SpecError, did_you_mean
+from foreshard.errors import SpecError
+from foreshard.option_names import unknown_option
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import one_of
 from foreshard.spec.framework import Framework
@@ -156,9 +157,7 @@ class Request:
         check_beside(self.plan, self.choices)
         unknown = sorted(set(self.choices) - {*DEGREES, *OPTIONS})
         if unknown:
-            rule = f"Options are {', '.join((*DEGREES, *OPTIONS))}"
-            near = did_you_mean(unknown[0], (*DEGREES, *OPTIONS), otherwise="Leave it out")
-            raise SpecError(f"unknown option {unknown[0]!r}", key=unknown[0], rule=rule, fix=near)
+            raise unknown_option(unknown[0], (*DEGREES, *OPTIONS, *ASKED))
 
     @property
     def trained(self) -> Model:

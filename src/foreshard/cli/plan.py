@@ -194,7 +194,7 @@ def command(
     of_one_cluster = {name: value for name, value in of_one_cluster.items() if value}
     if rent is not None:
         _only_where_one_cluster_is_planned(cluster, asked, of_one_cluster | {"to_target": to_target})
-        _rent(ctx, api.load_model(model), asked, rent)
+        _rent(ctx, model, asked, rent)
         return
     if cluster is None:
         rule = "A plan is for a cluster, or for one to be rented"
@@ -350,33 +350,18 @@ def _only_where_one_cluster_is_planned(
             )
 
 
-def _rent(ctx: click.Context, model: Model, asked: dict[str, Any], vendors: str | tuple[str, ...]) -> None:
+def _rent(ctx: click.Context, model: str, asked: dict[str, Any], vendors: str | tuple[str, ...]) -> None:
     """Answer which instances to rent."""
-    from foreshard.catalog.instances import instances
-    from foreshard.catalog.prices import load_prices
-    from foreshard.planner.rental import rent
+    from foreshard import api
     from foreshard.report.rental_table import rental_screen
 
-    if "tokens" not in asked:
-        what = "renting without the length of the run"
-        rule = "Time and price of the run follow from its tokens"
-        raise SpecError(what, key="--tokens", rule=rule, fix="Give --tokens")
     if ctx.get_parameter_source("objective") is click.core.ParameterSource.DEFAULT:
         del asked["objective"]
-    if vendors != ALL:
-        asked["instances"] = [
-            name
-            for name, one in instances().items()
-            if name.partition("-")[0] in vendors and "made for inference" not in one.notes
-        ]
-    prices = asked.pop("prices", None)
-    if prices is not None:
-        asked["usd_per_h"] = load_prices(prices).of_rental()
     with watched(asked.get("budget_s")) as pressed:
-        result = rent(model, **asked)
+        result = api.plan(model, rent=vendors, **asked)
     plans = [offer.ranked.plan for offer in result.offers[:1]]
     _write_plan(ctx, plans)
-    give(result.to_dict(), lambda: rental_screen(result, model.name, pressed=bool(pressed)))
+    give(result.to_dict(), lambda: rental_screen(result, pressed=bool(pressed)))
     _leave(ctx, plans, result.infeasible, bool(pressed))
 
 

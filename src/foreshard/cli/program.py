@@ -17,12 +17,12 @@ import click
 
 from foreshard import __version__
 from foreshard.cli.options.answer import dump
-from foreshard.cli.options.flags import meant
 from foreshard.cli.options.group import VerbGroup
 from foreshard.cli.options.missing import missing
 from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import ForeshardError, SpecError, Terminated
+from foreshard.option_names import meant
 
 INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from foreshard.catalog.offers import offers_of
 from foreshard.errors import SpecError, unknown
+from foreshard.option_names import unknown_option
 from foreshard.spec.codec import one_of, whole
 from foreshard.spec.framework import Framework
 from foreshard.spec.plan import MAX_BATCH, OFFLOADS, SCHEDULES, Group, Plan, Stage, check_recompute
@@ -150,7 +151,7 @@ def choices(stated: Mapping[str, Any], framework: Framework) -> Choices:
         elif name.startswith(("min_", "max_")) and name[4:] in COUNTS:
             (least if name.startswith("min_") else most)[name[4:]] = int(_checked(name[4:], value, name))
         elif name != "forbid":
-            raise unknown("option", name, NAMES, key=_flag(name))
+            raise unknown_option(name, NAMES)
     found = Choices(allowed=allowed, forbidden=_forbidden(stated.get("forbid") or ()), least=least, most=most)
     for name in COUNTS:
         low, high = least.get(name, 1), most.get(name, MAX_BATCH)

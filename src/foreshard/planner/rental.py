@@ -28,7 +28,9 @@ from foreshard.planner.settings import (
 from foreshard.planner.settings_search import search_settings
 from foreshard.spec.adapters import with_adapters
 from foreshard.spec.cluster import Cluster
+from foreshard.spec.codec import one_of
 from foreshard.spec.model import Model
+from foreshard.spec.shown import Shown
 
 DEFAULT_DEVICES = 512
 """Devices to rent at most when the caller does not say: what one order of a cloud region can hope for."""
@@ -70,8 +72,8 @@ class Offer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RentResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RentResult(Shown):
     """Offers best first; instances that were left out, with the reason.
 
     infeasible says why there is no offer, or none within the limits.
@@ -127,6 +129,7 @@ def rent(
     tokens: float,
     max_devices: int = DEFAULT_DEVICES,
     objective: tuple[str, ...] | str = ("cost", "time"),
+    vendors: Sequence[str] | None = None,
     instances: Sequence[str] | None = None,
     usd_per_h: Mapping[str, float] | None = None,
     max_nodes: Mapping[str, int] | None = None,
@@ -149,6 +152,8 @@ def rent(
     max_devices : int
     objective : tuple of str
         The first decides: 'cost', 'time' or 'energy'.
+    vendors : sequence of str, optional
+        As ``aws``; default all.
     instances : sequence of str, optional
         Names of the catalog; default all with a price.
     usd_per_h : mapping of instance to float, optional
@@ -165,9 +170,10 @@ def rent(
     Raises
     ------
     SpecError
-        For an unknown instance or bad input.
+        For an unknown vendor or instance, or bad input.
     """
     started = time.perf_counter()
+    instances = _of_vendors(vendors) if instances is None and vendors is not None else instances
     objectives = (objective,) if isinstance(objective, str) else tuple(objective)
     adapters = asked.pop("lora", None)
     model = model if adapters is None else with_adapters(model, adapters)
@@ -197,6 +203,17 @@ def rent(
         interrupted=search.interrupted,
         infeasible=error,
     )
+
+
+def _of_vendors(vendors: Sequence[str]) -> list[str]:
+    """Return the instances made for training that vendors sell."""
+    known = tuple(dict.fromkeys(name.partition("-")[0] for name in catalog_instances()))
+    sold = {one_of(name, known, key="--rent", name="vendor") for name in vendors}
+    return [
+        name
+        for name, one in catalog_instances().items()
+        if name.partition("-")[0] in sold and "made for inference" not in one.notes
+    ]
 
 
 def _parts(

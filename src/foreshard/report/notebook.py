@@ -9,6 +9,7 @@ from typing import Any
 
 from foreshard import quantity
 from foreshard.errors import ExtraMissingError
+from foreshard.planner.rental import RentResult
 from foreshard.planner.result import PlanResult
 from foreshard.report.plain import render
 from foreshard.report.plan_screen import bound_box, ranked_table, searched_box
@@ -29,9 +30,13 @@ def view(kind: str, result: Any) -> Any:
 
 
 def screen_of(result: Any) -> Screen:
-    """Return the blocks of a prediction, of plans or of a simulation."""
+    """Return the blocks of a prediction, of plans, of offers to rent or of a simulation."""
     if isinstance(result, PlanResult):
         return _of_plans(result)
+    if isinstance(result, RentResult):
+        from foreshard.report.rental_table import rental_screen
+
+        return rental_screen(result)
     if isinstance(result, Evaluation):
         from foreshard.report.simulation_table import online_screen
 
@@ -100,6 +105,18 @@ def frame(result: Any) -> Any:
             for name, one in zip(names, result.plans, strict=True)
         ]
         return pandas.DataFrame(rows)
+    if isinstance(result, RentResult):
+        return pandas.DataFrame(
+            [
+                {
+                    "rent": one.cluster,
+                    "usd_per_h": one.usd_per_h,
+                    "usd_of_run": one.ranked.prediction.cost.usd_total,
+                    **_row(one.ranked.prediction),
+                }
+                for one in result.offers
+            ]
+        )
     policies: Mapping[str, Any] = result.to_dict()["policies"]
     kept = {
         name: {key: value for key, value in one.items() if not isinstance(value, dict | list)}
@@ -149,6 +166,10 @@ def plot(result: Any) -> Any:
         _bars(right, parts, f"Peak {quantity.memory(result.memory.peak_bytes)}", "GiB")
         return figure
     axes = figure.subplots()
+    if isinstance(result, RentResult):
+        prices = {one.cluster: one.ranked.prediction.cost.usd_total or 0.0 for one in result.offers}
+        _bars(axes, prices, "Offers, best first", "$ of the run")
+        return figure
     if isinstance(result, PlanResult):
         names = distinct_names([one.plan for one in result.plans])
         steps = [one.prediction.step_time_s for one in result.plans]

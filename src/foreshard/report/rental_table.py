@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAMED = 4  # instances named in a note; --json has all
 
 
-def rental_screen(result: RentResult, model: str, *, pressed: bool = False) -> Screen:
+def rental_screen(result: RentResult, *, pressed: bool = False) -> Screen:
     """Return the offers, the chosen one first, and what was left out."""
     boxes = [searched_box(result)]
     if result.offers:
@@ -50,7 +50,13 @@ def rental_screen(result: RentResult, model: str, *, pressed: bool = False) -> S
     }
     spare = (">MFU", "prices of", ">step", "plan")
     offers = (listing("Offers, best first", result.offers, columns, spare=spare),) if result.offers else ()
-    return Screen(header=(f"{model} on rented nodes",), boxes=tuple(boxes), tables=offers, notes=tuple(notes))
+    return Screen(header=(_header(result),), boxes=tuple(boxes), tables=offers, notes=tuple(notes))
+
+
+def _header(result: RentResult) -> str:
+    if not result.offers:
+        return f"Nothing to rent: {result.infeasible}"
+    return f"{result.offers[0].ranked.prediction.model} on rented nodes"
 
 
 def _reasons(left_out: dict[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ import click
 from foreshard.cli.options.answer import say
 from foreshard.errors import SpecError
 from foreshard.spec.plan import AUTO, MAX_UNITS, WHOLE_MODEL
-from foreshard.units import count, parse
+from foreshard.units import amount, count, num_tokens, parse, ungrouped
 from foreshard.words import hint, spelled, zero_level
 
 # Counts are 32 bits wide; amounts end far above every token count and price.
@@ -37,10 +37,10 @@ class Count(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number, or fail naming the range."""
-        digits = _ungrouped(str(value))
+        digits = ungrouped(str(value))
         number = Decimal(digits) if len(digits) < 40 and _WHOLE.fullmatch(digits) else Decimal("nan")
         if number.is_nan() and self.thousand is not None:
-            number = Decimal(count(_TOKENS.sub("", digits), thousand=self.thousand) or math.nan)
+            number = Decimal(num_tokens(digits, thousand=self.thousand) or math.nan)
         if number.is_finite() and self.low <= number <= self.high and number == number.to_integral_value():
             return int(number)
         what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
@@ -50,31 +50,13 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         self.fail(what + (_suffix_hint(digits) or example), param, ctx)
 
 
-_GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+|[0-9]{1,3}( [0-9]{3})+")
 _WHOLE = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,3})?")
-_TOKENS = re.compile(r"\s+tokens?$")
-_COIN = re.compile(r"\s*(?:\$|usd)$", re.IGNORECASE)
-_PER_DEVICE_HOUR = re.compile(
-    r"\s*(?:/|per )\s*(?:(?:gpu|device|chip)\s*(?:-|/|per)?\s*)?h(?:r|our)?$", re.IGNORECASE
-)
-
-
-def _ungrouped(text: str) -> str:
-    """Return a number without the marks between its thousands, other text as it is."""
-    text = text.strip()
-    return re.sub("[,_ ]", "", text) if _GROUPED.fullmatch(text) else text
 
 
 def _suffix_hint(text: str) -> str:
     """Return how to write a number with a letter for thousands, which can mean 1000 or 1024."""
     meant = [f"{number:.0f}" for number in (count(text), count(text, thousand=1024)) if number is not None]
     return f". Write it like {' or '.join(dict.fromkeys(meant))}" if meant and text[-1:].isalpha() else ""
-
-
-def _dollars(text: str) -> str:
-    """Return an amount of dollars without its sign or word, and without a spelled-out hour of one device."""
-    text = _COIN.sub("", _PER_DEVICE_HOUR.sub("", text.removeprefix("$").strip()))
-    return _ungrouped(text)
 
 
 class Amount(click.ParamType):  # type: ignore[type-arg]
@@ -100,20 +82,15 @@ class Amount(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or fail."""
-        number, text = math.nan, _ungrouped(str(value))
-        counted = self.dimension in ("tokens", "usd", "usd_per_h")
-        if counted:
-            text = _TOKENS.sub("", text) if self.dimension == "tokens" else _dollars(text)
-        with suppress(ValueError, OverflowError):
-            number = float(text)
-        if math.isnan(number) and counted:
-            number = count(text) or math.nan
-        elif math.isnan(number) and self.dimension is not None:
-            with suppress(SpecError):
-                number = parse(text, self.dimension) / parse(f"1 {self.unit}", self.dimension)
+        read = amount(str(value), self.dimension, self.unit)
+        number = math.nan if read is None else read
         if (number > 0 or (self.zero and number == 0)) and self.low <= number <= self.high:
             return number
-        hint = _suffix_hint(text) if self.dimension is None else f". Write it like {self._example}"
+        hint = (
+            _suffix_hint(ungrouped(str(value)))
+            if self.dimension is None
+            else f". Write it like {self._example}"
+        )
         limits = (
             f"from {self.low:g} to {self.high:g}"
             if self.low
@@ -137,7 +114,7 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the bytes, or fail."""
-        text, number = _ungrouped(str(value)), math.nan
+        text, number = ungrouped(str(value)), math.nan
         with suppress(ValueError, OverflowError):
             number = float(text)
         if math.isnan(number):

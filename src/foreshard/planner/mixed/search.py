@@ -557,7 +557,7 @@ class MixedSearch:
         use = self.sets[0]
         problem = self._usual(use) if usual else capped(self.found.problem(use), self.request.max_devices)
         for name in names:
-            budget = self.budget if self.found.timed else TimeBudget(self.whole.last_at)
+            budget = self.budget if self.found.timed else self.whole.at_least(np.inf)
             if budget.is_over:
                 return
             best = BASELINES[name].best(problem, budget)
