@@ -18,7 +18,7 @@ class TimeBudget:
     ends_at : float
         By `time.perf_counter`.
     last_at : float
-        When it ends even without a plan, by `time.process_time`: a busy machine must not leave it without one.
+        When it ends even without a plan, by `time.process_time`: a busy machine leaves it as many seconds.
     """
 
     ends_at: float
