@@ -141,7 +141,7 @@ def test_explain_ranks_other_hardware(shell):
 def test_a_budget_that_ends_is_not_an_interruption(shell, monkeypatch):
     """On a machine so busy that a second of the processor takes eight: there is a plan all the same."""
     monkeypatch.setattr(time, "perf_counter", lambda: 8.0 * time.process_time())
-    big = ("plan", "gpt3-175b", "8x8xa100-sxm-80gb+8x8xh100-sxm", "--global-batch", "256", "--seq", "2048")
+    big = ("plan", "llama3-70b", "4x8xa100-sxm-80gb+4x8xh100-sxm", "--global-batch", "256", "--seq", "2048")
     answer = shell(*big, "--budget-s", "0.5", "--json")
     assert answer.code == 0 and answer.json["plans"]
 

@@ -33,6 +33,8 @@ from foreshard.predict.plan_table import PlanTable
 
 _FIRST_CELLS, _MOST_CELLS, _PASSES = 8, 512, 4096
 """Cells bounded at once, first and later, and passes priced at once: few while bounds exclude little."""
+_LEAST_CELLS = 64
+"""Cells searched however late it is, as long as there is no plan: 0.2 s, which a busy machine may lack."""
 
 
 def search_rows(
@@ -108,7 +110,8 @@ def walk(
     start, batch = 0, _FIRST_CELLS
     try:
         while start < len(cells.bound) and not found.excludes(cells.bound[start]):
-            if time.perf_counter() >= deadline + (0.0 if len(found.score) else patience_s):
+            late = time.perf_counter() >= deadline + (0.0 if len(found.score) else patience_s)
+            if late and (len(found.score) or start >= _LEAST_CELLS):
                 break
             stop = min(start + batch, len(cells.bound))
             began = time.perf_counter()

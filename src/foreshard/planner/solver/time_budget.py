@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-LEAST_S = 5.0
-"""Processor seconds that a search has as long as there is no plan at all, however short its budget."""
+LEAST_S = 2.0
+"""Seconds that a search has as long as there is no plan at all, however short its budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeBudget:
-    """When a search has to end.
+    """When a search has to end, in seconds of `time.perf_counter`.
 
     Attributes
     ----------
     ends_at : float
-        By `time.perf_counter`.
     last_at : float
-        When it ends even without a plan, by `time.process_time`: a busy machine leaves it as many seconds.
+        When it ends even without a plan.
     """
 
     ends_at: float
@@ -26,8 +25,9 @@ class TimeBudget:
 
     @classmethod
     def of(cls, seconds: float, *, last_s: float = float("inf")) -> TimeBudget:
-        """Return a budget that starts now, with the processor seconds after which no plan is waited for."""
-        return cls(time.perf_counter() + seconds, time.process_time() + last_s)
+        """Return a budget that starts now, with the seconds until a search without a plan ends too."""
+        now = time.perf_counter()
+        return cls(now + seconds, now + last_s)
 
     @property
     def left_s(self) -> float:
@@ -42,7 +42,7 @@ class TimeBudget:
     @property
     def is_past(self) -> bool:
         """Return whether a search ends even without a plan."""
-        return time.process_time() >= self.last_at
+        return time.perf_counter() >= self.last_at
 
     def part(self, fraction: float) -> TimeBudget:
         """Return a budget that starts now and takes a fraction of what is left."""
@@ -51,8 +51,7 @@ class TimeBudget:
 
     def at_least(self, seconds: float) -> TimeBudget:
         """Return a budget of so many seconds at least, as far as a search without a plan may go on."""
-        more_s = min(seconds, self.last_at - time.process_time())
-        return TimeBudget(max(self.ends_at, time.perf_counter() + more_s), self.last_at)
+        return TimeBudget(min(max(self.ends_at, time.perf_counter() + seconds), self.last_at), self.last_at)
 
 
 ENDLESS = TimeBudget(float("inf"))
