@@ -48,6 +48,8 @@ SPACES = {
         "megatron-core",
     ),
     "windows": ("gpt-oss-20b", "2x8xh100-sxm", 128, 8192, "bf16", "megatron-core"),
+    "stages across nodes": ("llama3.2-1b", "6x7xh100-sxm@25Gb/s", 48, 4096, "bf16", "megatron-core"),
+    "experts across nodes": ("mixtral-8x7b", "2x6xa100-sxm-80gb", 48, 4096, "bf16", "megatron-core"),
     "no fast links": ("gpt-22b", "4x4xt4", 64, 1024, "fp16", "ddp"),
 }
 

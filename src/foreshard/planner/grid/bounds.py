@@ -127,7 +127,9 @@ def _least_work(request: GridRequest, cells: PlanTable) -> np.ndarray:
     """Return the same for a few cells, priced."""
     both = []
     for sp in range(1 + request.offers.cuts_sequences):
-        batch = request.batch(replace(cells, sp=np.full(len(cells), sp) * (cells.tp > 1)))
+        # Other stages, and other numbers of them, may lie better on the nodes than those of this cell.
+        table = replace(cells, sp=np.full(len(cells), sp) * (cells.tp > 1))
+        batch = request.priced(table).batch(request.constants, aligned=True)
         stage = stage_times(batch)
         work = sum(stage.parts[name] for name in _RECURRING[:5])
         both.append([(one * batch.multiplicity).sum(0) for one in (work, stage.parts["compute"])])

@@ -114,11 +114,11 @@ class TableStages:
         self._rank = _rank(setup, table)
         self._rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
 
-    def batch(self, constants: TrainingConstants) -> Batch:
+    def batch(self, constants: TrainingConstants, *, aligned: bool = False) -> Batch:
         """Return the arrays of all plans; axis 0 is their distinct stages, axis 1 the plans.
 
         What one model, device or framework fixes is a float; what stages of a plan share has length 1 on
-        axis 0.
+        axis 0. With `aligned` every communicator begins where a link domain does, at its best.
         """
         setup, rows, table, node = self._setup, self.rows, self._table, self._node
         over = self._cluster.network.oversubscription
@@ -128,9 +128,14 @@ class TableStages:
         width = table.tp * table.cp * table.dp
         domain = domain_block(node)
         leaves = (table.pp > 1) & (width * table.pp > domain)
-        traits = setup.traits(node.device, table.zero[None])
-        placed = replace(self._rank, **_strides(table, domain))
-        rank, traits = setup.as_moved(placed, traits, table.pp[None])
+        traits, rule = setup.traits(node.device, table.zero[None]), self._rule
+        if aligned:
+            strides = _strides(table, domain)
+        else:
+            rows, strides = _placed(table, rows, domain)
+        if rows is not self.rows:
+            rule = recompute_columns(table.rules, table.recompute, rows, table.vpp)
+        rank, traits = setup.as_moved(replace(self._rank, **strides), traits, table.pp[None])
         return Batch(
             kinds=tuple(layer_shape(block) for block in rows.blocks),
             counts=rows.counts,
@@ -146,7 +151,7 @@ class TableStages:
                 rank=rank,
                 constants=constants,
             ),
-            recompute=self._rule,
+            recompute=rule,
             has_embedding=rows.has_embedding,
             has_head=rows.has_head,
             multiplicity=rows.multiplicity,
@@ -206,20 +211,79 @@ def _rank(setup: RunSetup, table: PlanTable) -> RankShape:
     )
 
 
-def _strides(table: PlanTable, domain: int) -> dict[str, np.ndarray]:
+def _placed(table: PlanTable, rows: StageRows, domain: int) -> tuple[StageRows, dict[str, np.ndarray]]:
+    """Return rows whose stages lie alike on link domains of so many devices, and the strides on them.
+
+    Stages do where they divide a domain or fill whole ones. Elsewhere communicators of some stages leave a
+    domain that those of others stay in: such stages are rows of their own, as in `predict.batch`.
+    """
+    width = table.tp * table.cp * table.dp
+    if not np.count_nonzero((width % domain != 0) & (domain % width != 0)):
+        return rows, _strides(table, domain, np.zeros((1, len(table)), dtype=np.int64))
+    degrees = [table.pp, table.vpp, table.tp, table.cp, table.dp, table.ep, table.etp]
+    _, some, of = np.unique(np.stack(degrees), axis=1, return_index=True, return_inverse=True)
+    plans, stage = table.take(some), np.arange(int(table.pp.max()))[:, None]
+    present, strides = stage < plans.pp, _strides(plans, domain, stage * width[some])
+    ends = rows.multiplicity[:, some].cumsum(0)
+    row = np.minimum((stage[None] >= ends[:, None]).sum(0), len(ends) - 1)
+    columns = {
+        f"{i}": np.take_along_axis(values[:, some], row, 0)
+        for i, values in enumerate((*rows.counts, rows.has_embedding, rows.has_head))
+    } | strides
+    first = np.logical_or.reduce([np.diff(column, axis=0) != 0 for column in columns.values()])
+    first = np.insert(first, 0, True, axis=0) & present
+    run, plan = first.cumsum(0) - 1, np.broadcast_to(np.arange(len(some)), first.shape)
+    at = run[first], plan[first]
+    shape = int(run.max()) + 1, len(some)
+
+    def of_runs(values: np.ndarray) -> np.ndarray:
+        """Return what the first stages of runs have; runs that a plan lacks have what its last one has."""
+        found = np.zeros(shape)
+        found[at] = values[first]
+        ends = np.minimum(np.arange(shape[0])[:, None], run[-1])
+        return np.take_along_axis(found, ends, 0)[:, np.ravel(of)]
+
+    *counts, has_embedding, has_head = (of_runs(columns.pop(name)) for name in list(columns)[: -len(strides)])
+    multiplicity = np.zeros(shape)
+    np.add.at(multiplicity, (run[present], plan[present]), 1.0)
+    placed = StageRows(
+        blocks=rows.blocks,
+        counts=tuple(counts),
+        first_stage=of_runs(np.broadcast_to(stage, first.shape)),
+        multiplicity=multiplicity[:, np.ravel(of)],
+        has_embedding=has_embedding,
+        has_head=has_head,
+    )
+    return placed, {name: of_runs(values) for name, values in strides.items()}
+
+
+def _strides(table: PlanTable, domain: int, start: np.ndarray | None = None) -> dict[str, np.ndarray]:
     """Return the strides of the communicators of a rank on link domains of so many devices.
 
-    As `predict.placement.stage_strides` finds them; those of ranks that follow each other where communicators
-    divide a domain or fill whole ones.
+    As `predict.placement.stage_strides` finds them, of stages whose first ranks are `start`, shape (stages,
+    plans); of a communicator that begins where a domain does if there are none.
     """
     experts, width = table.ep * table.etp, table.tp * table.cp * table.dp
-    dense = _stride(table.cp * table.dp, table.tp, domain)
-    own_experts = _stride(np.maximum(width // experts, 1), experts, domain)
+
+    def stride(members: Column, apart: Column) -> np.ndarray:
+        """Return that at which as many members share a domain as in the communicator that spreads widest."""
+        block = members * apart  # communicators follow each other, `apart` of them interwoven
+        if start is None:
+            place = np.zeros((1, len(table)), dtype=np.int64)
+        else:
+            place = _last_place(start, block, np.maximum(width // block, 1), domain)
+        last = np.minimum(place + apart, domain) - 1 + (members - 1) * apart
+        inside = -(-members // np.where(apart < domain, last // domain + 1, members))
+        return np.where(members > 1, domain / inside * (1.0 - 1e-9), 1.0)
+
+    one = np.ones_like(width)
+    dense = stride(table.cp * table.dp, table.tp)
+    own_experts = stride(np.maximum(width // experts, 1), experts)
     return {
-        "tp_stride": _stride(table.tp, np.ones_like(table.tp), domain),
-        "cp_stride": _stride(table.cp, table.tp, domain),
-        "ep_stride": _stride(table.ep, table.etp, domain),
-        "etp_stride": _stride(table.etp, np.ones_like(table.tp), domain),
+        "tp_stride": stride(table.tp, one),
+        "cp_stride": stride(table.cp, table.tp),
+        "ep_stride": stride(table.ep, table.etp),
+        "etp_stride": stride(table.etp, one),
         "sync_stride": dense,
         "own_stride": dense,
         "expert_stride": own_experts,
@@ -227,17 +291,21 @@ def _strides(table: PlanTable, domain: int) -> dict[str, np.ndarray]:
     }
 
 
-def _stride(members: Column, apart: Column, domain: int) -> np.ndarray:
-    """Return the stride at which as many members share a domain as in the communicator that spreads widest.
-
-    Communicators of members so far apart follow each other, `apart` of them interwoven.
-    """
-    block = members * apart
-    aligned = (domain % block == 0) | ((block % domain == 0) & (domain % np.minimum(apart, domain) == 0))
-    first = np.minimum(domain - 1, domain - np.gcd(block, domain) + apart - 1)  # place in its domain, at most
-    widest = np.where(apart >= domain, members, (first + (members - 1) * apart) // domain + 1)
-    inside = -(-members // np.minimum(widest, members))
-    return np.where(aligned | (members == 1), apart, domain / inside * (1.0 - 1e-9))[None]
+def _last_place(start: np.ndarray, block: Column, number: Column, domain: int) -> np.ndarray:
+    """Return the last place in a link domain where one of so many blocks begins that follow each other."""
+    place = start % domain + (number - 1) * block
+    wraps = place >= domain
+    if not np.count_nonzero(wraps):
+        return place
+    step = np.gcd(block, domain)
+    place = np.where(wraps, domain - step + start % step, place)
+    partly = wraps & (number * step < domain)  # not all places that blocks may begin at
+    if np.count_nonzero(partly):
+        some = start % domain
+        for i in range(1, int((number * partly).max())):
+            some = np.maximum(some, (start + np.minimum(i, number - 1) * block) % domain)
+        place = np.where(partly, some, place)
+    return place
 
 
 @lru_cache(maxsize=64)
