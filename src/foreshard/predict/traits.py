@@ -246,7 +246,10 @@ def traits_of(
         flat_copies=float(framework.fsdp == "fsdp2"),
         holds_units=0.0,
         accumulates_whole=float(framework.accumulates_whole),
-        grouped=float(framework.grouped_gemm),
+        # A graph knows no counts of tokens but those of a capacity: its experts take them from the device.
+        grouped=float(
+            framework.grouped_gemm or (framework.cuda_graphs == "full" and framework.routing != "dropped")
+        ),
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),
         fast_dispatch=float(framework.dispatcher in ("deepep", "hybridep")),

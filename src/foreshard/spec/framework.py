@@ -50,7 +50,8 @@ class Framework:
     explicit_prefetch : weights of the next layer are asked for before a layer runs; else when the host gets
         there, and experts whose tokens it counts stop it until they are counted
     cuda_graphs : none | partial | full
-    grouped_gemm : experts run in one launch; False = one product per local expert
+    grouped_gemm : experts run in one launch; False = one product per local expert, unless a CUDA graph holds
+        them and no capacity says how many tokens each gets
     routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
     dispatcher : allgather | alltoall | deepep | hybridep
     dispatch_bytes : of an element on its way to an expert; 0: as activations are, which come back as they are
