@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from foreshard.spec.block import ACTIVATION_FORMULAS, ROUTER_CODES, Block
+from foreshard.spec.block import ACTIVATION_FORMULAS, ROUTER_CODES, WIDE_GROUPS, Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,12 @@ class LayerShape:
     scan_heads: Any
     scan_state: Any
     scan_groups: Any
+    narrow_params: Any  # share of the dense parameters whose products may be narrower than 16 bit
+    # products that stay in 16 bit all the same
+    wide_attention: Any
+    wide_latent: Any
+    wide_mlp: Any
+    wide_experts: Any
 
     @property
     def mixers(self) -> Any:
@@ -127,6 +133,8 @@ def layer_shape(block: Block) -> LayerShape:
         "scan_heads": block.scan_heads,
         "scan_state": block.scan_state,
         "scan_groups": block.scan_groups,
+        "narrow_params": 1.0 - block.wide_params / max(1, dense),
+        **{f"wide_{group}": group in block.wide for group in WIDE_GROUPS},
     }
     return LayerShape(**{name: float(value) for name, value in numbers.items()})
 

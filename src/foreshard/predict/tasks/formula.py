@@ -154,7 +154,8 @@ def layer_times(
     accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
     accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float)) / memory_bound
     forward = linear.forward + attention + stream + expert + adapter + cast
-    forward = forward + weight_cast_s(dense + experts, machine) / memory_bound
+    cast_weights = dense * layer.narrow_params + experts * (1.0 - layer.wide_experts)
+    forward = forward + weight_cast_s(cast_weights, machine) / memory_bound
     # Experts have their own exchange; a dense or shared MLP is a second tensor-parallel region.
     regions = (np.asarray(layer.num_heads, dtype=float) > 0) * 1.0
     regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
