@@ -34,6 +34,7 @@ class LayerShape:
     kv_lora: Any
     rope_head_dim: Any
     rotary: Any  # share of the channels of a head that turn
+    rotary_scaled: Any
     window: Any
     causal: Any
     cross_attention: Any
@@ -54,6 +55,7 @@ class LayerShape:
     top_groups: Any
     expert_ffn: Any
     shared_ffn: Any
+    expert_bias: Any
     lora_rank: Any
     lora_attention: Any  # how many of q, k, v, o carry an adapter, in units of one hidden-to-width matrix
     lora_mlp: Any
@@ -102,6 +104,7 @@ def layer_shape(block: Block) -> LayerShape:
         "kv_lora": block.kv_lora,
         "rope_head_dim": block.rope_head_dim,
         "rotary": block.rotary,
+        "rotary_scaled": block.rotary_scaled and block.rotary > 0,
         "window": block.window,
         "causal": block.causal,
         "cross_attention": block.cross_attention,
@@ -122,6 +125,7 @@ def layer_shape(block: Block) -> LayerShape:
         "top_groups": block.top_groups,
         "expert_ffn": block.expert_ffn,
         "shared_ffn": block.shared_ffn,
+        "expert_bias": block.mlp_bias and block.num_experts > 0,
         "lora_rank": block.lora_rank,
         "lora_attention": len(attention),
         "lora_mlp": len(block.lora_targets) - len(attention),

@@ -74,6 +74,7 @@ class Block:
     kv_lora: int = 0
     rope_head_dim: int = 0
     rotary: float = 1.0  # share of a head's channels that rotary positions turn; 0 without
+    rotary_scaled: bool = False  # sines and cosines have a factor, which fused kernels do not take
     qk_norm: bool = False
     num_norms: int = 2
     norm_params: int = 1  # per channel: 1 scale, 2 scale and bias

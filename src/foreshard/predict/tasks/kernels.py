@@ -69,6 +69,15 @@ _JOIN_HEADS = 4.0
 # The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
 # 12, and the output is scaled apart, 4; backward does the same and adds two gradients.
 _ADAPTER, _ADAPTER_BACK, _PLAIN_ADAPTER = 6.0, 12.0, 22.0
+# Megatron adds the bias of an expert's output, times the weight of each token, by operations of torch over
+# one expert after another: product 4 at half the rate, sum 10, joined 8, narrowed 6; backward widen 6,
+# narrow 6, products 8 and 8 at half the rate, sums 4 and, over tokens, 4 at a sixth, joined 4. Weights of
+# tokens are in 32 bit for DeepEP and HybridEP; else all is in 16: 2, 6 and 4; backward 4, 4, 2, 2 and 4.
+_EXPERT_BIAS, _NARROW_EXPERT_BIAS = (32.0, 76.0), (14.0, 34.0)
+# Its rotary embedding where sines and cosines have a factor: two products 4 each at half the rate, half
+# negated 2, joined 4, sum 6, joined with channels that do not turn 4; backward 4 and 4 at half the rate, 2,
+# 4, sums of gradients 6 and 6, zeros 2.
+_SCALED_ROPE = (32.0, 36.0)
 _DROPOUT = 5.0  # reads and writes 16 bit, writes a mask of one byte
 # SiLU and product apart read and write five times per output, fused three times.
 _SPLIT_GATE = 5.0 / 3.0 - 1.0
@@ -466,10 +475,34 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     if np.count_nonzero(plain):
         counted = _plain_bytes(layer, machine, permuted=factor * permute)
         moved = [count + plain * (own - count) for count, own in zip(moved, counted, strict=True)]
+    if np.count_nonzero(layer.expert_bias) or np.count_nonzero(layer.rotary_scaled):
+        by_torch = _bytes_by_torch(layer, machine, routed=routed, turned=turned)
+        moved[:2] = [count + more for count, more in zip(moved[:2], by_torch, strict=True)]
     # The byte counts are those of 16 bit.
     scale = rank.element_bytes / (2.0 * stream_rate(norm_bytes(layer, machine), machine.kernels))
     forward, back, norms, expert = (count * scale for count in moved)
     return forward, back, norms, expert
+
+
+def _bytes_by_torch(layer: LayerShape, machine: Machine, *, routed: Any, turned: Any) -> list[Any]:
+    """Return bytes, both ways, of what Megatron leaves to operations of torch beside its fused kernels.
+
+    Experts' biases, but for those of a graph, whose experts are fused; rotary embeddings with a factor.
+
+    Source
+    ------
+    Megatron-LM core_v0.18.2 core/transformer/moe/experts.py TEGroupedMLP._apply_bias,
+    _is_fused_impl_supported; token_dispatcher.py _DeepepManager, _HybridEPManager (float32 probabilities);
+    rope_utils.py apply_rotary_pos_emb, _apply_rotary_pos_emb_bshd.
+    """
+    traits = machine.traits
+    fuses = (1.0 - np.asarray(traits.eager)) * (1.0 - traits.pruned)
+    biased = routed * layer.hidden * layer.expert_bias * (np.asarray(traits.graphs) < 1.0) * fuses
+    scaled = turned * layer.rotary_scaled * fuses
+    return [
+        biased * (narrow + traits.fast_dispatch * (wide - narrow)) + scaled * (rope - _ROPE)
+        for narrow, wide, rope in zip(_NARROW_EXPERT_BIAS, _EXPERT_BIAS, _SCALED_ROPE, strict=True)
+    ]
 
 
 def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[Any, Any, Any, Any]:
