@@ -54,6 +54,7 @@ def batch_of(model="llama3-8b", cluster="1x8xh100-sxm", framework="megatron-core
 
 
 def batch_under(model, framework):
+    model = api.load_model(model) if isinstance(model, str) else model
     where = api.load_cluster("1x8xh100-sxm")
     plan = api.make_plan(model, where, seq_len=1024)
     return build_batch([PlannedRun(model=model, cluster=where, plan=plan, framework=framework)], CONSTANTS)

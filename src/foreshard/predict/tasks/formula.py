@@ -39,11 +39,6 @@ from foreshard.predict.tasks.kernels import (
     weight_cast_s,
 )
 
-# Bytes a logit that transformers and torchtitan move, kernel by kernel: cast to fp32 6, log-softmax 8 at half
-# the rate of a stream, zeros for its gradient 4, its backward 8 at half the rate, cast back 6 (kernels of a
-# profile on an H200, torch 2.11).
-_LOSS_CASTS = 6.0 + 6.0  # none where logits are in fp32
-_TORCH_LOSS = _LOSS_CASTS + 16.0 + 4.0 + 16.0
 # FLOPs in 16 bit a cycle of a multiprocessor, where columns do not begin at 16 bytes: elements come one by
 # one, or by two. Products with heads of 50257 (124 TFLOP/s) and 30522 columns (262) on an H200 (132 at 1.98
 # GHz), torch 2.11.
@@ -278,8 +273,7 @@ def end_times(
     product = gemm_s(rows, padded, hidden, sustained(machine), sixteen_bit=True)
     product = np.maximum(product, unaligned_s(rows, padded, hidden, machine))
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
-    torch_loss = _TORCH_LOSS - _LOSS_CASTS * (np.asarray(rank.element_bytes) >= 4.0)
-    per_logit = np.where(machine.traits.torch_loss > 0, torch_loss, per_logit)
+    per_logit = np.where(machine.traits.loss_bytes > 0, machine.traits.loss_bytes, per_logit)
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
     if speeds:
