@@ -138,21 +138,25 @@ def _host_link(device: Device) -> float:
     return float(device.pcie_bytes_per_s) or _PCIE_4
 
 
-# Bytes a logit, in 16 bit and in 32. Native, of Megatron, in compiled parts: cast with the largest 6, exponential with its sum 8, over the sum 8; backward 10. Torch, of transformers and torchtitan:
+# Bytes a logit, in 16 bit and in 32. Unfused, of Megatron: cast 6, largest 4, minus it 8, exponential 8, sum
+# 4, over it 8; backward times the gradient 8, cast 6. Native, the same in compiled parts: cast with the
+# largest 6, exponential with its sum 8, over the sum 8; backward 10. Torch, of transformers and torchtitan:
 # cast 6, log-softmax 8 at half the rate of a stream, zeros for its gradient 4, its backward 8 at half the
 # rate, cast 6 (kernels of a profile on an H200, torch 2.11). Transformer Engine's, read twice with its
 # gradient written over it, 6, and in backward times the gradient, 4, is what `loss_traffic` makes of 6.
-_LOSS_BYTES = {"native": (32.0, 36.0), "torch": (48.0, 36.0)}
+_LOSS_BYTES = {"unfused": (52.0, 40.0), "native": (32.0, 36.0), "torch": (48.0, 36.0)}
 
 
 def _loss_bytes(framework: Framework, wide: float) -> float:
-    """Return the bytes that a loss moves for a logit, 0 where they are not counted.
+    """Return the bytes that a loss moves for a logit, 0 where a compiler joins its operations as it will.
 
     Source
     ------
     Megatron-LM d98e8a6 core/tensor_parallel/cross_entropy.py VocabParallelCrossEntropy,
     core/fusions/fused_cross_entropy.py; TransformerEngine v2.17 common/triton/cross_entropy.py.
     """
+    if framework.cross_entropy == "unfused" and framework.elementwise == "compiled":
+        return 0.0
     return _LOSS_BYTES.get(framework.cross_entropy, (0.0, 0.0))[wide > 2.0]
 
 

@@ -494,6 +494,44 @@ def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_ker
     )
 
 
+def test_the_loss_of_megatron_costs_its_operations():
+    """Vocab-parallel cross entropy, forward and backward, of logits in 16 bit that are cast and back."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Moved(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves((args, kwargs or {}, out)) if isinstance(x, torch.Tensor)]
+            if kwargs and "out" in kwargs:
+                tensors.pop()  # what it writes is counted once
+            self.total += sum(x.nbytes for x in tensors if x.numel() == logits.numel())
+            return out
+
+    logits, gradient = torch.ones(64, 512, dtype=torch.bfloat16), torch.ones(64, 1)
+    with Moved() as moved:
+        wide = logits.float()
+        wide -= wide.amax(dim=-1, keepdim=True)
+        torch.exp(wide, out=wide)
+        wide.div_(wide.sum(dim=-1, keepdim=True))
+        wide.mul_(gradient).to(torch.bfloat16)
+    counted = moved.total / logits.numel()
+    took = {}
+    for loss in ("unfused", "native", "te"):  # of the last 6 bytes a logit are fitted
+        run = batch_under("llama3-8b", replace(load_framework("megatron-core"), cross_entropy=loss))
+        ends = end_times(run.pipeline.hidden, run.pipeline.vocab, run.pipeline.head_rows, run.machine)
+        took[loss] = np.max(ends.head_forward + ends.head_backward)
+        rate = np.max(run.machine.kernels.stream_eff * run.machine.kernels.memory_bytes_per_s)
+    logit_s = 1024 * 128256 / rate
+    assert (took["unfused"] - took["te"]) / logit_s == pytest.approx(
+        counted - 6.0 * CONSTANTS.loss_traffic, rel=1e-6
+    )
+    assert took["te"] < took["native"] < took["unfused"]
+
+
 def moved_by_torch(made, given):
     """Bytes that operations of torch move forward and backward, an element of `given`, at a stream's rate.
 
