@@ -155,6 +155,7 @@ _MEANT = {
     "(exp-avg|exp-avg-sq|moment)-dtype|use-precision-aware-optimizer": "--set moment_bytes=bf16",
     "main-params-dtype|master-dtype": "--set master_bytes=bf16",
     "fp8-param(-gather|s)?": "--set fp8_params=on",
+    "first-last-layers-bf16|num-layers-at-(start|end)-in-bf16": "--set wide_first=N and wide_last=N",
     "(cross-entropy-(loss-)?fusion.*|fused-(cross-entropy|ce))": "--set cross_entropy=te",
     "(no-)?moe-grouped-gemm|grouped-gemm": "--set grouped_gemm=on",
     "moe-router-force-load-balancing": "--set routing=balanced",

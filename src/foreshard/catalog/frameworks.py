@@ -87,7 +87,7 @@ def load_framework(label: str) -> Framework:
     Examples
     --------
     >>> load_framework("megatron-bridge@26.06").grouped_gemm
-    True
+    False
     """
     if not isinstance(label, str):
         raise invalid(label, "Must be a name or name@release", key="framework", name="framework")

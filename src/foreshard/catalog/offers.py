@@ -161,10 +161,11 @@ def _keeps_remainders(framework: Framework, chosen: Chosen) -> bool:
 
 
 _OF_EXPERTS = ("grouped_gemm", "routing")
+_OF_NARROW = ("fp8_params", "wide_first", "wide_last")
 
 
 def _check_use(chosen: Chosen, model: Model, file: str | None) -> None:
-    """Refuse what is of experts for a model without any, and 8-bit weights of products in 16 bit."""
+    """Refuse what is of experts for a model without any, and of narrow products for a run in 16 bit."""
     stated = chosen.overrides.stated()
     asked = [("dispatcher", "--dispatcher", chosen.dispatcher)]
     asked += [(f"overrides.{name}", "--set", stated.get(name)) for name in _OF_EXPERTS]
@@ -178,15 +179,18 @@ def _check_use(chosen: Chosen, model: Model, file: str | None) -> None:
                 rule="It says how experts get and compute their tokens",
                 fix="Leave it out",
             )
-    if stated.get("fp8_params") and chosen.precision not in LOW_PRECISIONS:
-        raise SpecError(
-            f"fp8_params in {chosen.precision}",
-            key="overrides.fp8_params" if file else "--set",
-            file=file,
-            value=chosen.precision,
-            rule=f"Weights in 8 bit are read by products in {', '.join(LOW_PRECISIONS)}",
-            fix="Add --dtype fp8, or leave it out",
-        )
+    if chosen.precision in LOW_PRECISIONS:
+        return
+    for name in _OF_NARROW:
+        if stated.get(name):
+            raise SpecError(
+                f"{name} in {chosen.precision}",
+                key=f"overrides.{name}" if file else "--set",
+                file=file,
+                value=chosen.precision,
+                rule=f"It is of runs with products in {', '.join(LOW_PRECISIONS)}",
+                fix="Add --dtype fp8, or leave it out",
+            )
 
 
 def with_recipe(

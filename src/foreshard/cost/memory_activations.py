@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foreshard.spec.block import WIDE_GROUPS
 from foreshard.spec.plan import check_recompute
 
 if TYPE_CHECKING:
@@ -96,15 +97,17 @@ class _Tokens:
     low: Any
 
 
-def _tokens(load: StageLoad) -> _Tokens:
+def _tokens(load: StageLoad, wide: bool = False) -> _Tokens:
+    """Return the tokens of a layer; `wide` where all of its products stay in 16 bit."""
     tokens = np.asarray(load.micro_batch) * load.seq_len / load.cp
     element = load.activation_bytes_per_element
+    fp8, fp4 = load.fp8 * (not wide), load.fp4 * (not wide)
     return _Tokens(
         norm=tokens / (1 + load.sp * (np.asarray(load.tp) - 1)),
         split=tokens / load.tp,
         element=element,
-        gemm_input=element - load.fp8 * (element - 1) - load.fp4 * (element - 0.5625),
-        low=np.maximum(load.fp8, load.fp4),
+        gemm_input=element - fp8 * (element - 1) - fp4 * (element - 0.5625),
+        low=np.maximum(fp8, fp4),
     )
 
 
@@ -446,7 +449,8 @@ def stage_activations(load: StageLoad, framework: Framework, profile: MemoryProf
     kept_input = n.element * n.norm * np.asarray(load.hidden) / rule.unit
     saved = one_layer = temporary = gathered = 0.0
     for block, count in load.kinds:
-        layer, peak = _layer(block, n, load, unfused, profile)
+        here_n = _tokens(load, wide=True) if block.wide == WIDE_GROUPS else n
+        layer, peak = _layer(block, here_n, load, unfused, profile)
         here = np.asarray(count) > 0
         if framework.dispatcher == "allgather" and block.num_experts:
             everyone = _gathered_tokens(block, n, load)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from foreshard.spec.block import ACTIVATION_FORMULAS, ROUTER_CODES, Block
+from foreshard.spec.block import ACTIVATION_FORMULAS, ROUTER_CODES, WIDE_GROUPS, Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class LayerShape:
     kv_lora: Any
     rope_head_dim: Any
     rotary: Any  # share of the channels of a head that turn
+    rotary_scaled: Any
     window: Any
     causal: Any
     cross_attention: Any
@@ -54,6 +55,7 @@ class LayerShape:
     top_groups: Any
     expert_ffn: Any
     shared_ffn: Any
+    expert_bias: Any
     lora_rank: Any
     lora_attention: Any  # how many of q, k, v, o carry an adapter, in units of one hidden-to-width matrix
     lora_mlp: Any
@@ -65,6 +67,12 @@ class LayerShape:
     scan_heads: Any
     scan_state: Any
     scan_groups: Any
+    narrow_params: Any  # share of the dense parameters whose products may be narrower than 16 bit
+    # products that stay in 16 bit all the same
+    wide_attention: Any
+    wide_latent: Any
+    wide_mlp: Any
+    wide_experts: Any
 
     @property
     def mixers(self) -> Any:
@@ -96,6 +104,7 @@ def layer_shape(block: Block) -> LayerShape:
         "kv_lora": block.kv_lora,
         "rope_head_dim": block.rope_head_dim,
         "rotary": block.rotary,
+        "rotary_scaled": block.rotary_scaled and block.rotary > 0,
         "window": block.window,
         "causal": block.causal,
         "cross_attention": block.cross_attention,
@@ -116,6 +125,7 @@ def layer_shape(block: Block) -> LayerShape:
         "top_groups": block.top_groups,
         "expert_ffn": block.expert_ffn,
         "shared_ffn": block.shared_ffn,
+        "expert_bias": block.mlp_bias and block.num_experts > 0,
         "lora_rank": block.lora_rank,
         "lora_attention": len(attention),
         "lora_mlp": len(block.lora_targets) - len(attention),
@@ -127,6 +137,8 @@ def layer_shape(block: Block) -> LayerShape:
         "scan_heads": block.scan_heads,
         "scan_state": block.scan_state,
         "scan_groups": block.scan_groups,
+        "narrow_params": 1.0 - block.wide_params / max(1, dense),
+        **{f"wide_{group}": group in block.wide for group in WIDE_GROUPS},
     }
     return LayerShape(**{name: float(value) for name, value in numbers.items()})
 

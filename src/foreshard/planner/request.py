@@ -19,7 +19,7 @@ from foreshard.planner.grid.ray_sweep import check_executor
 from foreshard.planner.grid.space import GridRequest
 from foreshard.planner.ranking import OBJECTIVES, Limits, ranked
 from foreshard.planner.result import Ranked
-from foreshard.predict.run_setup import RunSetup
+from foreshard.predict.run_setup import RunSetup, as_priced
 from foreshard.predict.step import ENGINES, checked_costs, checked_network
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.codec import check_amount, one_of, whole
@@ -271,7 +271,8 @@ def checked_request(
         refusals=refusals,
     )
     running_as = as_chosen(made.framework, made, model=model, devices=cluster.devices)
-    return replace(made, framework=running(running_as, cluster.devices))
+    priced = as_priced(model, running_as, made.precision)
+    return replace(made, model=priced, framework=running(running_as, cluster.devices))
 
 
 def _bucket_bytes(buckets: int | str | None, engine: str) -> int:

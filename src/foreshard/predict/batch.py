@@ -43,7 +43,7 @@ from foreshard.predict.placement import (
     stage_workers,
     sync_width,
 )
-from foreshard.predict.run_setup import Pipeline, RunSetup, stacked
+from foreshard.predict.run_setup import Pipeline, RunSetup, as_priced, stacked
 from foreshard.predict.traits import Traits
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
@@ -91,6 +91,7 @@ class PlannedRun:
         if self.plan.prefetch is not None or self.plan.wrap is not None:
             declared = with_units(declared, self.plan)
         object.__setattr__(self, "declared", declared)
+        object.__setattr__(self, "model", as_priced(self.model, declared, self.plan.precision))
         object.__setattr__(self, "framework", running(declared, self.cluster.devices))
         groups = tuple(group.held for group in self.plan.groups)
         if groups != self.plan.groups:

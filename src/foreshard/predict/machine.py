@@ -69,6 +69,13 @@ def sustained(machine: Machine, slower: float = 1.0) -> KernelModel:
     return replace(kernels, gemm_eff=kernels.gemm_eff / own, gemm_slower=own, **wide)
 
 
+def in_sixteen_bit(kernels: KernelModel) -> KernelModel:
+    """Return the kernels of products in 16 bit in the place of narrower ones."""
+    names = ("eff", "k0", "split_k", "learned", "table", "slower")
+    wide = {f"gemm_{name}": getattr(kernels, f"gemm16_{name}") for name in names}
+    return replace(kernels, peak_flops_per_s=kernels.bf16_peak_flops_per_s, **wide)
+
+
 def _short_of_power(reached: Any, machine: Machine) -> Any:
     """Return the share of an H100-SXM's energy per FLOP that a device lacks at its power limit.
 

@@ -23,7 +23,7 @@ from foreshard.graph.shapes import RankShape
 from foreshard.predict.traits import Traits, traits_of
 from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
-from foreshard.spec.model import Model
+from foreshard.spec.model import Model, kept_wide
 from foreshard.spec.plan import LOW_PRECISIONS
 
 T = TypeVar("T")
@@ -49,6 +49,14 @@ class Pipeline:
     heads: Any
     tied: Any
     by_order: Any = 0.0  # 1 + place in `BY_ORDER` of a schedule whose longest path is that through its order
+
+
+def as_priced(model: Model, framework: Framework, precision: str) -> Model:
+    """Return the model with the products that a framework's recipe keeps in 16 bit beside narrower ones."""
+    groups = tuple(filter(None, framework.wide_groups.split("+")))
+    if precision not in LOW_PRECISIONS or not (framework.wide_first or framework.wide_last or groups):
+        return model
+    return kept_wide(model, framework.wide_first, framework.wide_last, groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ class Traits:
     dispatch_sms: Any
     gather_tokens: Any  # the dispatcher all-gathers tokens instead of sending them
     fused_loss: Any
-    torch_loss: Any  # 1 where logits are cast to fp32 for torch's cross entropy, kernel by kernel
+    loss_bytes: Any  # that a loss moves for a logit, 0 where its kernels were not counted
     param_bytes: Any  # of a gathered weight
     orthogonal: Any  # 1 where updates of matrices are made orthogonal (Muon)
     optimizer_bytes: Any  # moved per parameter of an optimizer step
@@ -136,6 +136,28 @@ def _host_link(device: Device) -> float:
         if device.name.startswith(name):
             return rate
     return float(device.pcie_bytes_per_s) or _PCIE_4
+
+
+# Bytes a logit, in 16 bit and in 32. Unfused, of Megatron: cast 6, largest 4, minus it 8, exponential 8, sum
+# 4, over it 8; backward times the gradient 8, cast 6. Native, the same in compiled parts: cast with the
+# largest 6, exponential with its sum 8, over the sum 8; backward 10. Torch, of transformers and torchtitan:
+# cast 6, log-softmax 8 at half the rate of a stream, zeros for its gradient 4, its backward 8 at half the
+# rate, cast 6 (kernels of a profile on an H200, torch 2.11). Transformer Engine's, read twice with its
+# gradient written over it, 6, and in backward times the gradient, 4, is what `loss_traffic` makes of 6.
+_LOSS_BYTES = {"unfused": (52.0, 40.0), "native": (32.0, 36.0), "torch": (48.0, 36.0)}
+
+
+def _loss_bytes(framework: Framework, wide: float) -> float:
+    """Return the bytes that a loss moves for a logit, 0 where a compiler joins its operations as it will.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/tensor_parallel/cross_entropy.py VocabParallelCrossEntropy,
+    core/fusions/fused_cross_entropy.py; TransformerEngine v2.17 common/triton/cross_entropy.py.
+    """
+    if framework.cross_entropy == "unfused" and framework.elementwise == "compiled":
+        return 0.0
+    return _LOSS_BYTES.get(framework.cross_entropy, (0.0, 0.0))[wide > 2.0]
 
 
 _GRAPHS = {"none": 0.0, "partial": 0.5, "full": 1.0}
@@ -246,7 +268,10 @@ def traits_of(
         flat_copies=float(framework.fsdp == "fsdp2"),
         holds_units=0.0,
         accumulates_whole=float(framework.accumulates_whole),
-        grouped=float(framework.grouped_gemm),
+        # A graph knows no counts of tokens but those of a capacity: its experts take them from the device.
+        grouped=float(
+            framework.grouped_gemm or (framework.cuda_graphs == "full" and framework.routing != "dropped")
+        ),
         uneven_routing=float(framework.routing == "learned"),
         dropped=float(framework.routing == "dropped"),
         fast_dispatch=float(framework.dispatcher in ("deepep", "hybridep")),
@@ -254,8 +279,8 @@ def traits_of(
         dispatch_bytes=float(framework.dispatch_bytes),
         dispatch_sms=float(framework.dispatch_sms),
         gather_tokens=float(framework.dispatcher == "allgather"),
-        fused_loss=float(framework.cross_entropy in ("te", "native", "chunked")),
-        torch_loss=float(framework.cross_entropy == "torch"),
+        fused_loss=float(framework.cross_entropy in ("te", "chunked")),
+        loss_bytes=_loss_bytes(framework, wide),
         param_bytes=wide - gathers_narrow * (wide - 1.0),
         orthogonal=float(optimizer == "muon"),
         optimizer_bytes=update_bytes(framework, optimizer, wide),

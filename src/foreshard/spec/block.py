@@ -30,6 +30,11 @@ NORM_PLACES = ("", "behind", "turned")
 also on queries and keys that rotary positions have turned."""
 
 
+WIDE_GROUPS = ("attention", "latent", "mlp", "experts")
+"""Products that a recipe may keep in 16 bit beside narrower ones: those of attention, between the width of a
+layer and that of its experts, of dense, shared and state-space MLPs, of routed experts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """One kind of transformer block: attention followed by a dense or an expert MLP.
@@ -69,6 +74,7 @@ class Block:
     kv_lora: int = 0
     rope_head_dim: int = 0
     rotary: float = 1.0  # share of a head's channels that rotary positions turn; 0 without
+    rotary_scaled: bool = False  # sines and cosines have a factor, which fused kernels do not take
     qk_norm: bool = False
     num_norms: int = 2
     norm_params: int = 1  # per channel: 1 scale, 2 scale and bias
@@ -86,6 +92,7 @@ class Block:
     scan_heads: int = 0  # of a state-space mixer (Mamba-2), whose channels are `ffn`, with `gated`
     scan_state: int = 0
     scan_groups: int = 0
+    wide: tuple[str, ...] = ()  # of `WIDE_GROUPS`: in 16 bit where products are narrower
 
     @property
     def query_width(self) -> int:
@@ -214,6 +221,13 @@ class Block:
     def trainable_params(self) -> int:
         """Parameters that get a gradient: adapters only in an adapted block, none in a frozen one."""
         return (1 - self.frozen) * self._resident_params(self.num_experts) + self.lora_params
+
+    @property
+    def wide_params(self) -> int:
+        """Weights outside routed experts that products in 16 bit read."""
+        mlp = self._mlp_matmul_params(self.ffn + self.shared_ffn) + self.scan_matmul_params
+        groups = {"attention": self.attention_matmul_params, "latent": self.latent_params, "mlp": mlp}
+        return sum(weights for name, weights in groups.items() if name in self.wide)
 
     @property
     def matmul_params(self) -> int:

@@ -16,6 +16,7 @@ from foreshard.words import spelled
 _FLAG = "--set"
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of an element of each dtype: `grad_bytes=bf16` means 2."""
+_MOST_LAYERS = 4096
 _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
@@ -50,7 +51,8 @@ class Framework:
     explicit_prefetch : weights of the next layer are asked for before a layer runs; else when the host gets
         there, and experts whose tokens it counts stop it until they are counted
     cuda_graphs : none | partial | full
-    grouped_gemm : experts run in one launch; False = one product per local expert
+    grouped_gemm : experts run in one launch; False = one product per local expert, unless a CUDA graph holds
+        them and no capacity says how many tokens each gets
     routing : learned | balanced (every expert gets equal tokens) | dropped (capacity factor 1)
     dispatcher : allgather | alltoall | deepep | hybridep
     dispatch_bytes : of an element on its way to an expert; 0: as activations are, which come back as they are
@@ -71,6 +73,8 @@ class Framework:
         (TransformerEngine); the same pass, or each row has a scale, each layout a kernel, and communication
         16 bit (both torchao, which cast weights where they are used); 128 elements have a scale, or 128 x 128
         of a weight (DeepSeek-V3, TransformerEngine)
+    wide_first, wide_last : layers at either end of the model whose products stay in 16 bit
+    wide_groups : products of the other layers that do, of `spec.block.WIDE_GROUPS`, joined by +
     rows_by_cublas : torch comes with a cuBLAS (from 12.9) that has 8-bit products with scales a row
     memory : name of the memory profile
     """
@@ -122,6 +126,9 @@ class Framework:
     clips: bool = False
     fp8_params: bool = False
     fp8_recipe: str = "fused"
+    wide_first: int = 0
+    wide_last: int = 0
+    wide_groups: str = ""
     rows_by_cublas: bool = False
     vocab_multiple: int = 128
     memory: str = "megatron-core"
@@ -165,6 +172,8 @@ class Overrides:
     cross_entropy: Literal["unfused", "native", "te", "eager", "torch", "chunked"] | None = None
     fp8_params: bool | None = None
     clips: bool | None = None
+    wide_first: int | None = None
+    wide_last: int | None = None
 
     def stated(self) -> dict[str, Any]:
         """Return what is not left to the framework."""
@@ -177,7 +186,7 @@ OVERRIDES: tuple[str, ...] = tuple(one.name for one in fields(Overrides))
 
 @cache
 def _known() -> dict[str, tuple[Any, ...]]:
-    """Return the values that each override may have."""
+    """Return the values that each override may have, none of a count."""
     found = {}
     for name, hint in get_type_hints(Overrides).items():
         kind = next(part for part in get_args(hint) if part is not type(None))
@@ -199,7 +208,11 @@ def checked_override(name: str, value: Any, *, key: str = _FLAG) -> tuple[str, A
         rule = "Overrides of a framework are"
         raise unknown("override", str(name), OVERRIDES, key=key, rule=rule, otherwise="Leave it out")
     read = _read(value, ours, known) if isinstance(value, str) else value
-    if not any(read == one and type(read) is type(one) for one in known):
+    is_count = not known and type(read) is int and 0 <= read <= _MOST_LAYERS
+    if not is_count and not any(read == one and type(read) is type(one) for one in known):
+        if not known:
+            rule = f"{ours} is a number of layers from 0 to {_MOST_LAYERS}"
+            raise SpecError(f"{ours} {value!r}", key=key, value=value, rule=rule, fix="Write it like 4")
         shown = ["on", "off"] if known == (False, True) else [str(one) for one in known]
         rule = f"{ours} is one of {', '.join(shown)}"
         fix = did_you_mean(str(value), shown, otherwise="Leave it out for the framework's own")
@@ -212,7 +225,7 @@ def _read(text: str, name: str, known: tuple[Any, ...]) -> Any:
     word = text.strip().lower()
     if known == (False, True):
         return _SWITCH.get(word, word)
-    if name.endswith("_bytes"):
+    if name.endswith("_bytes") or not known:
         return int(word) if word.isdecimal() else _BYTES.get(spelled(word, tuple(_BYTES)), word)
     return spelled(word, known)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foreshard.errors import SpecError
-from foreshard.spec.block import Block
+from foreshard.spec.block import WIDE_GROUPS, Block
 
-__all__ = ["LORA_TARGETS", "ROUTERS", "Block", "Model", "decoder", "freeze", "lora"]
+__all__ = ["LORA_TARGETS", "ROUTERS", "Block", "Model", "decoder", "freeze", "kept_wide", "lora"]
 
 ROUTERS = ("softmax", "softmax_all", "sigmoid")
 """Weights of experts: softmax of the chosen ones or of all, or sigmoids that are made to sum to 1.
@@ -167,6 +167,25 @@ class Model:
             2 * self.embedding_matmul_params * (not self.embedding_frozen)
         )  # no gradient of the input data
         return flops + 2 * self._next_token_flops(seq_len, causal)
+
+
+def kept_wide(model: Model, first: int, last: int, groups: tuple[str, ...] = ()) -> Model:
+    """Return the model with products that stay in 16 bit where those of the run are narrower.
+
+    All of the `first` and `last` layers, and of the others these `groups` (`WIDE_GROUPS`).
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/fp4_utils.py get_fp4_context and fp8_utils.py is_first_last_bf16_layer.
+    """
+    known: dict[tuple[int, bool], Block] = {}  # most blocks are one object, and stay so
+    blocks = []
+    for place, block in enumerate(model.blocks):
+        whole = place < first or place >= model.num_layers - last
+        if (id(block), whole) not in known:
+            known[id(block), whole] = replace(block, wide=WIDE_GROUPS if whole else groups)
+        blocks.append(known[id(block), whole])
+    return replace(model, blocks=tuple(blocks))
 
 
 def lora(model: Model, rank: int, targets: Iterable[str] = ("q", "k", "v", "o")) -> Model:

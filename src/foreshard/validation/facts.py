@@ -145,7 +145,8 @@ def stated(framework: Framework, raw: Mapping[str, str]) -> Framework:
     for fact in _rules("facts"):
         found = re.search(fact["pattern"], cells.get(fact["column"], "").lower())
         if found and "takes" in fact:
-            facts[fact["takes"]] = _VALUES.get(found[1], found[1])
+            value = _VALUES.get(found[1], found[1])
+            facts[fact["takes"]] = int(value) if str(value).isdecimal() else value
         elif found:
             facts |= fact["sets"]
     return replace(framework, **facts)

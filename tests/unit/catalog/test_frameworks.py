@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
+from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.frameworks import frameworks, load_framework, parse_frameworks
 from foreshard.catalog.shipped import shipped
 from foreshard.catalog.training import HOST_CLASSES
 from foreshard.errors import SpecError
+from foreshard.predict.traits import traits_of
 
 
 def test_every_entry_names_its_source_and_known_profiles():
@@ -20,9 +24,14 @@ def test_labels_are_distinct_and_load_back():
     assert all(load_framework(label).label == label for label in labels)
 
 
-def test_experts_run_grouped_from_bridge_26_06_on():
-    grouped = {f.release: f.grouped_gemm for f in frameworks() if f.name == "megatron-bridge"}
-    assert [release for release, on in grouped.items() if on] == ["26.06", "26.06.01", "26.08"]
+def test_experts_of_a_graph_run_in_one_launch_unless_a_capacity_says_their_tokens():
+    """Megatron-Bridge has the fused experts in recipes whose graph holds the whole iteration, no others."""
+    bridge, device = load_framework("megatron-bridge@26.06"), resolve_device("gb300-nvl72")
+    changes = ({}, {"cuda_graphs": "partial"}, {"cuda_graphs": "full"})
+    runs = [replace(bridge, **change) for change in changes]
+    runs.append(replace(runs[-1], routing="dropped"))
+    traits = [traits_of(run, device, zero=1) for run in runs]
+    assert [one.grouped for one in traits] == [0.0, 0.0, 1.0, 0.0]
 
 
 def test_tensor_ranks_send_parts_of_a_stage_output_through_the_pipeline_engine_of_deepspeed():

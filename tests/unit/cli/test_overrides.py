@@ -50,6 +50,21 @@ def test_what_a_framework_does_by_itself_changes_nothing():
     assert run(routing="balanced").step_time_s < own.step_time_s < run(cross_entropy="unfused").step_time_s
 
 
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+def test_layers_kept_in_16_bit_cost_what_they_do_in_16_bit(precision):
+    """Experts, dense products and casts; what stays narrow is the step with no such layer."""
+
+    def compute_s(dtype, **overrides):
+        made = predict(MODEL, load_cluster("8xb200-sxm"), dtype=dtype, overrides=overrides, **ASKED)
+        return made.time_breakdown_s["compute"], made.memory.breakdown_bytes["activations"]
+
+    narrow, some, whole = (compute_s(precision, wide_last=count) for count in (0, 12, MODEL.num_layers))
+    assert whole == pytest.approx(compute_s("bf16"), rel=0.02)
+    share = 12 / MODEL.num_layers
+    for value, low, high in zip(some, narrow, whole, strict=True):
+        assert value == pytest.approx(low + share * (high - low), rel=1e-6)
+
+
 def test_a_plan_keeps_its_settings():
     made = run(cuda_graphs="full", grad_bytes=2)
     again = parse_plan(made.plan.to_dict())
@@ -75,6 +90,7 @@ def test_what_if_changes_one_setting_and_keeps_the_others():
         ("grad_bytes=3", "grad_bytes is one of 2, 4, 6. Leave it out"),
         ("cuda_graphs=ful", "one of none, partial, full. Did you mean 'full'"),
         ("fp8_params=2", "one of on, off"),
+        ("wide_last=-1", "a number of layers from 0"),
         ("grads=2", "unknown override"),
         ("clips", "KEY=VALUE"),
     ],
@@ -171,7 +187,7 @@ def test_states_of_a_launch_script_that_no_plan_has_are_refused(tmp_path, flags,
             {"moment_bytes": 2, "cuda_graphs": "full", "cross_entropy": "native", "routing": "balanced"},
         ),
         ("bf16", {"moment_bytes": 1, "master_bytes": 2}),
-        ("fp8", {"cross_entropy": "unfused", "grouped_gemm": False, "fp8_params": True}),
+        ("fp8", {"cross_entropy": "unfused", "fp8_params": True, "wide_first": 0, "wide_last": 4}),
     ],
 )
 def test_settings_are_written_for_megatron_and_read_back(tmp_path, precision, overrides):

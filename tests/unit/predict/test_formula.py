@@ -53,6 +53,13 @@ def batch_of(model="llama3-8b", cluster="1x8xh100-sxm", framework="megatron-core
     return case, build_batch([case], CONSTANTS)
 
 
+def batch_under(model, framework):
+    model = api.load_model(model) if isinstance(model, str) else model
+    where = api.load_cluster("1x8xh100-sxm")
+    plan = api.make_plan(model, where, seq_len=1024)
+    return build_batch([PlannedRun(model=model, cluster=where, plan=plan, framework=framework)], CONSTANTS)
+
+
 def times_of(batch, kind=0, rule="none"):
     return layer_times(batch.kinds[kind], batch.machine, recompute_of(rule, 8))
 
@@ -485,6 +492,121 @@ def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_ker
         elementwise_times(plain.kinds[0], plain.machine)[0]
         == elementwise_times(fused.kinds[0], fused.machine)[0]
     )
+
+
+def test_the_loss_of_megatron_costs_its_operations():
+    """Vocab-parallel cross entropy, forward and backward, of logits in 16 bit that are cast and back."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Moved(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves((args, kwargs or {}, out)) if isinstance(x, torch.Tensor)]
+            if kwargs and "out" in kwargs:
+                tensors.pop()  # what it writes is counted once
+            self.total += sum(x.nbytes for x in tensors if x.numel() == logits.numel())
+            return out
+
+    logits, gradient = torch.ones(64, 512, dtype=torch.bfloat16), torch.ones(64, 1)
+    with Moved() as moved:
+        wide = logits.float()
+        wide -= wide.amax(dim=-1, keepdim=True)
+        torch.exp(wide, out=wide)
+        wide.div_(wide.sum(dim=-1, keepdim=True))
+        wide.mul_(gradient).to(torch.bfloat16)
+    counted = moved.total / logits.numel()
+    took = {}
+    for loss in ("unfused", "native", "te"):  # of the last 6 bytes a logit are fitted
+        run = batch_under("llama3-8b", replace(load_framework("megatron-core"), cross_entropy=loss))
+        ends = end_times(run.pipeline.hidden, run.pipeline.vocab, run.pipeline.head_rows, run.machine)
+        took[loss] = np.max(ends.head_forward + ends.head_backward)
+        rate = np.max(run.machine.kernels.stream_eff * run.machine.kernels.memory_bytes_per_s)
+    logit_s = 1024 * 128256 / rate
+    assert (took["unfused"] - took["te"]) / logit_s == pytest.approx(
+        counted - 6.0 * CONSTANTS.loss_traffic, rel=1e-6
+    )
+    assert took["te"] < took["native"] < took["unfused"]
+
+
+def moved_by_torch(made, given):
+    """Bytes that operations of torch move forward and backward, an element of `given`, at a stream's rate.
+
+    What multiplies by a factor of a row or channel reaches half that rate, a sum over tokens a sixth.
+    """
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Moved(TorchDispatchMode):
+        total = 0.0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            slower = {"mul": 2.0, "sum": 6.0 if "sum" in str(func) and args[1][0] == 0 else 1.0}
+            if not func.is_view:
+                tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+                large = sum(x.nbytes for x in tensors if x.numel() > given[0].numel() / 16)
+                self.total += large * slower.get(func.overloadpacket.__name__, 1.0)
+            return out
+
+    with Moved() as forward:
+        out = made()
+    gradient = torch.ones_like(out)
+    with Moved() as backward:
+        torch.autograd.grad(out, given, gradient)
+    return forward.total / given[0].numel(), backward.total / given[0].numel()
+
+
+def test_what_megatron_leaves_to_torch_costs_its_operations():
+    """Biases of experts' outputs, times weights in 32 bit or 16; rotary embeddings with a factor (YaRN)."""
+    torch = pytest.importorskip("torch")
+    model = api.load_model("gpt-oss-20b")
+
+    def without(**fields):
+        return replace(model, blocks=tuple(replace(block, **fields) for block in model.blocks))
+
+    def cost(one, **changes):
+        framework = replace(load_framework("megatron-core"), **changes)
+        batch = batch_under(one, framework)
+        rate = np.max(batch.machine.kernels.stream_eff * batch.machine.kernels.memory_bytes_per_s)
+        times = elementwise_times(batch.kinds[0], batch.machine)[:2]
+        return batch, np.array([float(np.max(time)) for time in times]) * rate / tokens_of(batch)
+
+    half = {"dtype": torch.bfloat16, "requires_grad": True}
+    count, tokens, width = 4, 64, 256
+    for dtype, dispatcher in ((torch.float32, "hybridep"), (torch.bfloat16, "alltoall")):
+        rows, bias = torch.ones(count * tokens, width, **half), torch.ones(count, width, **half)
+        weights = torch.ones(count * tokens, 1, dtype=dtype, requires_grad=True)
+
+        def summed(rows=rows, bias=bias, weights=weights):
+            parts = zip(rows.split(tokens), bias.unbind(), weights.split(tokens), strict=True)
+            return torch.cat([part + own * weight for part, own, weight in parts]).to(rows.dtype)
+
+        batch, own = cost(model, dispatcher=dispatcher)
+        _, none = cost(without(mlp_bias=False), dispatcher=dispatcher)
+        routed = model.blocks[0].top_k * model.hidden
+        assert own - none == pytest.approx(routed * np.array(moved_by_torch(summed, (rows, bias, weights))))
+        graph = [cost(one, cuda_graphs="full")[1] for one in (model, without(mlp_bias=False))]
+        assert graph[0] == pytest.approx(graph[1]), "a graph has them fused"
+
+    heads, angles = torch.ones(64, 1, 64, 64, **half), torch.ones(64, 1, 1, 64, dtype=torch.bfloat16)
+
+    def turned():
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat(
+            (heads * angles + torch.cat((-second, first), dim=-1) * angles, heads[..., 64:]), dim=-1
+        )
+
+    batch, own = cost(model)
+    _, none = cost(without(rotary_scaled=False))
+    channels = (batch.kinds[0].query_width + batch.kinds[0].key_width).item()
+    fused = 4.0  # read and written once
+    assert own - none == pytest.approx(channels * (np.array(moved_by_torch(turned, (heads,))) - fused))
+    assert not any(block.rotary_scaled for block in api.load_model("deepseek-v3").blocks)
 
 
 @pytest.mark.parametrize("name", ["pythia-410m", "phi-1.5", "llama3-8b", "gpt2", "bloom-560m", "t5-base"])

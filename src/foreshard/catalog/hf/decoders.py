@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from foreshard.catalog.hf.numerics import rotary_of
+from foreshard.catalog.hf.numerics import enlarges, numerics_of, rotary_of
 from foreshard.catalog.hf.reader import Reader
 from foreshard.spec.model import Block, Model, decoder
 
@@ -27,6 +27,7 @@ def decoder_of(reader: Reader, entry: Entry) -> Model:
     block = attention_sizes(reader, entry) | own
     block["ffn"] = _ffn(reader, entry, block["hidden"])
     block["rotary"] = rotary_of(reader.config, block.get("rotary", 1.0), block["head_dim"])
+    block["rotary_scaled"] = enlarges(numerics_of(reader.config).get("rope_scaling"))
     if "block_rule" in entry:
         block |= _BLOCK_RULES[entry["block_rule"]](reader, block)
     routed, sparse = [False] * layers, block

@@ -36,6 +36,19 @@ def numerics_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def enlarges(scaling: tuple[Any, ...] | None) -> bool:
+    """Return whether a scaling of rotary positions multiplies sines and cosines: YaRN, unless told not to.
+
+    Source
+    ------
+    Megatron-LM core_v0.18.2 yarn_rotary_pos_embedding.py _yarn_get_concentration_factor.
+    """
+    if scaling is None or scaling[0] != "yarn":
+        return False
+    _, factor, here, everywhere = scaling
+    return bool(factor > 1.0 and (not here or not everywhere or here != everywhere))
+
+
 def rotary_of(config: Mapping[str, Any], usual: float, head_dim: int) -> float:
     """Return the share of a head's channels that turn: `usual` of the architecture, else what is stated."""
     stated, channels = _number(_with_rope(config), *_PERCENTS), _number(config, "rotary_dim")

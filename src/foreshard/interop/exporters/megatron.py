@@ -231,6 +231,11 @@ def _override_flags(plan: Plan) -> list[Flag]:
         flags += [("--cross-entropy-loss-fusion",), ("--cross-entropy-fusion-impl", "native")]
     if plan.overrides.fp8_params:
         flags.append(("--fp8-param-gather",))
+    ends = own.wide_first, own.wide_last
+    if any(ends):
+        flags.append(("--first-last-layers-bf16",))
+        names = ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
+        flags += [(name, str(count)) for name, count in zip(names, ends, strict=True)]
     if plan.overrides.routing == "balanced":
         flags.append(("--moe-router-force-load-balancing",))
     if plan.overrides.cuda_graphs == "full":

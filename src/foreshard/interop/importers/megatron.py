@@ -117,9 +117,6 @@ _UNREAD = {
         "--no-parameter-transpose-cache",
     ),
     "layers and products that stay in 16 bit, or go below it": (
-        "--first-last-layers-bf16",
-        "--num-layers-at-start-in-bf16",
-        "--num-layers-at-end-in-bf16",
         "--fp8-output-proj",
         "--fp8-dot-product-attention",
         "--fp8-multi-head-attention",
@@ -272,7 +269,13 @@ def _precision(flags: LaunchFlags) -> str:
 
 
 def _overrides(flags: LaunchFlags, precision: str, *, experts: bool) -> Overrides:
-    """Return what a script sets otherwise than the catalog's Megatron does: dtypes, graphs, fused kernels."""
+    """Return what a script sets otherwise than the catalog's Megatron does: dtypes, graphs, fused kernels.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/transformer/transformer_config.py: one layer at either end stays in 16 bit unless
+    their numbers are stated.
+    """
     stated: dict[str, Any] = {}
     wide = precision != "fp16" or "--accumulate-allreduce-grads-in-fp32" in flags
     if "--grad-reduce-in-bf16" in flags or not (wide or precision == "fp32"):
@@ -293,6 +296,9 @@ def _overrides(flags: LaunchFlags, precision: str, *, experts: bool) -> Override
     loss = flags.choice("--cross-entropy-fusion-impl", ("native", "te"), "native") if fused else "unfused"
     if loss != "te":
         stated["cross_entropy"] = loss
+    if "--first-last-layers-bf16" in flags and precision in LOW_PRECISIONS:
+        stated["wide_first"] = flags.whole("--num-layers-at-start-in-bf16", 1, least=0)
+        stated["wide_last"] = flags.whole("--num-layers-at-end-in-bf16", 1, least=0)
     if experts and "--moe-grouped-gemm" not in flags:
         stated["grouped_gemm"] = False
     if experts and "--moe-router-force-load-balancing" in flags:

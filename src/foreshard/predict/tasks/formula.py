@@ -39,11 +39,6 @@ from foreshard.predict.tasks.kernels import (
     weight_cast_s,
 )
 
-# Bytes a logit that transformers and torchtitan move, kernel by kernel: cast to fp32 6, log-softmax 8 at half
-# the rate of a stream, zeros for its gradient 4, its backward 8 at half the rate, cast back 6 (kernels of a
-# profile on an H200, torch 2.11).
-_LOSS_CASTS = 6.0 + 6.0  # none where logits are in fp32
-_TORCH_LOSS = _LOSS_CASTS + 16.0 + 4.0 + 16.0
 # FLOPs in 16 bit a cycle of a multiprocessor, where columns do not begin at 16 bytes: elements come one by
 # one, or by two. Products with heads of 50257 (124 TFLOP/s) and 30522 columns (262) on an H200 (132 at 1.98
 # GHz), torch 2.11.
@@ -154,7 +149,8 @@ def layer_times(
     accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
     accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float)) / memory_bound
     forward = linear.forward + attention + stream + expert + adapter + cast
-    forward = forward + weight_cast_s(dense + experts, machine) / memory_bound
+    cast_weights = dense * layer.narrow_params + experts * (1.0 - layer.wide_experts)
+    forward = forward + weight_cast_s(cast_weights, machine) / memory_bound
     # Experts have their own exchange; a dense or shared MLP is a second tensor-parallel region.
     regions = (np.asarray(layer.num_heads, dtype=float) > 0) * 1.0
     regions = regions + (np.asarray(layer.ffn + layer.shared_ffn, dtype=float) > 0)
@@ -277,8 +273,7 @@ def end_times(
     product = gemm_s(rows, padded, hidden, sustained(machine), sixteen_bit=True)
     product = np.maximum(product, unaligned_s(rows, padded, hidden, machine))
     per_logit = np.where(machine.traits.fused_loss > 0, 6.0, 14.0) * c.loss_traffic
-    torch_loss = _TORCH_LOSS - _LOSS_CASTS * (np.asarray(rank.element_bytes) >= 4.0)
-    per_logit = np.where(machine.traits.torch_loss > 0, torch_loss, per_logit)
+    per_logit = np.where(machine.traits.loss_bytes > 0, machine.traits.loss_bytes, per_logit)
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
     if speeds:

@@ -15,9 +15,17 @@ from foreshard.cost.attention import (
 from foreshard.cost.elementwise import stream_rate, stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
+from foreshard.cost.kernels import KernelModel
 from foreshard.cost.state_space_scan import scan_s
 from foreshard.graph.shapes import LayerShape
-from foreshard.predict.machine import Machine, kv_share, own_tokens, sustained, tokens_of
+from foreshard.predict.machine import (
+    Machine,
+    in_sixteen_bit,
+    kv_share,
+    own_tokens,
+    sustained,
+    tokens_of,
+)
 
 # Bytes per element of hidden width that elementwise kernels move: a norm reads and writes 16 bit and
 # its backward reads two and writes one; a residual reads two and writes one, backward joins gradients.
@@ -61,6 +69,15 @@ _JOIN_HEADS = 4.0
 # The sum of an adapter reads two and writes one in 16 bit. peft widens the input, autocast narrows it again,
 # 12, and the output is scaled apart, 4; backward does the same and adds two gradients.
 _ADAPTER, _ADAPTER_BACK, _PLAIN_ADAPTER = 6.0, 12.0, 22.0
+# Megatron adds the bias of an expert's output, times the weight of each token, by operations of torch over
+# one expert after another: product 4 at half the rate, sum 10, joined 8, narrowed 6; backward widen 6,
+# narrow 6, products 8 and 8 at half the rate, sums 4 and, over tokens, 4 at a sixth, joined 4. Weights of
+# tokens are in 32 bit for DeepEP and HybridEP; else all is in 16: 2, 6 and 4; backward 4, 4, 2, 2 and 4.
+_EXPERT_BIAS, _NARROW_EXPERT_BIAS = (32.0, 76.0), (14.0, 34.0)
+# Its rotary embedding where sines and cosines have a factor: two products 4 each at half the rate, half
+# negated 2, joined 4, sum 6, joined with channels that do not turn 4; backward 4 and 4 at half the rate, 2,
+# 4, sums of gradients 6 and 6, zeros 2.
+_SCALED_ROPE = (32.0, 36.0)
 _DROPOUT = 5.0  # reads and writes 16 bit, writes a mask of one byte
 # SiLU and product apart read and write five times per output, fused three times.
 _SPLIT_GATE = 5.0 / 3.0 - 1.0
@@ -119,8 +136,8 @@ def linear_sizes(layer: LayerShape, machine: Machine) -> list[tuple[Any, Any, An
     if np.count_nonzero(np.asarray(layer.expert_hidden) - np.asarray(h)):
         latent_own = own * (np.asarray(layer.num_experts) > 0) * (layer.expert_hidden != h)
         sizes += [
-            (latent_own, layer.expert_hidden, h, "router"),
-            (latent_own, h, layer.expert_hidden, "router"),
+            (latent_own, layer.expert_hidden, h, "projection"),
+            (latent_own, h, layer.expert_hidden, "projection"),
         ]
     if np.count_nonzero(layer.scan_state):
         beside = (2.0 * layer.scan_groups * layer.scan_state + layer.scan_heads) / tp
@@ -139,13 +156,42 @@ def _routes_exactly(layer: LayerShape, machine: Machine) -> Any:
     return np.asarray(layer.router_code) > machine.traits.autocasts * (np.asarray(layer.lora_rank) == 0)
 
 
-def product_times(sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
-    """Return seconds of products, at the forward rate of the linear layers.
+def wide_products(
+    layer: LayerShape, sizes: list[tuple[Any, Any, Any, str]], machine: Machine
+) -> dict[int, Any]:
+    """Return which products of a layer stay in 16 bit beside narrower ones, by their places.
+
+    Routers always do: no recipe of narrower products covers them.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/transformer/moe/moe_utils.py RouterGatingLinearFunction; torchtitan b5bcd76
+    models/deepseek_v3 config_registry.py leaves router.gate out of its recipe.
+    """
+    if not np.count_nonzero(machine.rank.low):
+        return {}
+    flags = {
+        "router": 1.0,
+        "projection": layer.wide_latent,
+        **dict.fromkeys(("attention", "latent"), layer.wide_attention),
+        **dict.fromkeys(("mlp", "mlp_output", "shared", "shared_output"), layer.wide_mlp),
+    }
+    found = {place: flags[size[3]] * np.asarray(machine.rank.low) for place, size in enumerate(sizes)}
+    return {place: flag for place, flag in found.items() if np.count_nonzero(flag)}
+
+
+def product_times(layer: LayerShape, sizes: list[tuple[Any, Any, Any, str]], machine: Machine) -> np.ndarray:
+    """Return seconds of the products of a layer, at the forward rate of the linear layers.
 
     Shape (3, len(sizes), ...): of (m, n, k, _) itself, of its input gradient and of its weight gradient.
     """
     m, n, k = all_products(sizes)
-    return gemm_s(m, n, k, sustained(machine), bytes_per_element=machine.rank.matrix_bytes)
+    kernels = sustained(machine)
+    times = gemm_s(m, n, k, kernels, bytes_per_element=machine.rank.matrix_bytes)
+    for i, flag in wide_products(layer, sizes, machine).items():
+        wide = gemm_s(m[:, i], n[:, i], k[:, i], kernels, sixteen_bit=True)
+        times[:, i] = np.where(flag > 0, wide, times[:, i])
+    return times
 
 
 def all_products(sizes: list[tuple[Any, Any, Any, str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -181,7 +227,7 @@ class Linear:
 def linear_times(layer: LayerShape, machine: Machine) -> Linear:
     """Price all per-token matrix products: forward, and the two products of backward."""
     sizes = linear_sizes(layer, machine)
-    forward, input_gradient, weight_gradient = product_times(sizes, machine)
+    forward, input_gradient, weight_gradient = product_times(layer, sizes, machine)
     trained = 1.0 - np.asarray(layer.frozen, dtype=float)
     again = 1.0 - machine.traits.pruned
 
@@ -263,15 +309,22 @@ def expert_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, Any]:
         return 0.0, 0.0, 0.0
     routed, local, wide, width = expert_sizes(layer, machine)
     h, imbalance = layer.expert_hidden, routing_imbalance(machine)
-    kernels = sustained(machine, machine.constants.expert_products)
+    own = sustained(machine, machine.constants.expert_products)
+    kept = np.asarray(layer.wide_experts) * machine.rank.low
 
-    def both(n: Any, k: Any) -> Any:
-        options = {"bytes_per_element": machine.rank.matrix_bytes, "imbalance": imbalance}
+    def products(n: Any, k: Any, kernels: KernelModel, size: Any) -> Any:
+        options = {"bytes_per_element": size, "imbalance": imbalance}
         grouped = grouped_gemm_s(routed, local, n, k, kernels, **options)
         if np.all(machine.traits.grouped):
             return grouped
         looped = grouped_gemm_s(routed, local, n, k, kernels, looped=True, **options)
         return np.where(machine.traits.grouped > 0, grouped, looped)
+
+    def both(n: Any, k: Any) -> Any:
+        narrow = products(n, k, own, machine.rank.matrix_bytes)
+        if not np.count_nonzero(kept):
+            return narrow
+        return np.where(kept > 0, products(n, k, in_sixteen_bit(own), machine.rank.element_bytes), narrow)
 
     forward = both(wide, h) + both(h, width)
     given = both(h, wide) + both(width, h)
@@ -422,10 +475,34 @@ def elementwise_times(layer: LayerShape, machine: Machine) -> tuple[Any, Any, An
     if np.count_nonzero(plain):
         counted = _plain_bytes(layer, machine, permuted=factor * permute)
         moved = [count + plain * (own - count) for count, own in zip(moved, counted, strict=True)]
+    if np.count_nonzero(layer.expert_bias) or np.count_nonzero(layer.rotary_scaled):
+        by_torch = _bytes_by_torch(layer, machine, routed=routed, turned=turned)
+        moved[:2] = [count + more for count, more in zip(moved[:2], by_torch, strict=True)]
     # The byte counts are those of 16 bit.
     scale = rank.element_bytes / (2.0 * stream_rate(norm_bytes(layer, machine), machine.kernels))
     forward, back, norms, expert = (count * scale for count in moved)
     return forward, back, norms, expert
+
+
+def _bytes_by_torch(layer: LayerShape, machine: Machine, *, routed: Any, turned: Any) -> list[Any]:
+    """Return bytes, both ways, of what Megatron leaves to operations of torch beside its fused kernels.
+
+    Experts' biases, but for those of a graph, whose experts are fused; rotary embeddings with a factor.
+
+    Source
+    ------
+    Megatron-LM core_v0.18.2 core/transformer/moe/experts.py TEGroupedMLP._apply_bias,
+    _is_fused_impl_supported; token_dispatcher.py _DeepepManager, _HybridEPManager (float32 probabilities);
+    rope_utils.py apply_rotary_pos_emb, _apply_rotary_pos_emb_bshd.
+    """
+    traits = machine.traits
+    fuses = (1.0 - np.asarray(traits.eager)) * (1.0 - traits.pruned)
+    biased = routed * layer.hidden * layer.expert_bias * (np.asarray(traits.graphs) < 1.0) * fuses
+    scaled = turned * layer.rotary_scaled * fuses
+    return [
+        biased * (narrow + traits.fast_dispatch * (wide - narrow)) + scaled * (rope - _ROPE)
+        for narrow, wide, rope in zip(_NARROW_EXPERT_BIAS, _EXPERT_BIAS, _SCALED_ROPE, strict=True)
+    ]
 
 
 def _plain_bytes(layer: LayerShape, machine: Machine, permuted: Any) -> tuple[Any, Any, Any, Any]:
@@ -485,10 +562,12 @@ def cast_s(layer: LayerShape, machine: Machine) -> Any:
         return 0.0
     tokens = tokens_of(machine)
     tp = machine.rank.tp
-    inputs = 2.0 * layer.hidden + (layer.value_width + layer.ffn + layer.shared_ffn) / tp
+    attention = (layer.hidden + layer.value_width / tp) * (1.0 - layer.wide_attention)
+    mlp = (layer.hidden + (layer.ffn + layer.shared_ffn) / tp) * (1.0 - layer.wide_mlp)
     # Ranks that share an expert (etp) each cast all tokens that they gathered.
     routed = layer.top_k * (layer.expert_hidden * machine.rank.etp + layer.expert_ffn) / tp
-    moved = tokens * (inputs + routed) * _cast_bytes(machine)
+    routed = routed * (1.0 - layer.wide_experts)
+    moved = tokens * (attention + mlp + routed) * _cast_bytes(machine)
     return stream_s(moved, machine.kernels) * machine.rank.low
 
 

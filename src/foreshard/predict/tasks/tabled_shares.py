@@ -19,6 +19,7 @@ from foreshard.predict.tasks.kernels import (
     norm_bytes,
     product_times,
     routing_imbalance,
+    wide_products,
 )
 
 
@@ -44,8 +45,12 @@ def tabled_shares(layer: LayerShape, machine: Machine) -> TabledShares:
 
 def _of_products(layer: LayerShape, machine: Machine) -> Any:
     sizes = linear_sizes(layer, machine)
-    covered = tabled(machine.kernels.gemm_table, all_products(sizes))
-    seconds = product_times(sizes, machine)
+    products = all_products(sizes)
+    seconds = product_times(layer, sizes, machine)
+    covered = np.broadcast_to(tabled(machine.kernels.gemm_table, products), seconds.shape).copy()
+    for i, flag in wide_products(layer, sizes, machine).items():
+        wide = tabled(machine.kernels.gemm16_table, tuple(size[:, i] for size in products))
+        covered[:, i] = np.where(flag > 0, wide, covered[:, i])
     whole = seconds.sum((0, 1))
     return np.where(whole > 0, (seconds * covered).sum((0, 1)) / np.where(whole > 0, whole, 1.0), 0.0)
 
