@@ -57,12 +57,26 @@ def __dir__() -> list[str]:
 
 
 class _Verb(ModuleType):
-    """A layer whose name is also a verb of the API: called, it is the verb."""
+    """A layer whose name is also a verb of the API: called or asked for help, it is the verb."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def _function(self) -> Any:
         from foreshard import api
 
-        return getattr(api, self.__name__.rpartition(".")[2])(*args, **kwargs)
+        return getattr(api, self.__name__.rpartition(".")[2])
+
+    @property
+    def __signature__(self) -> Any:
+        from inspect import signature
+
+        return signature(self._function)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return str(self._function.__doc__)
 
 
 class _Package(ModuleType):

@@ -1,5 +1,6 @@
 """What a user of Python passes: numbers of numpy, enums, paths, dicts, answers; anything else is refused."""
 
+import inspect
 import json
 from enum import Enum
 from pathlib import Path
@@ -141,3 +142,8 @@ def test_instances_to_rent_are_compared_from_python():
     for wrong in ({"rent": "alibaba"}, {"rent": "all", "cluster": "8xh100"}, {}):
         with pytest.raises(SpecError):
             foreshard.plan("gpt2", **asked, **wrong)
+
+
+def test_help_on_a_verb_is_of_the_verb_though_a_layer_has_its_name():
+    assert "cluster" in inspect.signature(foreshard.predict).parameters
+    assert "training step" in inspect.getdoc(foreshard.predict)
