@@ -27,8 +27,9 @@ _PART_OF_WAY = 0.5
 """Part of the way from the bound to the target by which an attempt raises it, where that is longer."""
 _LONGEST_STEP = 1.0
 """Part of the bound by which an attempt raises it at most, as long as there is no plan and so no target."""
-_LONGEST_OF_PROOF = 0.01
-"""The same in a proof, whose pipelines are many: no plan is found by going further."""
+_FIRST_OF_PROOF = 0.01
+"""The same in a proof at first, whose pipelines are many: no plan is found by going further. Each one that
+succeeds is followed by one twice as long."""
 _LEAST_S = 2.0
 """Seconds of an attempt as long as there is no plan at all."""
 _STALE = 0.004
@@ -64,12 +65,14 @@ class BoundRaiser:
     def attempt(self, pipelines: tuple[int, int], bound_s: float) -> tuple[float, bool]:
         """Return the bound of a range after one attempt to raise it, and whether another is of no use."""
         state = self.state
-        longest = _LONGEST_OF_PROOF if state.filling == "least" and state.best is not None else _LONGEST_STEP
-        first = min(max(_STEP, _PART_OF_WAY * (state.aim_s / bound_s - 1.0)), longest)
-        step = self.steps.pop(pipelines, first)
+        proves = state.filling == "least" and state.best is not None
+        longest = max(_STEP, _PART_OF_WAY * (state.aim_s / bound_s - 1.0))
+        step = min(self.steps.pop(pipelines, _FIRST_OF_PROOF if proves else _LONGEST_STEP), longest)
         budget = state.budget if state.best is not None else state.budget.at_least(_LEAST_S)
         seconds, best_s = min(bound_s * (1.0 + step), state.aim_s), state.best_s
         if _is_excluded(state, pipelines, seconds, self.memory, budget):
+            if proves:
+                self.steps[pipelines] = 2.0 * step
             hopeless = seconds >= longest_step_s(state.problem)
             return (np.inf if hopeless else seconds), hopeless
         if state.best_s >= best_s:
