@@ -129,6 +129,25 @@ def test_no_plan_is_faster_by_the_engine(case):
     assert judged >= 20
 
 
+def test_messages_in_turn_count_once_while_a_pipeline_fills():
+    """They hold both stages twice in the steady state; a bound that took as much for filling was too high."""
+    request = checked_request(
+        load_model("llama3-8b"),
+        load_cluster("2x2xa100-sxm-80gb@10Gb/s"),
+        global_batch=BATCH,
+        seq_len=1024,
+        framework="megatron-deepspeed",
+    )
+    problem = price_stages(request, (0,), by_domain=True)
+    alike = [kind.tp == 2 and kind.samples == 8 and kind.recompute == "full" for kind in problem.names]
+    option, last = alike.index(True), problem.num_layers
+    for cut in (6, 17, 28):
+        template = tuple(StageSpan(option=option, start=a, stop=b) for a, b in ((0, cut), (cut, last)))
+        arrangement = Arrangement(templates=(template,), shares=(BATCH,))
+        real_s = engine_seconds(request, [plan_of(request, problem, arrangement)])[0]
+        assert real_s / 1.1 < step_seconds(problem, arrangement, filling="least") <= real_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(("case", "by_domain"), [(3, False), (1, True), (2, True)])
 def test_a_pipeline_alone_costs_about_what_the_engine_says(case, by_domain):
     """One kind of device, one pipeline over several nodes: unknown are what unequal stages hide and which

@@ -231,14 +231,18 @@ class SharedPrices(NamedTuple):
 def _pass(batch: Batch, stage: StageTimes, depth: int | None) -> np.ndarray:
     """Return the seconds of a micro-batch on every stage, in the steady state.
 
-    Without a depth, at their best. In pipelines of so many stages, all like this one, a chunk that goes back
-    to the first stage takes a pass a stage; how much longer that is than the passes of all stages is shared
-    by them. Where chunks differ by a layer, stages wait for each other in every turn of as many micro-batches
-    as there are stages, as the engine has it (`predict/analytical/engine.py`); each has its part of that too.
+    Without a depth, at their best: messages that a stage exchanges in turn hold it twice in the steady state,
+    but once while the pipeline fills and drains, for which the same seconds stand. In pipelines of so many
+    stages, all like this one, a chunk that goes back to the first stage takes a pass a stage; how much longer
+    that is than the passes of all stages is shared by them. Where chunks differ by a layer, stages wait for
+    each other in every turn of as many micro-batches as there are stages, as the engine has it
+    (`predict/analytical/engine.py`); each has its part of that too.
     """
-    if depth is None:
-        return np.asarray(stage.total)
     chunks = np.asarray(batch.pipeline.num_chunks)
+    if depth is None:
+        return np.asarray(
+            stage.total - (chunks <= 1) * batch.machine.traits.p2p_in_turn * stage.messages.each
+        )
     around_s = np.maximum(stage.forward, stage.backward) + chunks * stage.messages.each / 2.0
     waited_s = (1.0 - 1.0 / chunks) * np.maximum(around_s - stage.total, 0.0)
     layers = np.asarray(sum(batch.counts))
