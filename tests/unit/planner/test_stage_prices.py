@@ -148,6 +148,25 @@ def test_messages_in_turn_count_once_while_a_pipeline_fills():
         assert real_s / 1.1 < step_seconds(problem, arrangement, filling="least") <= real_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("share", [64, 60, 48])
+def test_a_short_last_micro_batch_may_leave_fewer_gradients_exposed(share):
+    """Collectives slow what they run beside, of which it has less."""
+    request = checked_request(
+        load_model("llama3-8b"),
+        load_cluster("2x8xv100-sxm-16gb@100Gb/s"),
+        global_batch=share,
+        seq_len=1024,
+        precision="fp16",
+        framework="nemo",
+    )
+    problem = price_stages(request, (0,), by_domain=True)
+    alike = [(kind.tp, kind.samples, kind.recompute) == (8, 24, "full") for kind in problem.names]
+    span = StageSpan(option=alike.index(True), start=0, stop=problem.num_layers)
+    arrangement = Arrangement(templates=((span,),), shares=(share,))
+    real_s = engine_seconds(request, [plan_of(request, problem, arrangement)])[0]
+    assert real_s / 1.05 < step_seconds(problem, arrangement, filling="least") <= real_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(("case", "by_domain"), [(3, False), (1, True), (2, True)])
 def test_a_pipeline_alone_costs_about_what_the_engine_says(case, by_domain):
     """One kind of device, one pipeline over several nodes: unknown are what unequal stages hide and which

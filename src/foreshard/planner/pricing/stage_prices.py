@@ -280,7 +280,7 @@ def _tail(
         if copies > wide:
             inside = np.maximum(inside, np.ceil(copies * width / wide))
         experts = np.minimum(np.ceil(alike), begin)
-        return _tail_of(batch, stage, width * copies, (inside, experts), blocks)
+        return _tail_of(batch, stage, width * copies, (inside, experts), blocks, apart=apart)
     fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
     any_cut = np.where(rank.ep > 1, begin, 1.0).max(initial=1.0)
     experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), np.where(rank.ep > 1, any_cut, blocks))
@@ -311,6 +311,8 @@ def _tail_of(
     replicas: np.ndarray,
     inside: tuple[np.ndarray, np.ndarray],
     blocks: np.ndarray,
+    *,
+    apart: bool = False,
 ) -> np.ndarray:
     """Return the tail of every stage when so many ranks join its gradients, those of cp counted.
 
@@ -328,7 +330,9 @@ def _tail_of(
         sync_stride=stride,
         expert_stride=expert_stride,
     )
-    end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage)
+    # The last micro-batch of a bound may have fewer samples, unless each rank has but one.
+    least = (rank.micro_batch > 1) & (not apart)
+    end = end_of_step(replace(batch, machine=replace(batch.machine, rank=spread)), stage, least=least)
     # All of a pipeline follows its first forward; other stages wait for their weights while it fills.
     first_s = (end.first_s + end.wait) * (np.asarray(batch.has_embedding) > 0)
     return np.asarray(end.tail_s + end.update_s + first_s + stage.reduce_once)

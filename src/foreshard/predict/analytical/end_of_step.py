@@ -75,8 +75,11 @@ class EndOfStep:
         )
 
 
-def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
-    """Return what precedes the first micro-batch and follows the last one on each run of stages."""
+def end_of_step(batch: Batch, stage: StageTimes, *, least: Any = 0.0) -> EndOfStep:
+    """Return what precedes the first micro-batch and follows the last one on each run of stages.
+
+    Where `least` is above 0, the last micro-batch may be as short as leaves fewest gradients exposed.
+    """
     machine, p = batch.machine, batch.pipeline
     rank, traits, chunks = machine.rank, machine.traits, p.num_chunks
     buckets = _num_buckets(batch, stage)
@@ -96,6 +99,8 @@ def end_of_step(batch: Batch, stage: StageTimes) -> EndOfStep:
     hidden_f = first_forward * (1.0 - chunks * last)
     # Compute beside a collective is slowed, which counts where compute is what the step waits for.
     slowed = contention(machine)
+    hides_most = np.maximum(reduce * (1.0 - chunks * last), 0.0) / (1.0 + slowed)
+    hidden_b = np.where(least > 0, np.minimum(hidden_b, hides_most), hidden_b)
     slowed_b = slowed * np.minimum(hidden_b / chunks, np.maximum(reduce / chunks - reduce * last, 0.0))
     slowed_f = slowed * (chunks == 1) * np.minimum(hidden_f, gather * (1.0 - last))
     exposed = np.maximum(reduce * last + slowed_b, (reduce - hidden_b) / chunks)
