@@ -15,7 +15,7 @@ def money(
     usd_per_device_hour: float | None = None,
     num_devices: int | None = None,
 ) -> Money:
-    """Return what the time of all nodes costs; a whole cluster is paid, idle devices too.
+    """Return what the time of nodes costs: all of them are paid, their idle devices too.
 
     `tokens` are those of the whole run, without them there is no total; `usd_per_device_hour` stands in for
     the prices of the cluster. What lacks a price is None. `num_devices` train, for the hours of the run.

@@ -44,7 +44,6 @@ _SENT_BY = {
     "deepep": "DeepEP, once for each rank and node",
     "hybridep": "HybridEP, once for each rank and link domain",
 }
-IDLE_PAID = "they are paid, not powered"
 _NO_GOODPUT = "no data loading, checkpointing, evaluation or failures in the step; goodput is not predicted"
 _GOODPUT = (
     "goodput: failures strike at a constant rate, a failed device is replaced within the restart, "
@@ -105,7 +104,8 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
     said += dict.fromkeys(_short(group) for group in plan.groups if group.share % group.micro_batch)
     if len(plan.ranks) < case.cluster.num_devices:
         idle = case.cluster.num_devices - len(plan.ranks)
-        said.append(f"{idle} of {case.cluster.num_devices} devices are idle; {IDLE_PAID}")
+        paid = "not powered; nodes without a rank are not paid"
+        said.append(f"{idle} of {case.cluster.num_devices} devices are idle, {paid}")
     return tuple(said)
 
 

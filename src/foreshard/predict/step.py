@@ -558,7 +558,7 @@ def _assemble(
         time_breakdown_s=parts,
         memory=memory,
         cost=money(
-            case.cluster,
+            case.cluster.in_use(plan.ranks),
             step_s,
             plan.tokens,
             tokens=paid_tokens,

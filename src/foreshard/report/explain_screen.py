@@ -138,14 +138,16 @@ def _peaks(request: Asked, plan: Plan) -> str:
 def _money(request: Asked, prediction: Prediction) -> dict[str, str]:
     if prediction.cost.usd_per_step is None:
         return {"cost": "no price is known for every node; null, not zero"}
+    paid = request.cluster.in_use(prediction.plan.ranks)
     if request.usd_per_device_hour is not None:
         rate = (
             f"${request.usd_per_device_hour:g} a device-hour, stated, "
-            f"x {number_of(request.cluster.num_devices, 'device')}"
+            f"x {number_of(paid.num_devices, 'device')}"
         )
     else:
-        hourly = quantity.usd(request.cluster.usd_per_h)
-        rate = f"{hourly} an hour for all nodes, prices of {prediction.cost.price_date}"
+        hourly = quantity.usd(paid.usd_per_h)
+        nodes = number_of(paid.num_nodes, "node")
+        rate = f"{hourly} an hour for {nodes}, prices of {prediction.cost.price_date}"
     step = quantity.seconds(prediction.step_time_s)
     many = f"{prediction.plan.tokens:,} {counted(prediction.plan)}"
-    return {"cost": f"{rate} x {step} / {many}; idle devices are paid too"}
+    return {"cost": f"{rate} x {step} / {many}; idle devices of these nodes are paid too"}

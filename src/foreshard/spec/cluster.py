@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -139,6 +139,18 @@ class Cluster:
             return self
         nodes = (replace(group, usd_per_h=price * group.per_node, price_date=None) for group in self.nodes)
         return replace(self, nodes=tuple(nodes))
+
+    def in_use(self, ranks: Collection[int]) -> Cluster:
+        """Return the nodes that any of the ranks is on, as a cluster of their own."""
+        if len(ranks) == self.num_devices:
+            return self
+        kept, first = [], 0
+        for group in self.nodes:
+            last = first + group.num_devices
+            if used := {(rank - first) // group.per_node for rank in ranks if first <= rank < last}:
+                kept.append(replace(group, count=len(used)))
+            first = last
+        return replace(self, nodes=tuple(kept))
 
     def node_group_of(self, rank: int) -> NodeGroup:
         """Return the group whose device has this rank."""

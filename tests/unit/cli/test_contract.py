@@ -211,8 +211,8 @@ def test_a_run_is_one_number_in_every_verb(shell, tmp_path, run):
             assert one[key] == whole[key]
 
 
-def test_what_a_plan_leaves_idle_is_not_paid_but_priced_as_dated(shell):
-    """predict pays for the whole cluster, and each says so."""
+def test_what_a_plan_leaves_idle_is_not_paid_but_priced_as_dated(shell, tmp_path):
+    """predict paid for the whole cluster, plan for the nodes in use."""
     asked = (
         "gpt2-xl",
         "4x8xh100-sxm@100Gb/s",
@@ -223,8 +223,9 @@ def test_what_a_plan_leaves_idle_is_not_paid_but_priced_as_dated(shell):
         "--framework",
         "fms-fsdp",
     )
-    best = shell("plan", *asked, "--objective", "energy", "--json").json["plans"][0]
+    file = str(tmp_path / "plan.json")
+    best = shell("plan", *asked, "--objective", "energy", "-o", file, "--json").json["plans"][0]
     used, dated = best["prediction"], shell("predict", *asked, "--json").json["cost"]["price_date"]
     assert used["cost"]["price_date"] == dated is not None
     assert any("not paid" in one for one in used["assumptions"])
-    assert not any("they are paid" in one for one in used["assumptions"])
+    assert shell("predict", *asked[:2], "--plan", file, "--json").json["cost"] == used["cost"]

@@ -15,12 +15,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from foreshard.cost.money import money
 from foreshard.errors import InfeasibleError
 from foreshard.planner.measured.balancing import balanced
 from foreshard.planner.measured.places import Places
 from foreshard.planner.measured.prices import StageOption, one_pass_s, priced, work_bound_s
-from foreshard.planner.pricing.engine_times import nodes_in_use
 from foreshard.planner.pricing.judged import JudgedPlans
 from foreshard.planner.result import PlanResult, Ranked
 from foreshard.planner.solver.problem import Arrangement, Problem, StageSpan, step_seconds
@@ -133,7 +131,7 @@ def plan_measured(
     if not ranked:
         return _infeasible(costs, bound_s, started)
     predicted = predicted or partial(source.predict, tokens=tokens)
-    shown = _timed([(plan, _paid(predicted(plan), cluster, tokens)) for plan in _shown(ranked, equal, top)])
+    shown = _timed([(plan, predicted(plan)) for plan in _shown(ranked, equal, top)])
     return PlanResult(
         plans=shown,
         lower_bound_step_time_s=bound_s,
@@ -150,15 +148,6 @@ def plan_measured(
             *(["Nothing fits without recomputing layers"] if len(rules) > 1 else []),
         ),
     )
-
-
-def _paid(found: Prediction, cluster: Cluster, tokens: float | None) -> Prediction:
-    """Return a prediction with the price of the nodes in use: idle ones are not paid for."""
-    used = nodes_in_use(cluster, found.plan)
-    if used.num_nodes == cluster.num_nodes:
-        return found
-    ranks, per_step = len(found.plan.ranks), found.tokens_per_s * found.step_time_s
-    return replace(found, cost=money(used, found.step_time_s, per_step, tokens=tokens, num_devices=ranks))
 
 
 def _searched(

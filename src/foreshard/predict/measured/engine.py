@@ -147,7 +147,7 @@ def predict_measured(
         time_breakdown_s=parts,
         memory=measured_memory(costs, cluster, plan),
         cost=money(
-            cluster,
+            cluster.in_use(plan.ranks),
             step_s,
             plan.global_batch * costs.tokens_per_sample,
             tokens=tokens,
