@@ -127,7 +127,13 @@ class ClusterFile:
 def read_cluster_file(path: str | Path) -> tuple[ClusterFile, Mapping[str, Device]]:
     """Return the tables of a cluster file and the devices it defines, by name."""
     file = str(path)
-    return cluster_tables(codec.parse_toml(codec.read_text(path, max_bytes=MAX_TOML_BYTES), file=file), file)
+    text = codec.read_text(path, max_bytes=MAX_TOML_BYTES)
+    if text.lstrip().startswith("{"):
+        rule = "A cluster is a name, a shorthand like 2x8xh100-sxm, or a TOML file"
+        raise SpecError(
+            "JSON, no cluster", file=file, rule=rule, fix="Give a plan by --plan, after the cluster"
+        )
+    return cluster_tables(codec.parse_toml(text, file=file), file)
 
 
 def cluster_tables(data: Any, file: str) -> tuple[ClusterFile, Mapping[str, Device]]:

@@ -90,6 +90,10 @@ def _from_steps(
     from foreshard.report.measured_screen import calibration_screen
     from foreshard.report.pages.calibration_page import calibration_page
 
+    for name in steps:
+        if Path(name).suffix == ".json":
+            rule, fix = "Measured steps are a table, .csv", "Give what foreshard profile wrote by --profile"
+            raise SpecError("no table of steps", key="--steps", value=name, rule=rule, fix=fix)
     files = [find(name) for name in steps]
     made = api.calibrate_steps(files, family=family, exclude_calibration=exclude_calibration)
     out = click.get_current_context().meta.get("foreshard.output")

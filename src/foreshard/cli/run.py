@@ -186,6 +186,8 @@ def command(job: str, plan_file: str, **options: Any) -> None:
         local = options["local"]
         ranks = of_torchrun("WORLD_SIZE") if local is None else local
         emulation = emulation_of(lab, ranks=ranks)
+    if options["local"] is not None:
+        _say_idle(plan_file, options["local"], policy=options["policy"])
     start = partial(launch, job, plan_file, emulation=emulation, **options)
     train(start, options, predicted_s, lab)
 
@@ -291,6 +293,17 @@ def predicted(
     if changes:
         say(f"predicted: {seconds(step_s)} a step in the initial state of the lab, without its changes")
     return step_s
+
+
+def _say_idle(plan_file: str, local: int, *, policy: str | None) -> None:
+    """Say which of the ranks started here have no part in the plan."""
+    from foreshard import api
+
+    idle = sorted(set(range(local)) - set(api.load_plan(plan_file).ranks))
+    if not idle or policy not in (None, "static"):
+        return
+    which = f"rank {idle[0]} is" if len(idle) == 1 else f"ranks {', '.join(map(str, idle))} are"
+    say(f"{which} idle: the plan trains on {local - len(idle)} of the {local} ranks of --local")
 
 
 def changes_of(lab: str | None) -> bool:

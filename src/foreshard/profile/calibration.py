@@ -43,7 +43,7 @@ def calibrate(
         *((name, profile) for name, factor in (slow or {}).items() if factor == 1.0),
         *(others or {}).items(),
     ):
-        _check_device(name, other["fingerprint"].get("accelerator", ""))
+        _check_device(name, other["fingerprint"])
     layers = {name: _layers(other, _COLUMN[clock]) for name, other in profiles.items()}
     parts = {name: _parts(other, _COLUMN[clock]) for name, other in profiles.items()}
     spreads = [_spread(other, _COLUMN[clock]) for other in profiles.values()]
@@ -105,12 +105,18 @@ def _check(profile: Mapping[str, Any], other: Mapping[str, Any], clock: str, nam
         raise SpecError(what, key="--clock", value=clock, rule=rule, fix="Use --clock wall")
 
 
-def _check_device(name: str, accelerator: str) -> None:
+def _check_device(name: str, fingerprint: Mapping[str, Any]) -> None:
     """Raise where a profile is said to be of one device of the catalog and was made on another."""
+    accelerator = fingerprint.get("accelerator", "")
     try:
-        said, measured = resolve_device(name), resolve_device(accelerator)
-    except SpecError:  # a lab's device, a processor, or a GPU that no catalog has
+        said = resolve_device(name)
+        measured = resolve_device(accelerator) if accelerator else None
+    except SpecError:  # a lab's device, or a GPU that no catalog has
         return
+    if measured is None:
+        processor = fingerprint.get("processor") or "a processor"
+        rule, fix = f"The profile was made on {processor}", f"Profile the job on {said.name}"
+        raise SpecError("a profile of a processor", key="--profile", value=name, rule=rule, fix=fix)
     if said.name != measured.name:
         rule = f"The profile was made on {accelerator}"
         fix = (

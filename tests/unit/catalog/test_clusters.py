@@ -263,6 +263,9 @@ def test_a_file_that_is_no_cluster_is_an_error(tmp_path, content):
 
 def test_a_missing_file_and_a_directory_are_errors(tmp_path):
     assert "No such file" in refuse(tmp_path / "none.toml").what
+    (tmp_path / "plan.json").write_text('{"groups": []}')
+    refused = refuse(tmp_path / "plan.json")
+    assert refused.what == "JSON, no cluster" and "2x8xh100-sxm" in refused.rule and "--plan" in refused.fix
     assert refuse(tmp_path).file
     assert refuse(str(tmp_path)).file
 

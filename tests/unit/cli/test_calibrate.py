@@ -112,6 +112,7 @@ def test_a_device_that_is_given_twice_is_refused(words, key, shell):
         (("--steps", "a.csv", "--profile", "b.json"), "--profile"),
         (("--steps", "a.csv", "--clock", "cpu"), "--clock"),
         (("--profile", "b.json", "--family", "mine"), "--family"),
+        (("--steps", "profile.json"), "--steps"),
     ],
 )
 def test_options_of_profiles_and_of_steps_do_not_mix(words, key, shell):

@@ -301,6 +301,12 @@ def test_what_cannot_be_meant_is_refused_before_a_rank_is_started(launched, word
     assert not given and ended.code == 2 and words[0] in ended.err + "--out --trace"
 
 
+def test_ranks_that_the_plan_leaves_idle_are_said(launched):
+    assert "idle" not in launched()[1].err
+    assert "rank 3 is idle: the plan trains on 3 of the 4 ranks" in launched("--local", "4")[1].err
+    assert "ranks 3, 4 are idle" in launched("--local", "5")[1].err
+
+
 def test_options_that_nothing_reads_are_said(launched):
     _, ended = launched("--cluster", "1x4xa100-sxm-80gb", "--model", "gpt2")
     assert "--cluster is of no use" in ended.err and "--model is of no use" in ended.err

@@ -219,6 +219,9 @@ def test_a_profile_of_one_gpu_is_not_taken_for_another():
     assert "--device rtx-3090=F" in caught.value.fix
     with pytest.raises(SpecError, match="a profile of h100-sxm"):
         calibrate(made_up(), others={"rtx-3090": made})
+    with pytest.raises(SpecError, match="a profile of a processor") as caught:
+        calibrate(made_up(), slow={"rtx-3090": 1.0})
+    assert caught.value.value == "rtx-3090" and caught.value.rule == "The profile was made on p"
 
 
 @pytest.mark.parametrize(("other", "clock"), [({"job": "k"}, "wall"), ({"device": "cuda"}, "cpu")])
