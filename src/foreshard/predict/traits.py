@@ -8,7 +8,7 @@ from typing import Any
 
 from foreshard.catalog.kernels import keeps_rate
 from foreshard.catalog.memory_profiles import memory_profile
-from foreshard.catalog.stacks import attention_on
+from foreshard.catalog.stacks import attention_constants, attention_on
 from foreshard.catalog.training import HOST_CLASSES
 from foreshard.errors import SpecError
 from foreshard.spec.device import Device
@@ -34,6 +34,9 @@ _SUMS_WHOLE = ("deepspeed", "megatron-deepspeed")
 # (partitioned_param_coordinator.py __params_to_release).
 _KEPT_ELEMENTS = 5e8
 _NARROW = ("fp8", "mxfp8", "nvfp4")
+_TIMED = ("fa3", "sdpa")
+"""Kernels whose backward was timed alone on Hopper: Shah et al. 2024, figure 6; torch's on an H200
+(docs/derivations/kernels.md, section 3)."""
 _MASKED = 2.0
 """Times as long as flash attention 2, which takes no mask, that the memory-efficient kernel runs instead:
 as the first flash kernel (Dao 2023, arXiv 2307.08691, abstract)."""
@@ -61,6 +64,7 @@ class Traits:
 
     flash: Any
     masked: Any  # times as long as attention takes where its windows are a mask to the kernel, 0 where not
+    timed_backward: Any  # 1 where the backward of flash attention was timed by itself
     wide_softmax: Any  # 1 where softmax without a flash kernel runs in 32 bit, operation by operation
     hopper: Any
     blackwell: Any
@@ -222,6 +226,7 @@ def traits_of(
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
         masked=framework.masked * (_MASKED if attention_on(framework, device) == "fa2" else 1.0),
+        timed_backward=float(device.arch == "hopper" and attention_constants(framework, device) in _TIMED),
         # The fused kernel takes scores in 16 bit alone (megatron/model/fused_softmax.py).
         wide_softmax=float(framework.softmax == "wide" or (wide > 2.0 and not framework.sdpa)),
         hopper=float(device.arch == "hopper"),

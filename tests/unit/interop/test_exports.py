@@ -320,6 +320,14 @@ def test_megatron_names_what_forbids_to_overlap_experts(degrees, reason):
     assert export(replace(made, comm={}), "megatron", model=model).text
 
 
+@pytest.mark.parametrize(("hidden", "connections"), [(False, 1), (True, 32)])
+def test_megatron_gets_the_connections_that_hiding_the_exchange_of_tokens_needs(hidden, connections):
+    model = load_model("mixtral-8x7b")
+    made = plan_from_degrees(model.num_layers, 16, global_batch=64, seq_len=4096, ep=8)
+    text = export(replace(made, comm={"expert_overlap": hidden}), "megatron", model=model).text
+    assert f"export CUDA_DEVICE_MAX_CONNECTIONS={connections} " in text
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("olmo", "norms without parameters"), ("olmo2", "norms of each head")]
 )

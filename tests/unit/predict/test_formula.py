@@ -11,6 +11,7 @@ from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
+from foreshard.cost.attention import backward_of_forward_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.memory_activations import recompute_of
 from foreshard.errors import SpecError
@@ -492,6 +493,32 @@ def test_model_code_of_transformers_runs_norms_rotary_and_adapters_kernel_by_ker
         elementwise_times(plain.kinds[0], plain.machine)[0]
         == elementwise_times(fused.kinds[0], fused.machine)[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("framework", "cluster", "timed"),
+    [
+        ("deepspeed", "1x8xh100-sxm", True),
+        ("torchtitan", "1x8xh100-sxm", True),
+        ("megatron-core", "1x8xh100-sxm", False),
+        ("deepspeed", "1x8xa100-sxm-80gb", False),
+    ],
+)
+def test_a_backward_of_attention_that_was_timed_alone_slows_as_products_do(framework, cluster, timed):
+    """What is fitted over it makes up for the ratio of kernels that nobody timed."""
+    batch = batch_of(cluster=cluster, framework=framework, zero=1, seq_len=16384)[1]
+    layer, machine = batch.kinds[0], batch.machine
+    fitted = replace(machine, constants=replace(machine.constants, flash_backward=1.5))
+    own, other = (np.max(attention_times(layer, one)[1]) for one in (machine, fitted))
+    ratio = 1.0 if timed else 1.5 / machine.constants.flash_backward
+    assert other / own == pytest.approx(ratio)
+    if timed:
+        alone = backward_of_forward_s(
+            np.max(attention_times(layer, machine)[0]) / machine.constants.flash_forward,
+            machine.kernels,
+            16384.0,
+        )
+        assert own / np.max(alone) == pytest.approx(np.max(sustained(machine).gemm16_slower), rel=1e-3)
 
 
 def test_the_loss_of_megatron_costs_its_operations():

@@ -36,6 +36,7 @@ _PRECISIONS: dict[str, tuple[Flag, ...]] = {
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
+_EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
 _WRITTEN = tuple(name for name in OVERRIDES if name != "clips")
 """Overrides that flags set, if not with every value."""
 
@@ -287,7 +288,7 @@ def _overlap_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
         (hidden["grad_overlap"], ("--overlap-grad-reduce",)),
         (hidden["param_gather_overlap"], ("--overlap-param-gather",)),
         (degrees.vpp > 1 and not hidden["p2p_overlap"], ("--no-overlap-p2p-communication",)),
-        (degrees.ep > 1 and hidden["expert_overlap"], ("--overlap-moe-expert-parallel-comm",)),
+        (degrees.ep > 1 and hidden["expert_overlap"], (_EXPERT_OVERLAP,)),
         (degrees.cp > 1 and hidden["context_gather"], ("--cp-comm-type", "all_gather")),
         (degrees.ep > 1 and hidden["shared_overlap"], ("--moe-shared-expert-overlap",)),
     ]
@@ -295,11 +296,20 @@ def _overlap_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
 
 
 def _script(version: str, degrees: Uniform, flags: list[Flag]) -> str:
+    """Return the file to source.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 arguments.py validate_args; core/transformer/moe/README.md, what the overlap of
+    exchanges requires; Megatron-Bridge v0.6.0 perf_recipes, 32 connections.
+    """
     connections = (
-        "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
-        if degrees.zero > 1
-        else "export CUDA_DEVICE_MAX_CONNECTIONS=1  # orders tensor-parallel collectives before Blackwell"
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1  # orders tensor-parallel collectives before Blackwell"
     )
+    if degrees.zero > 1:
+        connections = "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
+    elif (_EXPERT_OVERLAP,) in flags:
+        connections = "export CUDA_DEVICE_MAX_CONNECTIONS=32  # with 1 no exchange of tokens is hidden"
     lines = [
         f"# {version}, world size {len(degrees.ranks)} = "
         f"tp {degrees.tp} x cp {degrees.cp} x dp {degrees.dp} x pp {degrees.pp}",

@@ -376,7 +376,10 @@ def _attention_round(layer: LayerShape, machine: Machine, length: Any) -> tuple[
         new = new * np.where(_under_mask(layer, machine, length), traits.masked, 1.0)
         forward = alone * (c.flash_forward * new)
         backward = flash_attention_backward_s(alone, sizes, machine.kernels, **mask)
-        backward = backward * (c.flash_backward * new)
+        # What is fitted makes up for a backward that nobody timed; one that was slows as products do.
+        timed = np.asarray(traits.timed_backward) > 0
+        slower = sustained(machine).gemm16_slower if np.count_nonzero(timed) else 1.0
+        backward = backward * np.where(timed, slower, c.flash_backward) * new
     if not np.all(traits.flash):
         plain, plain_back = unfused_attention_s(
             rank.micro_batch,
