@@ -513,7 +513,7 @@ def _layer(
         boundary_bytes_per_pair=layer.boundary_bytes.square,
         beside=layer.beside_bytes,
         # beside them what forward keeps of any batch: copies of weights in 16 bit, masks
-        frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES + max(0.0, layer.saved_bytes.fixed),
+        frozen_bytes=(layer.frozen + layer.buffers) * module.weight_bytes + max(0.0, layer.saved_bytes.fixed),
         sums_forward=_sums(layer.sums_forward, sizes[1]),
         sums_backward=_sums(layer.sums_backward, sizes[1]),
         summed_bytes=layer.unsummed * MASTER_BYTES,
