@@ -266,10 +266,11 @@ def _curve(device: Device, precision: str) -> dict[str, float]:
 def at_half_rate(curve: Mapping[str, float]) -> dict[str, float]:
     """Return the curve of matrix units that run at half the rate of those it was fitted on.
 
-    What feeds them keeps up with twice their rate, the prologue of a tile is worth half the length, and power
-    is left to hold the clock (docs/derivations/kernels.md, section 2).
+    What feeds them keeps up with twice their rate, the prologue of a tile takes as long, and power is left to
+    hold the clock (docs/derivations/kernels.md, section 2).
     """
-    return {**curve, "eff": min(1.0, 2.0 * curve["eff"]), "k0": 0.5 * curve["k0"], "sag": 0.0}
+    eff = min(1.0, 2.0 * curve["eff"])
+    return {**curve, "eff": eff, "k0": curve["k0"] * eff / (2.0 * curve["eff"]), "sag": 0.0}
 
 
 def _check(key: str, value: str, known: Sequence[str]) -> None:
