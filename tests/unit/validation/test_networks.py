@@ -217,6 +217,14 @@ def test_another_framework_has_wide_intervals_that_say_so():
         assert there.intervals_s[level][0] < low and high < there.intervals_s[level][1]
 
 
+def test_attention_of_timm_was_products_before_pytorch_2():
+    row = {"model": "deit_tiny_patch16_224", "device": "RTX 3090", "precision": "amp", "layout": "nchw"}
+    row |= {"mode": "eager", "batch_size": "256.0", "img_size": "224", "samples_per_sec": "100"}
+    old, new = (run_of("timm-inference", row | {"framework": f"pytorch {one}"}) for one in ("1.13", "2.10"))
+    assert (old.changed, new.changed) == ((("fused_attention", False),), ())
+    assert (old.batch, old.training) == (256, False)
+
+
 TIMM = "model,gpu,num_gpus,precision,layout,framework,batch_size,img_size,step_time_ms\n"
 DLE = (
     "model,framework,gpu_model,section,num_gpus,num_nodes,batch_per_gpu,seq_or_variant,precision,throughput,"

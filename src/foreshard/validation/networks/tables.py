@@ -32,6 +32,8 @@ Row = Mapping[str, str]
 _IMAGES = ("img/s", "imgs/second", "images/sec", "images per second")
 _OTHER_FRAMEWORKS = {("PaddlePaddle", "BERT"), ("TensorFlow2", "BERT")}
 """Networks of other frameworks whose rows state how they are trained."""
+_BEFORE_FUSED = "pytorch 1."
+"""Releases without scaled_dot_product_attention, in whose place timm runs products and a softmax."""
 
 
 def run_of(layout: str, row: Row) -> NetworkRun:
@@ -78,6 +80,7 @@ def _timm(row: Row, **given: Any) -> NetworkRun:
     name = network_name(model) or timm_name(PREFIX + model)
     if name is None:
         raise SpecError(f"{model!r} is no name of timm's")
+    parted = name.startswith(PREFIX) and row["framework"].startswith(_BEFORE_FUSED)
     return NetworkRun(
         source="timm",
         network=name,
@@ -87,6 +90,7 @@ def _timm(row: Row, **given: Any) -> NetworkRun:
         batch=batch,
         side=int(float(row["img_size"])),
         samples_per_s=float(stated) if stated else batch / (1e-3 * float(row["step_time_ms"])),
+        changed=(("fused_attention", False),) if parted else (),
         **given,
     )
 
