@@ -97,7 +97,7 @@ def predicted(run: NetworkRun) -> Prediction:
 
 
 def _predicted(run: NetworkRun) -> Prediction:
-    module = traced_of(run)
+    module = replace(traced_of(run), cudnn=run.cudnn)
     cluster = load_cluster(f"{run.nodes}x{run.num_devices // run.nodes}x{run.device}")
     asked = {"micro_batch": run.batch, "global_batch": run.global_batch, "optimizer": run.optimizer}
     return predict_traced(module, cluster, plan_of(module, cluster, asked))

@@ -35,6 +35,8 @@ class NetworkRun:
         That share the devices evenly.
     framework : str
         Whose kernels ran.
+    cudnn : int
+        Release of NVIDIA's library of convolutions.
     training : bool
         Whether it was trained, or ran forward alone.
     """
@@ -53,6 +55,7 @@ class NetworkRun:
     changed: tuple[tuple[str, Any], ...] = ()
     nodes: int = 1
     framework: str = MEASURED_FRAMEWORK
+    cudnn: int = 8
     training: bool = True
 
     @property
