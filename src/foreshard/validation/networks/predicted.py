@@ -85,7 +85,7 @@ def traced_of(run: NetworkRun) -> TracedModule:
     SpecError
         For a network that cannot be made or traced.
     """
-    return _traced(_key(run))
+    return replace(_traced(_key(run)), cudnn=run.cudnn)
 
 
 def predicted(run: NetworkRun) -> Prediction:
@@ -97,7 +97,7 @@ def predicted(run: NetworkRun) -> Prediction:
 
 
 def _predicted(run: NetworkRun) -> Prediction:
-    module = replace(traced_of(run), cudnn=run.cudnn)
+    module = traced_of(run)
     cluster = load_cluster(f"{run.nodes}x{run.num_devices // run.nodes}x{run.device}")
     asked = {"micro_batch": run.batch, "global_batch": run.global_batch, "optimizer": run.optimizer}
     return predict_traced(module, cluster, plan_of(module, cluster, asked))
