@@ -32,7 +32,7 @@ from refit import differences
 from scipy.optimize import minimize
 
 from foreshard.catalog.devices import resolve_device
-from foreshard.catalog.kernels import KernelModel
+from foreshard.catalog.kernels import KernelModel, at_half_rate
 from foreshard.cost.attention import flash_attention_backward_s, flash_attention_forward_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
@@ -206,6 +206,8 @@ def transferred(
 ) -> dict[str, float]:
     """Return constants of a device from its donors and, where there is one, its best measured product."""
     shape = middle([fitted[name] for name in donors(device, fitted)])
+    if resolve_device(device).sums_at_half_rate:
+        shape = at_half_rate(shape)
     for source in ("averaged", "crowd"):
         if device in best[source]:
             known = {name: value for name, value in ratio[source].items() if name != device}

@@ -373,11 +373,12 @@ def request_traced(
     """
     if not is_traced(model):
         return None
+    training = not stated.get("forward_only")
     made: dict[tuple[str, tuple[int, ...]], TracedModule | None] = {}
 
     def traced(precision: str, degrees: tuple[int, ...]) -> Any:
         if (precision, degrees) not in made:
-            made[precision, degrees] = trace(model, precision=precision, degrees=degrees)
+            made[precision, degrees] = trace(model, precision=precision, degrees=degrees, training=training)
         return made[precision, degrees]
 
     stated = _with_calibration(stated)
@@ -1055,7 +1056,9 @@ def plan_measured(costs: str, cluster: str, **asked: Any) -> tuple[PlanResult, C
     return planned(load_costs(costs), target, **asked), target
 
 
-def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -> TracedModule | None:
+def trace(
+    model: str, *, precision: str = "bf16", degrees: Iterable[int] = (), training: bool = True
+) -> TracedModule | None:
     """Return a module traced on the meta device; None for a model that is not traced.
 
     Parameters
@@ -1067,6 +1070,8 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
         fp32, tf32, fp16 or bf16.
     degrees : iterable of int
         Tensor parallelism that predictions and plans may ask for, besides 1.
+    training : bool
+        Whether it is trained, or runs forward alone, in evaluation.
 
     Raises
     ------
@@ -1077,9 +1082,9 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
     """
     if not is_traced(model):
         return None
-    split = sorted({*degrees} - {1})
+    how: dict[str, Any] = {"precision": precision, "degrees": sorted({*degrees} - {1}), "training": training}
     if (name := network_name(model)) is not None:
-        return trace_network(name, precision=precision, degrees=split, where=model)
+        return trace_network(name, where=model, **how)
     with ExitStack() as loaded:  # what the module imports as it runs is found too
         made = _module_of(model, loaded)
         if made is None:
@@ -1087,10 +1092,7 @@ def trace(model: str, *, precision: str = "bf16", degrees: Iterable[int] = ()) -
         from foreshard.profile.tracing.trace import trace_module
 
         module, inputs, loss = made
-        title = model.rpartition(":")[2]
-        return trace_module(
-            module, inputs, loss=loss, precision=precision, degrees=split, name=title, where=model
-        )
+        return trace_module(module, inputs, loss=loss, name=model.rpartition(":")[2], where=model, **how)
 
 
 def _module_of(model: str, loaded: ExitStack) -> Any:
@@ -1142,6 +1144,7 @@ def validate(
     exclude_calibration: str | None = None,
     workers: int = 1,
     told: Callable[[str], None] | None = None,
+    max_networks: int | None = None,
 ) -> dict[str, Any]:
     """Return measured runs beside their predictions, and how good these are.
 
@@ -1156,6 +1159,8 @@ def validate(
         Processes that trace networks; above 1 the calling program guards its start by ``__main__``.
     told : callable, optional
         Is given a line now and then of how far that is.
+    max_networks : int, optional
+        Networks of a table that are traced, spread evenly over their names; all unless given.
     """
     from foreshard.catalog.training import training_constants
     from foreshard.validation.networks.predicted import Tracing
@@ -1174,7 +1179,7 @@ def validate(
             raise SpecError(what, key="--exclude-calibration", value=exclude_calibration, rule=rule)
         return predict(row.model, row.cluster, engine=engine, costs=costs, **row.options)
 
-    tracing = Tracing(workers=workers, told=told)
+    tracing = Tracing(workers=workers, told=told, most=max_networks)
     return validate(
         files,
         exclude_calibration=exclude_calibration,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PREDICTS = {
     *("model", "cluster", "plan", "zero", "precision", "engine", "costs", "fidelity", *STATED_DEGREES),
-    *("tokens", "prices", "usd_per_device_hour", "observed_step_s", "calibration"),
+    *("tokens", "prices", "usd_per_device_hour", "observed_step_s", "calibration", "forward_only"),
     *(one.name for one in fields(Noise)),
 }
 """Names of what a prediction takes."""

@@ -7,7 +7,7 @@ architecture, then the generic one; nothing falls back silently, :func:`kernel_e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -256,9 +256,21 @@ def _fitted(device: Device, precision: str, attention: str) -> dict[str, float]:
 def _curve(device: Device, precision: str) -> dict[str, float]:
     """Return the curve of matrix products; in TF32 that of 16 bit, at another share of the peak."""
     constants = kernel_constants()
-    found = _find(constants["gemm"][_CURVE[precision]], device)[0]
+    found, evidence = _find(constants["gemm"][_CURVE[precision]], device)
+    if evidence != "fitted" and device.sums_at_half_rate and precision != "fp32":
+        found = at_half_rate(found)
     share = constants["tf32_over_16bit"].get(device.arch, 1.0) if precision == "tf32" else 1.0
     return found | {"eff": found["eff"] * share}
+
+
+def at_half_rate(curve: Mapping[str, float]) -> dict[str, float]:
+    """Return the curve of matrix units that run at half the rate of those it was fitted on.
+
+    What feeds them keeps up with twice their rate, the prologue of a tile takes as long, and power is left to
+    hold the clock (docs/derivations/kernels.md, section 2).
+    """
+    eff = min(1.0, 2.0 * curve["eff"])
+    return {**curve, "eff": eff, "k0": curve["k0"] * eff / (2.0 * curve["eff"]), "sag": 0.0}
 
 
 def _check(key: str, value: str, known: Sequence[str]) -> None:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 @click.option(
     "--bursts", is_flag=True, help="With --other-jobs, --engine event: they send in bursts, not evenly."
 )
+@click.option(
+    "--forward-only", is_flag=True, help="Of a traced module: a forward in evaluation, without an update."
+)
 @click.option("--explain", is_flag=True, help="Show formula and source of each number, and every assumption.")
 @target.to_target
 @click.pass_context
@@ -113,6 +116,10 @@ def _request_of(values: dict[str, Any], other_jobs: str | None, bursts: bool) ->
     if traced is not None:
         _refuse_other_jobs(other_jobs, bursts, "a traced module")
         return traced
+    if values.pop("forward_only"):
+        rule = "A forward alone is of operations as they are traced"
+        fix = "Leave it out, or name a network ('foreshard models') or module.py:factory"
+        raise SpecError("a forward alone of a model of layers", key="--forward-only", rule=rule, fix=fix)
     request = to_request(values)
     if other_jobs is not None:
         from foreshard.cli.options.other_jobs import other_jobs as jobs_in

@@ -12,7 +12,7 @@ import click
 from foreshard import quantity
 from foreshard.cli.options.answer import give, say
 from foreshard.cli.options.sources import verb_command
-from foreshard.cli.options.values import Amount
+from foreshard.cli.options.values import Amount, Count
 from foreshard.errors import AccuracyError
 from foreshard.report.screen import Screen, table
 
@@ -41,6 +41,11 @@ _SCORES = (
 @click.option("--exclude-calibration", metavar="FAMILY", help="Use constants fitted without this family.")
 @click.option(
     "--max-mape", type=Amount(), help="Exit 5 when the mean error, skipped rows as 1.0, is above this."
+)
+@click.option(
+    "--max-networks",
+    type=Count(),
+    help="Of tables of networks, trace so many, spread evenly over their names (default all).",
 )
 @click.option(
     "--by-system",

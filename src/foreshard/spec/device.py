@@ -52,6 +52,16 @@ class Device:
         sizes = f"{self.capacity_bytes / 2**30:.3g} GiB at {self.memory_bytes_per_s / 1e12:g} TB/s"
         return f"<Device {self.name}: {sizes}; TFLOP/s {peaks}>"
 
+    @property
+    def sums_at_half_rate(self) -> bool:
+        """Whether matrix units run at half their rate where they sum in 32 bit, as training asks for.
+
+        Integers then have four times the peak of 16 bit in place of twice. Source: NVIDIA, GA102, Ada and RTX
+        Blackwell whitepapers, peak tensor TFLOPS with FP16 and with FP32 accumulate, of GeForce.
+        """
+        rates = self.peak_flops_per_s
+        return self.vendor == "nvidia" and rates.get("int8", 0.0) > 3.0 * rates.get("fp16", float("inf"))
+
     def supports(self, precision: str) -> bool:
         """Return whether the device multiplies matrices in a training precision in hardware."""
         if precision == "mxfp8" and self.arch not in _MX_ARCHS:

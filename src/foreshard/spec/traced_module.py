@@ -156,6 +156,10 @@ class TracedModule:
         By the number of ranks that compute every layer together.
     casts_weights : bool
         Whether each step casts all weights to 16 bit besides its operations.
+    weight_bytes : int
+        Of an element of parameters without a gradient, and of buffers, from one step to the next.
+    cudnn : int
+        Release of NVIDIA's library of convolutions that runs it.
     reads_images : bool
         Whether an input is an image or a volume: numbers in four dimensions or more.
     """
@@ -166,6 +170,8 @@ class TracedModule:
     source: str
     tied: Tied = ()
     casts_weights: bool = True
+    weight_bytes: int = 4
+    cudnn: int = 9
     reads_images: bool = False
     assumptions: tuple[str, ...] = ()
     parts: Mapping[int, TracedPart] = field(default_factory=dict)

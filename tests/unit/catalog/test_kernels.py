@@ -1,6 +1,6 @@
 """Kernel constants: who gets which curve, and that every device gets a usable one."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from foreshard.catalog.kernels import (
     kernel_evidence,
     kernel_model,
 )
+from foreshard.cost.gemm import gemm_s
 from foreshard.errors import SpecError
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
@@ -45,7 +46,7 @@ def test_a_device_without_measurements_takes_its_architecture():
 
 def test_consumer_blackwell_takes_the_curve_of_its_tensor_cores():
     ada = kernel_constants()["gemm"]["16bit"]["architectures"]["ada"]
-    assert kernel_model(resolve_device("rtx-5090"), "bf16").gemm_k0 == ada["k0"]
+    assert kernel_model(resolve_device("rtx-pro-6000-server"), "bf16").gemm_k0 == ada["k0"]
 
 
 def test_datasheet_has_no_fitted_constant():
@@ -60,6 +61,21 @@ def test_a_card_that_boosts_keeps_the_clock_of_its_datasheet():
     card = resolve_device("rtx-3090")
     assert card.peak("bf16") == 71e12, "GA102 of GeForce at half rate: sums in fp32"
     assert kernel_model(card, "bf16", sustained=False).gemm_eff > 1.0 == kernel_model(card, "bf16").gemm_eff
+
+
+@pytest.mark.parametrize("name", ["rtx-2080-ti", "rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090"])
+def test_units_at_half_their_rate_are_fed_and_hold_their_clock(name):
+    """A long product reaches the peak, and takes no longer than twice that of a twin at the whole rate."""
+    card = resolve_device(name)
+    rates = card.peak_flops_per_s
+    twin = replace(card, peak_flops_per_s={**rates, "fp16": 2.0 * rates["fp16"]})
+    assert card.sums_at_half_rate and not twin.sums_at_half_rate
+    half, whole = (kernel_model(one, "fp16", sustained=False) for one in (card, twin))
+    long_s = float(gemm_s(8192, 8192, 16384, kernel_model(card, "fp16")))
+    assert 1.0 < long_s * card.peak("fp16") / (2.0 * 8192 * 8192 * 16384) < 1.1
+    if kernel_evidence(card, "fp16") != "fitted":  # else both have the share of the card's best product
+        for sizes in ((8192, 8192, 16384), (4096, 256, 64), (128, 128, 32)):
+            assert gemm_s(*sizes, whole) <= gemm_s(*sizes, half) <= 2.0 * gemm_s(*sizes, whole)
 
 
 def test_sustained_runs_at_the_sagged_clock_throughout():

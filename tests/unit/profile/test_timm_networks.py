@@ -24,11 +24,20 @@ def list_models():
     return ["plain", "patches"]
 
 
+class layers:
+    fused = True
+
+    @classmethod
+    def set_fused_attn(cls, enable):
+        cls.fused = enable
+
+
 def create_model(name, img_size=64):
     if name not in list_models():
         raise RuntimeError(f"Unknown model ({name})")
     made = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     made.made_for = img_size
+    made.fused = layers.fused
     made.default_cfg = {"input_size": (3, 64, 64), "fixed_input_size": name == "patches"}
     assert not isinstance(made, FrozenBatchNorm2d)
     return made
@@ -65,6 +74,11 @@ def test_a_network_is_made_for_the_side_that_it_reads(library):
     module, image = network("timm/patches", side=32)
     assert (module.made_for, tuple(image.shape)) == (32, (1, 3, 32, 32))
     assert find_spec("torchvision") is not None or "torchvision" not in sys.modules
+
+
+def test_attention_is_as_it_was_before_it_was_fused(library):
+    made = [network("timm/plain", fused_attention=fused)[0].fused for fused in (True, False, True)]
+    assert made == [True, False, True]
 
 
 def test_a_name_that_timm_does_not_make_is_refused(library):

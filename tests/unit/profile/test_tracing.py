@@ -284,6 +284,35 @@ def test_the_peak_of_a_backward_is_what_the_tracker_of_torch_reports(name):
     assert later + beside == pytest.approx(expected, rel=0.005)
 
 
+def test_a_forward_alone_is_what_torch_runs_in_evaluation():
+    """No backward, no dropout, no statistics of the batch; the peak is what torch's tracker reports."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    def net():
+        part = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5))
+        return nn.Sequential(nn.Conv2d(3, 8, 3), part, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 9))
+
+    traced = trace_module(net(), torch.empty(1, 3, 32, 32), precision="fp32", training=False)
+    (layer,) = traced.layers
+    meta, given = net().to("meta").eval(), torch.empty(16, 3, 32, 32, device="meta")
+    counted, tracker = FlopCounterMode(display=False), MemTracker()
+    tracker.track_external(meta, given)
+    with torch.no_grad(), torch.device("meta"), counted, tracker:
+        meta(given)
+    (held,) = tracker.get_tracker_snapshot("peak").values()
+    sizes = {str(getattr(kind, "value", kind)): size for kind, size in held.items()}
+    beside = sizes["Total"] - sizes["Parameter"] - sizes["Buffer"] - given.numel() * 4
+    assert (layer.backward, layer.parameters, layer.saved_bytes.at(16)) == ((), 0, 0.0)
+    assert layer.frozen == traced.num_params == sum(parameter.numel() for parameter in net().parameters())
+    assert traced.flops(16) == counted.get_total_flops()
+    assert layer.beside_bytes.at(16) == pytest.approx(beside, rel=0.02)
+    (norm,) = [op for op in layer.forward if op.name == "native_batch_norm"]
+    assert norm.bytes.each == 2 * 8 * 30 * 30 * 4, "the image read and written, once"
+    assert not [op for op in layer.forward if "dropout" in op.name]
+    halves = trace_module(net(), torch.empty(1, 3, 32, 32), precision="fp16", training=False)
+    assert (halves.weight_bytes, halves.casts_weights) == (2, False)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_any_micro_batch_follow_from_two(name, monkeypatch):
     module, inputs = CASES[name]()

@@ -10,8 +10,9 @@ pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
 from foreshard.profile.networks.language.hugging_face import DEPTHS
+from foreshard.validation.collective_cases import TimedCase
 from foreshard.validation.networks import predicted
-from foreshard.validation.networks.cases import _case
+from foreshard.validation.networks.cases import _case, _of_networks
 from foreshard.validation.networks.plausible import contradicted, suspects
 from foreshard.validation.networks.recipes import dle_batch
 from foreshard.validation.networks.run import NetworkRun
@@ -216,6 +217,14 @@ def test_another_framework_has_wide_intervals_that_say_so():
         assert there.intervals_s[level][0] < low and high < there.intervals_s[level][1]
 
 
+def test_attention_of_timm_was_products_before_pytorch_2():
+    row = {"model": "deit_tiny_patch16_224", "device": "RTX 3090", "precision": "amp", "layout": "nchw"}
+    row |= {"mode": "eager", "batch_size": "256.0", "img_size": "224", "samples_per_sec": "100"}
+    old, new = (run_of("timm-inference", row | {"framework": f"pytorch {one}"}) for one in ("1.13", "2.10"))
+    assert (old.changed, new.changed) == ((("fused_attention", False),), ())
+    assert (old.batch, old.training) == (256, False)
+
+
 TIMM = "model,gpu,num_gpus,precision,layout,framework,batch_size,img_size,step_time_ms\n"
 DLE = (
     "model,framework,gpu_model,section,num_gpus,num_nodes,batch_per_gpu,seq_or_variant,precision,throughput,"
@@ -290,11 +299,39 @@ def test_rows_that_are_not_predicted_say_why(tmp_path):
     ]
 
 
-def test_an_inference_is_not_taken_for_a_training(tmp_path):
+def test_a_long_table_may_be_sampled_by_networks():
+    read = [run(100.0, network=name) for name in ("d", "a", "c", "b", "a")] + [TimedCase(measured_s=None)]
+    assert _of_networks(read, 4) == _of_networks(read, 9) == read
+    two = _of_networks(read, 2)
+    assert [one.network for one in two if isinstance(one, NetworkRun)] == ["a", "c", "a"]
+    assert two[0] == TimedCase(
+        measured_s=read[0].step_s, reason="not among the 2 networks that were asked for, of 4"
+    )
+
+
+def test_an_inference_is_a_forward_alone_unless_it_is_compiled(tmp_path):
     header = "model,device,precision,layout,framework,mode,batch_size,img_size,step_time_ms,samples_per_sec\n"
-    (row,) = outcomes(tmp_path, header, "resnet18,RTX 4090,amp,nchw,t,eager,256,224,10.0,25600")
-    assert (row.status, row.family) == ("skipped", "timm inference RTX 4090")
-    assert row.reason.startswith("an inference: ")
+    row, fused, host = outcomes(
+        tmp_path,
+        header,
+        "resnet18,RTX 4090,amp,nchw,t,eager,256,224,20.0,12800",
+        "resnet18,RTX 4090,amp,nchw,t,dynamo,256,224,10.0,25600",
+        "resnet18,CPU i9,fp32,nchw,t,dynamo,1,224,10.0,100",
+    )
+    assert (row.status, row.family, row.measured_s) == ("ok", "timm inference RTX 4090", 0.02)
+    training = NetworkRun(
+        source="timm",
+        network="resnet18",
+        device="rtx-4090",
+        precision="fp16",
+        layout="nchw",
+        num_devices=1,
+        batch=256,
+        side=224,
+        samples_per_s=1.0,
+    )
+    assert 2.5 < predicted.predicted(training).step_time_s / row.predicted_s < 5.0
+    assert fused.reason.startswith("compiled: ") and host.reason.startswith("run on processors of a host")
     (row,) = outcomes(tmp_path, TIMM.replace("gpu,", ""), "resnet18,1,amp,nchw,t,256,224,10.0")
     assert (row.status, row.reason) == ("skipped", "no column gpu")
 

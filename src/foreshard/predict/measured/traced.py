@@ -32,7 +32,9 @@ from foreshard.units import number_of
 MASTER_BYTES = 4
 """Parameters, gradients and moments are kept in 32 bit."""
 _CAST_BYTES = 6  # read in 32 bit, written in 16, before each use
-_CUDNN_9 = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9
+_CUDNN_9 = ("hopper", "blackwell")  # whose convolutions are those of cuDNN 9, whatever was stated
+_TAKEN_BY_CUDNN_9 = ("ampere", "ada", *_CUDNN_9)
+"""What its kernels of convolutions run on; those of Volta and Turing were not compared."""
 _WITHOUT_MATRIX_UNITS = ("kepler", "maxwell", "pascal")
 _KEEPS_WEIGHTS, _KEEPING_PROCESSORS = ("ampere", "ada", "hopper", "blackwell"), 98  # of recurrent layers
 _CHOOSING_ALGORITHMS = ("nvidia", "amd")
@@ -208,13 +210,14 @@ class OperationPrices:
         device: Device,
         precision: str,
         fidelity: str,
+        cudnn: int = 9,
         factors: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return the seconds of operations, shape (operations,), times a factor for each of `KINDS`."""
-        key = (id(operations), samples, device.name, precision, fidelity)
+        key = (id(operations), samples, device.name, precision, fidelity, cudnn)
         if key not in self._known:
             seconds = device_operations_s(
-                operations, samples, device=device, precision=precision, fidelity=fidelity
+                operations, samples, device=device, precision=precision, fidelity=fidelity, cudnn=cudnn
             )
             kinds = np.array([KINDS.index(operation.kind) for operation in operations], dtype=int)
             self._known[key] = seconds, kinds, operations  # kept, so that no others get their id
@@ -286,7 +289,7 @@ def _layout_notes(
     of_layout = [op.kind in _OF_LAYOUT for operations in passes for op in operations]
     if not module.reads_images or not any(of_layout):
         return ()
-    price = partial(priced, device=device, precision=module.precision, fidelity=fidelity)
+    price = partial(priced, device=device, precision=module.precision, fidelity=fidelity, cudnn=module.cudnn)
     seconds = np.concatenate([price(operations, samples) for operations in passes if operations])
     share = seconds[of_layout].sum() / seconds.sum()
     if share < _NAMED_SHARE:
@@ -387,7 +390,7 @@ def _table(
             fix="Name one of them",
         )
     kernels = kernel_model(device, module.precision, fidelity=fidelity)
-    whole = partial(price, device=device, precision=module.precision, fidelity=fidelity)
+    whole = partial(price, device=device, precision=module.precision, fidelity=fidelity, cudnn=module.cudnn)
     return tuple(_layer(layer, module, kernels, whole, sizes, optimizer) for layer in layers)
 
 
@@ -439,6 +442,7 @@ def device_operations_s(
     fidelity: str = "zero-shot",
     sustained: bool = True,
     waiting_s: float = 0.0,
+    cudnn: int = 9,
 ) -> np.ndarray:
     """Return the seconds of operations on a device, shape (operations,).
 
@@ -470,7 +474,7 @@ def device_operations_s(
             matrix_units=units,
             issued_per_s=issued_per_s,
             processors=device.num_sms,
-            cudnn_9=device.arch in _CUDNN_9,
+            cudnn_9=device.arch in (_TAKEN_BY_CUDNN_9 if cudnn >= 9 else _CUDNN_9),
             recurrent=_recurrent_kernels(device, name, waiting_s),
         )
     return found
@@ -513,7 +517,7 @@ def _layer(
         boundary_bytes_per_pair=layer.boundary_bytes.square,
         beside=layer.beside_bytes,
         # beside them what forward keeps of any batch: copies of weights in 16 bit, masks
-        frozen_bytes=(layer.frozen + layer.buffers) * MASTER_BYTES + max(0.0, layer.saved_bytes.fixed),
+        frozen_bytes=(layer.frozen + layer.buffers) * module.weight_bytes + max(0.0, layer.saved_bytes.fixed),
         sums_forward=_sums(layer.sums_forward, sizes[1]),
         sums_backward=_sums(layer.sums_backward, sizes[1]),
         summed_bytes=layer.unsummed * MASTER_BYTES,

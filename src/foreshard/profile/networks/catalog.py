@@ -324,7 +324,8 @@ def network(name: str, *, side: int | None = None, device: str = "meta", **chang
     device : str
         Where it lies; on the meta device it has no values, and those of timm lie there.
     **changed
-        Arguments of the function that makes it, in place of the network's own: `words` of a text.
+        Arguments of the function that makes it, in place of the network's own: `words` of a text;
+        `fused_attention` of networks of timm.
 
     Examples
     --------
@@ -338,7 +339,7 @@ def network(name: str, *, side: int | None = None, device: str = "meta", **chang
     import torch
 
     if name.startswith(PREFIX):
-        return timm_network(name, side=side)
+        return timm_network(name, side=side, **changed)
     function = _function_of(name)
     positional, named = (_BY_FUNCTION | _WITH_INPUTS)[function][name]
     module = _MODULES.get(function, function)

@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -35,7 +35,7 @@ def timm_name(text: str) -> str | None:
     return None if said is None else PREFIX + said[1].lower()
 
 
-def timm_network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
+def timm_network(name: str, *, side: int | None = None, fused_attention: bool = True) -> tuple[Any, Any]:
     """Return a network of timm and one image, on the meta device.
 
     Parameters
@@ -44,6 +44,8 @@ def timm_network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
         ``timm/NAME``; of names that timm has given up, the network that it calls so now.
     side : int, optional
         Of the image, pixels; by default what timm says that the network reads.
+    fused_attention : bool
+        Whether attention is one operation, as timm writes it from PyTorch 2.0 on.
 
     Raises
     ------
@@ -55,12 +57,26 @@ def timm_network(name: str, *, side: int | None = None) -> tuple[Any, Any]:
     import torch
 
     bare = name.removeprefix(PREFIX)
-    with torch.device("meta"):
+    with torch.device("meta"), nullcontext() if fused_attention else _attention_in_parts():
         module = _made(bare)
         channels, *sides = module.default_cfg.get("input_size") or (3, 224, 224)
         if side is not None and module.default_cfg.get("fixed_input_size") and sides != [side, side]:
             module = _made(bare, img_size=side)
         return module, torch.empty(1, channels, *((side, side) if side else sides))
+
+
+@contextmanager
+def _attention_in_parts() -> Iterator[None]:
+    """Make networks whose attention is products and a softmax.
+
+    Source: timm, timm/layers/config.py, use_fused_attn.
+    """
+    choose = _timm().layers.set_fused_attn
+    choose(False)
+    try:
+        yield
+    finally:
+        choose(True)
 
 
 def _made(name: str, **sized: int) -> Any:

@@ -19,6 +19,7 @@ def trace_network(
     precision: str = "bf16",
     channels_last: bool = False,
     degrees: Sequence[int] = (),
+    training: bool = True,
     changed: Mapping[str, Any] | None = None,
     where: str = "module",
 ) -> TracedModule:
@@ -35,6 +36,8 @@ def trace_network(
         Whether images and filters have their channels last.
     degrees : sequence of int
         Numbers of ranks, above 1, that may compute each layer together.
+    training : bool
+        Whether it is trained, or runs forward alone.
     changed : mapping, optional
         Arguments of the network in place of its own.
     where : str
@@ -67,6 +70,7 @@ def trace_network(
         precision=precision,
         autocast=is_mixed(name),
         degrees=degrees,
+        training=training,
         name=name,
         where=where,
     )

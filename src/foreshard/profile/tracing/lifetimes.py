@@ -1,4 +1,4 @@
-"""How long tensors of a backward live: what a device holds beside what the forward kept."""
+"""How long tensors of a pass live: what a device holds beside what an earlier one kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foreshard.profile.tracing.operations import tensors_of
 
 @dataclass(slots=True)
 class Lifetimes:
-    """Operations of a backward at which storages are made and read last.
+    """Operations of a backward, or of a forward alone, at which storages are made and read last.
 
     A gradient lives from the operation that makes it to the last one that reads it. Storages of the forward
     live on while a trace runs, so that no other takes their number.

@@ -152,8 +152,15 @@ def _moved(func: Any, args: tuple[Any, ...], out: Any) -> float:
         place, passes = _SOFTMAX[func]
         row_bytes = args[0].shape[args[place]] * args[0].element_size() if args[0].dim() else 0
         moved += passes * nbytes(args[0]) * (row_bytes > _CACHED_ROW_BYTES)
-    moved += _PASSES[func] * nbytes(args[0]) if func in _PASSES else 0.0
+    if func in _PASSES and not _is_settled(func, args):
+        moved += _PASSES[func] * nbytes(args[0])
     return moved + (bytes_of(out) if func in _FILLED else 0.0)
+
+
+def _is_settled(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation is a forward batch norm by statistics that are known: one pass."""
+    norm = _BATCH_NORMS.get(func)
+    return norm is not None and not norm.backward and not args[norm.training]
 
 
 def _by_channels(func: Any, args: tuple[Any, ...], channels_last: bool) -> bool:

@@ -104,12 +104,15 @@ class Recorder:
     sparse : bool
         Whether a gradient is sparse.
     lifetimes : Lifetimes
-        Of what the backward makes and reads.
+        Of what the backward makes and reads; of the forward where none follows.
+    training : bool
+        Whether a backward follows.
     """
 
     constants: frozenset[int]
     channels_last: bool = False
     keeps_backward: bool = False
+    training: bool = True
     forward: list[Applied] = field(default_factory=list)
     backward: list[Applied] = field(default_factory=list)
     reads: list[set[int]] = field(default_factory=list)
@@ -155,6 +158,8 @@ class Recorder:
             self.lifetimes.add(len(self.backward), (*done.args, *done.kwargs.values()), done.out)
             self.backward.append(self._aliased(done))
             return
+        if not self.training:
+            self.lifetimes.add(len(self.forward), (*done.args, *done.kwargs.values()), done.out)
         self.forward.append(done)
         self.reads.append(self._storages((*done.args, *done.kwargs.values())))
         self.writes.append(self._storages(done.out))
@@ -192,9 +197,11 @@ class Recorder:
             self.saved.append((len(self.forward), tensor))
         return tensor
 
-    def end(self, name: str, out: Any) -> None:
-        """Note that a module has returned."""
+    def end(self, name: str, given: Any, out: Any) -> None:
+        """Note that a module has returned, until when its caller holds what it was given."""
         self.ran.add(name)
+        if not self.training:
+            self.lifetimes.add(len(self.forward) - 1, given, ())
         if self.in_backward or not isinstance(out, torch.Tensor) or not out.requires_grad:
             return
         place = len(self.ends)
@@ -240,7 +247,9 @@ def recording(module: Any, recorder: Recorder) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for child in names:
-            hook = child.register_forward_hook(lambda child, _, out: recorder.end(names[child], out))
+            hook = child.register_forward_hook(
+                lambda child, given, out: recorder.end(names[child], given, out)
+            )
             stack.callback(hook.remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
         stack.enter_context(_functions_open())

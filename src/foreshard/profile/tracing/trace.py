@@ -98,6 +98,7 @@ def trace_module(
     precision: str = "bf16",
     autocast: bool = False,
     degrees: Sequence[int] = (),
+    training: bool = True,
     name: str = "",
     where: str = "module",
 ) -> TracedModule:
@@ -119,6 +120,8 @@ def trace_module(
     degrees : sequence of int
         Numbers of ranks, above 1, that may compute each layer together; those by which nothing can be split
         have no part in what is returned.
+    training : bool
+        Without it the module runs forward alone, in evaluation and with all parameters frozen: one layer.
     name, where : str
         Of the module, and where it comes from, for messages.
 
@@ -137,7 +140,8 @@ def trace_module(
     narrow = DTYPES[precision]
     mixed = autocast and narrow is not torch.float32
     casts: set[torch.dtype] = set()
-    traced = partial(_runs, module, inputs, loss=loss, where=where, casts=casts, keeps_backward=bool(degrees))
+    options: dict[str, Any] = {"loss": loss, "where": where, "casts": casts, "keeps_backward": bool(degrees)}
+    traced = partial(_runs, module, inputs, training=training, **options)
     try:
         meta, runs = traced(kept=torch.float32, whole=narrow) if mixed else traced(kept=narrow)
     except SpecError:
@@ -155,12 +159,13 @@ def trace_module(
         precision=precision,
         source=where,
         tied=_tied(meta, runs[0], whole[0]),
-        casts_weights=not mixed,
+        casts_weights=training and not mixed,
+        weight_bytes=4 if training or mixed else narrow.itemsize,
         reads_images=any(
             isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() >= 4
             for one in tree_leaves(inputs)
         ),
-        assumptions=tuple(_assumptions(module, runs[0], loss)),
+        assumptions=tuple(_assumptions(meta, runs[0], loss)),
         parts=parts,
     )
 
@@ -185,22 +190,26 @@ def _runs(
     module: Any,
     inputs: Any,
     *,
-    loss: Loss | None,
+    training: bool,
     where: str,
-    casts: set[torch.dtype],
-    keeps_backward: bool,
     kept: torch.dtype,
     whole: torch.dtype | None = None,
+    **options: Any,
 ) -> tuple[Any, list[_Run]]:
-    """Trace a copy whose values are in `kept`, all of it within autocast to `whole`."""
+    """Trace a copy whose values are in `kept`, all of it within autocast to `whole`; options of `_run`."""
     try:
-        meta = _without_values(module, kept)
+        meta = _without_values(module, kept).train(training)
+        if not training:
+            meta.requires_grad_(False)
     except Exception as error:
         raise _untraced(error, where) from error
-    run = partial(_run, meta, loss=loss, where=where, casts=casts, whole=whole, keeps_backward=keeps_backward)
-    runs = [run(_inputs(inputs, samples, kept)) for samples in SAMPLES]
+
+    def run(samples: int) -> _Run:
+        return _run(meta, _inputs(inputs, samples, kept), where=where, whole=whole, **options)
+
+    runs = [run(samples) for samples in SAMPLES]
     if _compares_samples(*runs):
-        runs.append(run(_inputs(inputs, SAMPLES[-1] + 1, kept)))
+        runs.append(run(SAMPLES[-1] + 1))
     for more in runs[1:]:
         _check_alike(runs[0], more, where)
     return meta, runs
@@ -244,7 +253,9 @@ def _check_casts(dtypes: set[torch.dtype], precision: str, where: str) -> None:
 
 
 def _assumptions(module: Any, run: _Run, loss: Loss | None) -> Iterator[str]:
-    if loss is None:
+    if not module.training:
+        yield "forward alone, in evaluation: no loss, no backward, no update"
+    elif loss is None:
         yield "loss: the sum of all outputs"
     if run.recorder.known.finite:
         yield "values are finite where the module asks"
@@ -269,12 +280,10 @@ def _compares_samples(few: _Run, more: _Run) -> bool:
 
 
 def _without_values(module: Any, dtype: Any) -> Any:
-    """Return a copy on the meta device in training mode, floating parameters in a precision."""
+    """Return a copy on the meta device, floating parameters in a precision."""
     with torch.no_grad():
         memo = {id(tensor): _meta(tensor, dtype) for tensor in (*module.parameters(), *module.buffers())}
-        made = copy.deepcopy(module, memo)
-    made.train()
-    return made
+        return copy.deepcopy(module, memo)
 
 
 def _meta(tensor: Any, dtype: Any) -> Any:
@@ -310,7 +319,8 @@ def _run(
     keeps_backward: bool,
 ) -> _Run:
     constants = frozenset(storage_of(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    recorder = Recorder(constants, is_channels_last(module.parameters()), keeps_backward)
+    last = is_channels_last(module.parameters())
+    recorder = Recorder(constants, last, keeps_backward, module.training)
     fused = FusedAttention(recorder.note), FusedRecurrence(recorder.note), FusedDropout()
     modes = (*fused, Autocast(casts))
     try:
@@ -323,10 +333,13 @@ def _run(
         ):
             for mode in modes:
                 stack.enter_context(mode)
+            stack.enter_context(torch.set_grad_enabled(module.training))
             with torch.autocast("cuda", whole) if whole else nullcontext():
-                score = (loss or _total)(_called(module, inputs))
+                out = _called(module, inputs)
+                score = (loss or _total)(out) if module.training else None
             recorder.in_backward = True
-            score.backward()
+            if score is not None:
+                score.backward()
         trained = (parameter for parameter in module.parameters() if parameter.grad is not None)
         recorder.gradients = {storage_of(parameter): parameter.grad for parameter in trained}
     except SpecError:
@@ -469,10 +482,14 @@ def _saved(run: _Run, part: RankPart) -> list[float]:
 
 
 def _beside(run: _Run, part: RankPart) -> list[float]:
-    """Return what the backward of each layer holds at most beyond what it kept, on a rank its part of it."""
+    """Return what the backward of each layer holds at most beyond what it kept, on a rank its part of it.
+
+    Of a forward that none follows, what it holds.
+    """
     whole = _kept(run, all_of(run.recorder))
     recorder = run.recorder
-    more = recorder.lifetimes.beside(_layers_of_backward(run), whole, recorder.gradients.values())
+    layers = _layers_of_backward(run) if recorder.training else [0] * len(recorder.forward)
+    more = recorder.lifetimes.beside(layers, whole, recorder.gradients.values())
     held = sum(_saved(run, all_of(recorder)))
     share = sum(_saved(run, part)) / held if held else 1.0
     return [size * share for size in more]

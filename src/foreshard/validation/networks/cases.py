@@ -28,9 +28,12 @@ def network_cases(table: MeasuredTable, tracing: Tracing | None = None) -> list[
     """Return one case for each row of a table of networks."""
     if table.layout == "model-latency":
         return latency_cases(table)
+    tracing = tracing or Tracing()
     read = [_read(table, index) for index in range(len(table.rows))]
+    if tracing.most is not None:
+        read = _of_networks(read, tracing.most)
     runs = [run for run in read if isinstance(run, NetworkRun)]
-    predict_ahead(runs, tracing or Tracing())
+    predict_ahead(runs, tracing)
     odd = contradicted(runs)
     return [run if isinstance(run, TimedCase) else _case(run, odd.get(run)) for run in read]
 
@@ -41,6 +44,18 @@ def _read(table: MeasuredTable, index: int) -> NetworkRun | TimedCase:
         return run_of(table.layout, table.rows[index])
     except SpecError as error:
         return TimedCase(measured_s=None, reason=reason_of(error))
+
+
+def _of_networks(read: list[NetworkRun | TimedCase], most: int) -> list[NetworkRun | TimedCase]:
+    """Return the runs of so many networks, spread evenly over their names, and cases of the others."""
+    names = sorted({run.network for run in read if isinstance(run, NetworkRun)})
+    count = min(most, len(names))
+    taken = {names[place * len(names) // count] for place in range(count)}
+    reason = f"not among the {most} networks that were asked for, of {len(names)}"
+    return [
+        _skipped(run, reason) if isinstance(run, NetworkRun) and run.network not in taken else run
+        for run in read
+    ]
 
 
 def _skipped(run: NetworkRun, reason: str) -> TimedCase:

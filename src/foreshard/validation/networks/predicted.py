@@ -20,8 +20,8 @@ from foreshard.spec.prediction import Prediction
 from foreshard.spec.traced_module import TracedModule
 from foreshard.validation.networks.run import NetworkRun
 
-Key = tuple[str, int | None, str, bool, tuple[tuple[str, Any], ...]]
-"""What a network is traced for: its name, side, precision, channels last, and changed arguments."""
+Key = tuple[str, int | None, str, bool, bool, tuple[tuple[str, Any], ...]]
+"""What a network is traced for: its name, side, precision, channels last, training, and changed arguments."""
 _TOLD_EVERY_S = 30.0
 _WORTH_WORKERS = 16  # networks; each worker takes seconds to begin
 _predictions: dict[NetworkRun, Prediction] = {}
@@ -38,10 +38,13 @@ class Tracing:
         Processes; more than one imports the program that asks in each of them (`multiprocessing`, spawn).
     told : callable, optional
         Is given a line about every half minute.
+    most : int, optional
+        Networks of a table that are traced, spread evenly over their names; all unless given.
     """
 
     workers: int = 1
     told: Callable[[str], None] | None = None
+    most: int | None = None
 
 
 def predict_ahead(runs: Iterable[NetworkRun], tracing: Tracing) -> None:
@@ -82,7 +85,7 @@ def traced_of(run: NetworkRun) -> TracedModule:
     SpecError
         For a network that cannot be made or traced.
     """
-    return _traced(_key(run))
+    return replace(_traced(_key(run)), cudnn=run.cudnn)
 
 
 def predicted(run: NetworkRun) -> Prediction:
@@ -114,12 +117,11 @@ def _unmeasured(run: NetworkRun) -> NetworkRun:
 
 
 def _key(run: NetworkRun) -> Key:
-    return run.network, run.side, run.precision, run.layout == "nhwc", run.changed
+    return run.network, run.side, run.precision, run.layout == "nhwc", run.training, run.changed
 
 
 @lru_cache(maxsize=_KEPT)
 def _traced(key: Key) -> TracedModule:
-    name, side, precision, channels_last, changed = key
-    return trace_network(
-        name, side=side, precision=precision, channels_last=channels_last, changed=dict(changed)
-    )
+    name, side, precision, channels_last, training, changed = key
+    asked: dict[str, Any] = {"side": side, "precision": precision, "training": training}
+    return trace_network(name, channels_last=channels_last, changed=dict(changed), **asked)

@@ -1,4 +1,4 @@
-"""A published training speed of a network, as one row of a table states it."""
+"""A published speed of a network, as one row of a table states it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEASURED_FRAMEWORK = "PyTorch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkRun:
-    """A network, how it was trained, and how fast.
+    """A network, how it ran, and how fast.
 
     Attributes
     ----------
@@ -35,6 +35,10 @@ class NetworkRun:
         That share the devices evenly.
     framework : str
         Whose kernels ran.
+    cudnn : int
+        Release of NVIDIA's library of convolutions.
+    training : bool
+        Whether it was trained, or ran forward alone.
     """
 
     source: str
@@ -51,6 +55,8 @@ class NetworkRun:
     changed: tuple[tuple[str, Any], ...] = ()
     nodes: int = 1
     framework: str = MEASURED_FRAMEWORK
+    cudnn: int = 8
+    training: bool = True
 
     @property
     def case(self) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ Row = Mapping[str, str]
 _IMAGES = ("img/s", "imgs/second", "images/sec", "images per second")
 _OTHER_FRAMEWORKS = {("PaddlePaddle", "BERT"), ("TensorFlow2", "BERT")}
 """Networks of other frameworks whose rows state how they are trained."""
+_BEFORE_FUSED = "pytorch 1."
+"""Releases without scaled_dot_product_attention, in whose place timm runs products and a softmax."""
 
 
 def run_of(layout: str, row: Row) -> NetworkRun:
@@ -59,26 +61,39 @@ def run_of(layout: str, row: Row) -> NetworkRun:
 
 def timm(row: Row) -> NetworkRun:
     """Return a row of timm's training benchmark; what the catalog lacks is made by timm's own code."""
-    batch, stated, model = int(row["batch_size"]), row.get("samples_per_sec"), row["model"]
+    return _timm(row, device=resolve_device(row["gpu"]).name)
+
+
+def timm_inference(row: Row) -> NetworkRun:
+    """Return a row of timm's inference benchmark: a forward in evaluation, operation by operation."""
+    if row["device"].startswith("CPU"):
+        raise SpecError("run on processors of a host, which are no devices here")
+    if row["mode"] != "eager":
+        raise SpecError("compiled: fused kernels are not those of the operations")
+    if row["precision"] != "amp":
+        raise SpecError(f"no commands for {row['precision']!r}, but for amp")
+    # from PyTorch 1.13 on, whose cuDNN 8.5 runs groups as 9 does
+    return _timm(row, device=resolve_device(row["device"]).name, training=False, cudnn=9)
+
+
+def _timm(row: Row, **given: Any) -> NetworkRun:
+    batch, stated, model = int(float(row["batch_size"])), row.get("samples_per_sec"), row["model"]
     name = network_name(model) or timm_name(PREFIX + model)
     if name is None:
         raise SpecError(f"{model!r} is no name of timm's")
+    parted = name.startswith(PREFIX) and row["framework"].startswith(_BEFORE_FUSED)
     return NetworkRun(
         source="timm",
         network=name,
-        device=resolve_device(row["gpu"]).name,
         precision="fp16",
         layout=row["layout"],
         num_devices=1,
         batch=batch,
         side=int(float(row["img_size"])),
         samples_per_s=float(stated) if stated else batch / (1e-3 * float(row["step_time_ms"])),
+        changed=(("fused_attention", False),) if parted else (),
+        **given,
     )
-
-
-def timm_inference(row: Row) -> NetworkRun:
-    """Raise for a row of timm's inference benchmark."""
-    raise SpecError("an inference: networks are traced as they are trained, a forward in evaluation is not")
 
 
 def examples(row: Row) -> NetworkRun:
