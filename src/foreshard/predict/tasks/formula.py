@@ -116,7 +116,7 @@ def layer_times(
     ------
     docs/derivations/step.md; kernels and collectives in their own derivations.
     """
-    rank, c = machine.rank, machine.constants
+    rank = machine.rank
     linear = linear_times(layer, machine)
     attention, attention_back = attention_times(layer, machine)
     stream, stream_back, norms, expert_act = elementwise_times(layer, machine)
@@ -139,13 +139,7 @@ def layer_times(
     cast = cast_s(layer, machine) / memory_bound
     dense = layer.dense_params / rank.tp
     experts = layer.expert_params / np.maximum(1.0, rank.ep * rank.etp)
-    # Fused into the product, accumulation reads and writes the main gradient; else it reads the new one too.
-    wide = np.where(machine.traits.grad_bytes >= 4, c.grad_accumulate * 8.0, 4.0)
-    accumulate = wide + (1.0 - machine.traits.grads_fused) * 2.0
-    # A copy in fp32 is written first and read again.
-    accumulate = accumulate + (machine.traits.grad_bytes >= 4) * machine.traits.grads_widened * 8.0
-    # Scattered gradients are added up in shards.
-    accumulate = np.where(rank.zero >= 3, accumulate / rank.shard, accumulate)
+    accumulate = accumulate_bytes(machine, machine.traits.grads_fused)
     accumulate = stream_s(accumulate * (dense * layer.trainable + experts), machine.kernels)
     accumulate = accumulate * (1.0 - np.asarray(layer.frozen, dtype=float)) / memory_bound
     forward = linear.forward + attention + stream + expert + adapter + cast
@@ -233,6 +227,19 @@ def head_sizes(vocab: Any, head_rows: Any, machine: Machine) -> tuple[Any, Any]:
     return rows, np.ceil(vocab / (multiple * machine.rank.tp)) * multiple
 
 
+def accumulate_bytes(machine: Machine, fused: Any) -> Any:
+    """Return the bytes that adding a weight's gradient to those of earlier micro-batches moves.
+
+    `fused` into the product, it reads and writes the main gradient; else it reads the new one too.
+    """
+    traits, rank = machine.traits, machine.rank
+    wide = np.where(traits.grad_bytes >= 4, machine.constants.grad_accumulate * 8.0, 4.0)
+    # A copy in fp32 is written first and read again.
+    moved = wide + (1.0 - fused) * 2.0 + (traits.grad_bytes >= 4) * traits.grads_widened * 8.0
+    # Scattered gradients are added up in shards.
+    return np.where(rank.zero >= 3, moved / rank.shard, moved)
+
+
 def unaligned_s(rows: Any, columns: Any, inner: Any, machine: Machine) -> Any:
     """Return the least seconds of a product whose rows of `columns` do not begin at 16 bytes, else 0.
 
@@ -276,17 +283,23 @@ def end_times(
     per_logit = np.where(machine.traits.loss_bytes > 0, machine.traits.loss_bytes, per_logit)
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
+    # The gradient of a table is dense: zeros are written, rows of the batch are added, all are accumulated.
+    scattered = stream_s((2.0 + accumulate_bytes(machine, 0.0)) * padded * hidden, machine.kernels)
+    summed = stream_s(
+        accumulate_bytes(machine, machine.traits.grads_fused) * padded * hidden, machine.kernels
+    )
     if speeds:
         product = product / speeds.get("matmul", 1.0)
-        loss, lookup = (value / speeds.get("memory_bound", 1.0) for value in (loss, lookup))
+        memory_bound = speeds.get("memory_bound", 1.0)
+        loss, lookup, scattered, summed = (one / memory_bound for one in (loss, lookup, scattered, summed))
     region = region_times(hidden, machine) if region is None else region
     gather = np.where(rank.sp > 0, region.scatter_s, region.whole_s) * c.tensor_comm
     trained = 2.0 - np.asarray(frozen, dtype=float)
     return EndTimes(
         embedding_forward=lookup,
-        embedding_backward=1.5 * lookup * (trained - 1.0),
+        embedding_backward=(1.5 * lookup + scattered) * (trained - 1.0),
         head_forward=heads * (product + loss / 3.0),
-        head_backward=heads * (trained * product + loss * 2.0 / 3.0),
+        head_backward=heads * (trained * product + (trained - 1.0) * summed + loss * 2.0 / 3.0),
         embedding_tensor=2.0 * gather,
         head_tensor=2.0 * heads * gather,
     )
