@@ -564,6 +564,46 @@ VARIANTS = [
     ),
 ]
 
+# Cards that differ from a base card of their architecture in size and clock: name, base, lanes of a
+# processor, rates over that of fp32, processors, MHz, GB, GB/s, MB of L2, W, year, other columns.
+_ADA = {"tf32": 1, "fp16": 2, "bf16": 2, "fp8": 4, "int8": 8}
+_WORKSTATION = {"tf32": 2, "fp16": 4, "bf16": 4, "int8": 8}
+_X8, _NO_LINK = {"pcie": "4.0x8"}, {"link": "", "link_gbps_per_dir": ""}
+CARDS = [
+    ("rtx-2070", "RTX 2080", 64, {"fp16": 4, "int8": 16}, 36, 1620, 8, 448, 4, 175, 2018, _NO_LINK),
+    ("rtx-4060-ti", "RTX 4090", 128, _ADA, 34, 2535, 16, 288, 32, 165, 2023, _X8 | {"mem_type": "GDDR6"}),
+    ("rtx-4070-super", "RTX 4090", 128, _ADA, 56, 2475, 12, 504, 48, 220, 2024, {}),
+    ("rtx-4070-ti-super", "RTX 4090", 128, _ADA, 66, 2610, 16, 672, 48, 285, 2024, {}),
+    ("rtx-4080-super", "RTX 4090", 128, _ADA, 80, 2550, 16, 736, 64, 320, 2024, {}),
+    ("rtx-5070", "RTX 5090", 128, _ADA | {"fp4": 16}, 48, 2512, 12, 672, 48, 250, 2025, {}),
+    ("rtx-a4500", "RTX A5000", 128, _WORKSTATION, 56, 1650, 20, 640, 6, 200, 2021, {}),
+    ("rtx-a5500", "RTX A5000", 128, _WORKSTATION, 80, 1665, 24, 768, 6, 230, 2022, {}),
+    ("a2", "RTX A5000", 128, _WORKSTATION, 10, 1770, 16, 200, 2, 60, 2021, _X8 | _NO_LINK),
+]
+
+
+def card(
+    lanes: int, rates: dict, sms: int, mhz: int, gb: int, gbps: int, l2: int, watt: int, year: int
+) -> dict:
+    """Columns of a card as in hw_accelerators.csv: an operation of two FLOP a lane and cycle."""
+    fp32 = round(sms * lanes * 2 * mhz * 1e-6, 1)
+    columns = {f"{name}_tflops": fp32 * rate for name, rate in rates.items() if name != "int8"}
+    columns |= {"fp32_tflops": fp32, "int8_tops": fp32 * rates["int8"], "mem_gb": gb, "mem_bw_gbps": gbps}
+    return columns | {
+        "l2_mb": l2,
+        "sm_or_cu": sms,
+        "boost_mhz": mhz,
+        "tdp_w": watt,
+        "year": year,
+        "fp64_tflops": "",
+    }
+
+
+VARIANTS += [
+    (name, base, card(*sizes) | more, name, "FP32-accumulate rates" if base[:5] != "RTX A" else "")
+    for name, base, *sizes, more in CARDS
+]
+
 # Boost clocks where the table has the clock at which the peak is quoted; its notes say "max clock 1980".
 BOOST_MHZ = dict.fromkeys(("h100-sxm", "h100-sxm-96gb", "h200-sxm", "gh200-96gb", "gh200-144gb"), 1980.0)
 # Memory sizes by which tables and vendors also call a device (GB); the first column's size is always one.
