@@ -298,7 +298,7 @@ def test_a_trainer_reduces_gradients_behind_the_last_micro_batch(recompute, nic)
         for count in (1, 3, 4)
     }
     for (framework, _, count), one in found.items():
-        assert one.step_time_s == pytest.approx(found[framework, "graph", count].step_time_s, rel=1e-3)
+        assert one.step_time_s == pytest.approx(found[framework, "graph", count].step_time_s, rel=3e-3)
         parts = one.time_breakdown_s
         assert sum(parts.values()) == pytest.approx(one.step_time_s, rel=1e-9)
         assert parts["host"] < 0.5 * one.step_time_s
@@ -417,7 +417,7 @@ def test_one_device_sends_nothing(framework, lora):
     }
     for prediction in found.values():
         sent = {n: s for n, s in prediction.time_breakdown_s.items() if n.endswith("_comm")}
-        assert sent == dict.fromkeys(sent, 0.0)
+        assert sent == pytest.approx(dict.fromkeys(sent, 0.0), abs=1e-12)
     assert found["event"].step_time_s == pytest.approx(found["graph"].step_time_s, rel=1e-9)
     assert found["analytical"].step_time_s == pytest.approx(found["graph"].step_time_s, rel=0.02)
 
