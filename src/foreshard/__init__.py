@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 class _Verb(ModuleType):
-    """A layer whose name is also a verb of the API: called or asked for help, it is the verb."""
+    """A layer whose name is also a verb of the API: called, or asked for what it takes, it is the verb."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -73,10 +73,6 @@ class _Verb(ModuleType):
         from inspect import signature
 
         return signature(self._function)
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return str(self._function.__doc__)
 
 
 class _Package(ModuleType):

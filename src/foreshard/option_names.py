@@ -230,7 +230,7 @@ def meant(name: str) -> str | None:
     return next((ours for pattern, ours in _MEANT.items() if re.fullmatch(pattern, plain)), None)
 
 
-def unknown_option(name: str, known: Iterable[str]) -> SpecError:
+def unknown_option(name: str, known: Iterable[str], *, key: str | None = None) -> SpecError:
     """Return the error of an option that is none of the known ones, with what it is called here as the fix.
 
     Examples
@@ -238,7 +238,7 @@ def unknown_option(name: str, known: Iterable[str]) -> SpecError:
     >>> print(unknown_option("deadline", ["max_hours"]))
     deadline: unknown option 'deadline'. Options are max_hours. Write --max-hours.
     """
-    error = unknown("option", name, known, key=name, rule="Options are", otherwise="Leave it out")
+    error = unknown("option", name, known, key=key or name, rule="Options are", otherwise="Leave it out")
     ours = meant(name)
     error.fix = f"Write {ours}" if ours else error.fix
     return error

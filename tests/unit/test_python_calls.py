@@ -144,6 +144,5 @@ def test_instances_to_rent_are_compared_from_python():
             foreshard.plan("gpt2", **asked, **wrong)
 
 
-def test_help_on_a_verb_is_of_the_verb_though_a_layer_has_its_name():
+def test_a_verb_says_what_it_takes_though_a_layer_has_its_name():
     assert "cluster" in inspect.signature(foreshard.predict).parameters
-    assert "training step" in inspect.getdoc(foreshard.predict)

@@ -299,7 +299,11 @@ def _say_idle(plan_file: str, local: int, *, policy: str | None) -> None:
     """Say which of the ranks started here have no part in the plan."""
     from foreshard import api
 
-    idle = sorted(set(range(local)) - set(api.load_plan(plan_file).ranks))
+    try:
+        used = api.load_plan(plan_file).ranks
+    except SpecError:  # told where the ranks read it
+        return
+    idle = sorted(set(range(local)) - set(used))
     if not idle or policy not in (None, "static"):
         return
     which = f"rank {idle[0]} is" if len(idle) == 1 else f"ranks {', '.join(map(str, idle))} are"

@@ -151,7 +151,7 @@ def choices(stated: Mapping[str, Any], framework: Framework) -> Choices:
         elif name.startswith(("min_", "max_")) and name[4:] in COUNTS:
             (least if name.startswith("min_") else most)[name[4:]] = int(_checked(name[4:], value, name))
         elif name != "forbid":
-            raise unknown_option(name, NAMES)
+            raise unknown_option(name, NAMES, key=_flag(name))
     found = Choices(allowed=allowed, forbidden=_forbidden(stated.get("forbid") or ()), least=least, most=most)
     for name in COUNTS:
         low, high = least.get(name, 1), most.get(name, MAX_BATCH)

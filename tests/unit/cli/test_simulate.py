@@ -111,7 +111,7 @@ links = [{between = ["a", "b"], bandwidth = "1 Gb/s", latency = "1 ms"}]
 name = "money"
 kind = "KIND"
 of = "greedy-fastest"
-share = 0.95
+share = 0.98
 """
 
 

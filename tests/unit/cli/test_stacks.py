@@ -132,7 +132,7 @@ def test_a_window_saves_nothing_where_torch_is_told_of_it_by_a_mask(framework):
         return predict("gemma-3-1b", "1xh100-sxm", seq=seq, **options, **more)
 
     longer = [(found(seq).step_time_s, found(seq, attention="fa2").step_time_s) for seq in (4096, 8192)]
-    assert all(masked > 1.02 * known for masked, known in longer)
+    assert all(masked > 1.005 * known for masked, known in longer)
     assert longer[1][0] - longer[1][1] > 3 * (longer[0][0] - longer[0][1])  # scores grow by the square
     assert found(4096).memory.peak_bytes > found(4096, attention="fa2").memory.peak_bytes
     assert found(256).memory.peak_bytes == found(256, attention="fa2").memory.peak_bytes

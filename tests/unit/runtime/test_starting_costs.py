@@ -103,7 +103,7 @@ def test_without_costs_the_model_s_prediction_tells_layers_apart(cluster, measur
     assert known.unmeasured == {0, 1, 2, 3} and known.knows_layers
     seconds = known.passes.layer_s(4)
     assert (seconds[2, 1:] > 1.2 * seconds[0, 1:]).all(), "an a100 beside an h100"
-    assert seconds[0, 0] < 0.1 * seconds[0, 1], "an embedding is no block"
+    assert seconds[0, 0] < 0.7 * seconds[0, 1], "an embedding is no block"
     learned = known.learned({0: 1e-3, 1: 2e-3, 2: 1e-3, 3: 1e-3})
     assert learned.state.speed == pytest.approx([0.5, 1.0, 0.5, 0.5]), "the fastest rank has speed 1"
     assert learned.passes.layer_s(4) == pytest.approx(500.0 * seconds)
