@@ -110,9 +110,8 @@ def fabric_of(
     collectives: str = "auto",
     tables: Tables | None = None,
     senders: int | None = None,
-    leaves: bool = False,
 ) -> Fabric:
-    """Return the fabric of one group of equal nodes; with `leaves` that of transfers to others as well.
+    """Return the fabric of one group of equal nodes.
 
     `nccl` is the era of the library: ``2.2x`` (2.23 and later) or ``old`` (2.10 and before). The fidelity
     ``datasheet`` uses NCCL's own latency table and full link rate, others the fitted constants, without the
@@ -138,7 +137,7 @@ def fabric_of(
         )
     domain = group.per_node if pcie else min(group.nvlink_domain, group.num_devices)
     nic = group.nic_bytes_per_s / oversubscription
-    if not nic or (group.count == 1 and domain < group.per_node and not leaves):
+    if not nic or (group.count == 1 and domain < group.per_node):
         # Bridged pairs inside one node, or no NIC at all: they meet over the host.
         nic = (device.pcie_bytes_per_s or rate or 1.0) * group.per_node * link_constants("pcie").ring_eff
         senders = None
@@ -179,34 +178,20 @@ def fabric_of(
 
 
 def slowest(fabrics: Iterable[Fabric]) -> Fabric:
-    """Return the fabric of a group that spans several: of each kind of transfer the slowest, all latencies.
+    """Return the fabric of a group that spans several: the slowest link, the longest latencies.
 
-    A ring, tree or exchange waits for its worst edge and ramps up as at the slower of its ends; the smallest
-    domain and NIC share bound all.
+    A ring or tree waits for its worst edge, so the link row of the slowest member decides bandwidth; the
+    smallest domain and NIC share bound all. A message goes and ramps up as at the slower of its ends.
     """
     rows = list(fabrics)
-    if len(rows) == 1:
-        return rows[0]
-    domain = min(x.domain for x in rows)
-
-    def link(x: Fabric, eff: str, inside: float) -> Any:
-        exponent = x.exchange_scaling if eff == "exchange_eff" else x.scaling
-        return x.intra_bytes_per_s * getattr(x, eff) * (max(inside, 2.0) / x.reference) ** exponent
-
-    base = min(rows, key=lambda x: link(x, "ring_eff", domain))
-    # Rates are powers of the ranks on a link: what is slower among few and among all is so in between.
-    slower = {
-        eff: getattr(base, eff)
-        * min(link(x, eff, n) / link(base, eff, n) for x in rows for n in (2.0, domain))
-        for eff in ("ring_eff", "gather_eff", "exchange_eff", "switch_eff")
-    }
-    longer = [f.name for f in fields(Fabric) if _is_seconds(f.name) or f.name.endswith(("ramp", "copy"))]
+    base = min(rows, key=lambda x: x.intra_bytes_per_s * x.ring_eff * (x.domain / x.reference) ** x.scaling)
+    longest = ["exchange_ramp", *(f.name for f in fields(Fabric) if _is_seconds(f.name))]
     sharers = min(x.nic_sharers for x in rows)
     return replace(
         base,
-        **{name: max(getattr(x, name) for x in rows) for name in longer},
-        **slower,
-        domain=domain,
+        **{name: max(getattr(x, name) for x in rows) for name in longest},
+        exchange_eff=min(x.intra_bytes_per_s * x.exchange_eff for x in rows) / base.intra_bytes_per_s,
+        domain=min(x.domain for x in rows),
         per_node=min(x.per_node for x in rows),
         nic_sharers=sharers,
         nic_bytes_per_s=min(x.nic_bytes_per_s / x.nic_sharers for x in rows) * sharers,
@@ -279,7 +264,7 @@ def _between(
     touched = [cluster.nodes[g] for g in use]
     over = cluster.network.oversubscription
     options: dict[str, Any] = {"nccl": nccl, "fidelity": fidelity}
-    options |= {"collectives": collectives, "tables": tables, "senders": senders, "leaves": len(use) > 1}
+    options |= {"collectives": collectives, "tables": tables, "senders": senders}
     fabric = slowest(fabric_of(g, oversubscription=over, **options) for g in touched)
     if len(touched) > 1:
         # Different boards share no NVLink domain: what two groups join over is the network.

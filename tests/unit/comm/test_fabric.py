@@ -7,7 +7,7 @@ import pytest
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.fabrics import comm_constants, link_constants, link_generation
-from foreshard.comm.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, send_s
+from foreshard.comm.collectives import all_reduce_s, send_s
 from foreshard.comm.fabric import fabric_between, fabric_of
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster, Link, Network, NodeGroup
@@ -164,30 +164,6 @@ def test_a_message_is_no_quicker_for_another_kind_of_node_on_its_way(written):
         for own in (range(half), range(half, 2 * half)):
             alone = send_s(sizes, crosses, fabric_between(cluster, own))
             assert np.all(both >= alone * (1 - 1e-9))
-
-
-def test_collectives_over_two_kinds_of_nodes_are_no_quicker_than_over_either():
-    """A ramp, copy or rate of the kind whose ring is slower, where that of the other is worse."""
-    sizes = np.array([1e3, 1e6, 1e7, 1e9])
-    for written in ("2x4xl40s+2x4xh200-sxm@100Gb/s", "2x8xl40s+2x8xrtx-4090@25Gb/s", "2x2xt4+2x2xl4@100Gb/s"):
-        cluster = load_cluster(written)
-        half = cluster.num_devices // 2
-        both = fabric_between(cluster, range(2 * half))
-        for own in (range(half), range(half, 2 * half)):
-            alone = fabric_between(cluster, own)
-            for ranks in (2, 4, half):
-                for collective in (all_gather_s, all_to_all_s, broadcast_s):
-                    seconds = (collective(sizes, ranks, 1, fabric) for fabric in (both, alone))
-                    assert np.greater_equal(*seconds).all(), (written, collective.__name__, ranks)
-
-
-def test_a_node_of_bridged_pairs_reaches_other_nodes_over_its_nic():
-    """Pairs of one node meet over PCIe; so did that node and all others."""
-    pairs = nodes(nvlink_domain=2, count=1)
-    cluster = Cluster(name="mixed", nodes=(pairs, nodes(count=1)), network=Network())
-    far = fabric_between(cluster, (0, pairs.per_node))
-    assert far.nic_bytes_per_s / far.nic_sharers == pairs.nic_bytes_per_s / pairs.per_node
-    assert fabric_between(cluster, range(4)).nic_bytes_per_s != pairs.nic_bytes_per_s
 
 
 def test_link_between_racks_bounds_the_group_that_crosses_it():
