@@ -88,7 +88,7 @@ def test_changes_in_chunks_lead_to_the_best_cut_micro_batch_and_rules():
         plain = plan_with(request, pipeline((cut,), ranks=(0, 1), share=16, size=size, rules=rules))
         return interleaved(plain, 2)
 
-    every = [in_chunks(*of) for of in product(range(2, LAYERS - 1), (1, 2, 4), product(RULES, repeat=2))]
+    every = [in_chunks(*of) for of in product(range(2, LAYERS - 1), (1, 2, 4, 8), product(RULES, repeat=2))]
     every = [made for made in every if not missing_bytes(request, made)]
     times = engine_seconds(request, every)
     seconds, best_s, before_s = max(times), min(times), float("inf")
@@ -101,4 +101,4 @@ def test_changes_in_chunks_lead_to_the_best_cut_micro_batch_and_rules():
             made_s = float("inf") if missing_bytes(request, made) else engine_seconds(request, [made])[0]
             if made_s < seconds:
                 seconds, found = made_s, made
-    assert best_s <= seconds <= best_s * 1.05
+    assert best_s <= seconds <= best_s * 1.002

@@ -284,10 +284,9 @@ def end_times(
     loss = stream_s(rows * padded * per_logit, machine.kernels)
     lookup = stream_s(4.0 * own * hidden, machine.kernels)
     # The gradient of a table is dense: zeros are written, rows of the batch are added, all are accumulated.
-    scattered = stream_s((2.0 + accumulate_bytes(machine, 0.0)) * padded * hidden, machine.kernels)
-    summed = stream_s(
-        accumulate_bytes(machine, machine.traits.grads_fused) * padded * hidden, machine.kernels
-    )
+    weights, fused = padded * hidden, machine.traits.grads_fused
+    scattered = stream_s((2.0 + accumulate_bytes(machine, 0.0)) * weights, machine.kernels)
+    summed = stream_s(accumulate_bytes(machine, fused) * weights, machine.kernels)
     if speeds:
         product = product / speeds.get("matmul", 1.0)
         memory_bound = speeds.get("memory_bound", 1.0)
