@@ -343,12 +343,15 @@ def _by_left_out(step_time_s: float, residuals: Sequence[float], few: Intervals,
 
 
 @cache
-def _traced_residuals(reads_images: bool) -> tuple[float, ...]:
+def _traced_residuals(reads_images: bool, trained: bool) -> tuple[float, ...]:
     """Return residuals of classic networks, in no fit but that of grouped convolutions (RegNet).
 
     One for each network, device, precision, layout and number of devices, by
-    `scripts/accuracy_networks.py --residuals`.
+    `scripts/accuracy_networks.py --residuals`. Those of a forward alone are of networks that read images
+    (`scripts/accuracy_timm.py --forward-only --residuals`); others have those of training.
     """
+    if reads_images and not trained:
+        return tuple(case["residual"] for case in shipped("forward_residuals.json")["cases"])
     cases = shipped("network_residuals.json")["cases"]
     return tuple(case["residual"] for case in cases if case["images"] is reads_images)
 
@@ -367,14 +370,20 @@ def _traced_differences(reads_images: bool) -> tuple[float, ...]:
 
 
 def traced_intervals(
-    step_time_s: float, *, evidence: str, num_devices: int, reads_images: bool, calibrated: bool = False
+    step_time_s: float,
+    *,
+    evidence: str,
+    num_devices: int,
+    reads_images: bool,
+    trained: bool = True,
+    calibrated: bool = False,
 ) -> Intervals:
     """Return the intervals of a traced module's step, by level; `calibrated` to one measured step.
 
-    They are by networks that read images, or by all others: words, tables and sound, whose kernels are less
-    alike. Two distances widen them. More than the 8 devices of the measured networks: by half the logarithm
-    of the doublings over those three. A device whose kernels were not measured: as it widens the intervals
-    of language models, of which more ran on other devices.
+    They are by networks that read images, trained or forward alone, or by all others: words, tables and
+    sound, whose kernels are less alike. Two distances widen them. More than the 8 devices of the measured
+    networks: by half the logarithm of the doublings over those three. A device whose kernels were not
+    measured: as it widens the intervals of language models, of which more ran on other devices.
     """
     doublings = math.log2(max(num_devices, 1)) / math.log2(_TRACED_DEVICES)
     table = residual_classes()
@@ -383,7 +392,7 @@ def traced_intervals(
         for chain in (_traced_chain("fitted"), _traced_chain(evidence))
     )
     factor = float(widening(doublings, 1.0)) * own / known
-    residuals = (_traced_differences if calibrated else _traced_residuals)(reads_images)
+    residuals = _traced_differences(reads_images) if calibrated else _traced_residuals(reads_images, trained)
     return {
         level: tuple(float(end) for end in spread(step_time_s, absolute_bounds(residuals, level), factor))  # type: ignore[misc]
         for level in LEVELS

@@ -160,7 +160,9 @@ class MeasuredCosts:
     # compiled steps have none
     launch_s: Mapping[str, tuple[tuple[Line, Line], ...]] = field(default_factory=dict)
     host_sharpness: float = 1.0  # how host and device time join: `predict.tasks.host.joined_s`
-    reads_images: bool = False  # of a traced module, which intervals go by
+    # of a traced module, which intervals go by: whether it reads images, and has a backward
+    reads_images: bool = False
+    trained: bool = True
     gathered_share: float = 1.0  # bytes of a parameter that ZeRO 3 moves, of those that are kept
     flops_per_sample: float = 0.0  # of forward and backward; 0: not known
     notes: tuple[str, ...] = ()  # of how the costs were made

@@ -192,6 +192,7 @@ def _intervals(
         evidence=_evidence(costs, cluster, plan),
         num_devices=len(plan.ranks),
         reads_images=costs.reads_images,
+        trained=costs.trained,
         calibrated=calibrated or calibration is not None,
     )
     if calibration is None:

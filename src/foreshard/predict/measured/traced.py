@@ -187,6 +187,7 @@ def traced_costs(
         launch_s={device.name: _launches(module, device, constants, (few, many)) for device in devices},
         host_sharpness=constants.host_sharpness,
         reads_images=module.reads_images,
+        trained=any(layer.backward for layer in module.layers),
         gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
         flops_per_sample=module.flops(many) / many,
         notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity, prices)),
