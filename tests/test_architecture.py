@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "foreshard"
 MAX_FILES_IN_FOLDER = 20
 ORDER = [
-    {"units", "errors", "quantity", "words", "option_names", "file_replacement"},
+    {"units", "errors", "quantity", "words", "option_names", "file_replacement", "compiled"},
     {"spec"},
     {"catalog"},
     {"cost"},

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import simulate
+from foreshard.compiled import is_worth_compiling
 from foreshard.sim.contention import (
     MIN_COMPILED_TASKS,
     FlowPlaces,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
 from foreshard.comm.flow.simulation import FlowTimes, simulate
+from foreshard.compiled import is_worth_compiling
 from foreshard.errors import SpecError
 from foreshard.graph.program import Program
 from foreshard.sim.critical_path import TaskTimes

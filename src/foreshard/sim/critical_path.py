@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
-from foreshard.errors import ExtraMissingError, ForeshardError
+from foreshard.compiled import loops
+from foreshard.errors import ForeshardError
 from foreshard.graph.program import Program
-from foreshard.sim import _kernel
+
+_KERNEL = "foreshard.sim._kernel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,10 +64,10 @@ def run(program: Program, *, compiled: bool = False) -> TaskTimes:
         np.zeros(num_resources, dtype=np.int32),
     ]
     if compiled:
-        done = _compiled()(*arrays)
+        done = loops(_KERNEL, True).execute(*arrays)
     else:  # plain Python indexes lists faster than arrays
         lists = [array.tolist() for array in arrays]
-        done = _kernel.execute(*lists)
+        done = loops(_KERNEL, False).execute(*lists)
         start_s[:], end_s[:], head[:] = lists[5:8]
     if done < num_tasks:
         raise ForeshardError(_circle(program, head))
@@ -88,14 +88,3 @@ def _circle(program: Program, head: np.ndarray) -> str:
         for r in np.flatnonzero(head < program.resource_indptr[1:])
     ]
     return f"tasks wait for each other in a circle: {', '.join(stuck[:8])}"
-
-
-@cache
-def _compiled() -> Callable:
-    try:
-        import numba
-    except ImportError as error:
-        raise ExtraMissingError(
-            "compiled execution needs numba", key="compiled", fix="Install foreshard[fast]"
-        ) from error
-    return numba.njit(cache=True)(_kernel.execute)

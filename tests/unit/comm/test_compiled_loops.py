@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from foreshard.comm.compiled import loops
 from foreshard.comm.flow.schedule_run import run_schedule, send_times
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.schedule import _rounds_in_order
 from foreshard.comm.synthesis.timing import seconds_of
 from foreshard.comm.topology.regular import full_mesh, star
+from foreshard.compiled import loops
 
 MODULES = (
     "foreshard.comm.flow._kernel",

@@ -172,7 +172,7 @@ def test_dependencies_on_tasks_that_do_not_exist_are_refused(compiled):
 
 def test_without_numba_a_program_runs_in_plain_python(compiled, monkeypatch):
     """A module set to None is one that import does not find."""
-    from foreshard.comm.compiled import MIN_COMPILED_TASKS, loops
+    from foreshard.compiled import MIN_COMPILED_TASKS, loops
 
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from foreshard.planner.solver.kernels.compiled import compiled, stoppable
+from foreshard.compiled import allocating_loops, stoppable
 
 
 def count(most):
@@ -20,15 +20,15 @@ def count(most):
 
 def test_an_interrupt_of_compiled_loops_is_a_keyboard_interrupt():
     pytest.importorskip("numba", reason="numba (extra fast) is not installed")
-    loops = compiled(count)
-    assert loops(2)[0][0] == 1.5
+    loop = allocating_loops(__name__).count
+    assert loop(2)[0][0] == 1.5
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             for _ in range(100):
-                loops(20_000_000)
+                loop(20_000_000)
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)

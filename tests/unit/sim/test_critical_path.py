@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from foreshard.compiled import loops
 from foreshard.errors import ExtraMissingError, ForeshardError
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_program, pipeline_shape
 from foreshard.graph.program import Kind, ProgramBuilder
@@ -96,7 +97,7 @@ def test_compiled_gives_the_same_bits():
 
 
 def test_without_numba_compiled_names_the_extra(monkeypatch):
-    critical_path._compiled.cache_clear()
+    loops.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ExtraMissingError, match=r"foreshard\[fast\]"):
         critical_path.run(diamond(), compiled=True)

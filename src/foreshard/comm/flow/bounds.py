@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.flow.program import FlowProgram
 from foreshard.comm.flow.simulation import kernel_tasks
 from foreshard.comm.flow.symmetry import Fold
+from foreshard.compiled import is_worth_compiling, loops
 
 
 def resource_times_s(program: FlowProgram) -> np.ndarray:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.flow._kernel import Routes, Shares, Slots, Tasks
 from foreshard.comm.flow.program import FlowProgram
+from foreshard.compiled import is_worth_compiling, loops
 from foreshard.errors import SpecError
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.flow._symmetry_kernel import joined
 from foreshard.comm.flow.program import FlowProgram
+from foreshard.compiled import is_worth_compiling, loops
 
 MAX_CLASSES_FRAC = 0.5
 """With more classes than this part of the slots, the small program saves less than it costs to make."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling
 from foreshard.comm.jobs.demand import Choice, JobDemand
 from foreshard.comm.jobs.intensity import chosen_paths, priorities
 from foreshard.comm.jobs.rotation import Rotation, components, rotations
 from foreshard.comm.jobs.run import FlowSetting, Pace, Ramp, run_jobs
+from foreshard.compiled import is_worth_compiling
 from foreshard.errors import unknown
 
 _MLTCP_SLOPE, _MLTCP_START, _MLTCP_PARTS = 1.75, 0.25, 8

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling, loops
+from foreshard.compiled import is_worth_compiling, loops
 from foreshard.errors import SpecError
 
 _MANY_SENDS = 100_000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreshard.comm.compiled import is_worth_compiling, loops
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.channel_routes import channel_routes
 from foreshard.comm.topology.graph import Topology
+from foreshard.compiled import is_worth_compiling, loops
 
 
 def seconds_of(schedule: Schedule, topology: Topology, num_bytes: float) -> float:

@@ -7,15 +7,12 @@ them can be tried out (`integer_combination`): where none processes the batch, n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
+from foreshard.compiled import allocating_loops
 from foreshard.planner.solver.integer_combination import firsts
-from foreshard.planner.solver.kernels.compiled import compiled
 from foreshard.planner.solver.pricing import (
     Path,
     PipelineBox,
@@ -40,7 +37,7 @@ _DEMANDS = 8_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoices:
-    """Stages of a family whose ranks round up to `grain` samples at most, for the loops of `label_paths`.
+    """Stages of a family whose ranks round up to `grain` samples at most, for the loops of `kernels.labels`.
 
     classes : of equal demand, by stage
     class_takes : devices of each class, shape (classes, kinds)
@@ -188,12 +185,12 @@ class ColumnEnumeration:
     def _columns_of(self, box: PipelineBox) -> list[BoxColumns] | None:
         """Return the pipelines of a box that may be in a plan, by grain; None when there are too many."""
         problem, memory = self.pricing.problem, self.memory
+        loops = allocating_loops("foreshard.planner.solver.kernels.labels")
         found = []
         for choices in memory.choices(self.pricing, box.family):
             stages = choices.stages
             paced = self.pricing.paced_labels(box, stages)
-            loops = _paced_labels() if paced else _plain_labels()
-            number, codes, samples, options, stops = loops(
+            number, codes, samples, options, stops = (loops.paced_labels if paced else loops.plain_labels)(
                 stages.types,
                 stages.options,
                 stages.times_s,
@@ -306,19 +303,3 @@ def _choices_of(pricing: Pricing, family: PipelineFamily, grain: int) -> StageCh
         most=most,
         grain=grain,
     )
-
-
-@lru_cache(maxsize=1)
-def _plain_labels() -> Callable[..., Any]:
-    """Return the loops, compiled when they are first needed."""
-    from foreshard.planner.solver.kernels.plain_labels import label_paths
-
-    return compiled(label_paths)
-
-
-@lru_cache(maxsize=1)
-def _paced_labels() -> Callable[..., Any]:
-    """Return the loops, compiled when they are first needed."""
-    from foreshard.planner.solver.kernels.paced_labels import label_paths
-
-    return compiled(label_paths)

@@ -276,7 +276,7 @@ class LeastPricing(Pricing):
         return path_among(self.problem, stages, self.option_cost, rate, (bottleneck[1], tail[1]), paced)
 
     def paced_labels(self, box: PipelineBox, stages: PricedStages) -> tuple[Any, ...]:
-        """Return what `kernels.paced_labels` asks for beside what the plain loops do."""
+        """Return what `kernels.labels.paced_labels` asks for beside what the plain loops do."""
         assert isinstance(stages, LeastStages)
         upper = box.bottleneck_s[1]
         paced = self._paced(
@@ -299,7 +299,7 @@ class LeastPricing(Pricing):
         by_longest_tail: bool,
         spares: bool,
     ) -> tuple[Any, ...]:
-        """Return what `kernels.paced_paths` asks for beside what the plain loops do."""
+        """Return what `kernels.paths.paced_path` asks for beside what the plain loops do."""
         assert isinstance(stages, LeastStages)
         return (
             box_seconds(

@@ -12,15 +12,14 @@ That counts filling in full, which pipelines of unequal stages may beat; `least_
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from foreshard.planner.solver.kernels.compiled import compiled
+from foreshard.compiled import allocating_loops
 from foreshard.planner.solver.problem import PipelineFamily, Problem, StageSpan, Template, rounds_of
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 
@@ -475,12 +474,12 @@ def path_among(
 ) -> tuple[float, Path] | None:
     """Return the path over some stages that costs least, as :func:`cheapest_path`.
 
-    `paced` is what `kernels.paced_paths` asks for beside that.
+    `paced` is what `kernels.paths.paced_path` asks for beside that.
     """
     if not len(stages.types):
         return None
-    loops = _paced_path() if paced else _plain_path()
-    best, depth, options, stops = loops(
+    loops = allocating_loops("foreshard.planner.solver.kernels.paths")
+    best, depth, options, stops = (loops.paced_path if paced else loops.plain_path)(
         stages.types,
         stages.options,
         stages.times_s,
@@ -500,19 +499,3 @@ def path_among(
     if depth == 0:
         return None
     return float(best), (tuple(options.tolist()), tuple(stops.tolist()))
-
-
-@lru_cache(maxsize=1)
-def _plain_path() -> Callable[..., Any]:
-    """Return the loops, compiled when they are first needed."""
-    from foreshard.planner.solver.kernels.plain_paths import shortest_path
-
-    return compiled(shortest_path)
-
-
-@lru_cache(maxsize=1)
-def _paced_path() -> Callable[..., Any]:
-    """Return the loops, compiled when they are first needed."""
-    from foreshard.planner.solver.kernels.paced_paths import shortest_path
-
-    return compiled(shortest_path)
