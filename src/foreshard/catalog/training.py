@@ -68,7 +68,7 @@ class TrainingConstants:
     host_arm: float = _term(1.4, 1.0, 2.5, "host time on Arm hosts (Grace) over x86")
     host_softmax: float = _term(470e-6, 0.0, 900e-6, "host seconds more per layer when softmax is not fused")
     graph_share: float = _term(0.7, 0.2, 1.0, "share of host launches that partial CUDA graphs remove")
-    host_expert: float = _term(230e-6, 0.0, 400e-6, "host seconds per local expert of a layer pass, looped")
+    host_expert: float = _term(150e-6, 0.0, 400e-6, "host seconds per local expert of a layer pass, looped")
     host_moe: float = _term(600e-6, 0.0, 3000e-6, "host seconds more of a mixture-of-experts layer pass")
     step_fixed: float = _term(5e-3, 0.0, 20e-3, "seconds of a step outside layers: clipping, logging, sync")
     step_per_layer: float = _term(0.3e-3, 0.0, 1e-3, "seconds of the optimizer per layer on the rank")

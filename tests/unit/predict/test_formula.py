@@ -29,7 +29,7 @@ from foreshard.predict.tasks.collectives import (
     tensor_times,
 )
 from foreshard.predict.tasks.formula import end_times, head_sizes, layer_times, unaligned_s
-from foreshard.predict.tasks.host import offload_s, optimizer_s
+from foreshard.predict.tasks.host import host_times, offload_s, optimizer_s
 from foreshard.predict.tasks.kernels import (
     adapter_times,
     attention_times,
@@ -1012,3 +1012,17 @@ def test_a_router_multiplies_in_32_bit_where_transformers_does_and_autocast_lets
         rate = np.max(kernels.stream_eff * kernels.memory_bytes_per_s)
         for way in (0, 1):
             assert wide[way] - plain[way] == pytest.approx(widened / rate, rel=1e-9, abs=1e-12)
+
+
+def test_partial_graphs_end_where_tokens_leave_for_experts():
+    def launched(graphs, ep):
+        case, _ = batch_of("qwen3-30b-a3b", "1x8xb200-sxm", "megatron-bridge@26.04", dp=8, ep=ep)
+        framework = replace(case.framework, cuda_graphs=graphs)
+        batch = build_batch([replace(case, framework=framework)], CONSTANTS)
+        return host_times(batch.kinds[0], batch.machine, batch.recompute)[0].item()
+
+    for graphs in ("none", "partial"):  # each of 48 experts more on a rank is launched by the host
+        more = launched(graphs, 2) - launched(graphs, 8)
+        assert more == pytest.approx(48 * CONSTANTS.host_expert)
+    assert launched("partial", 8) < launched("none", 8)
+    assert launched("full", 8) == 0.0

@@ -33,10 +33,12 @@ def host_times(layer: LayerShape, machine: Machine, recompute: Recompute) -> tup
     # A layer of a hybrid has attention or an MLP: about half the launches.
     base = base * np.where(layer.mixers == 1.0, 0.5, 1.0)
     moe = np.asarray(layer.num_experts) > 0
-    local = np.maximum(1.0, layer.num_experts / rank.ep)
-    base = base + moe * (c.host_moe * (1.0 - traits.dropped) + (1.0 - traits.grouped) * local * c.host_expert)
-    base = base * (1.0 + traits.arm_host * (c.host_arm - 1.0))
+    base = base + moe * c.host_moe * (1.0 - traits.dropped)
     base = base * (1.0 - np.where(traits.graphs == 0.5, c.graph_share, traits.graphs))
+    # Partial graphs end where tokens leave for their experts.
+    local = np.maximum(1.0, layer.num_experts / rank.ep)
+    base = base + moe * (1.0 - traits.grouped) * local * c.host_expert * (traits.graphs < 1.0)
+    base = base * (1.0 + traits.arm_host * (c.host_arm - 1.0))
     return base, base * (c.host_backward + recompute.full)
 
 
