@@ -99,7 +99,7 @@ def unknown(
     verb: unknown verb 'pln'. Verbs are plan, run. Did you mean 'plan'?
     """
     words, shown = list(known), name[:_MAX_NAME]
-    fix = did_you_mean(shown, words, cutoff=cutoff, otherwise=otherwise)
+    fix = did_you_mean(shown, words, cutoff=cutoff, otherwise=otherwise or "Use one of them")
     what = f"unknown {kind} {shown!r}"
     return SpecError(what, file=file, key=key, value=shown, rule=f"{rule} {', '.join(words)}", fix=fix)
 

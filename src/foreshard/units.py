@@ -23,7 +23,8 @@ _TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0,
 _TIME |= dict.fromkeys(("sec", "secs", "second", "seconds"), 1.0)
 _TIME |= dict.fromkeys(("mins", "minute", "minutes"), 60.0)
 _TIME |= dict.fromkeys(("hr", "hrs", "hour", "hours"), 3600.0)
-_TIME |= dict.fromkeys(("d", "day", "days"), 86400.0) | dict.fromkeys(("week", "weeks"), 7 * 86400.0)
+_TIME |= dict.fromkeys(("d", "day", "days"), 86400.0) | dict.fromkeys(("w", "week", "weeks"), 7 * 86400.0)
+_TIME |= dict.fromkeys(("msec", "millisecond", "milliseconds"), 1e-3)
 _TIME |= dict.fromkeys(("yr", "year", "years"), 365.25 * 86400.0)
 _QUANTITY = re.compile(
     r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S(?:.*\S)?)?\s*", re.DOTALL

@@ -40,6 +40,7 @@ from foreshard.spec.plan import (
 )
 from foreshard.spec.prediction import TIME_PARTS, Prediction
 from foreshard.units import count, number_of, parse
+from foreshard.words import zero_level
 
 _COUNTS = (*DEGREES, "micro_batch", "global_batch", "seq_len", "shard_size")
 _CHOICES = {
@@ -55,6 +56,18 @@ _CHOICES = {
 _RATES = {"link": "link_bytes_per_s", "memory_bandwidth": "memory_bytes_per_s"}
 """Rates of a device that a change names: of its links to other devices, one direction, and of its memory."""
 _HARDWARE = ("device", "nic", "nodes", *_RATES)
+_HARDWARE_WORDS = dict.fromkeys(("gpu", "accelerator"), "device") | dict.fromkeys(
+    ("nnodes", "num_nodes"), "nodes"
+)
+_HARDWARE_FIXES = {
+    "network|bandwidth|interconnect|infiniband|ib": "Write nic= for the rate of a node, link= for that "
+    "between its devices each way, or memory-bandwidth=",
+    "nvlink": "Write link= for the rate each way, half of what datasheets add up",
+    "hbm|mem_bw": "Write memory-bandwidth=",
+    "cluster|gpus|devices|num_gpus|world_size": "Write nodes=, device= or nic=",
+    "model": "Predict the other model by itself",
+}
+"""What to write for words that name no one key."""
 _FLAG_NAMES = {"seq": "seq_len", "dtype": "precision"}
 _SWITCHES = ("sp", "compile", *COMM_OPTIONS)
 _SPEEDS = tuple(f"speed_{part}" for part in (*TIME_PARTS, *KERNELS) if part not in ("bubble", "straggler"))
@@ -87,16 +100,25 @@ def apply(request: Asked, change: str) -> Asked:
     """
     for part in change.split(","):
         key, equals, value = part.partition("=")
-        key = option_name(key.strip().removeprefix("--")).replace("-", "_")
+        key = option_name(key.strip().removeprefix("--").lower()).replace("-", "_")
+        key = _HARDWARE_WORDS.get(key, key)
         if not equals and key in KEYS:
             what = f"{part.strip()!r} has no value"
             fix = f"Write --change {part.strip()}=VALUE"
             raise SpecError(what, key="--change", value=part.strip(), rule="A change is KEY=VALUE", fix=fix)
         if not equals or key not in KEYS:
             rule = "A change is KEY=VALUE with KEY one of"
-            fix = "Write it like --change tp=4"
-            raise unknown("change", part, _SPELLED, key="--change", rule=rule, otherwise=fix)
-        request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
+            error = unknown(
+                "change", part, _SPELLED, key="--change", rule=rule, otherwise="Write it like --change tp=4"
+            )
+            known = (fix for words, fix in _HARDWARE_FIXES.items() if re.fullmatch(words, key))
+            error.fix = next(known, error.fix)
+            raise error
+        try:
+            request = _apply_one(request, _FLAG_NAMES.get(key, key), value.strip())
+        except SpecError as error:
+            error.fix = error.fix or "Write a value that the flag takes: foreshard predict --help"
+            raise
     return request
 
 
@@ -110,9 +132,8 @@ def _apply_one(request: Asked, key: str, value: str) -> Asked:
     if key in _COUNTS:
         return request.with_choice(key, _whole(key, value, 1, 2**31))
     if key == "zero":
-        return request.with_choice(
-            key, _whole(key, re.sub(r"^(?:zero|stage)[-_ ]?", "", value.lower()), 0, 3)
-        )
+        level = zero_level(value)
+        return request.with_choice(key, _whole(key, value if level is None else str(level), 0, 3))
     if key == "recompute":
         return request.with_choice(
             key, check_recompute(request.framework.recompute(value), key=f"--change {key}")

@@ -250,6 +250,11 @@ class Request:
             rule = "Virtual stages divide the stages of a pipeline"
             fix = "Add --pp, or leave out --vpp"
             raise SpecError(what, key="--vpp", value=choices["vpp"], rule=rule, fix=fix)
+        schedule = str(choices.get("schedule"))
+        if schedule == "interleaved" and choices.get("pp", 1) != 1 and choices.get("vpp", 1) == 1:
+            what, rule = "interleaved stages of one part each", "Of one part a stage, it is 1f1b"
+            fix = "Give --vpp 2 or more, or --schedule 1f1b"
+            raise SpecError(what, key="--schedule", value=schedule, rule=rule, fix=fix)
         made = plan_from_degrees(self.model.num_layers, self.cluster.num_devices, **choices)
         made = replace(made, comm=comm, lora=self.lora, collectives=algorithm, **of_framework)
         made = replace(made, prefetch=prefetch, wrap=wrap)

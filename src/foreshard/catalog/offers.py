@@ -380,7 +380,42 @@ def not_offered(plan: Plan, framework: Framework) -> tuple[str, ...]:
             if stage.inner_dp * stage.cp > 1:
                 expect("zero ", stage.zero, offers.levels(len(group.stages) if offers.schedules else 1))
             expect("offload ", stage.offload, offers.offload)
+    for name in fixed_overlaps(plan, framework):
+        found[f"{framework.label} has no switch for {name}"] = None
     return tuple(found)
+
+
+def fixed_overlaps(plan: Plan, framework: Framework) -> tuple[str, ...]:
+    """Return the options of communication that matter to a plan, and that it sets as a framework never does.
+
+    Examples
+    --------
+    >>> from dataclasses import replace
+    >>> from foreshard.catalog.frameworks import load_framework
+    >>> from foreshard.spec.degrees import plan_from_degrees
+    >>> plan = replace(plan_from_degrees(8, 4, seq_len=64), comm={"param_gather_overlap": True})
+    >>> fixed_overlaps(plan, load_framework("deepspeed")), fixed_overlaps(plan, load_framework("nemo"))
+    (('param_gather_overlap',), ())
+    """
+    stages = [stage for group in plan.groups for stage in group.stages]
+    experts = any(stage.ep > 1 for stage in stages)
+    matters = {
+        "tp_overlap": any(stage.tp > 1 for stage in stages),
+        "p2p_overlap": any(len(group.stages) > 1 for group in plan.groups),
+        "context_gather": any(stage.cp > 1 for stage in stages),
+        "expert_overlap": experts,
+        "shared_overlap": experts,
+        "narrow_gather": plan.precision in LOW_PRECISIONS,
+    }
+    shards = len(plan.groups) > 1 or any(stage.inner_dp * stage.cp > 1 for stage in stages)
+    zero = max(stage.zero for stage in stages)
+    return tuple(
+        name
+        for name, value in plan.comm.items()
+        if matters.get(name, shards)
+        and name not in offers_of(framework).overlaps
+        and bool(value) != bool(framework.hides(name, zero))
+    )
 
 
 def cpu_offload(framework: Framework) -> str:

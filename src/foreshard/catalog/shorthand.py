@@ -44,6 +44,10 @@ _SLICE = re.compile(r"(?:cloud[- ]*)?(?:tpu[- ]*)?v(2|3|4|5p|5e|5litepod|6e)-([0
 _BY_CORES = ("2", "3", "4", "5p")  # generations whose slices are named by cores, two of a chip
 _SOLD_AS = {"dgx-2": (16, "v100-sxm3-32gb"), "dgx2": (16, "v100-sxm3-32gb")}
 """Systems whose names say nothing of their devices: devices of one, and which."""
+_TRAILING_RATE = re.compile(
+    r"\s*(?:,|\bwith\b|\bat\b|\bover\b)?\s+([0-9][0-9.]*\s*[kmgt]b(?:it|its)?(?:/s|ps)(?:\s*/\s*gpu)?)$",
+    re.IGNORECASE,
+)  # a NIC rate without its '@'
 _JOINED = re.compile(r"\s*(?:,|;|&|\band\b|\bplus\b)\s*", re.IGNORECASE)
 
 
@@ -145,6 +149,8 @@ def _port(rate: str) -> float | None:
 def _term(text: str, term: str) -> Term:
     """Build the nodes of one term: [NODESx]PER_NODExDEVICE, or [NODESx] an instance, a DGX or a TPU slice."""
     term = _NODES_OF.sub(lambda match: f"{match[1]}x", term)
+    if _TRAILING_RATE.search(term):
+        raise _unreadable(text, f"cannot read '{term[:80]}'")
     sized = re.fullmatch(rf"{_COUNT}{_BY}{_COUNT}{_BY}(.+)", term)
     if sized:
         if int(sized[1]) < 1 or int(sized[2]) < 1:
@@ -153,8 +159,8 @@ def _term(text: str, term: str) -> Term:
             count=int(sized[1]), per_node=int(sized[2]), device=resolve_device(sized[3]), named=sized[3]
         )
     for form in (
-        rf"(?:(?P<count>[0-9]{{1,7}}){_BY})?(?P<name>.+)",
-        rf"(?P<name>.+?){_BY}(?P<count>[0-9]{{1,7}})",
+        rf"(?:(?P<count>[0-9]{{1,7}})(?:{_BY}|\s+))?(?P<name>.+)",
+        rf"(?P<name>.+?)(?:{_BY}|\s*:\s*)(?P<count>[0-9]{{1,7}})",
     ):
         counted = re.fullmatch(form, term)
         whole = _whole_nodes(int(counted["count"] or 1), counted["name"].strip()) if counted else None
@@ -198,7 +204,18 @@ def _whole_nodes(count: int, name: str) -> Term | None:
         return _slice(part[1].lower(), int(part[2]))
     system = _SYSTEM.fullmatch(name)
     device = _device(system[1]) if system else None
-    return Term(count=count, per_node=_SYSTEM_DEVICES, device=device, named=name) if device else None
+    if device is None:
+        return None
+    if usual_node_size(device) != _SYSTEM_DEVICES:
+        raise SpecError(
+            f"'{name[:80]}' is no node of {_SYSTEM_DEVICES} {device.name}",
+            key="cluster",
+            value=name[:80],
+            rule=f"A DGX or HGX is read as a node of {_SYSTEM_DEVICES}; this one joins nodes of "
+            f"{usual_node_size(device)} by NVLink",
+            fix=_fix(device.name),
+        )
+    return Term(count=count, per_node=_SYSTEM_DEVICES, device=device, named=name)
 
 
 def _slice(generation: str, number: int) -> Term | None:
@@ -312,7 +329,8 @@ def _nearest(text: str) -> str | None:
         r"\b(?:nodes?|of|with|each|gpus?|devices?|servers?|machines?)\b|[()]", " ", text, flags=re.IGNORECASE
     )
     words = re.sub(r"(?<=\d)\s+(?=\d)", "x", " ".join(words.split()))
-    for spelled in (_JOINED.sub("+", text), re.sub(r"\s*x\s*|(?<=\d) (?=[a-z])", "x", words), words):
+    rated = _TRAILING_RATE.sub(r"@\1", text)
+    for spelled in (rated, _JOINED.sub("+", text), re.sub(r"\s*x\s*|(?<=\d) (?=[a-z])", "x", words), words):
         if spelled != text and _readable(spelled):
             return spelled
     tail = re.sub(r"^[0-9]{1,9}x", "", text[:100].lower())

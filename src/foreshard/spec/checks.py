@@ -256,6 +256,27 @@ def _experts_divide_model(case: _Case) -> Iterator[Violation]:
             yield from _divides(case, where, "etp", stage.etp, block.expert_ffn, "channels of an expert")
 
 
+def _recomputes_what_is_there(case: _Case) -> Iterator[Violation]:
+    """Recompute a module that the model has."""
+    lacks = modules_lacking(case.model)
+    for where, _, stage in case.stages():
+        kind, _, named = stage.recompute.partition(":")
+        if kind == "selective" and set(named.split("+")) <= lacks:
+            what = f"recompute {stage.recompute} for {case.model.name}, which has none of that"
+            yield Violation(case.key(where, "recompute"), stage.recompute, what, "Leave out recompute")
+
+
+def modules_lacking(model: Model) -> set[str]:
+    """Return the modules of selective rules that a model does not have."""
+    kinds = [block for block, _ in model.block_kinds()]
+    has = {
+        "mla_up_proj": any(block.kv_lora for block in kinds),
+        "shared_experts": any(block.shared_ffn for block in kinds),
+        **dict.fromkeys(("moe", "moe_act"), any(block.num_experts for block in kinds)),
+    }
+    return {name for name, is_there in has.items() if not is_there}
+
+
 def _chunks_match(case: _PlanCase) -> Iterator[Violation]:
     """Every stage of a group has the same number of layer intervals."""
     for where, group in case.groups():
@@ -363,6 +384,7 @@ _OF_CUT: tuple[Rule, ...] = (
     _layers_of_model,
     _tensor_divides_model,
     _experts_divide_model,
+    _recomputes_what_is_there,
 )
 _OF_PLAN: tuple[Rule, ...] = (
     _options_known,
@@ -376,6 +398,7 @@ _OF_PLAN: tuple[Rule, ...] = (
     _shards_divide,
     _tensor_divides_model,
     _experts_divide_model,
+    _recomputes_what_is_there,
     _chunks_match,
     _chunks_interleave,
     _interleaving_divides,

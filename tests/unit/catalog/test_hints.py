@@ -44,6 +44,7 @@ def test_a_framework_taken_for_another_is_said_with_when_it_is_not(capsys):
     [
         (("--framework", "ddp", "--zero", "3"), ["ddp has no zero 3 (it has 0, 1)"]),
         (("--framework", "hf", "--pp", "2"), ["hf@5 runs no pipelines of stages"]),
+        (("--framework", "hf", "--no-grad-overlap"), ["hf@5 has no switch for grad_overlap"]),
         (("--framework", "composer", "--tp", "2", "--dp", "1"), ["composer@2023 has no tp (it has none)"]),
         (
             ("--pp", "2", "--schedule", "zbv"),
@@ -148,6 +149,11 @@ def test_a_doubt_about_a_price_reaches_the_assumptions():
         ("v5p-128", "16x4xtpu-v5p"),
         ("tpu v5e-256", "64x4xtpu-v5e"),
         ("DGX-2", "1x16xv100-sxm3-32gb"),
+        ("2 dgx-1", "2xdgx-1"),
+        ("4 DGX H100s", "4x8xh100-sxm"),
+        ("2 hgx h200", "2x8xh200-sxm"),
+        ("dgx-h100:4", "4x8xh100-sxm"),
+        ("16 p4d.24xlarge", "16xaws-p4d.24xlarge"),
     ],
 )
 def test_what_practitioners_type_is_the_cluster_they_mean(text, meant):
@@ -169,6 +175,9 @@ def test_what_practitioners_type_is_the_cluster_they_mean(text, meant):
         ("2x8xh100@1.6T", ("'1.6Tb/s'", "'1.6TB/s'")),
         ("2x8xh100@EFA", ("of a node", "of each device")),
         ("coreweave 8xh100", ("8xh100",)),
+        ("DGX GB200", ("'18x4xgb200-nvl72'", "'1xgb200-nvl72'")),
+        ("2x8xh100 with 400Gbps", ("'2x8xh100@400Gbps'",)),
+        ("8xh100, 400 Gb/s", ("'8xh100@400 Gb/s'",)),
     ],
 )
 def test_what_is_ambiguous_is_refused_with_its_readings(text, readings):

@@ -71,7 +71,7 @@ def test_every_collective_has_a_time(shell, collective):
         (("all-reduce", "1GiB", "1x1xh100-sxm"), "--ranks", "at least two ranks"),
         (("all-reduce", "1GiB", "8x8xh100-sxm", "--ranks", "65"), "--ranks", "65 ranks on 64 devices"),
         (("all-dance", "1GiB", "8x8xh100-sxm"), "COLLECTIVE", "Must be one of all-reduce"),
-        (("all-reduce", "1GiB", "8x8xh100-sxm", "--library", "rccl"), "--library", "unknown library"),
+        (("all-reduce", "1GiB", "8x8xh100-sxm", "--library", "rccl"), "--library", "RCCL on these devices"),
         (("all-reduce", "1GiB", "8x8xh100-sxm", "--library", "nccl@x"), "--library", "unknown library"),
     ],
 )
@@ -101,7 +101,7 @@ def test_other_devices_have_a_time_and_no_choice(shell):
 
 def test_the_pick_on_mi300x_is_labelled_as_rccl_s(shell):
     words = ("comm", "predict", "all-reduce", "1MiB", "1x8xmi300x")
-    found = shell(*words, "--json").json
+    found = shell(*words, "--library", "rccl", "--json").json
     assert (found["library"], found["algorithm"]) == ("RCCL", "Ring") and "none is fitted" in found["notes"][
         -1
     ]

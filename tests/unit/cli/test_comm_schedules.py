@@ -86,7 +86,7 @@ def test_the_tuner_file_covers_every_size_once(shell):
     ("words", "said"),
     [
         (("simulate", "all-reduce", "0", "2x8xh100-sxm"), "SIZE"),
-        (("simulate", "all-reduce", "1MiB", "2x8xh100-sxm", "--algorithm", "foo"), "halving-doubling"),
+        (("simulate", "all-reduce", "1MiB", "2x8xh100-sxm", "--algorithm", "foo"), "sharp. Use one of them"),
         (("simulate", "all-reduce", "1MiB", "1x1xh100-sxm"), "at least 2 ranks"),
         (("simulate", "all-reduce", "1MiB", "2x8xh100-sxm", "--ranks", "99"), "99 ranks on 16 devices"),
         (("simulate", "all-reduce", "1MiB", "2x8xh100-sxm", "--algorithm", "nvls"), "scale-up domains"),

@@ -157,6 +157,7 @@ def test_a_full_disk_is_the_systems_fault(shell):
         (("--tokens", "1 fT"), "Write it like 2e9 or 2B"),
         (("--dtype", "e4m3"), "Did you mean 'fp8'?"),
         (("--vpp", "4"), "without a pipeline"),
+        (("--schedule", "interleaved", "--pp", "2"), "Give --vpp 2 or more"),
         (("--framework", "lightning"), "torchtitan (FSDP2), deepspeed or ddp"),
         (("--schedule", "chimera"), "Must be one of gpipe, 1f1b, interleaved, zb-h1"),
         (("--lora", "16:x"), "q, k, v, o"),

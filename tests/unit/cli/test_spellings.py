@@ -37,6 +37,8 @@ DOLLARS = Amount(dimension="usd", unit="USD")
         (DOLLARS, "$10k", 1e4),
         (DOLLARS, "1M USD", 1e6),
         (HOURS, "2 weeks", 336.0),
+        (HOURS, "2w", 336.0),
+        (Amount(dimension="s"), "350 milliseconds", 0.35),
         (Amount(dimension="s"), "2 minutes", 120.0),
         (Amount(dimension="usd_per_h", unit="USD/h"), "$1.99/gpu/h", 1.99),
         (Amount(dimension="usd_per_h", unit="USD/h"), "$2 per hour", 2.0),

@@ -38,11 +38,31 @@ def test_a_change_that_cannot_run_is_an_answer_not_a_failure(shell):
 
 
 @pytest.mark.parametrize(
-    "change", ["tpp=2", "tp", "tp=two", "=", "zero=4", "device=h10", "sp=maybe", "nic=100"]
+    ("change", "fix"),
+    [
+        ("tpp=2", ""),
+        ("tp", "tp=VALUE"),
+        ("tp=two", ""),
+        ("=", "tp=4"),
+        ("zero=4", ""),
+        ("device=h10", ""),
+        ("sp=maybe", ""),
+        ("nic=100", ""),
+        ("network=400Gbps", "nic="),
+        ("gpus=16", "nodes="),
+    ],
 )
-def test_an_unknown_key_or_value_exits_2(shell, change):
+def test_an_unknown_key_or_value_exits_2(shell, change, fix):
     answer = shell(*RUN, *changes(change))
-    assert answer.code == 2 and "error" in answer.json
+    assert answer.code == 2 and fix in answer.json["error"]["fix"]
+
+
+def test_words_of_other_tools_name_the_same_change(shell):
+    effects = shell(*RUN, *changes("device=h200-sxm", "GPU=H200", "zero=3", "zero=FULL_SHARD")).json[
+        "effects"
+    ]
+    steps = {effect["change"]: effect["prediction"]["step_time_s"] for effect in effects}
+    assert steps["device=h200-sxm"] == steps["GPU=H200"] and steps["zero=3"] == steps["zero=FULL_SHARD"]
 
 
 def test_without_changes_it_diagnoses(shell):

@@ -66,6 +66,14 @@ def test_a_ring_over_128_nodes_has_the_steps_of_the_datasheet(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("rate", "reached"), [("100Gb/s", 12.5e9), ("2x100Gb/s", 12.5e9), ("8x25Gb/s", 3.125e9)]
+)
+def test_a_rank_sends_at_the_rate_of_its_nodes_card(rate, reached):
+    topology = topology_of(load_cluster(f"2x8xh100-sxm@{rate}"))
+    assert slowest_and_latency(topology, Routing(topology).between_ranks(0, 15))[0] == reached
+
+
+@pytest.mark.parametrize(
     "name", ["2x8xh100-sxm", "4x8xa100-sxm-80gb@1600Gb/s", "2x8xl40s", "1x8xh100-sxm", "2x16xv100-sxm3-32gb"]
 )
 def test_fitted_rings_take_as_long_as_the_closed_form(name):

@@ -60,6 +60,8 @@ MEGATRON = (
     {"tp": 2, "cp": 2, "pp": 2, "zero": 1, "recompute": "full:block:4"},
     {"tp": 4, "pp": 4, "zero": 1, "precision": "fp8"},
     {"zero": 1, "offload": "optimizer", "precision": "fp16"},
+    {"zero": 1, "framework": "nemo"},
+    {"tp": 2, "zero": 1, "framework": "megatron-bridge", "precision": "fp8"},
 )
 
 
@@ -90,6 +92,10 @@ def test_megatron_flags_say_the_plan(degrees):
     assert int(flags["--micro-batch-size"]) * stage.inner_dp == made.groups[0].micro_batch
     assert ("--use-distributed-optimizer" in flags) == (stage.zero == 1 and stage.inner_dp * stage.cp > 1)
     assert ("--sequence-parallel" in flags) == (stage.tp > 1)
+    # NeMo's recipes reduce in 16 bit and keep 8-bit weights, Megatron's defaults are 32 and 16 bit
+    recipe = made.framework in ("nemo", "megatron-bridge")
+    assert ("--grad-reduce-in-bf16" in flags) == recipe
+    assert ("--fp8-param-gather" in flags) == (recipe and made.precision == "fp8")
 
 
 def test_megatron_states_uneven_cuts():
@@ -212,6 +218,9 @@ def test_uneven_shares_are_refused_with_the_reason(target):
         ("fsdp", {"pp": 2, "zero": 3}, "pp 2|pipeline"),
         ("deepspeed", {"zero": 3, "shard_size": 4}, "shards of 4 among 16"),
         ("deepspeed", {"zero": 1, "offload": "activations"}, "offload activations"),
+        ("deepspeed", {"zero": 1, "comm": {"param_gather_overlap": True}}, "param_gather_overlap on"),
+        ("fsdp", {"zero": 3, "comm": {"grad_overlap": False}}, "grad_overlap off"),
+        ("torchtitan@0.2", {"zero": 3, "comm": {"grad_overlap": False}}, "grad_overlap off"),
         ("fsdp", {"zero": 3, "offload": "all"}, "offload all"),
         ("fsdp", {"zero": 3, "recompute": "full:block:1"}, "full:block:1"),
         ("torchtitan@0.3", {"zero": 3, "recompute": "every-2"}, "every-2"),

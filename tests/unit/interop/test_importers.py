@@ -164,6 +164,7 @@ def test_a_plan_of_another_release_or_framework_is_noted_by_its_release():
     for label, target, said in (
         ("torchtitan@0.2", "torchtitan@0.3", "under torchtitan 0.3.0 its time and memory differ"),
         ("torchtitan", "fsdp", "under accelerate 1.15.0.dev0 its time and memory differ"),
+        ("nemo", "megatron", "under Megatron-LM core_v0.19.0 its time and memory differ"),
     ):
         made = export(
             make_plan(MODEL, CLUSTER, framework=label, zero=3, recompute="none", sp=False),

@@ -196,6 +196,13 @@ CASES = {
         "groups[0].stages[0].etp",
         "which has no experts",
     ),
+    "experts recomputed in a dense model": (
+        good(stages=both(recompute="selective:moe+moe_act")),
+        DENSE,
+        "--recompute",
+        "groups[0].stages[0].recompute",
+        "for llama3-8b, which has none of that",
+    ),
     "chunks differ": (
         good(
             stages=(stage(layers=((0, 3), (6, 9))), stage(range(4, 8), ((3, 6),))),

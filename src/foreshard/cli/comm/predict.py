@@ -92,6 +92,9 @@ def command(
         constants=own.constants if own else None,
         tables=tables,
     )
+    if library.lower() == "rccl" and found.library == "NCCL":
+        rule, fix = "RCCL is the library of AMD's devices", "Leave it out"
+        raise SpecError("RCCL on these devices", key="--library", value=library, rule=rule, fix=fix)
     if own is not None:
         _check_chosen(found, own)
     notes = _notes(found, release, measured, own)
@@ -115,12 +118,14 @@ def _release(library: str) -> tuple[int, int] | None:
     """Return the release that a label names, None where it names none."""
     name, _, version = library.strip().lower().partition("@")
     found = re.fullmatch(r"v?(\d{1,3})\.(\d{1,3})([.\-].*)?", version)
+    if name == "rccl" and not version:
+        return None
     if name != "nccl" or (version and not found):
         raise SpecError(
             f"unknown library {library[:40]!r}",
             key="--library",
             value=library[:40],
-            rule="The library is nccl, with @ and a release or without",
+            rule="The library is nccl with @ and a release or without, or rccl on AMD's devices",
             fix=f"Give nccl or nccl@{tuning()['release']}",
         )
     return (int(found[1]), int(found[2])) if found else None

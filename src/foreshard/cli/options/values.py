@@ -144,6 +144,7 @@ class Level(Count):
             return level
         what = f"{str(value)[:40]!r} is not a ZeRO level from 0 to 3"
         hint = ". Write 3 (FULL_SHARD) or 2 (SHARD_GRAD_OP)" if "fsdp" in text else ""
+        hint = ". Write 3, with --shard-size N for shards of N ranks" if "hybrid" in text else hint
         self.fail(what + hint, param, ctx)
 
 

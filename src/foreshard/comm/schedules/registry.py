@@ -196,6 +196,7 @@ def schedule_of(
             key="algorithm",
             value=algorithm,
             rule=f"Of {collective} there are {', '.join(names)}",
+            fix="Use one of them",
         )
     _check_numbers(num_ranks, parts, channels, root)
     options: dict[str, Any] = {"parts": parts, "channels": channels}

@@ -69,7 +69,7 @@ def topology_of(
     rates : {'datasheet', 'fitted'}
         Link rates and latencies of datasheets, or those that rings reach (``comm/fabric.py``).
     nics_per_node : int, optional
-        One for each device unless given.
+        Those of the cluster unless given: one up to 100 Gb/s, else one for each device.
 
     Returns
     -------
@@ -92,7 +92,7 @@ def topology_of(
         if cluster.num_nodes > 1 and not speeds.nic_bytes_per_s:
             rule = "Nodes of a cluster of several have a NIC"
             raise SpecError(f"nodes[{g}] has none", key=f"nodes[{g}].nic", value=0.0, rule=rule)
-        nodes += _group(draft, group, speeds, first=len(nodes), nics_per_node=nics_per_node or group.per_node)
+        nodes += _group(draft, group, speeds, first=len(nodes), nics_per_node=nics_per_node or group.num_nics)
     _join_nodes(draft, cluster, nodes, cluster.network.nodes_per_leaf)
     return draft.topology(cluster.name)
 

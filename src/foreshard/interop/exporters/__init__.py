@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """One tool; `frameworks` are the beginnings of the labels of those whose plans it runs as predicted.
+    """One tool; `frameworks` are the beginnings of the labels of those whose plans it runs.
 
     Its function returns the text of the one `file`, or names and texts of several, and notes. `runs` is the
     framework of plans made for it, where that is not the default; `choices` are the only degrees it has,
-    `instead` what it has in place of a setting of the framework that its release refuses.
+    `instead` what it has in place of a setting of the framework that its release refuses, `same` the
+    frameworks that take as long and as much memory as it, where not all do.
     A module has `model_gaps` where models differ in whether it trains them.
     """
 
@@ -43,6 +44,7 @@ class Target(NamedTuple):
     runs: str | None = None
     choices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     instead: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    same: tuple[str, ...] = ()
 
 
 _MEGATRON = ("megatron-core", "megatron-fsdp", "megatron-lm", "megatron-bridge", "nemo", "mlperf")
@@ -54,6 +56,7 @@ TARGETS = {
         "Megatron-LM core_v0.19.0",
         "megatron_args.sh",
         frameworks=_MEGATRON,
+        same=("megatron-core", "megatron-lm"),
         instead=MappingProxyType({"cross_entropy": ("te", "native")}),  # its validate_args
     ),
     "torchtitan@0.2": Target(
@@ -207,6 +210,6 @@ def export(
             *placement_note(plan),
             *notes,
             *(() if carries_sums else wire_notes(plan, target)),
-            *other_framework_note(plan, _frameworks_of(tool), tool.version),
+            *other_framework_note(plan, tool.same or _frameworks_of(tool), tool.version),
         ),
     )

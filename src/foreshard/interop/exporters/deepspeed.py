@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from foreshard.interop.exporters.exported import ExportRequest
-from foreshard.interop.exporters.uniform import Uniform, required_uniform
+from foreshard.interop.exporters.uniform import Uniform, overlap_gaps, required_uniform
 from foreshard.spec.plan import Plan
 
 
@@ -22,6 +22,7 @@ def export(request: ExportRequest) -> tuple[str, list[str]]:
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     plan = request.plan
+    yield from overlap_gaps(plan, "deepspeed")
     for name, value in (("pp", degrees.pp), ("cp", degrees.cp), ("ep", degrees.ep), ("tp", degrees.tp)):
         if value > 1:
             yield f"{name} {value} (its file states data parallelism only; the rest is model code)"

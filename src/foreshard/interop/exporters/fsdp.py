@@ -12,7 +12,7 @@ from typing import Any
 
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.traced import export_traced
-from foreshard.interop.exporters.uniform import Uniform, required_uniform
+from foreshard.interop.exporters.uniform import Uniform, overlap_gaps, required_uniform
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import WHOLE_MODEL, Plan
 
@@ -30,6 +30,7 @@ def export(request: ExportRequest) -> tuple[str | tuple[tuple[str, str], ...], l
 
 def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     plan = request.plan
+    yield from overlap_gaps(plan, "hf")
     for name, value in (("pp", degrees.pp), ("ep", degrees.ep), ("etp", degrees.etp)):
         if value > 1:
             yield f"{name} {value}"

@@ -16,9 +16,10 @@ from foreshard.cost.memory_activations import LOGIT_BYTES
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
 from foreshard.interop.exporters.uniform import Uniform, option_gaps, required_uniform
+from foreshard.spec.checks import modules_lacking
 from foreshard.spec.framework import OVERRIDES, Framework
 from foreshard.spec.model import Model
-from foreshard.spec.plan import COMM_OPTIONS, Plan
+from foreshard.spec.plan import COMM_OPTIONS, LOW_PRECISIONS, Plan
 
 Flag = tuple[str, ...]
 
@@ -113,15 +114,8 @@ def _model_gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if model is None:
         return
     yield from model_gaps(model)
-    kinds = [block for block, _ in model.block_kinds()]
-    has = {
-        "mla_up_proj": any(block.kv_lora for block in kinds),
-        "shared_experts": any(block.shared_ffn for block in kinds),
-        **dict.fromkeys(("moe", "moe_act"), any(block.num_experts for block in kinds)),
-    }
-    for name in _modules(degrees.recompute):
-        if not has.get(name, True):
-            yield f"recompute of {name}, which {model.name} has not"
+    for name in sorted(modules_lacking(model) & set(_modules(degrees.recompute))):
+        yield f"recompute of {name}, which {model.name} has not"
 
 
 def _modules(rule: str) -> tuple[str, ...]:
@@ -197,9 +191,9 @@ def _override_gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
     16 bit in runs of 16 bit only; other dtypes of states and 8-bit weights need the distributed optimizer.
     """
     own, stated = _as_set(plan), plan.overrides
-    if stated.grad_bytes or stated.grad_reduce_bytes:
+    narrow = plan.precision not in ("fp32", "tf32")
+    if stated.grad_bytes or stated.grad_reduce_bytes or (narrow and own.fsdp == "none"):
         sizes = own.grad_bytes, own.grad_reduce_bytes
-        narrow = plan.precision not in ("fp32", "tf32")
         if sizes != (4, 4) and not (narrow and sizes == (2, 2)):
             yield f"grad_bytes {sizes[0]} and grad_reduce_bytes {sizes[1]} in {plan.precision}"
     if stated.cross_entropy not in (None, "unfused", "native"):
@@ -211,7 +205,7 @@ def _override_gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
     narrow_states = {2} & {stated.master_bytes, stated.moment_bytes} or stated.moment_bytes == 1
     if narrow_states and plan.optimizer != "adamw":
         yield f"narrow states of {plan.optimizer} (of adamw only)"
-    if (narrow_states or stated.fp8_params) and degrees.zero == 0:
+    if (narrow_states or _narrow_weights(plan)) and degrees.zero == 0:
         yield "narrow states or 8-bit weights at zero 0 (they need --use-distributed-optimizer)"
 
 
@@ -223,14 +217,15 @@ def _override_flags(plan: Plan) -> list[Flag]:
     Megatron-LM core_v0.19.0 arguments.py validate_args: the fused loss of Transformer Engine is refused.
     """
     own = _as_set(plan)
+    narrow = own.fsdp == "none" and plan.precision not in ("fp32", "tf32")
     flags: list[Flag] = []
     if plan.precision == "fp16":
         flags += [("--accumulate-allreduce-grads-in-fp32",)] if own.grad_bytes == 4 else []
-    elif plan.overrides.grad_reduce_bytes == 2:
+    elif plan.overrides.grad_reduce_bytes == 2 or (narrow and own.grad_reduce_bytes == 2):
         flags.append(("--grad-reduce-in-bf16",))
     if own.cross_entropy in ("native", "te"):
         flags += [("--cross-entropy-loss-fusion",), ("--cross-entropy-fusion-impl", "native")]
-    if plan.overrides.fp8_params:
+    if _narrow_weights(plan):
         flags.append(("--fp8-param-gather",))
     ends = own.wide_first, own.wide_last
     if any(ends):
@@ -249,6 +244,11 @@ def _override_flags(plan: Plan) -> list[Flag]:
     if masters == 2:
         states.append(("--main-params-dtype", "fp16"))
     return [*flags, ("--use-precision-aware-optimizer",), *states] if states else flags
+
+
+def _narrow_weights(plan: Plan) -> bool:
+    """Return whether weights are kept in 8 bit: by the plan, or by its framework in runs of 8 bit."""
+    return _as_set(plan).fp8_params and plan.precision in LOW_PRECISIONS
 
 
 def _sharding_flags(degrees: Uniform) -> list[Flag]:

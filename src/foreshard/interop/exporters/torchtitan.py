@@ -14,7 +14,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.interop.exporters.exported import ExportRequest, filled
-from foreshard.interop.exporters.uniform import Gaps, Uniform, option_gaps, required_uniform
+from foreshard.interop.exporters.uniform import Gaps, Uniform, option_gaps, overlap_gaps, required_uniform
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
 
@@ -147,6 +147,7 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
 def _gaps_02(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     family = (flavor_of(request.model) or ("",))[0] if request.model else ""
     yield from option_gaps(request.plan, "torchtitan@0.2")
+    yield from overlap_gaps(request.plan, "torchtitan@0.2")
     if degrees.pp > 1 and family in _NO_PIPELINE_02:
         yield f"pp {degrees.pp} of {family} (it pipelines Llama 3 and DeepSeek)"
     if request.model and request.model.num_next_token:
@@ -161,6 +162,7 @@ def _gaps_03(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
     if request.model and request.model.num_next_token and degrees.pp * degrees.cp > 1:
         yield f"the next-token layers of {request.model.name} under pp or cp ({_WITHOUT})"
     yield from option_gaps(request.plan, "torchtitan@0.3", writes=("cuda_graphs",))
+    yield from overlap_gaps(request.plan, "torchtitan@0.3")
     graphs = request.plan.overrides.cuda_graphs
     if graphs == "partial" or (graphs == "full" and not _graphs(request.plan, degrees)):
         yield f"cuda_graphs {graphs} (it has full, without pp and ep, or none)"

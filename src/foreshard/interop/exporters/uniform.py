@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.offers import offers_of
+from foreshard.catalog.offers import fixed_overlaps, offers_of
 from foreshard.interop.exporters.exported import ExportRequest, reject_if
 from foreshard.spec.plan import WHOLE_MODEL, Group, Plan
 
@@ -194,6 +194,12 @@ def option_gaps(plan: Plan, framework: str, *, writes: Iterable[str] = ()) -> It
         yield f"{plan.fp8_recipe} scales (it has {', '.join(offers.fp8_recipes)})"
     if plan.dispatcher is not None and plan.dispatcher not in offers.dispatchers:
         yield f"dispatcher {plan.dispatcher} (it has {', '.join(offers.dispatchers)})"
+
+
+def overlap_gaps(plan: Plan, framework: str) -> Iterator[str]:
+    """Yield a gap for each option of communication that a framework has no switch for."""
+    for name in fixed_overlaps(plan, load_framework(framework)):
+        yield f"{name} {'on' if plan.comm[name] else 'off'} (it has no switch for it)"
 
 
 def wire_notes(plan: Plan, target: str) -> tuple[str, ...]:
