@@ -234,3 +234,15 @@ def test_one_device_need_not_shard_in_a_framework_that_does():
     ]
     assert {one.plans[0].plan.groups[0].stages[0].zero for one in found} == {1}
     assert found[0].plans[0].prediction.step_time_s == found[1].plans[0].prediction.step_time_s
+
+
+@pytest.mark.parametrize("objective", ["time", "cost"])
+def test_equal_devices_share_samples_that_do_not_divide_over_them_in_any_framework(objective, even_clock):
+    """Devices of a node are paid for: with all three in use a step is shorter and cheaper."""
+    model, cluster = load_model("gpt2"), load_cluster("1x3xl4")
+    model = replace(model, blocks=model.blocks[:4])
+    asked = {"global_batch": 11, "seq_len": 1000, "framework": "deepspeed", "memory_margin": 0.0}
+    found = plan(model, cluster, objective=objective, budget_s=3.0, **asked).plans[0]
+    stage = Stage(ranks=(0, 1, 2), layers=((0, 6),), zero=1)
+    by_hand = replace(found.plan, groups=(Group(share=11, stages=(stage,), micro_batch=12),))
+    assert found.prediction.step_time_s <= predict(model, cluster, by_hand).step_time_s * (1 + 1e-3)

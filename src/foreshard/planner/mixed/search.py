@@ -42,7 +42,7 @@ from foreshard.planner.mixed.subspaces import (
 from foreshard.planner.pricing.engine_times import predicted, resources
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import FEW_COPIES, SharedPrices, joins_alike, price_stages
-from foreshard.planner.ranking import SHOWN, family_of, front_of
+from foreshard.planner.ranking import SHOWN, family_of, front_of, score
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
 from foreshard.planner.solver.problem import (
@@ -140,14 +140,19 @@ WITHOUT_EXTRA = "Unequal pipelines were not searched: that needs the extra fores
 def search_cluster(request: PlanRequest) -> PlanResult:
     """Return the best plans on any cluster, with a bound on every plan of the space.
 
-    On equal nodes the grid alone answers where dollars or joules are to be small, which unequal pipelines
-    only move, where the framework runs no 1f1b pipelines, and where a tool is to train what is planned.
+    On equal nodes the grid alone answers where a tool is to train what is planned. Where dollars or joules
+    are to be small, which unequal pipelines only move, or the framework runs no 1f1b pipelines, it does if
+    samples divide over all devices and none is idle.
     """
     equal = len(request.cluster.nodes) == 1
     by_time = request.objectives[0] == "time" or request.limits
-    pipelines = by_time and request.tool is None and "1f1b" in offers_of(request.framework).schedules
-    if equal and not pipelines:
-        return search_homogeneous(request)
+    pipelines = by_time and "1f1b" in offers_of(request.framework).schedules
+    grid: PlanResult | None = None
+    if equal and not (pipelines and request.tool is None):
+        grid = search_homogeneous(request)
+        if request.tool is not None or _is_even(request, grid):
+            return grid
+        request = replace(request, budget_s=max(request.budget_s - grid.wall_s, _LEAST_S))
     whole = request.choices.of_whole_plans
     if equal and whole:
         even = search_homogeneous(request)
@@ -163,7 +168,26 @@ def search_cluster(request: PlanRequest) -> PlanResult:
     if equal and not search.found.timed:
         left = replace(request, budget_s=max(search.whole.left_s, _LEAST_S))
         return search_homogeneous(left, least_s=0.0)
-    return search.result()
+    result = search.result()
+    if grid is None or not (grid.plans and result.plans):
+        return result if grid is None or result.plans else grid
+    best, other = (score(one.plans[0].prediction, request.objectives) for one in (grid, result))
+    return grid if best <= other else result
+
+
+def _is_even(request: PlanRequest, grid: PlanResult) -> bool:
+    """Return whether samples divide over all devices, and the grid leaves none idle that it pays for.
+
+    Joules are those of devices in use.
+    """
+    if not grid.plans:
+        return grid.infeasible is None or grid.infeasible.key != "--global-batch"
+    if request.objectives[0] == "energy":
+        return True
+    nodes, used = request.cluster.nodes[0], len(grid.plans[0].plan.ranks)
+    most = min(nodes.num_devices, request.max_devices or nodes.num_devices)
+    paid = -(-used // nodes.per_node) * nodes.per_node if request.objectives[0] == "cost" else most
+    return used == paid and request.global_batch % most == 0
 
 
 class MixedSearch:
