@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import ForeshardError
+from foreshard.planner.mixed.node_sets import are_apart
 from foreshard.planner.mixed.search import INTERLEAVED
 from foreshard.planner.search import plan
 from foreshard.predict.placement import link_domains
@@ -179,7 +180,7 @@ class HandMade:
         return predicted.step_time_s if predicted.memory.fits else float("inf")
 
     def _drawn(self) -> tuple[Group, ...]:
-        """Return pipelines of stages of one device each, or of all of a node side by side."""
+        """Return pipelines of stages of one device each, or of all or a part of a node side by side."""
         ranks = list(range(self.case.cluster.num_devices))
         if self.draw.random() < 0.3:
             ranks = sorted(self.draw.sample(ranks, self.draw.randint(1, len(ranks))))
@@ -188,7 +189,13 @@ class HandMade:
             nodes: dict[int, list[int]] = {}
             for rank in ranks:
                 nodes.setdefault(self.domains[rank], []).append(rank)
-            stages = list(nodes.values())
+            parts = [self.draw.randint(1, len(node)) for node in nodes.values()]
+            stages = [
+                own
+                for node, part in zip(nodes.values(), parts, strict=True)
+                for own in (node[:part], node[part:])
+                if own
+            ]
         self.draw.shuffle(stages)
         places = self.case.model.num_layers + 2
         most = min(len(stages), self.case.global_batch)
@@ -255,7 +262,6 @@ class HandMade:
         chunks = {group.num_chunks for group in groups if len(group.stages) > 1}
         if chunks - {1} and (len(chunks) > 1 or not with_interleaved):
             return False
-        held: set[int] = set()
         for group in groups:
             width, alone = {stage.inner_dp for stage in group.stages}, len(group.stages) == 1
             sizes = {n for n in SIZES[alone] if n <= max(4, AT_ONCE_TOKENS // self.case.seq_len)}
@@ -263,13 +269,15 @@ class HandMade:
                 return False
             if group.share < group.micro_batch and not alone:
                 return False
-            if any(len(s.ranks) > 1 and s.tp == 1 for s in group.stages):
+            if not all(self._is_a_stage(stage.ranks) for stage in group.stages):
                 return False
-            own = {self.domains[rank] for stage in group.stages for rank in stage.ranks}
-            if own & held:
-                return False
-            held |= own
-        return True
+        return are_apart(self.case.cluster, self.plan(groups))
+
+    def _is_a_stage(self, ranks: tuple[int, ...]) -> bool:
+        """Return whether ranks of one node are as many as a stage of the space has of it."""
+        of_node = [n for n, domain in enumerate(self.domains) if domain == self.domains[ranks[0]]]
+        size = len(of_node)
+        return set(ranks) <= set(of_node) and (size % len(ranks) == 0 or size & (size - 1) > 0)
 
 
 def wrong(case: Case, *, budget_s: float) -> tuple[str, float]:

@@ -107,7 +107,7 @@ class PlanResult(Shown):
     front : tuple of Ranked
         Of the plans found, those that no other beats in time, cost or energy without losing in another;
         the fastest first.
-    wider : WiderSpace, optional
+    wider : tuple of WiderSpace
         Until the choice is made: where some of `plans` are outside `space`.
     """
 
@@ -125,7 +125,7 @@ class PlanResult(Shown):
     front: tuple[Ranked, ...] = ()
     bound: ObjectiveBound | None = None
     objective: str = "time"
-    wider: WiderSpace | None = None
+    wider: tuple[WiderSpace, ...] = ()
 
     def __post_init__(self) -> None:
         if self.plans:
@@ -157,17 +157,20 @@ class PlanResult(Shown):
 
     def bounded(self) -> PlanResult:
         """Return the result with the bound of the space that the chosen plan lies in."""
-        wider, result = self.wider, replace(self, wider=None)
-        if wider is None or not self.plans or self.plans[0].plan.groups not in wider.found:
+        groups = self.plans[0].plan.groups if self.plans else ()
+        own = [wider for wider in self.wider if groups in wider.found]
+        result = replace(self, wider=())
+        if not own:
             return result
-        bound = min(self.lower_bound_step_time_s, wider.lower_bound_step_time_s)
+        bound = min(self.lower_bound_step_time_s, *(wider.lower_bound_step_time_s for wider in own))
         result = replace(
             result,
             lower_bound_step_time_s=bound,
-            space=f"{self.space}; {wider.words}",
+            space="; ".join([self.space, *(wider.words for wider in own)]),
             ladder=self.ladder | {"configuration": bound},
         )
-        return replace(result, notes=(*self.notes, wider.note)) if result.gap > _PROVEN else result
+        notes = (*self.notes, *(wider.note for wider in own))
+        return replace(result, notes=notes) if result.gap > _PROVEN else result
 
     @property
     def proof(self) -> ObjectiveBound | None:

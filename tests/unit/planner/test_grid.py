@@ -91,7 +91,9 @@ def _rows(request):
                 names if vpp == 1 else ["interleaved"],
                 (0, 1) if tp > 1 and offers.cuts_sequences else (0,),
                 rules,
-                offers.levels(pp),
+                sorted(
+                    {1, *offers.levels(pp)} if 0 not in offers.zero and dp * cp == 1 else offers.levels(pp)
+                ),
             ):
                 groups = _divide(dp * cp)[1:-1] if zero in offers.in_groups else []
                 for shard, offload in product([0, *groups], offers.offload):

@@ -241,9 +241,9 @@ def test_an_interleaved_plan_that_was_not_chosen_leaves_the_bound_alone():
         pruned=0,
         wall_s=0.0,
         space="some",
-        wider=wider,
+        wider=(wider, replace(wider, found=frozenset(), words="other")),
     )
-    assert result.bounded() == replace(result, wider=None)
+    assert result.bounded() == replace(result, wider=())
     last = replace(result, plans=(other, chosen)).bounded()
     assert last.lower_bound_step_time_s == 1e-9 and last.notes == ("of each kind",)
     assert last.space == "some; or more"

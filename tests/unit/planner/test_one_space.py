@@ -9,10 +9,14 @@ from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.mixed import search as search_module
+from foreshard.planner.mixed.node_sets import are_apart
 from foreshard.planner.mixed.search import MixedSearch
+from foreshard.planner.pricing.engine_times import engine_seconds
 from foreshard.planner.pricing.stage_options import fits_alone, stage_options
+from foreshard.planner.pricing.stage_prices import price_stages
 from foreshard.planner.request import checked_request, in_fewest_groups
 from foreshard.planner.search import plan
+from foreshard.planner.solver.problem import Arrangement, StageSpan, faults, step_seconds
 from foreshard.predict.step import predict
 from foreshard.spec.plan import Group, Plan, Stage
 
@@ -177,3 +181,68 @@ def test_interleaved_pipelines_take_as_many_samples_at_once_as_others(seq_len):
     plain = {kind for kind in stage_options(request, (0,)) if not fits_alone(request, kind)}
     several = {kind for kind in plain if kind.samples < request.global_batch}
     assert several <= set(stage_options(request, (0,), at_once=False))
+
+
+def in_a_row(first: tuple[int, ...], last: tuple[int, ...]) -> Group:
+    """Return a pipeline of two stages on some ranks, half of a batch of 14."""
+    made = (Stage(ranks=ranks, layers=(span,), zero=1) for ranks, span in ((first, (0, 4)), (last, (4, 6))))
+    return Group(share=7, stages=tuple(made), micro_batch=1)
+
+
+def test_nodes_of_odd_sizes_hold_stages_of_any_and_pipelines_beside_each_other():
+    """On five devices two pipelines of two took 7 % less than the printed bound; no stage had two of them."""
+    model = load_model("gpt2-xl")
+    model = replace(model, blocks=model.blocks[:4])
+    asked = {"global_batch": 14, "seq_len": 2048, "engine": "analytical"}
+    request = checked_request(model, load_cluster("1x5xa10@1Gb/s"), **asked)
+    assert {kind.num_devices for kind in stage_options(request, (0,))} == {1, 2, 3, 4, 5}
+    problem = price_stages(request, (0,), by_domain=True, every=True)
+    single = next(
+        i
+        for i, kind in enumerate(problem.names)
+        if kind.num_devices == kind.micro_batch == 1 and kind.recompute == "none"
+    )
+    template = tuple(StageSpan(option=single, start=a, stop=b) for a, b in ((0, 4), (4, 6)))
+    both = Arrangement(templates=(template, template), shares=(7, 7))
+    assert not faults(problem, both)
+    made = Plan(global_batch=14, seq_len=2048, groups=(in_a_row((0,), (1,)), in_a_row((2,), (3,))))
+    assert step_seconds(problem, both, filling="least") <= engine_seconds(request, [made])[0] * (1 + 1e-9)
+    several = checked_request(model, load_cluster("2x3xa10@100Gb/s"), **asked)
+    assert {kind.num_devices for kind in stage_options(several, (0,))} == {1, 2, 3, 6}
+
+
+def test_a_bound_speaks_of_pipelines_that_keep_apart_or_says_that_it_does_not():
+    nodes = load_cluster("2x4xl4+1x4xa10@100Gb/s")
+
+    def apart(*groups: Group) -> bool:
+        return are_apart(nodes, Plan(global_batch=14, seq_len=512, groups=groups))
+
+    assert apart(in_a_row((0,), (1,)), in_a_row((4,), (5,)))
+    assert not apart(in_a_row((0,), (1,)), in_a_row((2,), (3,)))
+    assert apart(in_a_row((8,), (9,)), in_a_row((10,), (11,))), "node groups of one domain know no other"
+    assert apart(in_a_row((0,), (4,)), in_a_row((5,), (1,))), "of other layers"
+    assert not apart(in_a_row((0,), (1,)), in_a_row((4, 5, 6), (7,)))
+
+
+def test_one_device_need_not_shard_in_a_framework_that_does():
+    """By joules, from the grid, it is as by time."""
+    model = load_model("gpt2")
+    cluster, asked = load_cluster("1x1xl4"), {"global_batch": 4, "seq_len": 256, "framework": "fsdp2"}
+    found = [
+        search_homogeneous(checked_request(model, cluster, objective=objective, engine="analytical", **asked))
+        for objective in ("energy", "time")
+    ]
+    assert {one.plans[0].plan.groups[0].stages[0].zero for one in found} == {1}
+    assert found[0].plans[0].prediction.step_time_s == found[1].plans[0].prediction.step_time_s
+
+
+@pytest.mark.parametrize("objective", ["time", "cost"])
+def test_equal_devices_share_samples_that_do_not_divide_over_them_in_any_framework(objective, even_clock):
+    """Devices of a node are paid for: with all three in use a step is shorter and cheaper."""
+    model, cluster = load_model("gpt2"), load_cluster("1x3xl4")
+    model = replace(model, blocks=model.blocks[:4])
+    asked = {"global_batch": 11, "seq_len": 1000, "framework": "deepspeed", "memory_margin": 0.0}
+    found = plan(model, cluster, objective=objective, budget_s=3.0, **asked).plans[0]
+    stage = Stage(ranks=(0, 1, 2), layers=((0, 6),), zero=1)
+    by_hand = replace(found.plan, groups=(Group(share=11, stages=(stage,), micro_batch=12),))
+    assert found.prediction.step_time_s <= predict(model, cluster, by_hand).step_time_s * (1 + 1e-3)

@@ -260,13 +260,14 @@ def test_usual_prices_know_that_more_pipelines_than_link_domains_share_them(clus
 
 @pytest.mark.parametrize(("model", "cluster", "seq_len", "precision"), CASES)
 def test_the_bound_speaks_of_no_more_pipelines_than_link_domains(model, cluster, seq_len, precision):
-    """Stages of the same layers lie in different ones, so each pipeline of the space has one of its own."""
+    """Stages of the same layers lie in different ones, so each has its own, unless there is one for all."""
     request = asked(model, cluster, seq_len, precision)
     first = np.cumsum([0, *(group.num_devices for group in request.cluster.nodes)])
     for use in ((0, 1), (0,), (1,)):
         ranks = np.concatenate([np.arange(first[g], first[g + 1]) for g in use])
         domains = len(np.unique(link_domains(request.cluster)[ranks]))
-        assert price_stages(request, use, by_domain=True, every=True).max_pipelines == domains
+        most = price_stages(request, use, by_domain=True, every=True).max_pipelines
+        assert most == (domains if domains > 1 else None)
 
 
 def test_engine_seconds_are_those_of_a_prediction():

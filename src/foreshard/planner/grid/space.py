@@ -302,12 +302,18 @@ def _listed(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) -
         schedules = [TABLED.index("1f1b")]
     offloads = [OFFLOADS.index(name) for name in choices.of("offload", offers.offload)]
     found = []
-    for zero in choices.of("zero", offers.levels(2 if pipeline else 1)):
+    levels = offers.levels(2 if pipeline else 1)
+    for zero in choices.of("zero", _with_whole(levels) if replicas == 1 else levels):
         parts = [int(d) for d in divisors(replicas)[1:-1]] if zero in offers.in_groups else []
         for shard in choices.of("shard_size", (0, *parts)):
             found += [(zero, shard, s, o) for s in schedules for o in offloads]
     columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
     return _Choices(zero=columns[0], shard=columns[1], schedule=columns[2], offload=columns[3])
+
+
+def _with_whole(levels: tuple[int, ...]) -> tuple[int, ...]:
+    """Return levels of sharding for one replica, which may stay whole where a framework always shards."""
+    return levels if min(levels, default=0) <= 1 else (1, *levels)
 
 
 def _kinds(passes: PlanTable) -> tuple[list[tuple[int, bool, bool]], np.ndarray]:
@@ -350,7 +356,8 @@ def least_memory_rows(request: GridRequest, passes: PlanTable) -> tuple[PlanTabl
     schedules = [TABLED.index(name) for name in request.offers.schedules if name != "interleaved"]
     offload = max(OFFLOADS.index(name) for name in request.offers.offload)
     options = np.array(
-        [(zero, s) for zero in request.offers.levels(1) for s in schedules or [_1F1B]], dtype=np.int64
+        [(zero, s) for zero in _with_whole(request.offers.levels(1)) for s in schedules or [_1F1B]],
+        dtype=np.int64,
     )
     index = np.repeat(np.arange(len(passes)), len(options))
     zero, schedule = np.tile(options, (len(passes), 1)).T

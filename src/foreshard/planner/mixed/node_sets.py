@@ -1,4 +1,4 @@
-"""Sets of node groups that may train together, and caps on devices."""
+"""Sets of node groups that may train together, caps on devices, and whether pipelines keep apart on them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from foreshard.planner.pricing.stage_options import stage_options
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.work_bounds import speed_of
+from foreshard.predict.placement import link_domains
+from foreshard.spec.cluster import Cluster
+from foreshard.spec.plan import Plan
 
 _MANY_GROUPS = 6
 """Node groups above which not every set of them is a problem of its own: there would be over 63."""
@@ -44,3 +47,24 @@ def capped(problem: Problem, max_devices: int | None) -> Problem:
         counts[kind] = min(left, problem.counts[kind])
         left -= counts[kind]
     return replace(problem, counts=tuple(counts))
+
+
+def are_apart(cluster: Cluster, plan: Plan) -> bool:
+    """Return whether stages of the same layers in different pipelines are as the space of the bound has them.
+
+    In different link domains, if the node groups in use have several, and of at most twice each other's inner
+    data-parallel ranks.
+    """
+    domains = link_domains(cluster)
+    groups = np.repeat(np.arange(len(cluster.nodes)), [nodes.num_devices for nodes in cluster.nodes])
+    several = len(np.unique(domains[np.isin(groups, groups[list(plan.ranks)])])) > 1
+    holder: dict[tuple[int, int], int] = {}
+    widths: dict[int, set[int]] = {}
+    for g, group in enumerate(plan.groups):
+        for stage in group.stages:
+            own = np.unique(domains[list(stage.ranks)]).tolist() if several else []
+            for layer in (layer for start, stop in stage.layers for layer in range(start, stop)):
+                widths.setdefault(layer, set()).add(stage.inner_dp)
+                if any(holder.setdefault((layer, domain), g) != g for domain in own):
+                    return False
+    return all(max(some) <= 2 * min(some) for some in widths.values())

@@ -30,7 +30,7 @@ from foreshard.planner.mixed.interleaving import (
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
 from foreshard.planner.mixed.local_search import changed_in_chunks, improved
-from foreshard.planner.mixed.node_sets import capped, node_sets
+from foreshard.planner.mixed.node_sets import are_apart, capped, node_sets
 from foreshard.planner.mixed.subspaces import (
     ABOVE_WORK,
     AIM,
@@ -42,7 +42,7 @@ from foreshard.planner.mixed.subspaces import (
 from foreshard.planner.pricing.engine_times import predicted, resources
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import FEW_COPIES, SharedPrices, joins_alike, price_stages
-from foreshard.planner.ranking import SHOWN, family_of, front_of
+from foreshard.planner.ranking import SHOWN, family_of, front_of, score
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.result import PlanResult, WiderSpace
 from foreshard.planner.solver.problem import (
@@ -59,25 +59,27 @@ from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
 SPACE = (
-    "pipelines side by side, each of at most 16 stages cut anywhere; stages of devices of one node "
-    "group, inside a link domain or of whole ones, with tp within a node, up to 8 inner data-parallel "
-    "ranks, 1, 2 or 4 samples a rank (within 16384 tokens also 8, not interleaved also all of the batch, and "
-    "of one stage 3, 6, 12, 16, 24, 32, 48 or 64), sequences whole or one split over a power of two of "
-    "ranks (cp) that leaves each 8192 tokens or more, experts whole on each rank or cut over the most that "
-    "divide both, three recompute rules; any shares of at least a micro-batch, of one stage also less, or "
-    "the whole batch over ranks that take a sample more or less; 1f1b; every stage has memory for one "
-    "micro-batch for each stage after "
-    "it; stages of the same layers in different pipelines lie in different link domains (side by side in one "
-    "they are inner data-parallel ranks of one pipeline), "
-    "differ at most by a factor of two in inner data-parallel ranks and in ranks that hold the same experts, "
-    "which all of them cut, over ranks that follow each other, or none, and no gradient collective has more "
-    "members in a link domain than its stage's tp leaves room for"
+    "pipelines side by side, each of at most 16 stages cut anywhere; stages of devices of one node group, "
+    "inside a link domain or of whole ones (of nodes of 2, 4, 8, ... devices a half, a quarter and so on, "
+    "or several by 1, 2, 4 or 8 inner data-parallel ranks), with tp within a node, up to 8 inner data- "
+    "parallel ranks, 1, 2 or 4 samples a rank (within 16384 tokens also 8, not interleaved also all of the "
+    "batch, and of one stage 3, 6, 12, 16, 24, 32, 48 or 64), sequences whole or one split over a power of "
+    "two of ranks (cp) that leaves each 8192 tokens or more, experts whole on each rank or cut over the "
+    "most that divide both, three recompute rules; any shares of at least a micro-batch, of one stage also "
+    "less, or the whole batch over ranks that take a sample more or less; 1f1b; every stage has memory for "
+    "one micro-batch for each stage after it; stages of the same layers in different pipelines lie in "
+    "different link domains, if there are several (side by side in one they are inner data-parallel ranks "
+    "of one pipeline), differ at most by a factor of two in inner data-parallel ranks and in ranks that "
+    "hold the same experts, which all of them cut, over ranks that follow each other, or none, and no "
+    "gradient collective has more members in a link domain than its stage's tp leaves room for"
 )
 INTERLEAVED = (
     "or plans whose pipelines of several stages are all interleaved with 2, or all with 4, chunks of layers "
     "on each device"
 )
 """Of the space where an interleaved plan is chosen."""
+BESIDE = "or plans whose pipelines lie side by side in any way"
+"""Of the space where pipelines of the chosen plan are not `are_apart`."""
 _PROVING = 0.25
 """Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
 _PROVING_AT_FIRST = 0.5
@@ -138,14 +140,19 @@ WITHOUT_EXTRA = "Unequal pipelines were not searched: that needs the extra fores
 def search_cluster(request: PlanRequest) -> PlanResult:
     """Return the best plans on any cluster, with a bound on every plan of the space.
 
-    On equal nodes the grid alone answers where dollars or joules are to be small, which unequal pipelines
-    only move, where the framework runs no 1f1b pipelines, and where a tool is to train what is planned.
+    On equal nodes the grid alone answers where a tool is to train what is planned. Where dollars or joules
+    are to be small, which unequal pipelines only move, or the framework runs no 1f1b pipelines, it does if
+    samples divide over all devices and none is idle.
     """
     equal = len(request.cluster.nodes) == 1
     by_time = request.objectives[0] == "time" or request.limits
-    pipelines = by_time and request.tool is None and "1f1b" in offers_of(request.framework).schedules
-    if equal and not pipelines:
-        return search_homogeneous(request)
+    pipelines = by_time and "1f1b" in offers_of(request.framework).schedules
+    grid: PlanResult | None = None
+    if equal and not (pipelines and request.tool is None):
+        grid = search_homogeneous(request)
+        if request.tool is not None or _is_even(request, grid):
+            return grid
+        request = replace(request, budget_s=max(request.budget_s - grid.wall_s, _LEAST_S))
     whole = request.choices.of_whole_plans
     if equal and whole:
         even = search_homogeneous(request)
@@ -161,7 +168,26 @@ def search_cluster(request: PlanRequest) -> PlanResult:
     if equal and not search.found.timed:
         left = replace(request, budget_s=max(search.whole.left_s, _LEAST_S))
         return search_homogeneous(left, least_s=0.0)
-    return search.result()
+    result = search.result()
+    if grid is None or not (grid.plans and result.plans):
+        return result if grid is None or result.plans else grid
+    best, other = (score(one.plans[0].prediction, request.objectives) for one in (grid, result))
+    return grid if best <= other else result
+
+
+def _is_even(request: PlanRequest, grid: PlanResult) -> bool:
+    """Return whether samples divide over all devices, and the grid leaves none idle that it pays for.
+
+    Joules are those of devices in use.
+    """
+    if not grid.plans:
+        return grid.infeasible is None or grid.infeasible.key != "--global-batch"
+    if request.objectives[0] == "energy":
+        return True
+    nodes, used = request.cluster.nodes[0], len(grid.plans[0].plan.ranks)
+    most = min(nodes.num_devices, request.max_devices or nodes.num_devices)
+    paid = -(-used // nodes.per_node) * nodes.per_node if request.objectives[0] == "cost" else most
+    return used == paid and request.global_batch % most == 0
 
 
 class MixedSearch:
@@ -738,21 +764,32 @@ class MixedSearch:
                 break
         return made
 
-    def _wider(self, plans: Sequence[Plan]) -> WiderSpace | None:
-        """Return the interleaved ones among some plans, those of the grid left out, and a bound on such."""
-        found = frozenset(p.groups for p in plans if is_interleaved(p) and p not in self.found.even)
-        if not found:
-            return None
+    def _wider(self, plans: Sequence[Plan]) -> tuple[WiderSpace, ...]:
+        """Return what the bound leaves out of some plans, those of the grid apart, and bounds on such."""
+        unequal = [plan for plan in plans if plan not in self.found.even]
+        in_chunks = frozenset(plan.groups for plan in unequal if is_interleaved(plan))
+        beside = frozenset(plan.groups for plan in unequal if not are_apart(self.request.cluster, plan))
         plain_s, interleaved_s = self._plain_bound_s, self._interleaved_bound_s
         even_s = min(one.bound_s for one in self.even)
-        return WiderSpace(
-            found=found,
-            words=INTERLEAVED,
-            lower_bound_step_time_s=interleaved_s,
-            note=f"The chosen plan is interleaved: no 1f1b plan takes less than {plain_s:.3g} s, no plan of"
-            f" equal pipelines cut as evenly as they go less than {even_s:.3g} s, and none interleaved"
-            f" throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s",
+        work_s = min(subspace.floor_s() for subspace in self.by_set)
+        spaces = (
+            WiderSpace(
+                found=in_chunks,
+                words=INTERLEAVED,
+                lower_bound_step_time_s=interleaved_s,
+                note=f"The chosen plan is interleaved: no 1f1b plan takes less than {plain_s:.3g} s, no plan"
+                f" of equal pipelines cut as evenly as they go less than {even_s:.3g} s, and none interleaved"
+                f" throughout, with 2 or 4 chunks, less than {interleaved_s:.3g} s",
+            ),
+            WiderSpace(
+                found=beside,
+                words=BESIDE,
+                lower_bound_step_time_s=work_s,
+                note="In the chosen plan pipelines hold the same layers side by side in a link domain, or on"
+                f" over twice the ranks of others: of such plans none takes less than {work_s:.3g} s of work",
+            ),
         )
+        return tuple(one for one in spaces if one.found)
 
 
 def _notes(request: PlanRequest) -> list[str]:

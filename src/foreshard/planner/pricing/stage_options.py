@@ -89,10 +89,11 @@ def stage_options(
             if cp > 1 and (size > 1 or request.seq_len % (tp * cp)):
                 continue
             ranks = tp * cp * width
-            whole = ranks % nodes.per_node == 0 or nodes.per_node % ranks == 0
-            usual = ranks <= nodes.per_node or width in (1, 2, 4, 8)
+            whole, within = ranks % nodes.per_node == 0, ranks <= nodes.per_node
+            if nodes.per_node & (nodes.per_node - 1) == 0:  # other sizes would double the options
+                whole, within = whole and width in (1, 2, 4, 8), nodes.per_node % ranks == 0
             least = width * (size - 1) + 1  # samples that one of the ranks takes `size` of
-            if ranks > nodes.num_devices or not (whole and usual) or least > request.global_batch:
+            if ranks > nodes.num_devices or not (whole or within) or least > request.global_batch:
                 continue
             found += [
                 StageKind(

@@ -137,7 +137,7 @@ def price_stages(
         longer_s = _leave_tail(far, batch, stage, blocks) if is_tied else 0.0
         # At best the ends of a pipeline that leaves a domain lie in one all the same.
         leave_tail_s = priced.table(longer_s if apart else np.minimum(longer_s, 0.0))
-    wide = sum(request.cluster.nodes[g].num_devices // domains[g] for g in use)
+    wide = num_domains(request, use)
     for n in copies:
         if n not in known_tails:
             known_tails[n] = _tail(batch, stage, n, blocks, wide, apart=apart)
@@ -169,7 +169,7 @@ def price_stages(
         leave_s=leave_s,
         leave_tail_s=leave_tail_s,
         domains=() if leave_s is None else tuple(domains),
-        max_pipelines=None if apart else wide,
+        max_pipelines=None if apart or wide == 1 else wide,
         forward_s=priced.table(stage.forward),
         backward_s=priced.table(stage.backward),
     )
@@ -268,7 +268,7 @@ def _tail(
     Stages of the same layers in other pipelines lie in other link domains and have half to twice as many
     inner data-parallel ranks, but any cp; a domain holds no more of them than as narrow stages as this one
     find room for, and at most twice as many ranks with the same experts; where one cuts experts, all do, each
-    over ranks that follow each other. All are terms of the space.
+    over ranks that follow each other. All are terms of the space. Where there is one domain, all are in it.
     """
     rank = batch.machine.rank
     width, room = rank.shard, np.maximum(1.0, np.floor(blocks / rank.tp))
@@ -282,6 +282,8 @@ def _tail(
         experts = np.minimum(np.ceil(alike), begin)
         return _tail_of(batch, stage, width * copies, (inside, experts), blocks, apart=apart)
     fewest = width + (copies - 1) * np.ceil(rank.dp / 2.0) * rank.cp
+    if wide == 1:
+        return _tail_of(batch, stage, fewest, (room, np.maximum(blocks, 1.0)), blocks)
     any_cut = np.where(rank.ep > 1, begin, 1.0).max(initial=1.0)
     experts = np.minimum(np.ceil(alike * (2.0 - 1.0 / copies)), np.where(rank.ep > 1, any_cut, blocks))
     if np.any(rank.cp > 1):  # stages that split sequences otherwise have other numbers of ranks
@@ -438,7 +440,13 @@ def joins_alike(request: PlanRequest, some: tuple[int, ...], others: tuple[int, 
     """
     nodes = request.cluster.nodes
     joined = (_fabric(request, {g: nodes[g].num_devices for g in use}) for use in (some, others))
-    return len(set(joined)) == 1
+    one_domain = num_domains(request, some) == 1 < num_domains(request, others)  # it may hold more pipelines
+    return len(set(joined)) == 1 and not one_domain
+
+
+def num_domains(request: PlanRequest, use: tuple[int, ...]) -> int:
+    """Return the link domains of some node groups."""
+    return sum(request.cluster.nodes[g].num_devices // domain_block(request.cluster.nodes[g]) for g in use)
 
 
 def _fabrics(request: PlanRequest, kinds: Sequence[StageKind], *, sending: bool = False) -> list[Fabric]:
