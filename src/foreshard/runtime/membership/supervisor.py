@@ -441,7 +441,8 @@ class Supervisor:
             self._live[rank].waits = False
             self._live[rank].beat_s = self._now()
         self._link_blame.began(s.number, s.ranks, self._now())
-        text = "; ".join([*news, f"continuing with ranks {', '.join(map(str, s.ranks))}"]) if news else None
+        left = f"rank{'s' * (len(s.ranks) > 1)} {', '.join(map(str, s.ranks))}"
+        text = "; ".join([*news, f"continuing with {left}"]) if news else None
         self.log("generation", number=s.number, ranks=s.ranks, text=text)
         self._changed.notify_all()
 
