@@ -253,7 +253,7 @@ def test_who_goes_on_is_said(told, tmp_path, died, said):
     for rank in {0, 1, 2}.difference(died):
         told.join(rank, 0)
     lines = [json.loads(line) for line in (tmp_path / "supervisor.jsonl").read_text().splitlines()]
-    assert lines[-1]["text"].endswith(f"; continuing with {said}")
+    assert lines[-1]["text"].endswith(f" before any step was heard of; continuing with {said}")
 
 
 def stuck(told, number, waits, for_s=6.0, heard=None):
