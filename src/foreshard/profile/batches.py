@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +24,23 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(moved(item, device) for item in value)
     return value
+
+
+class _Handed(torch.autograd.Function):
+    """The same values as a new tensor: a leaf that needs a gradient cannot be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def handed(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return leaves as the first layer behind a cut takes them: it may change them in place."""
+    return tuple(_Handed.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in values)
 
 
 def computing_in(precision: str, device: torch.device) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
+from foreshard.profile.batches import as_tuple, computing_in, handed, loss_input, moved
 
 _WARM_UP = 2
 """Passes before the first that counts: caches, allocator and kernels selected at first use settle in them."""
@@ -193,7 +193,7 @@ class TimedChain:
             given = tuple(_leaf(value) for value in values) if layer else values
             clock = Stopwatch()
             with computing_in(self.precision, self.device):
-                made = through(module, layer, given, range(number))
+                made = through(module, layer, handed(given), range(number))
                 if layer == len(self.modules) - 1:
                     made = (self.job.loss(loss_input(made, self.precision), batch)[0],)
             seconds.append(clock.read())
@@ -218,7 +218,7 @@ class TimedChain:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 given = tuple(_leaf(value) for value in values) if layer else values
                 with computing_in(self.precision, self.device):
-                    values = self.through(module, layer, given, range(number))
+                    values = self.through(module, layer, handed(given), range(number))
             saved.append(float(sum(seen.values())))
             boundary.append(float(sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))))
         return {

@@ -6,12 +6,12 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foreshard.errors import SpecError
+from foreshard.errors import ForeshardError, SpecError
 from foreshard.profile.address import interface_address, own_address
 from foreshard.runtime.checkpoint.folders import steps_in
 from foreshard.runtime.emulation import Emulation
@@ -131,11 +131,12 @@ def launch(
         **settings,
         policy=options,
     )
-    agent = (
-        _local(plan, work, local, interface, port, test_bed)
-        if local is not None
-        else _under_torchrun(plan, work, interface, port, secret_file, test_bed)
-    )
+    with _writing_in(folder):
+        agent = (
+            _local(plan, work, local, interface, port, test_bed)
+            if local is not None
+            else _under_torchrun(plan, work, interface, port, secret_file, test_bed)
+        )
     agent.max_starts = max_starts or (MAX_STARTS if max_starts_per_hour is None else sys.maxsize)
     agent.max_starts_per_hour = max_starts_per_hour
     watches = [watch for watch in (progress, test_bed.watch) if watch is not None]
@@ -144,7 +145,8 @@ def launch(
         for watch in watches:
             watch(folder / "metrics.jsonl")
 
-    restarts = agent.run(watch_all)
+    with _writing_in(folder):
+        restarts = agent.run(watch_all)
     if not agent.supervises:
         return None
     if trace is not None:
@@ -153,6 +155,22 @@ def launch(
         steps = steps_done(folder)
     found = outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
     return replace(found, stopped=agent.is_stopping)
+
+
+@contextlib.contextmanager
+def _writing_in(folder: Path) -> Iterator[None]:
+    """Name the folder of the run where the disk has no room: such an error names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        raise ForeshardError(
+            f"cannot write: {error.strerror}",
+            file=error.filename or str(folder),
+            rule="A run keeps its plan, secret and addresses in its folder",
+            fix="Make room there, and start again (with --resume if it has trained)",
+        ) from None
 
 
 def _check_resumed(folder: Path, plan: Plan, seed: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from foreshard.runtime.records.ledger import KEPT_BYTES
 
+FINISHED = 10
+"""Exit code of a rank that has done its part: a job that ends its process with 0 has not."""
 JOB_FAULT = 2
 """Exit code of a rank that has reported an error of the job to its agent: a restart would not help."""
 HANGS = 3

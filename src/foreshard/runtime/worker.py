@@ -41,7 +41,7 @@ from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
 from foreshard.runtime.records.ledger import Ledger, LedgerBackup
 from foreshard.runtime.records.metrics import Metrics
 from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
-from foreshard.runtime.run_settings import JOB_FAULT, READER_LOST, REPORT_FD, RunSettings
+from foreshard.runtime.run_settings import FINISHED, JOB_FAULT, READER_LOST, REPORT_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.online import Command
 from foreshard.spec.plan import Plan
@@ -403,7 +403,7 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
     try:
         RankWorker(work, rank, (host, int(port)), secret, hardware_of(work, rank)).run()
     except SystemExit:
-        return 0  # the others have done all steps without this rank
+        return FINISHED  # the others have done all steps without this rank
     except ReaderLost as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
@@ -415,7 +415,7 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
     except Exception as error:
         _report_fault(_by_name(error, rank, work))
         return JOB_FAULT
-    return 0
+    return FINISHED
 
 
 def _by_name(error: Exception, rank: int, work: RunSettings) -> ForeshardError:

@@ -1,5 +1,6 @@
 """What `foreshard run` refuses before any rank is started."""
 
+import errno
 import json
 import sys
 
@@ -123,6 +124,20 @@ def test_missing_files_are_bad_input(shell, tmp_path, job):
     file.write_text(json.dumps(plan_dict()))
     told = shell("run", "--plan", file, "--local", 3, tmp_path / "no.py")
     assert told.code == 2 and "no such file" in told.err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_disk_without_room_is_named(number, shell, tmp_path, job, monkeypatch):
+    """The system names no file where a write fails."""
+
+    def full(path):
+        raise OSError(number, "no room")
+
+    monkeypatch.setattr(launch, "make_secret", full)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_dict()))
+    told = shell("run", "--plan", file, "--local", 3, "--out", tmp_path / "run", job)
+    assert told.code == 1 and f"{tmp_path / 'run'}: cannot write: no room" in told.err
 
 
 def test_a_folder_with_a_run_is_not_written_over(shell, tmp_path, job):

@@ -45,6 +45,13 @@ def measured(tmp_path, samples, out="profile.json", told=None):
     )
 
 
+def test_layers_may_change_what_they_are_given(tmp_path):
+    changing, made = job(), job().layer
+    changing.layer = lambda i: nn.Sequential(nn.ReLU(inplace=True) if i else nn.Identity(), made(i))
+    told = {"device": CPU, "through": through, "tell": lambda text: None}
+    assert profile_layers(changing, samples=(1,), repeats=1, out=tmp_path / "profile.json", **told)["passes"]
+
+
 def test_a_profile_holds_what_the_layers_are(tmp_path):
     made = measured(tmp_path, (1, 4))
     assert [row["parameter_bytes"] for row in made["bytes"]] == [4 * (6 * 5 + 5), 4 * (5 * 4 + 4)]

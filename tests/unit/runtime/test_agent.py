@@ -11,7 +11,7 @@ import pytest
 from foreshard.errors import ForeshardError, Terminated
 from foreshard.runtime.membership.agent import Agent, RankProcess
 from foreshard.runtime.membership.processes import start_supervisor
-from foreshard.runtime.run_settings import RunSettings
+from foreshard.runtime.run_settings import FINISHED, RunSettings
 from foreshard.spec.plan_file import parse_plan
 
 PLAN = parse_plan(
@@ -92,3 +92,16 @@ def test_a_sigterm_that_ends_a_run_at_once_is_no_ctrl_c(tmp_path, save_last):
             assert agent.is_stopping == (sent == 1)
             os.kill(os.getpid(), signal.SIGTERM)
     assert agent.is_stopping == save_last
+
+
+@pytest.mark.parametrize(("code", "is_done"), [(0, False), (1, False), (FINISHED, True)])
+def test_a_rank_whose_job_ends_the_process_has_not_finished(tmp_path, code, is_done):
+    """Not by `os._exit(0)` either: a run of one rank was over after no step, others went on without it."""
+    work = RunSettings(job="job.py", out=str(tmp_path), steps=1)
+    secret = tmp_path / "secret"
+    agent = Agent(out=tmp_path, plan=PLAN, work=work, ranks=[0], expected=[0], secret_file=secret)
+    with subprocess.Popen(["true"]) as process:
+        rank = RankProcess(process=process, report_fd=-1)
+        agent._ended(0, rank, code)
+    assert rank.done == is_done and (rank.restart_at_s is None) == is_done
+    assert agent._died == ([] if is_done else [(0, process.pid, f"exit code {code}")])

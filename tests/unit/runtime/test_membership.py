@@ -246,6 +246,16 @@ def test_nobody_left_is_waited_out_and_told_once(told, tmp_path):
     assert told.join(0, pid=300)["ranks"] == [0, 7]
 
 
+@pytest.mark.parametrize(("died", "said"), [([1, 2], "rank 0"), ([1], "ranks 0, 2")])
+def test_who_goes_on_is_said(told, tmp_path, died, said):
+    told.all_join([0, 1, 2])
+    told.agent(died=[[rank, 100 + rank, "signal 9"] for rank in died])
+    for rank in {0, 1, 2}.difference(died):
+        told.join(rank, 0)
+    lines = [json.loads(line) for line in (tmp_path / "supervisor.jsonl").read_text().splitlines()]
+    assert lines[-1]["text"].endswith(f" before any step was heard of; continuing with {said}")
+
+
 def stuck(told, number, waits, for_s=6.0, heard=None):
     """Let ranks wait for others without getting on, with heartbeats of those `heard`; return the answers."""
     for rank, others in waits.items():

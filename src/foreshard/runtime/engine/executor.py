@@ -7,7 +7,7 @@ samples are summed, so that nothing depends on how samples were cut into micro-b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foreshard.graph.pipeline_schedules import Op, stage_order
-from foreshard.profile.batches import as_tuple, computing_in, loss_input, moved
+from foreshard.profile.batches import as_tuple, computing_in, handed, loss_input, moved
 from foreshard.runtime.engine.exchange import Exchange, Peers, Span, check_sendable
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.engine.randomness import Windows, sample_randomness
@@ -210,7 +210,7 @@ class Executor:
             received = self._receive(virtual, virtual - 1, batch)
             inputs = [t.requires_grad_() if t.is_floating_point() else t for t in received]
         with self._work("forward", chunk, batch, sums):
-            in_flight = _InFlight(inputs, self._run_layers(step, chunk, inputs, positions))
+            in_flight = _InFlight(inputs, self._run_layers(step, chunk, handed(inputs), positions))
             if virtual == self.num_virtual - 1:
                 in_flight.loss = self._loss(in_flight.outputs, data)
         if in_flight.loss is None:
@@ -271,7 +271,7 @@ class Executor:
         return outputs
 
     def _run_layers(
-        self, step: int, chunk: int, inputs: list[Tensor], positions: range, *, whole: bool = False
+        self, step: int, chunk: int, inputs: Iterable[Tensor], positions: range, *, whole: bool = False
     ) -> list[Tensor]:
         layers = self._layers(chunk)
         values: Any = tuple(inputs)

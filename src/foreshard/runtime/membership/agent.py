@@ -30,7 +30,7 @@ from foreshard.runtime.membership.leader_failover import (
 )
 from foreshard.runtime.membership.processes import Process, is_free, is_stopped, start, start_supervisor
 from foreshard.runtime.membership.store import Client
-from foreshard.runtime.run_settings import JOB_FAULT, READER_LOST, RunSettings
+from foreshard.runtime.run_settings import FINISHED, JOB_FAULT, READER_LOST, RunSettings
 from foreshard.spec.plan import Plan
 
 WORKER = "foreshard.runtime.worker"
@@ -220,7 +220,7 @@ class Agent:
             self._contact_supervisor()
 
     def _ended(self, number: int, rank: RankProcess, code: int) -> None:
-        if code == 0:
+        if code == FINISHED:
             rank.done = True
             return
         if code == JOB_FAULT:

@@ -282,6 +282,10 @@ class Supervisor:
             else:
                 self.log("at the door", rank=rank)
 
+    @property
+    def _when(self) -> str:
+        return f"at step {self._step}" if self._step >= 0 else "before any step was heard of"
+
     def _covers(self, rank: int, pid: int, after: int) -> bool:
         """Return whether the present generation is later than `after` and has this process of a rank."""
         s = self.state
@@ -294,7 +298,7 @@ class Supervisor:
             if live is not None and live.pid in (0, int(pid)):
                 self._lose(int(rank))
                 self.log("rank lost", rank=rank, pid=pid, reason=reason)
-                self._news.append(f"rank {rank} died ({reason}) at step {self._step}")
+                self._news.append(f"rank {rank} died ({reason}) {self._when}")
         for rank, pid in message.get("running", []):
             live = self._live.get(int(rank))
             if live is not None and live.pid == int(pid):
@@ -373,7 +377,7 @@ class Supervisor:
                     self._lose(rank)
                     self._to_kill[rank] = live.pid
                     self.log("rank silent", rank=rank, pid=live.pid, for_s=round(silent_s, 3))
-                    self._news.append(f"rank {rank} is silent for {silent_s:.1f} s at step {self._step}")
+                    self._news.append(f"rank {rank} is silent for {silent_s:.1f} s {self._when}")
             self._decide()
 
     def _is_excluded(self, rank: int) -> bool:
@@ -441,7 +445,8 @@ class Supervisor:
             self._live[rank].waits = False
             self._live[rank].beat_s = self._now()
         self._link_blame.began(s.number, s.ranks, self._now())
-        text = "; ".join([*news, f"continuing with ranks {', '.join(map(str, s.ranks))}"]) if news else None
+        left = f"rank{'s' * (len(s.ranks) > 1)} {', '.join(map(str, s.ranks))}"
+        text = "; ".join([*news, f"continuing with {left}"]) if news else None
         self.log("generation", number=s.number, ranks=s.ranks, text=text)
         self._changed.notify_all()
 
