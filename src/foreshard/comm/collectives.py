@@ -305,13 +305,17 @@ def broadcast_s(num_bytes: ArrayLike, num_ranks: ArrayLike, stride: ArrayLike, f
 
 
 def send_s(num_bytes: ArrayLike, crosses_node: ArrayLike, fabric: Fabric) -> Times:
-    """Return the time of one message between neighbours, over the link or the sender's share of the NIC."""
+    """Return the time of one message between neighbours, over the link or the sender's share of the NIC.
+
+    In a mesh two devices share the links of one pair alone.
+    """
     num_bytes = np.asarray(num_bytes, dtype=float)
     crosses = np.asarray(crosses_node, dtype=bool)
     link = fabric.intra_bytes_per_s * fabric.exchange_eff
     nic = _nic_share(1.0, fabric) * fabric.nic_exchange_eff
     fill = fabric.exchange_launch_s
     outside = crosses * (fabric.nic_latency_s + fabric.nic_launch_s)
-    transfer = num_bytes / np.where(crosses, np.minimum(link, nic), link)
+    pair = link * _scale(2.0, np.maximum(fabric.exchange_scaling, 0.0), fabric)
+    transfer = num_bytes / np.where(crosses, np.minimum(link, nic), pair)
     time_s = fill + outside + transfer + _ramp_s(fill, transfer, fabric.exchange_ramp)
     return np.where(num_bytes > 0.0, time_s, 0.0)

@@ -91,7 +91,7 @@ def _equal_budget(found: Evaluation) -> tuple[str, ...]:
         part = "too small a gain to compare" if cut.part is None else f"{cut.part:.3f} of it"
         notes.append(
             f"Equal shares in budget on {devices} in hindsight: {quantity.seconds(cut.equal_s)} a batch. "
-            f"The bound cuts {100 * cut.ideal:.1f} % of it, lyapunov {100 * cut.ours:.1f} %: {part}."
+            f"The bound cuts {100 * cut.ideal:z.1f} % of it, lyapunov {100 * cut.ours:z.1f} %: {part}."
         )
     return tuple(notes)
 

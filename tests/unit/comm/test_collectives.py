@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.fabrics import link_constants
 from foreshard.comm.collectives import (
     all_gather_s,
@@ -15,7 +16,7 @@ from foreshard.comm.collectives import (
     send_s,
     token_exchange_s,
 )
-from foreshard.comm.fabric import Fabric, fabric_from
+from foreshard.comm.fabric import Fabric, fabric_between, fabric_from
 from foreshard.predict.run_setup import stacked
 
 GB = 1e9
@@ -108,6 +109,14 @@ def test_mesh_gives_a_pair_one_link_of_seven():
     pair = bus_gb_per_s(all_reduce_s(8e9, 2, 1, f), 8e9, 2, 2)
     box = bus_gb_per_s(all_reduce_s(8e9, 8, 1, f), 8e9, 8, 2)
     assert box / pair == pytest.approx(7.0, rel=0.3)
+
+
+@pytest.mark.parametrize("device", ["mi300x", "mi250x", "gaudi2", "h100-sxm", "a100-pcie-80gb"])
+def test_a_send_has_the_links_of_an_exchange_of_two(device):
+    links = fabric_between(load_cluster(f"1x8x{device}"), (0, 1))
+    exchanged = float(all_to_all_s(2 * GB, 2, 1, links))
+    # The exchange also copies what a rank keeps.
+    assert 1.0 <= exchanged / float(send_s(GB, False, links)) <= 1.6
 
 
 def test_send_over_the_nic_uses_the_sender_share():
