@@ -104,6 +104,14 @@ def test_a_death_told_late_does_not_touch_the_process_after_it(told):
     assert told.join(1, -1, pid=999)["ranks"] == [0, 1, 2]
 
 
+def test_a_heartbeat_read_after_the_death_of_who_sent_it_revives_nobody(told):
+    told.all_join([0, 1, 2])
+    told.agent(died=[[1, 101, "signal 9"]])
+    told.beat(1, number=0, pid=101)
+    assert told.beat(0)["broken"]
+    assert told.supervisor.answer({"ask": "state"})["alive"] == [0, 2]
+
+
 def test_a_new_process_is_not_let_into_the_generation_of_the_one_before(told):
     told.all_join([0, 1, 2])
     assert told.join(1, -1, pid=999) is None

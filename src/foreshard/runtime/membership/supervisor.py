@@ -94,6 +94,7 @@ class Supervisor:
     ):
         self._folder, self._detect_s, self._now = folder, detect_s, now
         self._to_kill: dict[int, int] = {}
+        self._died: set[tuple[int, int]] = set()  # ranks and their processes, as agents said
         self._changed = threading.Condition()
         self._began_s = now()
         self._link_blame = LinkBlame(detect_s)
@@ -239,7 +240,12 @@ class Supervisor:
         return any(r not in self._live or self._live[r].waits for r in self.state.ranks)
 
     def _take_back(self, rank: int, pid: int, number: int) -> None:
-        """Revive a rank that is still in the generation: its link was silent, or the state was lost."""
+        """Revive a rank that is still in the generation: its link was silent, or the state was lost.
+
+        What a dead process sent is read after its agent has said so at times: it revives no rank.
+        """
+        if (rank, pid) in self._died:
+            return
         if number > self.state.number:
             self.state.number, self.state.ranks, self.state.pids = number, [], {}
             self.log("memory lost", number=number)
@@ -271,6 +277,7 @@ class Supervisor:
 
     def _add_waiting(self, rank: int, pid: int, after: int, reason: str) -> None:
         live = self._live.get(rank)
+        self._died.discard((rank, pid))
         if live is None or live.pid != pid:  # a new process of a rank replaces the one before
             live = self._live[rank] = LiveRank(pid=pid, beat_s=self._now())
         live.beat_s, live.done = self._now(), False
@@ -297,6 +304,7 @@ class Supervisor:
             live = self._live.get(int(rank))
             if live is not None and live.pid in (0, int(pid)):
                 self._lose(int(rank))
+                self._died.add((int(rank), int(pid)))
                 self.log("rank lost", rank=rank, pid=pid, reason=reason)
                 self._news.append(f"rank {rank} died ({reason}) {self._when}")
         for rank, pid in message.get("running", []):
