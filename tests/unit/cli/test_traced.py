@@ -427,6 +427,7 @@ def test_a_module_that_does_not_fit_is_told_the_nearest_change_that_does(shell, 
     assert again.code == 0 and again.json["memory"]["fits"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_module_is_drawn_and_searched_again_on_other_hardware(shell, net, tmp_path):
     page = tmp_path / "plan.html"
     place = ("plan", f"{net}:net", "1x2xa40", "--global-batch", "4096", "--top", "1")

@@ -111,7 +111,7 @@ def test_speeds_that_are_no_forecast_of_the_next_step_break_no_budget(cases, kin
     assert mean_s <= 1.05 * best_fixed(rows, limit, 0.02)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_budget_per_hour_is_spent_where_steps_are_far_longer_than_stated(cases, seed):
     """And a rank out of use, which nobody sees, is not taken to stay as it was.
 
@@ -140,7 +140,7 @@ def test_an_excess_stays_near_v_where_a_budget_leaves_next_to_nothing(cases):
     assert excess <= weight_for(0.01, steps) + WINDOW
 
 
-@pytest.mark.parametrize(("odd", "steps"), [(1.0, 2000), (1.3, 5000)])
+@pytest.mark.parametrize(("odd", "steps"), [(1.0, 2000), pytest.param(1.3, 5000, marks=pytest.mark.slow)])
 def test_a_truth_above_the_forecast_breaks_no_budget(cases, odd, steps):
     """All steps take 1.5 times what the model says, with rank 0 even more; speeds say nothing of it."""
     prices = np.array([7200.0, 7200.0, 1800.0, 1800.0])
@@ -153,7 +153,7 @@ def test_a_truth_above_the_forecast_breaks_no_budget(cases, odd, steps):
     assert excess <= EXCESS and mean_s <= 1.05 * seconds[costs <= 0.95 * limit].min()
 
 
-@pytest.mark.parametrize("limit", [0.2, 1.25])
+@pytest.mark.parametrize("limit", [0.2, pytest.param(1.25, marks=pytest.mark.slow)])
 def test_ranks_may_be_lost_and_return_while_a_plan_stays(cases, limit):
     """Also while the guard runs one: it leaves a lost rank at once."""
     truth, rng, there = Truth(cases), np.random.default_rng(0), np.ones(RANKS, bool)
