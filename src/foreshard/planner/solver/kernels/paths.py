@@ -371,7 +371,10 @@ def paced_path(
 def stages_in_use(
     types: np.ndarray, times_s: np.ndarray, tail_s: np.ndarray, upper_s: float, longest_tail_s: float
 ) -> tuple[int, int]:
-    """Return how many stages are in time, which come by it, and their types up to the greatest one."""
+    """Return how many stages are in time, which come by it, and their types up to the greatest one.
+
+    Also in `labels`: compiled functions call those of their own module only.
+    """
     number = 0
     while number < len(times_s) and times_s[number] <= upper_s:
         number += 1
