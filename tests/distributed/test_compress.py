@@ -25,6 +25,7 @@ from foreshard.spec.plan import Plan
 from foreshard.transport.compression.registry import ddp_hook
 
 METHODS = ("powersgd:2", "topk:0.1", "onebit", "int8", "fp8")
+LONG = ("topk:0.1", "onebit", "int8")
 STEPS, LAST = 160, 40
 WITHIN = 0.01
 """Of the uncompressed loss, the mean of the last steps after as many steps."""
@@ -77,7 +78,9 @@ def plain(job: Job) -> float:
     return trained(job, shared(24))[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in METHODS]
+)
 def test_losses_are_those_of_whole_gradients(job: Job, plain: float, method: str) -> None:
     """Three uneven replicas; they hold the same bits in the end."""
     loss, found = trained(job, shared(12, 8, 4), compress=method, bucket_bytes=2048)

@@ -91,7 +91,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", ["gpt", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_fifty_steps_with_five_live_changes_in_double_precision(job: str, change: str) -> None:
     losses, _, last = reference(job, "fp64", 52)
     names = CHANGES[change]
@@ -107,7 +107,7 @@ def test_fifty_steps_with_five_live_changes_in_double_precision(job: str, change
     assert worst_error(found, last) <= 1e-9
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", ["gpt", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_losses_in_single_precision_stay_within_1e_4(job: str) -> None:
     losses, _, _ = reference(job, "fp32", 52)
     found = rehearse(

@@ -111,7 +111,10 @@ def reference(dtype: str, inner: float = 0.0) -> dict:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [*(("fp64", name) for name in PLANS), *(("fp32", name) for name in PLANS if name in SINGLE)],
+    [
+        *(("fp64", name) for name in PLANS),
+        *(pytest.param("fp32", name, marks=pytest.mark.slow) for name in PLANS if name in SINGLE),
+    ],
 )
 def test_gradients_are_those_of_one_process(dtype: str, name: str) -> None:
     found = whole(rehearse(gpt(DTYPES[dtype]), PLANS[name], steps=1, after=slices, ranks=range(4)))

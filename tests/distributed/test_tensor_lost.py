@@ -36,7 +36,12 @@ def alone() -> tuple[list[float], Any]:
     return rehearse(gpt(torch.float64), ALONE, steps=STEPS, after=values)[0]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+LONG = ("one of a row beside others", "one of each row", "one in a migration")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in FAULTS]
+)
 def test_killed_ranks_change_nothing(name: str, tmp_path: Path, alone: Any) -> None:
     plan, faults, away = FAULTS[name]
     theatre = Theatre(tmp_path, gpt(torch.float64), PLANS[plan], steps=STEPS, faults=faults, stays_away=away)
