@@ -53,6 +53,8 @@ class MemoryProfile:
     default_dropout : dropout is on unless its arguments say otherwise: masks and dropped scores are kept
     transposed_attention : attention is batch first, its projection is not: from two samples on, the attention
         output is kept twice
+    packed_queries : queries are turned in place inside a copy of queries, keys and values, of which as many
+        heads of keys and values are copied once more: the first copy is kept whole
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
     wide_softmax : attention without a flash kernel runs softmax in 32 bit, and keeps it
     masked : windows of attention are a mask, which every layer keeps as torch adds it to scores, and keys and
@@ -96,6 +98,7 @@ class MemoryProfile:
     drops_transposes: bool = False
     default_dropout: bool = False
     transposed_attention: bool = False
+    packed_queries: bool = False
     eager_norm: bool = False
     wide_softmax: bool = False
     masked: bool = False

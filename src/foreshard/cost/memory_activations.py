@@ -146,6 +146,8 @@ def _attention_saved(
         keep = keep + _adapts(block, n, profile) * n.element * out
     if profile.transposed_attention:
         keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
+    if profile.packed_queries and block.num_kv_heads == block.num_heads:
+        keep = keep + n.element * block.kv_width
     score = _score_bytes(block, n, profile)
     core = np.where(unfused, block.num_heads * load.seq_len * score, 4 * block.num_heads)
     core = core * (1 + block.cross_attention)

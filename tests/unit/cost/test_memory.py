@@ -451,6 +451,14 @@ def test_a_transposed_attention_output_is_kept_twice_from_two_samples_on():
         assert kept[0] - kept[1] == more
 
 
+def test_packed_queries_keep_keys_and_values_twice_unless_heads_share_them():
+    profile, plain = MemoryProfile(name="t", packed_queries=True), MemoryProfile(name="p")
+    for heads, more in ((16, 2 * 1024 * 1024 * 2), (4, 0)):
+        load = middle(replace(GPT, num_kv_heads=heads))
+        kept = [float(stage_memory(load, MCORE, which).activations) for which in (profile, plain)]
+        assert kept[0] - kept[1] == more
+
+
 def test_expandable_segments_have_no_slack():
     parts = stage_memory(load_of(), MCORE, memory_profile("megatron-bridge-expandable"))
     assert float(parts.cached) == pytest.approx(float(parts.allocated))
