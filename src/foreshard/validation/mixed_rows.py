@@ -155,7 +155,7 @@ def _case(table: MeasuredTable, index: int) -> TrainingRow:
         framework=load_framework(plan.framework),
         measured_s=None if failed else measured,
         measured_peak_bytes=float(peak) if peak else None,
-        memory_kind="unknown" if peak else "",
+        memory_kind=layout.get("memory", "unknown") if peak else "",
         oom=False,
         config_key=(table.stem, *inputs),
         rank_key=(table.families[index], *(raw[key] for key in layout["compared"])),
