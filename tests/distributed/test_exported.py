@@ -50,9 +50,8 @@ def export(folder: Path, target: str, out: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(LLAMA, marks=pytest.mark.slow), GPT2], ids=["llama", "gpt2, tied"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [LLAMA, GPT2], ids=["llama", "gpt2, tied"])
 def test_transformers_loads_a_model_that_was_trained_in_parts(tmp_path: Path, kind: dict[str, str]) -> None:
     transformers = pytest.importorskip("transformers")
     parts = {**dict.fromkeys(JOB, ""), "model": HF.format(**kind)}
@@ -73,7 +72,6 @@ def test_transformers_loads_a_model_that_was_trained_in_parts(tmp_path: Path, ki
     assert float(total.detach()) / count == pytest.approx(further.losses[4], rel=1e-9)
 
 
-@pytest.mark.slow
 def test_layers_of_a_job_are_those_of_a_sequential_and_torch_converts_them(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -209,7 +209,7 @@ def unfolded_times(case, step, shared) -> np.ndarray:
     return simulate(builder.build(), compiled=False).end_s.reshape(-1, width)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(runs(frameworks=FRAMEWORKS, clusters=CLUSTERS, seqs=(1024,)), SWITCHES)
 def test_a_rank_that_stands_for_others_runs_as_each_of_them(run, comm):
     case = case_of(run, comm)

@@ -132,7 +132,14 @@ def test_gradients_that_the_last_micro_batch_alone_reduces_stay_whole(sizes, rec
     assert predicted(sizes, recompute, "2024", count=2, **units) == pytest.approx(measured, rel=LIMIT)
 
 
-@pytest.mark.parametrize("sizes", [WIDE_VOCABULARY, HEAD_HEAVY, replace(DENSE, vocab=64000, layers=2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        HEAD_HEAVY,
+        pytest.param(WIDE_VOCABULARY, marks=pytest.mark.slow),
+        pytest.param(replace(DENSE, vocab=64000, layers=2), marks=pytest.mark.slow),
+    ],
+)
 def test_loss_in_chunks(sizes):
     measured = flat_peak(sizes, SELECTIVE, num_chunks=8)
     assert predicted(sizes, SELECTIVE, "0.3") == pytest.approx(measured, rel=LIMIT)
@@ -154,8 +161,13 @@ def test_other_units_and_more_of_them_ahead(sizes, units):
 
 @pytest.mark.parametrize(
     ("sizes", "recompute"),
-    [(DENSE, "none"), (DENSE, SELECTIVE), (EXPERTS, SELECTIVE), (EXPERTS, FULL)],
-    ids=["dense-none", "dense-selective", "experts-selective", "experts-full"],
+    [
+        (DENSE, "none"),
+        (EXPERTS, SELECTIVE),
+        pytest.param(DENSE, SELECTIVE, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, FULL, marks=pytest.mark.slow),
+    ],
+    ids=["dense-none", "experts-selective", "dense-selective", "experts-full"],
 )
 @pytest.mark.parametrize(
     ("stages", "stage", "count"),

@@ -104,7 +104,7 @@ def test_choice_is_the_best_of_all_for_four_workers(cases, tight, budgets):
 def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monkeypatch):
     rng = np.random.default_rng(7)
     gaps = []
-    for at in range(40):
+    for at in range(24):
         made, now = cases.random_case(rng, int(rng.integers(3, 7)), kinds=3, layers=6, tight=at % 2 == 0)
         weight = {"money": float(rng.choice([0.0, 0.05, 0.3]))}
         asked = {"batch": 48, "micro_batch": 2, "time_weight": 1.0, "cost_weights": weight, "budgets": RENT}
@@ -117,7 +117,7 @@ def test_tentative_search_finds_nearly_always_what_enumeration_finds(cases, monk
                 worth.append(math.inf)
         if math.isfinite(worth[0]):
             gaps.append(worth[1] / worth[0] - 1.0)
-    assert len(gaps) > 25 and min(gaps) >= -0.01
+    assert len(gaps) > 15 and min(gaps) >= -0.01
     assert np.mean(np.array(gaps) < 1e-6) >= 0.95 and max(gaps) < 0.1, sorted(gaps)[-5:]
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshard.control.controller import Controller
@@ -32,6 +32,7 @@ def bound(end, dearest, burst=RISE):
     return end + WINDOW + dearest + MOST_GUARDS * rises
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, MOST_GUARDS - 1),
     st.integers(0, 2**32 - 1),

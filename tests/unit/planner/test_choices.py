@@ -145,6 +145,7 @@ def test_no_plan_is_priced_for_idle_devices_once_time_is_over(monkeypatch):
     assert priced and "would pay" in said
 
 
+@pytest.mark.slow
 def test_the_network_that_would_pay_does():
     model, cluster = api.load_model("gpt2-xl"), "1x2xh100-sxm{0}+1x2xa100-sxm-80gb{0}"
     asked = {"global_batch": 24, "seq_len": 1024, "budget_s": 60.0, "top": 1}  # ended by its proof

@@ -29,11 +29,9 @@ from foreshard.predict.space import draw_plans
 from foreshard.predict.step import predict
 from foreshard.spec.plan import COMM_OPTIONS, acting
 
-SPACES = (
-    ("llama3-8b", "1x2xh100-sxm", "megatron-core", 2, 2048, ("bf16", "fp8")),
-    ("llama3-8b", "1x2xh100-sxm", "deepspeed", 6, 2048, ("bf16", "fp16")),
-)
+SPACES = (("llama3-8b", "1x2xh100-sxm", "deepspeed", 6, 2048, ("bf16", "fp16")),)
 SLOW_SPACES = (
+    ("llama3-8b", "1x2xh100-sxm", "megatron-core", 2, 2048, ("bf16", "fp8")),
     ("gpt2-xl", "1x2xa100-sxm-40gb", "torchtitan", 4, 1024, ("bf16",)),
     ("olmoe-1b-7b", "1x2xh200-sxm", "nemo", 2, 1024, ("bf16",)),
 )

@@ -84,7 +84,7 @@ def _seconds(problem: Problem, template: tuple[StageSpan, ...], passes: float) -
 
 def test_work_alone_bounds_every_step():
     rng = np.random.default_rng(7)
-    for _ in range(20):
+    for _ in range(8):
         problem = _small(rng)
         bound = work_bound(problem)
         for size in (1, 2, 3):
