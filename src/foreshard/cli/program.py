@@ -136,8 +136,8 @@ def _rate_of_cluster(message: str, args: Sequence[str]) -> str | None:
     return None
 
 
-def _usage_error(error: click.ClickException, args: Sequence[str]) -> SpecError:
-    """Return click's complaint as one of ours."""
+def _usage_error(error: click.ClickException, args: Sequence[str] = ()) -> SpecError:
+    """Return click's complaint about words as one of ours."""
     known = missing(error) if isinstance(error, click.MissingParameter) else None
     if known is not None:
         return known
