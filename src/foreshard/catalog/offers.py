@@ -98,12 +98,15 @@ def offers_of(framework: Framework) -> Offers:
 def running_level(label: str, zero: Any) -> str:
     """Return the framework that runs a level of sharding: another where the same flags switch to it.
 
+    A search may state several levels: then none switches.
+
     Examples
     --------
     >>> running_level("megatron-core", 1), running_level("megatron-core", 3), running_level("nemo", 3)
     ('megatron-core', 'megatron-fsdp', 'nemo')
     """
     table = shipped("offers.toml")
+    zero = zero[0] if isinstance(zero, tuple) and len(zero) == 1 else zero
     name = label if label in table else label.partition("@")[0]
     if name not in table or zero in _offers(name).zero or zero not in (2, 3):
         return label
