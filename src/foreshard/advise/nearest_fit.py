@@ -16,7 +16,7 @@ from foreshard.advise.request import Request, stated_degrees
 from foreshard.advise.traced_request import Asked
 from foreshard.catalog.offers import Offers
 from foreshard.planner.nearest_change import shorter_sequences, smaller_optimizers
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import Group, Plan
 from foreshard.spec.prediction import MEMORY_LABELS, Memory, Prediction
 
 _MAX_NODES = 4096  # 32,768 devices in nodes of eight: above them other changes are nearer
@@ -87,13 +87,13 @@ class _Trial:
 def _tiers(request: Asked, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:
     """Yield the tiers of candidates, from what changes least."""
     group = plan.groups[0]
-    levels = [level for level in offers.levels(len(group.stages)) if level > group.stages[0].zero]
+    levels = [level for level in _levels(request, group, offers) if level > group.stages[0].zero]
     savers = [*_recompute_rules(plan, offers), *_smaller_passes(plan), *(f"zero={level}" for level in levels)]
     layouts = []
     if request.plan is None:
         layouts = [*_wider(request, plan, offers)]
     yield iter([*savers, *layouts])
-    strong = _strongest(plan, offers)
+    strong = _strongest(request, plan, offers)
     yield iter([*_joined(strong), *(f"{layout},{','.join(strong)}" for layout in layouts if strong)])
     yield _other_training(plan, strong)
     yield _more_nodes(request, strong)
@@ -134,13 +134,19 @@ def _wider(request: Asked, plan: Plan, offers: Offers) -> Iterator[str]:
             factor *= 2
 
 
-def _strongest(plan: Plan, offers: Offers) -> list[str]:
+def _levels(request: Asked, group: Group, offers: Offers) -> tuple[int, ...]:
+    """Return the levels of sharding of the framework, and of the one that flags switch to at the highest."""
+    more = (3,) if request.plan is None and offers.sharded_by and len(group.stages) == 1 else ()
+    return (*offers.levels(len(group.stages)), *more)
+
+
+def _strongest(request: Asked, plan: Plan, offers: Offers) -> list[str]:
     """Return the changes that save most memory together without other degrees."""
     group, stage = plan.groups[0], plan.groups[0].stages[0]
     strong = [] if stage.recompute == "full" else ["recompute=full"]
     if group.micro_batch > stage.inner_dp:
         strong.append("micro-batch=1")
-    if (highest := max(offers.levels(len(group.stages)), default=0)) > stage.zero:
+    if (highest := max(_levels(request, group, offers), default=0)) > stage.zero:
         strong.append(f"zero={highest}")
     return strong
 

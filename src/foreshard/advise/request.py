@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foreshard.catalog.offers import offers_of
+from foreshard.catalog.offers import offers_of, running_level
 from foreshard.catalog.prices import Prices
 from foreshard.errors import SpecError
 from foreshard.option_names import unknown_option
@@ -175,8 +175,17 @@ class Request:
         """The framework that trains: the plan's, the one that was stated, or the default."""
         from foreshard.catalog.frameworks import load_framework
 
-        stated = self.choices.get("framework") if self.plan is None else self.plan.framework
-        return load_framework(stated or "megatron-core")
+        if self.plan is not None:
+            return load_framework(self.plan.framework)
+        stated = self.choices.get("framework") or "megatron-core"
+        return load_framework(running_level(stated, self.choices.get("zero")))
+
+    @property
+    def switched(self) -> str:
+        """The framework that the flags of the stated level switch to, in a sentence; empty where none."""
+        stated, zero = self.choices.get("framework") or "megatron-core", self.choices.get("zero")
+        runs = stated if self.plan is not None else running_level(stated, zero)
+        return "" if runs == stated else f"zero {zero} of {stated} is that of {runs}, which is predicted"
 
     @property
     def constants(self) -> TrainingConstants:
@@ -237,8 +246,9 @@ class Request:
         choices.setdefault("seq_len", self.model.max_seq_len)
         choices.setdefault("precision", self.cluster.default_precision())
         _check_narrow_gather(comm, choices["precision"])
-        if "framework" in choices:
+        if self.switched or "framework" in choices:
             framework = self.framework
+            choices["framework"] = framework.label if self.switched else choices["framework"]
             choices.setdefault("zero", framework.default_zero)
             choices.setdefault("sp", offers_of(framework).cuts_sequences and choices.get("tp", 1) != 1)
             if isinstance(choices.setdefault("recompute", framework.default_recompute), str):
@@ -384,6 +394,8 @@ def _defaults(request: Request, plan: Plan) -> Iterator[str]:
     if request.plan is not None:
         return
     choices = request.choices
+    if request.switched:
+        yield request.switched
     yield from unstated_precision(plan, choices)
     if choices.get("seq_len") is None:
         yield f"sequence {plan.seq_len}, not stated (--seq): that of the model"

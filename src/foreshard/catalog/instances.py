@@ -59,7 +59,7 @@ def instances() -> Mapping[str, Instance]:
     return MappingProxyType({row["name"]: Instance(**row) for row in shipped("instances.json")})
 
 
-_STANDARD = re.compile(r"^standard[-_ ]", re.IGNORECASE)
+_PREFIX = re.compile(r"^(?:standard[-_ ]|ml\.)", re.IGNORECASE)  # of Azure's sizes and SageMaker's
 _AZURE_SIZE = re.compile(r"^(n[cdv])(m?)-(.+)$")  # a family without its number of processors: nd-h100-v5
 
 
@@ -70,10 +70,10 @@ def instances_named(name: str) -> tuple[str, ...]:
     --------
     >>> instances_named("Standard_ND96isr_H100_v5"), instances_named("p4d"), instances_named("a3-mega")
     (('azure-nd96isr-h100-v5',), ('aws-p4d.24xlarge',), ('gcp-a3-megagpu-8g',))
-    >>> instances_named("nd-h100-v5"), instances_named("g5")[0]
-    (('azure-nd96isr-h100-v5',), 'aws-g5.12xlarge')
+    >>> instances_named("nd-h100-v5"), instances_named("g5")[0], instances_named("ml.p5.48xlarge")
+    (('azure-nd96isr-h100-v5',), 'aws-g5.12xlarge', ('aws-p5.48xlarge',))
     """
-    low = re.sub(r"[\s_:/]+", "-", _STANDARD.sub("", name.strip()).lower())
+    low = re.sub(r"[\s_:/]+", "-", _PREFIX.sub("", name.strip()).lower())
     known = instances()
     if low in known:
         return (low,)

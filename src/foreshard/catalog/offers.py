@@ -48,6 +48,7 @@ class Offers:
     fp8_recipes : how it scales their operands, if it has a choice or one of its own
     dispatchers : what may send tokens to experts, where there is a choice
     shards_pipelines : whether levels above 1 go with pipelines
+    sharded_by : the framework that the same flags switch to at levels it does not have itself
     offload : what it can keep in host memory
     cpu_offload : what its own switch of that name moves there: optimizer, or weights with their gradients and
         optimizer states; empty without such a switch
@@ -65,6 +66,7 @@ class Offers:
     fp8_recipes: tuple[str, ...] = ()
     dispatchers: tuple[str, ...] = ()
     shards_pipelines: bool = False
+    sharded_by: str = ""
     offload: tuple[str, ...] = ("none",)
     cpu_offload: str = ""
 
@@ -91,6 +93,24 @@ def offers_of(framework: Framework) -> Offers:
     """
     table = shipped("offers.toml")
     return _offers(framework.label if framework.label in table else framework.name)
+
+
+def running_level(label: str, zero: Any) -> str:
+    """Return the framework that runs a level of sharding: another where the same flags switch to it.
+
+    A search may state several levels: then none switches.
+
+    Examples
+    --------
+    >>> running_level("megatron-core", 1), running_level("megatron-core", 3), running_level("nemo", 3)
+    ('megatron-core', 'megatron-fsdp', 'nemo')
+    """
+    table = shipped("offers.toml")
+    zero = zero[0] if isinstance(zero, tuple) and len(zero) == 1 else zero
+    name = label if label in table else label.partition("@")[0]
+    if name not in table or zero in _offers(name).zero or zero not in (2, 3):
+        return label
+    return _offers(name).sharded_by or label
 
 
 class Chosen(Protocol):
@@ -127,14 +147,24 @@ def as_chosen(
 ) -> Framework:
     """Return the framework with what a plan or a request sets: recipe, dispatcher, compiler and others.
 
+    Weights in fp32 have gradients in fp32, whatever a framework does in runs of 16 bit.
+
     Raises
     ------
     SpecError
         Of what the framework does not ship, the devices do not run, or the model and its dtype have no use
         for; with the key of `file`, if any, else the flag.
+
+    Source
+    ------
+    Megatron-LM d98e8a6 core/distributed/param_and_grad_buffer.py group_params_for_buffers: gradients have the
+    dtype of their weights, or fp32.
     """
     _check_use(chosen, model, file)
     devices = tuple(devices)
+    if chosen.precision in ("fp32", "tf32"):
+        kept, sent = max(framework.grad_bytes, 4), max(framework.grad_reduce_bytes, 4)
+        framework = replace(framework, grad_bytes=kept, grad_reduce_bytes=sent)
     framework = replace(framework, **chosen.overrides.stated())
     if _keeps_remainders(framework, chosen):
         framework = replace(framework, master_bytes=2)

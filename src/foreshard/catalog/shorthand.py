@@ -42,8 +42,20 @@ _NODES_OF = re.compile(
 )
 _SLICE = re.compile(r"(?:cloud[- ]*)?(?:tpu[- ]*)?v(2|3|4|5p|5e|5litepod|6e)-([0-9]{1,6})", re.IGNORECASE)
 _BY_CORES = ("2", "3", "4", "5p")  # generations whose slices are named by cores, two of a chip
-_SOLD_AS = {"dgx-2": (16, "v100-sxm3-32gb"), "dgx2": (16, "v100-sxm3-32gb")}
+_SOLD_AS = dict.fromkeys(("dgx-2", "dgx2"), (16, "v100-sxm3-32gb"))
+_SOLD_AS |= dict.fromkeys(("dgx-1v", "bm.gpu3.8"), (8, "v100-sxm-16gb"))
 """Systems whose names say nothing of their devices: devices of one, and which."""
+_SOLD_BY_NUMBER = re.compile(
+    r"(?:lambda[-_ ])?gpu[-_ ](?P<lambda>[0-9]{1,2})x[-_ ](?P<card>.+)"
+    r"|(?:nvidia[- ])?hgx[-_ ](?P<board>.+?)[-_ ](?P<hgx>[0-9]{1,2})[- ]?gpus?"
+    r"|(?:oci-)?[bv]m\.gpu\.(?P<shape>[a-z0-9]+)\.(?P<oci>[0-9]{1,2})"
+    r"|(?:coreweave[- ])?gd-(?P<coreweave>[0-9]{1,2})x(?P<gd>[a-z0-9]+?)(?:ib)?(?:-[a-z][0-9]+)?"
+    r"|(?P<type>[a-z0-9]+)-(?P<cw>[0-9]{1,2})x"
+    r"|(?P<slice>[a-z][a-z0-9-]+?)(?:-ib)?\.(?P<crusoe>[0-9]{1,2})x",
+    re.IGNORECASE,
+)
+"""Nodes whose names say how many of which device: Lambda, HGX boards, OCI, CoreWeave (two ways), Crusoe."""
+_OF_SYSTEM = re.compile(r"(.+?)[- ]([0-9]{3,4})\s*GB", re.IGNORECASE)  # DGX A100 640GB: memory of all
 _TRAILING_RATE = re.compile(
     r"\s*(?:,|\bwith\b|\bat\b|\bover\b)?\s+([0-9][0-9.]*\s*[kmgt]b(?:it|its)?(?:/s|ps)(?:\s*/\s*gpu)?)$",
     re.IGNORECASE,
@@ -202,8 +214,14 @@ def _whole_nodes(count: int, name: str) -> Term | None:
     part = _SLICE.fullmatch(name)
     if part and count == 1:
         return _slice(part[1].lower(), int(part[2]))
+    numbered = _SOLD_BY_NUMBER.fullmatch(name)
+    if numbered:
+        per_node, kind = sorted(filter(None, numbered.groups()), key=lambda part: not part.isdigit())
+        device = _device(kind)
+        if device is not None and 0 < int(per_node) <= largest_node(device):
+            return Term(count=count, per_node=int(per_node), device=device, named=kind)
     system = _SYSTEM.fullmatch(name)
-    device = _device(system[1]) if system else None
+    device = _device(_of_one(system[1])) if system else None
     if device is None:
         return None
     if usual_node_size(device) != _SYSTEM_DEVICES:
@@ -216,6 +234,13 @@ def _whole_nodes(count: int, name: str) -> Term | None:
             fix=_fix(device.name),
         )
     return Term(count=count, per_node=_SYSTEM_DEVICES, device=device, named=name)
+
+
+def _of_one(name: str) -> str:
+    """Return the device of a system, of which the memory of all its devices is stated or not."""
+    whole = _OF_SYSTEM.fullmatch(name)
+    each, rest = divmod(int(whole[2]), _SYSTEM_DEVICES) if whole else (0, 1)
+    return name if whole is None or rest else f"{whole[1]}-{each}gb"
 
 
 def _slice(generation: str, number: int) -> Term | None:

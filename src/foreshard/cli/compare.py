@@ -84,7 +84,7 @@ def command(
         predictions, answers = traced.compare(), []
     else:
         request = to_request(values)
-        warn_of_offers(request.to_plan())
+        warn_of_offers(request, request.to_plan())
         predictions, answers = request.compare(), [_answer(other, request) for other in others]
     data = {"schema_version": 1, "predictions": [prediction.to_dict() for prediction in predictions]}
     if others:

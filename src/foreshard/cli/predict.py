@@ -74,7 +74,7 @@ def command(
     else:
         prediction = request.predict()
     if isinstance(request, Request):
-        warn_of_offers(prediction.plan)
+        warn_of_offers(request, prediction.plan)
     if not prediction.memory.fits:
         from foreshard.advise.nearest_fit import nearest_fit
 

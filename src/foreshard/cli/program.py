@@ -55,7 +55,7 @@ def run(args: Sequence[str]) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except click.ClickException as error:
-        return _fail(_usage_error(error), args)
+        return _fail(_usage_error(error, args), args)
     except ForeshardError as error:
         return _fail(error, args)
     except (click.Abort, KeyboardInterrupt) as error:
@@ -122,8 +122,22 @@ def _usage_rule(error: click.ClickException, command: str) -> str | None:
     return None
 
 
-def _usage_error(error: click.ClickException) -> SpecError:
-    """Return click's complaint as one of ours."""
+def _rate_of_cluster(message: str, args: Sequence[str]) -> str | None:
+    """Return the fix of a NIC rate that stands apart from the cluster, None of other words."""
+    rate = re.search(r"extra arguments? \(([0-9.]+ ?[kmgt]b(?:it)?(?:/s|ps)\S*)\)", message, re.IGNORECASE)
+    if rate is None:
+        return None
+    from foreshard.catalog.shorthand import read_shorthand
+
+    for word in args:
+        with suppress(SpecError):
+            read_shorthand(word)
+            return f"Write '{word}@{rate[1]}' for nodes with NICs of that rate"
+    return None
+
+
+def _usage_error(error: click.ClickException, args: Sequence[str] = ()) -> SpecError:
+    """Return click's complaint about words as one of ours."""
     known = missing(error) if isinstance(error, click.MissingParameter) else None
     if known is not None:
         return known
@@ -142,6 +156,7 @@ def _usage_error(error: click.ClickException) -> SpecError:
         fix = _of_other_verbs(error.option_name, command) or _near_option(error) or fix
     if re.search(r"extra arguments? \((true|false|yes|no|on|off|1|0)\b", message, re.IGNORECASE):
         fix = "A switch has no value: write --compile or --no-compile, as --help lists them"
+    fix = _rate_of_cluster(message, args) or fix
     if isinstance(error, click.BadOptionUsage) and "does not take a value" in message:
         fix = f"Write {key} alone"
     fix = f"Write {ours}" if ours else fix

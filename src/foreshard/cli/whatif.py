@@ -47,7 +47,7 @@ def command(changes: tuple[str, ...], diagnose: bool, **values: Any) -> None:
     request = traced_request_of(values) or to_request(values)
     base, effects = effects_of(request, changes)
     if isinstance(request, Request):
-        warn_of_offers(base.plan)
+        warn_of_offers(request, base.plan)
     if diagnose or not changes:
         from foreshard.advise.diagnosis import diagnose as diagnosed
 

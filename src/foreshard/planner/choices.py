@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.catalog.offers import offers_of
+from foreshard.catalog.offers import offers_of, running_level
 from foreshard.errors import SpecError, unknown
 from foreshard.option_names import unknown_option
 from foreshard.spec.codec import one_of, whole
@@ -228,12 +228,14 @@ def _shipped(name: str, values: Sequence[Any], framework: Framework) -> None:
     wrong = [value for value in values if value not in known.get(name, (value,))]
     if wrong:
         value = "" if wrong[0] is True else f" {wrong[0]}"
+        other = running_level(framework.label, wrong[0]) if name == "zero" else framework.label
+        more = "" if other == framework.label else f". The same flags run {other}: --framework {other}"
         raise SpecError(
             f"{framework.label} has no {name.replace('_', ' ')}{value}",
             key=_flag(name),
             value=wrong[0],
             rule="A search is among what the framework ships",
-            fix="Leave it out" if not value else f"It has {', '.join(map(str, known[name])) or 'none'}",
+            fix="Leave it out" if not value else f"It has {', '.join(map(str, known[name])) or 'none'}{more}",
         )
 
 

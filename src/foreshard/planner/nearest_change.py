@@ -24,7 +24,7 @@ _TIMES_OF_EACH = (2, 4, 8, 16, 32)
 """Times as many nodes of each kind: powers of two, since every one costs a search of mixed devices."""
 _SHORTEST = 256
 """Tokens below which nobody trains a language model."""
-_FRAMEWORKS = ("megatron-core", "torchtitan", "deepspeed")
+_FRAMEWORKS = ("megatron-core", "megatron-fsdp", "torchtitan", "deepspeed")
 """Frameworks that are tried instead: each shards states in a way of its own."""
 _OPTIMIZERS = ("adamw-8bit", "adafactor")
 """Optimizers of less state than AdamW, the more alike it first."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.kernels import Tables
-from foreshard.catalog.offers import as_chosen
+from foreshard.catalog.offers import as_chosen, running_level
 from foreshard.catalog.stacks import check_attention, of_model, running, with_attention
 from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import LimitError, SpecError
@@ -232,6 +232,7 @@ def checked_request(
             rule="It gives every replica the same layers and samples",
             fix="Plan the nodes of one kind, or leave --to out",
         )
+    framework = running_level(framework, stated.get("zero"))
     declared = of_model(load_framework(framework), model)
     chosen = checked_of_framework({name: stated.pop(name, None) for name in OF_FRAMEWORK})
     if "attention" in chosen:

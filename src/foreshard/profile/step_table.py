@@ -86,7 +86,8 @@ def _row(row: dict[str | Any, Any], path: str, line: int) -> StepRow:
     for name in ("model", "cluster"):
         if name not in given:
             rule = "A row names what was trained, and where"
-            raise SpecError(f"no {name}", file=path, key=f"line {line}", rule=rule)
+            fix = f"Fill the column {name}"
+            raise SpecError(f"no {name}", file=path, key=f"line {line}", rule=rule, fix=fix)
     options: dict[str, Any] = {name: given[name] for name in _WORDS if name in given}
     options |= {name: _number(given[name], int, name, place) for name in _COUNTS if name in given}
     seconds = _number(given.get(_SECONDS, ""), float, _SECONDS, place)
@@ -106,4 +107,5 @@ def _number(text: str, kind: type, name: str, place: str) -> Any:
     except ValueError:
         what = f"{text!r} is no {'whole number' if kind is int else 'number'}"
         rule = "Degrees and batches are whole numbers, steps are in seconds"
-        raise SpecError(what, file=place, key=name, value=text, rule=rule) from None
+        fix = "Write 8 for eight, or 0.25 for a quarter of a second"
+        raise SpecError(what, file=place, key=name, value=text, rule=rule, fix=fix) from None

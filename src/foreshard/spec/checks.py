@@ -224,6 +224,9 @@ def _shards_divide(case: _Case) -> Iterator[Violation]:
         if replicas % stage.shard_size:
             what = f"shard_size {stage.shard_size} does not divide {replicas} ranks"
             yield Violation(key, stage.shard_size, what, f"Use a divisor of {replicas}")
+        if stage.zero == 0:
+            what, rule = f"shard_size {stage.shard_size} at zero 0", "At zero 0 every rank keeps all states"
+            yield Violation(key, stage.shard_size, what, "Leave it out, or shard by zero 1 to 3", rule)
 
 
 def _divides(

@@ -62,9 +62,8 @@ def _records(path: str) -> tuple[list[str], list[list[str]]]:
         rule = "A table is a .csv or .csv.gz file, here or in the folder that FORESHARD_MEASURED names"
         raise SpecError(what, file=str(path), rule=rule, fix="Give a readable one") from None
     if len(lines) < 2:
-        raise SpecError(
-            "the table is empty", file=str(path), rule="A table has a header and at least one row"
-        )
+        rule, fix = "A table has a header and at least one row", "Write one row for each measurement"
+        raise SpecError("the table is empty", file=str(path), rule=rule, fix=fix)
     return lines[0], lines[1:]
 
 

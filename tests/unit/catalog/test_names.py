@@ -61,6 +61,14 @@ def test_each_name_is_a_model_or_says_what_it_is():
         ("bart-large", 0.406, 0.406),
         ("modernbert-large", 0.395, 0.395),
         ("t5-3b", 2.85, 2.85),
+        ("ernie-4.5-21b-a3b", 21.83, 3.37),
+        ("ernie-4.5-300b-a47b", 299.0, 47.0),
+        ("seed-oss-36b", 36.15, 36.15),
+        ("exaone-3.5-2.4b", 2.405, 2.405),
+        ("exaone-4.0-32b", 32.0, 32.0),
+        ("apertus-70b", 70.6, 70.6),
+        ("ling-mini-2.0", 16.26, 1.43),
+        ("ling-flash-2.0", 103.0, 6.1),
     ],
 )
 def test_size_is_the_published_one(name, billions, active):
@@ -149,6 +157,14 @@ def test_devices_by_the_names_that_people_type(typed, meant):
         ("TPU v4-64", (8, 4, "tpu-v4", 100)),
         ("2x8xh100@3.2Tb/s", (2, 8, "h100-sxm", 3200)),
         ("2x8xa100@100 Gbps", (2, 8, "a100-sxm-80gb", 100)),
+        ("gpu_8x_a100", (1, 8, "a100-sxm-40gb", 1600)),
+        ("gpu_4x_a6000", (1, 4, "rtx-a6000", 100)),
+        ("2x HGX H100 4-GPU", (2, 4, "h100-sxm", 1600)),
+        ("DGX A100 320GB", (1, 8, "a100-sxm-40gb", 1600)),
+        ("gd-8xh100ib-i128", (1, 8, "h100-sxm", 3200)),
+        ("BM.GPU.A10.4", (1, 4, "a10", 100)),
+        ("4xml.p5.48xlarge", (4, 8, "h100-sxm", 3200)),
+        ("h100-80gb-sxm-ib.8x", (1, 8, "h100-sxm", 3200)),
     ],
 )
 def test_clusters_by_the_names_that_people_type(typed, meant):

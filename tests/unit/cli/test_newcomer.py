@@ -37,6 +37,8 @@ def test_a_configuration_here_is_not_named_after_the_folder_of_work(shell, confi
     [
         (("predict", "8xh100", "llama3-8b"), "'8xh100' is a cluster. "),
         (("predict", "llama3-8b", "0xh100"), "Did you mean '1xh100'?"),
+        (("predict", "llama3-8b", "2x8xh100", "400Gb/s"), "Write '2x8xh100@400Gb/s'"),
+        (("predict", "llama3-8b", "8xh100", "--tp", "2", "400", "Gb/s"), "Write '8xh100@400 Gb/s'"),
         (("predict", "llama3-8b", "8xh100", "--tp", "eight"), "Write it like 8"),
         (("predict", "llama3-8b", "8xh100", "--gbs", "4M tokens"), "samples are tokens over the length"),
         (("export", "llama3-8b", "8xh100", "--to", "megatron"), "foreshard plan llama3-8b CLUSTER"),

@@ -5,8 +5,12 @@ import pytest
 from foreshard.advise import change
 from foreshard.advise.request import Request
 from foreshard.api import import_plan, load_cluster, load_model, plan, predict
+from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.offers import as_chosen
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.interop.exporters import export
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.framework import OVERRIDES, Overrides, checked_overrides
 from foreshard.spec.plan_file import parse_plan
 
@@ -25,6 +29,16 @@ def test_dtypes_of_states_take_their_bytes_and_no_more():
     assert run(moment_bytes="bf16").memory.peak_bytes < parts["peak_bytes"]
     assert run(master_bytes=2).memory.peak_bytes < parts["peak_bytes"]
     assert run(grad_bytes=4, moment_bytes="fp32").memory == own.memory
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_gradients_of_wide_weights_are_wide(precision):
+    """Frameworks whose gradients have 16 bit in runs of 16 bit halved those of fp32 too."""
+    narrow = [load_framework(table["name"]) for table in shipped("frameworks.toml")["framework"]]
+    narrow = [own for own in narrow if own.grad_bytes < 4]
+    plan = plan_from_degrees(MODEL.num_layers, 8, seq_len=64, precision=precision)
+    made = [as_chosen(own, plan, model=MODEL, devices=CLUSTER.devices) for own in narrow]
+    assert narrow and all(min(own.grad_bytes, own.grad_reduce_bytes) >= 4 for own in made)
 
 
 def test_narrow_moments_leave_half_of_the_master_weight():

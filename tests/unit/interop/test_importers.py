@@ -19,14 +19,15 @@ from foreshard.interop.importers import SOURCES
 from foreshard.interop.importers.launch_script import read_flags
 from foreshard.spec.checks import check_plan
 from foreshard.spec.degrees import plan_from_degrees
+from foreshard.spec.framework import Overrides
 from foreshard.spec.plan import Plan, Stage
 
 MODEL, CLUSTER = load_model("llama3-8b"), load_cluster("2x8xh100-sxm")
 TOOLS = {
-    "megatron": "megatron-core",
-    "torchtitan@0.2": "torchtitan@0.2",
-    "deepspeed": "deepspeed",
-    "fsdp": "torchtitan",
+    "megatron": ("megatron-core", "megatron-fsdp"),
+    "torchtitan@0.2": ("torchtitan@0.2",),
+    "deepspeed": ("deepspeed",),
+    "fsdp": ("torchtitan",),
 }
 RECOMPUTE = {
     "megatron": ("none", "full", "full:block:3", "selective:core_attn", "selective:core_attn+mlp"),
@@ -57,8 +58,10 @@ def drawn(target: str, rng: random.Random) -> Plan:
         offload=rng.choice(["none", "none", "optimizer", "activations", "all"]),
         precision=rng.choice(["bf16", "fp16", "fp32", "fp8", "mxfp8"]),
         optimizer=rng.choice(["adamw", "adamw", "sgd"]),
-        framework=TOOLS[target],
+        framework=rng.choice(TOOLS[target]),
     )
+    if made.framework == "megatron-fsdp" and rng.random() < 0.5:
+        made = replace(made, overrides=Overrides(grad_bytes=rng.choice((2, 4)), grad_reduce_bytes=4))
     switches = ("tp_overlap", "grad_overlap", "param_gather_overlap", "p2p_overlap", "context_gather")
     return replace(made, comm={name: rng.random() < 0.5 for name in switches if rng.random() < 0.4})
 
@@ -100,6 +103,7 @@ def meaning(plan: Plan, target: str) -> tuple[object, ...]:
         plan.optimizer,
         size,
         hidden,
+        (plan.framework, plan.overrides.grad_bytes) if target == "megatron" else (),
     )
 
 
@@ -167,7 +171,7 @@ def test_a_plan_of_another_release_or_framework_is_noted_by_its_release():
         ("nemo", "megatron", "under Megatron-LM core_v0.19.0 its time and memory differ"),
     ):
         made = export(
-            make_plan(MODEL, CLUSTER, framework=label, zero=3, recompute="none", sp=False),
+            make_plan(MODEL, CLUSTER, framework=label, recompute="none", sp=False),
             target,
             model=MODEL,
             cluster=CLUSTER,

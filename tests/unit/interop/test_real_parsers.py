@@ -69,8 +69,8 @@ MEGATRON = (
     ("llama3-8b", {"pp": 4, "tp": 2, "vpp": 5, "recompute": "selective:core_attn"}),
     ("llama3-8b", {"tp": 8, "zero": 0, "micro_batch": 4}),
     ("llama3-8b", {"tp": 2, "cp": 2, "pp": 2, "recompute": "full:block:4", "comm": {"context_gather": True}}),
-    ("llama3-8b", {"zero": 2}),
-    ("llama3-8b", {"zero": 3, "shard_size": 8}),
+    ("llama3-8b", {"zero": 2, "framework": "megatron-fsdp"}),
+    ("llama3-8b", {"zero": 3, "shard_size": 8, "framework": "megatron-fsdp"}),
     ("llama3-8b", {"zero": 1, "shard_size": 4}),
     ("llama3-8b", {"zero": 1, "offload": "optimizer", "precision": "fp16"}),
     ("llama3-8b", {"tp": 4, "pp": 4, "precision": "fp8"}),
@@ -153,11 +153,12 @@ def _megatron_has(made: Plan, model: Model, arguments, config) -> None:
         assert f"{config.recompute_method}:{config.recompute_num_layers}" == (rest or "uniform:1")
     assert arguments.optimizer == {"adamw": "adam"}.get(made.optimizer, made.optimizer)
     whole = made.optimizer in ("muon", "lion")  # their updates need whole matrices
-    assert arguments.use_distributed_optimizer == (degrees.zero > 0 and not whole)
+    fsdp = made.framework == "megatron-fsdp"
+    assert arguments.use_distributed_optimizer == ((degrees.zero > 0 or fsdp) and not whole)
     assert arguments.use_layer_wise_distributed_optimizer == (degrees.zero > 0 and whole)
-    assert arguments.use_megatron_fsdp == (degrees.zero > 1)
-    if degrees.zero > 1:
-        names = {2: "optim_grads", 3: "optim_grads_params"}
+    assert arguments.use_megatron_fsdp == fsdp and (fsdp or degrees.zero < 2)
+    if fsdp:
+        names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
         assert arguments.data_parallel_sharding_strategy == names[degrees.zero]
     copies = degrees.num_replicas // degrees.shard_size if degrees.zero else 1
     assert arguments.num_distributed_optimizer_instances == copies

@@ -147,6 +147,13 @@ CASES = {
         "shard_size 3 does not divide 4 ranks. Shard groups divide the data-parallel ranks, inner dp x cp. "
         "Use a divisor of 4",
     ),
+    "shards of nothing": (
+        good(stages=both(shard_size=2, zero=0)),
+        DENSE,
+        "--shard-size",
+        "groups[0].stages[0].shard_size",
+        "shard_size 2 at zero 0. At zero 0 every rank keeps all states. Leave it out",
+    ),
     "no shards": (
         good(stages=both(shard_size=0)),
         DENSE,

@@ -232,11 +232,13 @@ def warn_of_stack(label: str, cluster: Cluster) -> None:
         say(f"foreshard: warning: {warning}")
 
 
-def warn_of_offers(plan: Plan) -> None:
-    """Say which choices of a plan its framework does not let its user make."""
+def warn_of_offers(request: Request, plan: Plan) -> None:
+    """Say which choices of a plan its framework does not let its user make, or switch to another."""
     from foreshard.catalog.frameworks import load_framework
     from foreshard.catalog.offers import not_offered
 
+    if request.switched:
+        say(f"foreshard: warning: {request.switched}")
     for missing in not_offered(plan, load_framework(plan.framework)):
         say(f"foreshard: warning: {missing}; the numbers are those of its kernels with it")
 

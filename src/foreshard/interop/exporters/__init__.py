@@ -56,7 +56,7 @@ TARGETS = {
         "Megatron-LM core_v0.19.0",
         "megatron_args.sh",
         frameworks=_MEGATRON,
-        same=("megatron-core", "megatron-lm"),
+        same=("megatron-core", "megatron-fsdp", "megatron-lm"),
         instead=MappingProxyType({"cross_entropy": ("te", "native")}),  # its validate_args
     ),
     "torchtitan@0.2": Target(

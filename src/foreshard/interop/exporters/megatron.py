@@ -34,7 +34,14 @@ _PRECISIONS: dict[str, tuple[Flag, ...]] = {
     "mxfp8": (("--bf16",), ("--fp8-format", "e4m3"), ("--fp8-recipe", "mxfp8")),
     "nvfp4": (("--bf16",), ("--fp4-format", "e2m1"), ("--fp4-recipe", "nvfp4")),
 }
-_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+_SHARDING = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+_FORCED = {"grad_overlap": 2, "param_gather_overlap": 3}
+"""Levels from which Megatron-FSDP hides a collective whatever the flags say (megatron_fsdp.py, __init__)."""
+FSDP_GRADIENTS = {
+    "grad_bytes": "--megatron-fsdp-main-grads-dtype",
+    "grad_reduce_bytes": "--megatron-fsdp-grad-comm-dtype",
+}
+"""Dtypes of Megatron-FSDP's gradients in memory and on the wire; auto is the weights', and the former's."""
 
 
 _EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -65,19 +72,25 @@ def _gaps(request: ExportRequest, degrees: Uniform) -> Iterator[str]:
         yield f"schedule {degrees.schedule} (it has {', '.join(_SCHEDULES)})"
     if plan.optimizer not in _OPTIMIZERS:
         yield f"optimizer {plan.optimizer} (it has {', '.join(_OPTIMIZERS)})"
-    if plan.optimizer in ("muon", "lion") and degrees.zero > 1:
-        yield f"optimizer {plan.optimizer} with zero {degrees.zero} (Megatron-FSDP has adam and sgd)"
+    fsdp = _by_fsdp(plan)
+    if degrees.zero > 1 and not fsdp:
+        yield f"zero {degrees.zero} of {plan.framework} (Megatron-FSDP shards so: --framework megatron-fsdp)"
+    if plan.optimizer in ("muon", "lion") and fsdp:
+        yield f"optimizer {plan.optimizer} (Megatron-FSDP has adam and sgd)"
     if degrees.recompute.startswith("every-"):
         yield f"recompute {degrees.recompute} (it recomputes all or the first blocks of a stage, or modules)"
     if degrees.recompute == "selective:op":
         yield "recompute selective:op"
     if degrees.offload in ("activations", "all"):
         yield f"offload {degrees.offload} (it offloads the optimizer, or some modules' activations)"
-    if degrees.offload == "optimizer" and degrees.zero != 1:
+    if degrees.offload == "optimizer" and (degrees.zero != 1 or fsdp):
         yield f"offload of the optimizer with zero {degrees.zero} (the distributed optimizer, zero 1, has it)"
     if degrees.sp and degrees.tp == 1:
         yield "sequence parallelism without tensor parallelism"
     hidden = overlaps(plan)
+    for name in [name for name, level in _FORCED.items() if fsdp and degrees.zero >= level]:
+        if not hidden[name]:
+            yield f"{name} off at zero {degrees.zero} (Megatron-FSDP switches it on)"
     if hidden["param_gather_overlap"] and not (hidden["grad_overlap"] and degrees.zero):
         yield "param_gather_overlap without grad_overlap and zero 1 or more"
     if hidden["narrow_gather"] and plan.precision == "fp8" and degrees.zero:
@@ -170,7 +183,7 @@ def _option_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
     if plan.fp8_recipe is not None:
         flags.append(("--fp8-recipe", plan.fp8_recipe))
     flags += _override_flags(plan)
-    flags += _sharding_flags(degrees) + _recompute_flags(degrees.recompute)
+    flags += _sharding_flags(plan, degrees) + _recompute_flags(degrees.recompute)
     if degrees.offload == "optimizer":
         flags += [("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",)]
     return flags + _overlap_flags(plan, degrees)
@@ -192,7 +205,7 @@ def _override_gaps(plan: Plan, degrees: Uniform) -> Iterator[str]:
     """
     own, stated = _as_set(plan), plan.overrides
     narrow = plan.precision not in ("fp32", "tf32")
-    if stated.grad_bytes or stated.grad_reduce_bytes or (narrow and own.fsdp == "none"):
+    if not _by_fsdp(plan) and (stated.grad_bytes or stated.grad_reduce_bytes or narrow):
         sizes = own.grad_bytes, own.grad_reduce_bytes
         if sizes != (4, 4) and not (narrow and sizes == (2, 2)):
             yield f"grad_bytes {sizes[0]} and grad_reduce_bytes {sizes[1]} in {plan.precision}"
@@ -216,10 +229,14 @@ def _override_flags(plan: Plan) -> list[Flag]:
     ------
     Megatron-LM core_v0.19.0 arguments.py validate_args: the fused loss of Transformer Engine is refused.
     """
-    own = _as_set(plan)
-    narrow = own.fsdp == "none" and plan.precision not in ("fp32", "tf32")
+    own, fsdp = _as_set(plan), _by_fsdp(plan)
+    narrow = not fsdp and plan.precision not in ("fp32", "tf32")
     flags: list[Flag] = []
-    if plan.precision == "fp16":
+    if fsdp:
+        words = {4: "fp32", 2: "fp16" if plan.precision == "fp16" else "bf16"}
+        sizes = {flag: getattr(plan.overrides, name) for name, flag in FSDP_GRADIENTS.items()}
+        flags += [(flag, words[size]) for flag, size in sizes.items() if size]
+    elif plan.precision == "fp16":
         flags += [("--accumulate-allreduce-grads-in-fp32",)] if own.grad_bytes == 4 else []
     elif plan.overrides.grad_reduce_bytes == 2 or (narrow and own.grad_reduce_bytes == 2):
         flags.append(("--grad-reduce-in-bf16",))
@@ -237,10 +254,10 @@ def _override_flags(plan: Plan) -> list[Flag]:
     if plan.overrides.cuda_graphs == "full":
         flags.append(("--cuda-graph-impl", "local"))
     moments, masters = plan.overrides.moment_bytes, plan.overrides.master_bytes
-    words = {1: "fp8", 2: "bf16"}
+    narrower = {1: "fp8", 2: "bf16"}
     states: list[Flag] = []
-    if moments in words:
-        states += [(flag, words[moments]) for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype")]
+    if moments in narrower:
+        states += [(flag, narrower[moments]) for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype")]
     if masters == 2:
         states.append(("--main-params-dtype", "fp16"))
     return [*flags, ("--use-precision-aware-optimizer",), *states] if states else flags
@@ -251,11 +268,17 @@ def _narrow_weights(plan: Plan) -> bool:
     return _as_set(plan).fp8_params and plan.precision in LOW_PRECISIONS
 
 
-def _sharding_flags(degrees: Uniform) -> list[Flag]:
-    if degrees.zero == 0:
+def _by_fsdp(plan: Plan) -> bool:
+    """Return whether Megatron-FSDP shards, whatever the level."""
+    return load_framework(plan.framework).fsdp == "megatron-fsdp"
+
+
+def _sharding_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
+    fsdp = _by_fsdp(plan)
+    if degrees.zero == 0 and not fsdp:
         return []
     flags: list[Flag] = [("--use-distributed-optimizer",)]
-    if degrees.zero > 1:
+    if fsdp:
         flags += [
             ("--use-megatron-fsdp",),
             ("--data-parallel-sharding-strategy", _SHARDING[degrees.zero]),
@@ -306,7 +329,7 @@ def _script(version: str, degrees: Uniform, flags: list[Flag]) -> str:
     connections = (
         "export CUDA_DEVICE_MAX_CONNECTIONS=1  # orders tensor-parallel collectives before Blackwell"
     )
-    if degrees.zero > 1:
+    if ("--use-megatron-fsdp",) in flags:
         connections = "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
     elif (_EXPERT_OVERLAP,) in flags:
         connections = "export CUDA_DEVICE_MAX_CONNECTIONS=32  # with 1 no exchange of tokens is hidden"

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.interop.exporters.megatron import FSDP_GRADIENTS
 from foreshard.interop.importers.launch_script import LaunchFlags, read_flags
 from foreshard.interop.importers.stated_run import StatedRun
 from foreshard.spec.framework import Overrides
@@ -104,8 +105,6 @@ _UNREAD = {
         "--outer-dp-sharding-strategy",
         "--enable-full-sharding-in-hsdp",
         "--megatron-fsdp-main-params-dtype",
-        "--megatron-fsdp-main-grads-dtype",
-        "--megatron-fsdp-grad-comm-dtype",
         "--megatron-fsdp-enable-fine-grained-param-gather",
         "--megatron-fsdp-max-pool-double-buffer",
     ),
@@ -201,12 +200,14 @@ def read(text: str, file: str) -> StatedRun:
     for flag, what in _REFUSED.items():
         if flag in flags:
             raise flags.cannot(flag, what)
-    choices: dict[str, Any] = {"framework": "megatron-core"}
+    fsdp = "--use-megatron-fsdp" in flags
+    choices: dict[str, Any] = {"framework": "megatron-fsdp" if fsdp else "megatron-core"}
     choices |= {degree: flags.whole(flag, 1) for degree, flag in _DEGREES.items()}
     experts = "--num-experts" in flags
     choices["etp"] = flags.whole("--expert-tensor-parallel-size", choices["tp"] if experts else 1)
     choices["sp"] = "--sequence-parallel" in flags and choices["tp"] > 1
-    choices |= _sharding(flags) | _batch(flags) | _overlaps(flags, choices)
+    choices |= _sharding(flags) | _batch(flags)
+    choices |= _overlaps(flags, choices)
     choices["precision"] = _precision(flags)
     if choices["precision"] == "fp8":
         choices["fp8_recipe"] = _fp8_recipe(flags)
@@ -242,16 +243,24 @@ def _batch(flags: LaunchFlags) -> dict[str, int]:
 
 def _sharding(flags: LaunchFlags) -> dict[str, int]:
     if "--use-megatron-fsdp" in flags:
-        word = flags.choice("--data-parallel-sharding-strategy", tuple(_STRATEGIES), "no_shard")
+        word = flags.choice("--data-parallel-sharding-strategy", tuple(_STRATEGIES), "optim_grads_params")
         return {"zero": _STRATEGIES[word]}
     return {"zero": int("--use-distributed-optimizer" in flags)}
 
 
 def _overlaps(flags: LaunchFlags, choices: dict[str, Any]) -> dict[str, bool]:
+    """Return what is hidden.
+
+    Source
+    ------
+    Megatron-LM core_v0.19.0 megatron_fsdp.py, __init__: sharded gradients are always reduced, and sharded
+    weights gathered, while products run.
+    """
+    forced = choices["zero"] if choices["framework"] == "megatron-fsdp" else 0
     found = {
         "tp_overlap": "--tp-comm-overlap" in flags,
-        "grad_overlap": "--overlap-grad-reduce" in flags,
-        "param_gather_overlap": "--overlap-param-gather" in flags,
+        "grad_overlap": "--overlap-grad-reduce" in flags or forced >= 2,
+        "param_gather_overlap": "--overlap-param-gather" in flags or forced == 3,
         "expert_overlap": "--overlap-moe-expert-parallel-comm" in flags,
         "shared_overlap": "--moe-shared-expert-overlap" in flags,
     }
@@ -278,7 +287,14 @@ def _overrides(flags: LaunchFlags, precision: str, *, experts: bool) -> Override
     """
     stated: dict[str, Any] = {}
     wide = precision != "fp16" or "--accumulate-allreduce-grads-in-fp32" in flags
-    if "--grad-reduce-in-bf16" in flags or not (wide or precision == "fp32"):
+    if "--use-megatron-fsdp" in flags:
+        for name, flag in FSDP_GRADIENTS.items():
+            word = flags.choice(flag, ("auto", "fp32", "bf16", "fp16"), "auto")
+            if word != "auto":
+                stated[name] = _STATE_BYTES[word]
+        if "grad_bytes" in stated:
+            stated.setdefault("grad_reduce_bytes", stated["grad_bytes"])
+    elif "--grad-reduce-in-bf16" in flags or not (wide or precision == "fp32"):
         stated |= {"grad_bytes": 2, "grad_reduce_bytes": 2}
     if "--use-precision-aware-optimizer" in flags:
         second = flags.choice(_SECOND, _MOMENTS, "fp32")
