@@ -240,11 +240,12 @@ def amount(text: str, dimension: str | None = None, unit: str | None = None) -> 
 
 
 def number_of(number: int, noun: str) -> str:
-    """Write how many of a thing whose plural is an s.
+    """Write how many of a thing whose plural is an s, or es.
 
     Examples
     --------
-    >>> number_of(1, "plan"), number_of(1043, "plan")
-    ('1 plan', '1,043 plans')
+    >>> number_of(1, "plan"), number_of(1043, "plan"), number_of(2, "batch")
+    ('1 plan', '1,043 plans', '2 batches')
     """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"

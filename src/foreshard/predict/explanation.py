@@ -14,6 +14,7 @@ from foreshard.predict.tasks.collectives import expert_replicas
 from foreshard.quantity import seconds as lasting
 from foreshard.quantity import size
 from foreshard.spec.plan import COMM_OPTIONS, Group, Stage
+from foreshard.units import number_of
 
 _STEP = "docs/derivations/step.md"
 _KERNELS = "docs/derivations/kernels.md"
@@ -126,7 +127,7 @@ def _step(found: Figures, parts: Mapping[str, float], engine: str, measured: boo
         else "the slowest stage times its micro-batches, plus one passage of the others"
     )
     return (
-        f"{_many(count, 'micro-batch')} x {lasting(steady / count)} on the critical rank"
+        f"{number_of(count, 'micro-batch')} x {lasting(steady / count)} on the critical rank"
         f" + bubble {lasting(parts['bubble'])} + data-parallel traffic {lasting(parts['data_comm'])}"
         f" + optimizer {lasting(parts['optimizer'])} + stragglers {lasting(parts['straggler'])}: {how}"
         + (", scaled to the measured step" if measured else "")
@@ -138,7 +139,7 @@ def _computing(found: Figures, case: PlannedRun, parts: Mapping[str, float]) -> 
     count, stage = found.group.num_micro_batches, found.stage
     each = {name: lasting(parts[name] / count) for name in ("compute", "recompute", "host")}
     return {
-        "compute": f"{_many(count, 'micro-batch')} x {each['compute']}: matrix products, attention and "
+        "compute": f"{number_of(count, 'micro-batch')} x {each['compute']}: matrix products, attention and "
         "memory-bound kernels of forward and backward, "
         f"{found.num_layers:g} layers on {found.tokens:g} tokens a rank and tp {stage.tp}, in "
         f"{case.plan.precision} ({_KERNELS}; factors of a step over kernels alone: {_CONSTANTS})",
@@ -172,7 +173,7 @@ def _communicating(found: Figures, parts: Mapping[str, float]) -> dict[str, str]
         f"tokens a rank and layer, there and back over {stage.ep} ranks, forward and backward; overlap "
         f"{_on(found, 'expert_overlap')}"
         f"{', shared experts beside it' * found.options['shared_overlap']}",
-        "pipeline_comm": f"{_many(count, 'micro-batch')} x {hops} messages of "
+        "pipeline_comm": f"{number_of(count, 'micro-batch')} x {hops} messages of "
         f"{size(found.message_bytes)} {where}: {lasting(parts['pipeline_comm'] / count)} of each "
         f"micro-batch waits for them; overlap {_on(found, 'p2p_overlap')}",
     }
@@ -215,7 +216,7 @@ def rate_explanations(
     busy_s: float,
 ) -> dict[str, str]:
     """Return texts of utilisation and energy, of FLOPs once and again, and peak and watts of all devices."""
-    many = _many(len(case.plan.ranks), "device")
+    many = number_of(len(case.plan.ranks), "device")
     power = "null: no power limit is known for every device"
     if watts is not None:
         power = (
@@ -228,11 +229,6 @@ def rate_explanations(
         "hfu": f"as mfu, with {again:.4g} FLOPs that recomputation runs again",
         "energy_j_per_step": power,
     }
-
-
-def _many(count: int, noun: str) -> str:
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def _on(found: Figures, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from foreshard.catalog.devices import catalog_version
@@ -146,16 +146,18 @@ def predict_timeline(
     engine = one_of(engine, ENGINES, key="--engine", name="engine")
     network = checked_network(network, engine)
     check_noise(noise, engine)
-    _check_host_thread(host_thread, engine)
-    speeds = _checked_speeds(speeds, engine, network)
-    _check_other_jobs(other_jobs, plan, network)
-    _check_bursts(bursts, other_jobs, engine)
+    _check_options(
+        plan, engine, network, host_thread=host_thread, speeds=speeds, jobs=other_jobs, bursts=bursts
+    )
+    if speeds:
+        from foreshard.predict.graph.edits import check_speeds
+
+        check_speeds(speeds)
     checked_costs(costs, fidelity)
     fidelity = one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
     check_amount("--tokens", tokens)
     check_amount("--usd-per-device-hour", usd_per_device_hour, zero=True)
     check_amount("--observed-step-s", observed_step_s)
-    _check_units(plan, engine)
     if checked:
         check_plan(plan, model, cluster)
     if plan.attention is not None:
@@ -203,7 +205,7 @@ def predict_timeline(
 
         said = ", ".join(f"{words_of(name)} {factor:g} times as fast" for name, factor in speeds.items())
         prediction = replace(prediction, assumptions=(f"what if: {said}", *prediction.assumptions))
-    return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
+    return replace(prediction, predict_s=time.perf_counter() - started), found[1]
 
 
 def check_calibration(calibration: Calibration, plan: Plan, cluster: Cluster, fidelity: str) -> None:
@@ -252,14 +254,8 @@ def calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...
     return tuple(said)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Times:
-    """The parts of a step, when its tasks run, what sharing does to transfers, and how the step varies."""
-
-    parts: dict[str, float]
-    timeline: Timeline | None = None
-    collectives: tuple[CollectiveTimes, ...] = ()
-    distribution: StepDistribution | None = None
+_Times = tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...], StepDistribution | None]
+"""The parts of a step, when its tasks run, what sharing does to transfers, and how the step varies."""
 
 
 def _times(
@@ -269,48 +265,92 @@ def _times(
     network: str,
     timeline: bool,
     noise: Noise | None,
-    speeds: Mapping[str, float],
+    speeds: Mapping[str, float] | None,
     host_thread: bool,
 ) -> _Times:
     """Return what one engine finds of a step."""
     if engine == "analytical":
-        return _Times(parts=slowest_parts(step_times(batch, joined=True)))
+        return slowest_parts(step_times(batch, joined=True)), None, (), None
     _check_size(case.plan, engine)
     if engine == "event":
         from foreshard.predict.event.engine import event_times
 
-        found = event_times(
+        return event_times(
             case, batch, network=network, timeline=timeline, noise=noise, host_thread=host_thread
-        )
-        return _Times(
-            parts=found.parts,
-            timeline=found.timeline,
-            collectives=found.collectives,
-            distribution=found.distribution,
         )
     from foreshard.predict.graph.engine import graph_times, shared_times
 
     if network == "flow":
-        parts, events, collectives = shared_times(case, batch, timeline=timeline)
-        return _Times(parts=parts, timeline=events, collectives=collectives)
-    parts, events = graph_times(case, batch, timeline=timeline, speeds=speeds)
-    return _Times(parts=parts, timeline=events)
+        return *shared_times(case, batch, timeline=timeline), None
+    return *graph_times(case, batch, timeline=timeline, speeds=speeds), (), None
 
 
-def _checked_speeds(speeds: Mapping[str, float] | None, engine: str, network: str) -> Mapping[str, float]:
-    if not speeds:
-        return {}
-    if engine != "graph" or network != "closed-form":
-        raise SpecError(
-            f"speeds of tasks under the {network} {engine} engine",
-            key="--engine",
-            value=engine,
-            rule="What-if speeds are edits of the tasks of the engine graph, each transfer by itself",
-            fix="Use --engine graph and --network closed-form, or leave the speeds out",
-        )
-    from foreshard.predict.graph.edits import checked_speeds
-
-    return checked_speeds(speeds)
+def _check_options(
+    plan: Plan,
+    engine: str,
+    network: str,
+    *,
+    host_thread: bool,
+    speeds: Mapping[str, float] | None,
+    jobs: tuple[TrainingJob, ...],
+    bursts: bool,
+) -> None:
+    """Refuse what an engine or a network does not simulate."""
+    job = jobs[0].name if jobs else None
+    rules = (
+        (
+            host_thread and engine != "event",
+            (f"a thread of the host under the {engine} engine", "--host-thread", None),
+            "Launches are tasks beside those of the device in the event engine",
+            "Use --engine event, or leave out --host-thread",
+        ),
+        (
+            bool(speeds) and (engine != "graph" or network != "closed-form"),
+            (f"speeds of tasks under the {network} {engine} engine", "--engine", engine),
+            "What-if speeds are edits of the tasks of the engine graph, each transfer by itself",
+            "Use --engine graph and --network closed-form, or leave the speeds out",
+        ),
+        (
+            bool(jobs) and network != "flow",
+            ("other jobs where transfers share no network", "--other-jobs", job),
+            "The closed forms know one run by itself",
+            "Add --network flow",
+        ),
+        (
+            bursts and not jobs,
+            ("bursts without other jobs", "--bursts", None),
+            "Bursts are those of other jobs",
+            "Add --other-jobs FILE, or leave it out",
+        ),
+        (
+            bursts and engine != "event",
+            (f"bursts in the {engine} engine", "--bursts", None),
+            "Bursts are simulated with every micro-batch, from event to event",
+            "Add --engine event",
+        ),
+        *(
+            (
+                engine == "analytical" and not closed_form_takes(**{name: value}),
+                (f"{name} {value} under the analytical engine", name, value),
+                "Its closed form gathers block by block, at most one ahead",
+                "Use --engine graph or event",
+            )
+            for name, value in (("wrap", plan.wrap), ("prefetch", plan.prefetch))
+        ),
+        *(
+            (
+                rank in plan.ranks,
+                (f"rank {rank} is one of the plan's and of {other.name!r}", "--other-jobs", other.name),
+                "A device runs one job",
+                "Give a plan file that leaves out its ranks, or the job other ranks",
+            )
+            for other in jobs
+            for rank in other.ranks
+        ),
+    )
+    for wrong, (what, key, value), rule, fix in rules:
+        if wrong:
+            raise SpecError(what, key=key, value=value, rule=rule, fix=fix)
 
 
 def check_noise(noise: Noise | None, engine: str) -> None:
@@ -322,17 +362,6 @@ def check_noise(noise: Noise | None, engine: str) -> None:
             value=engine,
             rule="Ranks and steps that differ are simulated by the event engine",
             fix="Use --engine event, or leave out jitter and slow ranks",
-        )
-
-
-def _check_host_thread(host_thread: bool, engine: str) -> None:
-    """Refuse a thread of the host for an engine whose passes contain their launches."""
-    if host_thread and engine != "event":
-        raise SpecError(
-            f"a thread of the host under the {engine} engine",
-            key="--host-thread",
-            rule="Launches are tasks beside those of the device in the event engine",
-            fix="Use --engine event, or leave out --host-thread",
         )
 
 
@@ -362,55 +391,9 @@ def checked_costs(costs: str | Tables, fidelity: str = "zero-shot") -> str | Tab
     return costs
 
 
-def closed_form_takes(prefetch: Any, wrap: Any) -> bool:
+def closed_form_takes(prefetch: Any = None, wrap: Any = None) -> bool:
     """Return whether the closed form of a step knows these units of FSDP: of one block, at most one ahead."""
     return prefetch in (None, 0, 1) and wrap in (None, 1)
-
-
-def _check_units(plan: Plan, engine: str) -> None:
-    """Refuse units of FSDP that the closed form of a step does not know."""
-    takes = {"wrap": closed_form_takes(None, plan.wrap), "prefetch": closed_form_takes(plan.prefetch, None)}
-    for name, value in (("wrap", plan.wrap), ("prefetch", plan.prefetch)):
-        if engine == "analytical" and not takes[name]:
-            raise SpecError(
-                f"{name} {value} under the analytical engine",
-                key=name,
-                value=value,
-                rule="Its closed form gathers block by block, at most one ahead",
-                fix="Use --engine graph or event",
-            )
-
-
-def _check_other_jobs(jobs: tuple[TrainingJob, ...], plan: Plan, network: str) -> None:
-    """Refuse other jobs where transfers share no network, and on ranks of the plan."""
-    if jobs and network != "flow":
-        raise SpecError(
-            "other jobs where transfers share no network",
-            key="--other-jobs",
-            value=jobs[0].name,
-            rule="The closed forms know one run by itself",
-            fix="Add --network flow",
-        )
-    for job in jobs:
-        for rank in job.ranks:
-            if rank in plan.ranks:
-                raise SpecError(
-                    f"rank {rank} is one of the plan's and of {job.name!r}",
-                    key="--other-jobs",
-                    value=job.name,
-                    rule="A device runs one job",
-                    fix="Give a plan file that leaves out its ranks, or the job other ranks",
-                )
-
-
-def _check_bursts(bursts: bool, jobs: tuple[TrainingJob, ...], engine: str) -> None:
-    """Refuse bursts without jobs that send them, and where steps are not simulated from begin to end."""
-    if bursts and not jobs:
-        rule, fix = "Bursts are those of other jobs", "Add --other-jobs FILE, or leave it out"
-        raise SpecError("bursts without other jobs", key="--bursts", rule=rule, fix=fix)
-    if bursts and engine != "event":
-        rule = "Bursts are simulated with every micro-batch, from event to event"
-        raise SpecError(f"bursts in the {engine} engine", key="--bursts", rule=rule, fix="Add --engine event")
 
 
 def checked_network(network: str | None, engine: str) -> str:
@@ -516,7 +499,7 @@ def _assemble(
     calibration: Calibration | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, parts = case.stated, found.parts
+    plan, (parts, _, collectives, distribution) = case.stated, found
     shares = source_shares(batch, parts)
     kernels = "learned" if "learned" in shares else _kernel_evidence(case)
     if kernels == "fitted" and "table" in shares:
@@ -575,8 +558,8 @@ def _assemble(
         framework=case.framework.label,
         engine=engine,
         network=network,
-        collectives=found.collectives,
-        step_time_distribution=found.distribution,
+        collectives=collectives,
+        step_time_distribution=distribution,
         costs=" and ".join(shares),
         cost_sources=shares,
         fidelity=fidelity,

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
-import tempfile
-import time
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from foreshard.comm.schedules.schedule import Schedule
-from foreshard.profile.link_times import TimedRanks
+from foreshard.profile.collective_sweep import SWEPT, library_call
+from foreshard.profile.link_times import TimedRanks, on_local_ranks, turn_s
 from foreshard.transport.schedule_execution import ScheduleExecution, elements_of
 
-_TIMEOUT = timedelta(minutes=5)
 _WARM_UP = 1
 
 
@@ -42,16 +36,19 @@ def time_schedule(ranks: TimedRanks, schedule: Schedule, num_bytes: int, *, repe
     sizes = elements_of(schedule, max(num_bytes // 4, 1))
     exact = torch.tensor([float(_is_exact(run, schedule, ranks.rank, sizes))])
     world.allreduce([exact]).wait()
-    own_s = [
-        _turn_s(world, lambda: run.run(_zeros(schedule, ranks.rank, sizes), sizes, torch.float32))
-        for _ in range(repeats + _WARM_UP)
-    ]
-    other = _library(schedule.collective, world, max(num_bytes // 4, 1), ranks.size)
-    library_s = [_turn_s(world, other) for _ in range(repeats + _WARM_UP)] if other else []
+
+    def times_s(call: Callable[[], Any]) -> list[float]:
+        return [turn_s(ranks, world, call) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
+
+    own_s = times_s(lambda: run.run(_zeros(schedule, ranks.rank, sizes), sizes, torch.float32))
+    library_s = None
+    if schedule.collective in SWEPT:
+        floats = max(num_bytes // 4 // ranks.size, 1) * ranks.size
+        library_s = median(times_s(library_call(schedule.collective, world, floats, ranks)))
     return {
         "is_exact": int(exact.item()) == ranks.size,
-        "time_s": median(own_s[_WARM_UP:]),
-        "library_s": median(library_s[_WARM_UP:]) if library_s else None,
+        "time_s": median(own_s),
+        "library_s": library_s,
     }
 
 
@@ -80,64 +77,8 @@ def _zeros(schedule: Schedule, rank: int, sizes: list[int]) -> dict[int, torch.T
     return {c: torch.zeros(sizes[c]) for c, chunk in enumerate(schedule.chunks) if rank in chunk.sources}
 
 
-def _turn_s(world: Any, call: Any) -> float:
-    """Return the seconds of a call on the slowest rank, all of which begin together."""
-    world.allreduce([torch.zeros(1)]).wait()
-    began = time.perf_counter()
-    call()
-    span = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    world.allreduce([span], options).wait()
-    return float(span.item())
-
-
-def _library(collective: str, world: Any, num_elements: int, num_ranks: int) -> Any:
-    """Return a call of the library's own collective, None where it has none for these sizes."""
-    if collective == "all-reduce":
-        data = torch.zeros(num_elements)
-        return lambda: world.allreduce([data]).wait()
-    if collective == "broadcast":
-        data = torch.zeros(num_elements)
-        return lambda: world.broadcast([data]).wait()
-    if collective == "all-gather":
-        part = torch.zeros(max(num_elements // num_ranks, 1))
-        whole = [torch.zeros_like(part) for _ in range(num_ranks)]
-        return lambda: world.allgather([whole], [part]).wait()
-    return None
-
-
 def local_times(schedule: Schedule, num_bytes: int, *, repeats: int) -> dict[str, Any]:
     """Return what `time_schedule` finds between ranks of this machine, started and ended for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "schedule").write_bytes(pickle.dumps(schedule))  # for our own processes alone
-        command = [
-            sys.executable,
-            "-m",
-            "foreshard.profile.collective_times",
-            folder,
-            str(num_bytes),
-            str(repeats),
-        ]
-        others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, schedule.num_ranks)]
-        try:
-            return _met_in(folder, 0, num_bytes, repeats)
-        finally:
-            for process in others:
-                process.kill()
-            for process in others:
-                process.wait()
-
-
-def _met_in(folder: str, rank: int, num_bytes: int, repeats: int) -> dict[str, Any]:
-    schedule: Schedule = pickle.loads((Path(folder) / "schedule").read_bytes())
-    store = dist.FileStore(str(Path(folder) / "meet"), schedule.num_ranks)
-    store.set_timeout(_TIMEOUT)
-    ranks = TimedRanks(store, rank, schedule.num_ranks, torch.device("cpu"), address="127.0.0.1")
-    return time_schedule(ranks, schedule, num_bytes, repeats=repeats)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    place, size, times, number = sys.argv[1:]
-    _met_in(place, int(number), int(size), int(times))
+    work = partial(time_schedule, schedule=schedule, num_bytes=num_bytes, repeats=repeats)
+    found: dict[str, Any] = on_local_ranks(schedule.num_ranks, "cpu", work, others=work)
+    return found

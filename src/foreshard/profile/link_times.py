@@ -7,12 +7,14 @@ after another while the others wait. The same code runs over gloo on processors 
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,17 @@ def _sums(ranks: TimedRanks, world: Any, group: Any, size: int, repeats: int) ->
     return _largest(world, spans)
 
 
+def turn_s(ranks: TimedRanks, group: Any, call: Callable[[], Any], *, times: int = 1) -> float:
+    """Return the seconds of a call on the slowest rank, of several in a row that all ranks begin together."""
+    _together(ranks, group)
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    _wait(ranks.device)
+    span = torch.tensor([(time.perf_counter() - began) / times], dtype=torch.float64, device=ranks.device)
+    return _largest(group, span)[0]
+
+
 def _largest(world: Any, spans: torch.Tensor) -> list[float]:
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
@@ -195,37 +208,52 @@ def _wait(device: torch.device) -> None:
 
 def local_links(count: int, device: str, *, repeats: int, tell: Tell = lambda text: None) -> dict[str, Any]:
     """Return what `time_links` finds between so many ranks of this machine, started and ended for it."""
+    others = partial(time_links, repeats=repeats)
+    return on_local_ranks(count, device, partial(others, tell=tell), others=others)
+
+
+def on_local_ranks(
+    count: int, device: str, work: Callable[[TimedRanks], Any], *, others: Callable[[TimedRanks], Any]
+) -> Any:
+    """Return what `work` does as the first of so many ranks of this machine; the rest do that of the others.
+
+    They are processes started and ended for it, to which `others` goes by pickle.
+
+    Raises
+    ------
+    SpecError
+        Fewer NVIDIA devices than ranks.
+    """
     if device == "cuda" and count > torch.cuda.device_count():
         what = f"{count} ranks on {torch.cuda.device_count()} GPUs"
-        fix = "Give --local the number of GPUs"
+        fix = "Give --local the number of GPUs, or --device cpu"
         raise SpecError(what, key="--local", value=count, rule="NCCL takes one rank a GPU", fix=fix)
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "foreshard.profile.link_times",
-            folder,
-            device,
-            str(repeats),
-            str(count),
-        ]
-        others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
+        (Path(folder) / "work").write_bytes(pickle.dumps(others))  # for our own processes alone
+        command = [sys.executable, "-c", "from foreshard.profile import link_times; link_times.join()"]
+        command += [folder, device, str(count)]
+        started = [subprocess.Popen([*command, str(rank)]) for rank in range(1, count)]
         try:
-            return _met_in(folder, 0, count, device, repeats, tell)
+            return work(_met_in(folder, device, count, 0))
         finally:
-            for process in others:
+            for process in started:
                 process.kill()
-            for process in others:
+            for process in started:
                 process.wait()
 
 
-def _met_in(
-    folder: str, rank: int, count: int, device: str, repeats: int, tell: Tell = lambda text: None
-) -> dict[str, Any]:
+def join() -> None:
+    """Take part as the rank that the command line states."""
+    torch.set_num_threads(1)
+    folder, device, count, rank = sys.argv[1:]
+    pickle.loads((Path(folder) / "work").read_bytes())(_met_in(folder, device, int(count), int(rank)))
+
+
+def _met_in(folder: str, device: str, count: int, rank: int) -> TimedRanks:
     store = dist.FileStore(str(Path(folder) / "meet"), count)
     store.set_timeout(_TIMEOUT)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    return time_links(TimedRanks(store, rank, count, here, address="127.0.0.1"), repeats=repeats, tell=tell)
+    return TimedRanks(store, rank, count, here, address="127.0.0.1")
 
 
 def torchrun_ranks(device: str) -> TimedRanks | None:
@@ -239,9 +267,3 @@ def torchrun_ranks(device: str) -> TimedRanks | None:
     same_host = size <= int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     address = "127.0.0.1" if same_host else own_address(os.environ["MASTER_ADDR"])
     return TimedRanks(store, rank, size, here, address=address)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    place, kind, times, size, number = sys.argv[1:]
-    _met_in(place, int(number), int(size), kind, int(times))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from foreshard.quantity import digits, memory, percent, seconds
+from foreshard.quantity import memory, percent, rate, seconds, size
 from foreshard.report.screen import Screen, Table, table
 from foreshard.units import number_of
 
@@ -42,9 +42,9 @@ def _links_table(links: Mapping[str, Any]) -> Table:
         for timed in links[kind]:
             key = (kind[:-1], " ".join(map(str, timed["ranks"])))
             rows.setdefault(key, {})[timed["bytes"]] = seconds(median(timed["seconds"]))
-    columns = ("what", "ranks", *(f">{_size(size)}" for size in sizes))
+    columns = ("what", "ranks", *(f">{size(num_bytes)}" for num_bytes in sizes))
     title = f"links, {links['backend']}; a launch takes {seconds(links['launch_s'])}"
-    return table(title, columns, [(*key, *(row.get(size) for size in sizes)) for key, row in rows.items()])
+    return table(title, columns, [(*key, *map(row.get, sizes)) for key, row in rows.items()])
 
 
 def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
@@ -68,8 +68,8 @@ def costs_screen(costs: Mapping[str, Any], path: str | None) -> Screen:
                 0,
                 (
                     f"Links {name} a host: messages {seconds(link['floor_s'])} "
-                    f"or {_rate(link['bytes_per_s'])}, "
-                    f"sums {seconds(link['hop_s'])} a hop or {_rate(link['ring_bytes_per_s'])}, "
+                    f"or {rate(link['bytes_per_s'])}, "
+                    f"sums {seconds(link['hop_s'])} a hop or {rate(link['ring_bytes_per_s'])}, "
                     f"{percent(link['relative_error'])} off (median)."
                 ),
             )
@@ -147,14 +147,3 @@ def curve_tables(made: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _device(name: str, factor: float) -> str:
     return name if factor == 1 else f"{name} ({factor:g} times as slow)"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:g} {name}"
-    return f"{num_bytes} B"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{digits(bytes_per_s / 1e9)} GB/s"

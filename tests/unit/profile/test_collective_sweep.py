@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from foreshard.errors import SpecError
 from foreshard.interop.nccl_tests import read_nccl_tests
-from foreshard.profile import collective_sweep
+from foreshard.profile import link_times
 from foreshard.profile.collective_sweep import SWEPT, Sweep, as_nccl_tests, local_sweep, sweep
 
 
@@ -43,7 +43,7 @@ class Ranks:
 @pytest.mark.parametrize("collective", SWEPT)
 def test_a_sweep_calls_the_collective_of_the_library_many_times_in_a_row(collective, monkeypatch):
     ranks, waits = Ranks(3), []
-    monkeypatch.setattr(collective_sweep, "_wait", waits.append)
+    monkeypatch.setattr(link_times, "_wait", waits.append)
     rows = sweep(ranks, collective, [1024, 10**8], repeats=2).rows
     # Whole floats for each of three ranks.
     assert [row["size_bytes"] for row in rows] == [1020, 99999996]
@@ -80,7 +80,7 @@ def test_what_no_library_has_as_one_call():
 
 def test_every_rank_needs_a_device_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SpecError, match="1 NVIDIA devices for 2 ranks"):
+    with pytest.raises(SpecError, match="2 ranks on 1 GPUs"):
         local_sweep("all-reduce", 2, [1024], repeats=1, device="cuda")
 
 

@@ -34,10 +34,8 @@ def _send(algorithm: str, ranks: list[int], channels: int, parts: int | None) ->
     """Return a send along some ranks."""
     pieces, num_ranks = channels if parts is None else parts, ranks[-1] + 1
     build = SequentialBuilder("send", algorithm, num_ranks, chunks_of("send", num_ranks, pieces))
-    last: dict[tuple[int, int], int] = {}  # send of each rank on each channel
     for piece in range(pieces):
         channel = piece % channels
         for source, target in pairwise(ranks):
-            before = [last[source, channel]] if (source, channel) in last else []
-            last[source, channel] = build.send(source, target, piece, channel=channel, after=before)
+            build.send(source, target, piece, channel=channel, turn=(source, channel))
     return build.schedule()

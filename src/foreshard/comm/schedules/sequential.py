@@ -40,6 +40,7 @@ class SequentialBuilder(ScheduleBuilder):
         self._reads: dict[int, list[int]] = {}
         self._arrived: dict[int, dict[tuple[int, int], int]] = {}  # in this round, the last of each channel
         self._gates: dict[int, list[int]] = {}
+        self._last: dict[tuple[int, ...], int] = {}  # send of each turn
 
     def send(
         self,
@@ -50,11 +51,16 @@ class SequentialBuilder(ScheduleBuilder):
         reduce: bool = False,
         channel: int = 0,
         after: Sequence[int] = (),
+        turn: tuple[int, ...] = (),
     ) -> int:
-        """Add a send that follows all before it on the same data, and return its index."""
+        """Add a send that follows all before it on the same data, and return its index.
+
+        Sends of one `turn`, such as those of a rank on a channel, follow each other.
+        """
         width = len(self.chunks)
         here, there = source * width + chunk, target * width + chunk
-        waits = [*after, *self._gates.get(source, ()), *self._writes.get(here, ())]
+        last = [self._last[turn]] if turn in self._last else []
+        waits = [*after, *last, *self._gates.get(source, ()), *self._writes.get(here, ())]
         before = self._before.get(there) if reduce and there not in self._reads else None
         if before is None:
             before = [*self._writes.get(there, ()), *self._reads.pop(there, ())]
@@ -75,6 +81,8 @@ class SequentialBuilder(ScheduleBuilder):
         self._reads.setdefault(here, []).append(made)
         self._writes[there].append(made)
         self._arrived.setdefault(target, {})[source, channel] = made
+        if turn:
+            self._last[turn] = made
         return made
 
     def next_round(self) -> None:

@@ -56,31 +56,20 @@ def top_down(parents: Sequence[int]) -> list[int]:
     return sorted(depth, key=lambda rank: (depth[rank], rank))
 
 
-class TreePipeline:
-    """Sends chunks up and down trees, one chunk at a time on each edge."""
+def send_up(build: SequentialBuilder, parents: Sequence[int], chunk: int, *, channel: int = 0) -> None:
+    """Add up a chunk towards the root of a tree, one chunk at a time on each edge."""
+    for rank in reversed(top_down(parents)):
+        if parents[rank] >= 0:
+            turn = (rank, parents[rank], channel)
+            build.send(rank, parents[rank], chunk, reduce=True, channel=channel, turn=turn)
 
-    def __init__(self, build: SequentialBuilder) -> None:
-        self.build = build
-        self._last: dict[tuple[int, int, int], int] = {}  # send on each (source, target, channel)
 
-    def up(self, parents: Sequence[int], chunk: int, *, channel: int = 0) -> None:
-        """Add up a chunk towards the root."""
-        for rank in reversed(top_down(parents)):
-            if parents[rank] >= 0:
-                self._send(rank, parents[rank], chunk, channel, reduce=True)
-
-    def down(self, parents: Sequence[int], chunk: int, *, channel: int = 0) -> None:
-        """Copy a chunk from the root to all."""
-        for rank in top_down(parents):
-            if parents[rank] >= 0:
-                self._send(parents[rank], rank, chunk, channel, reduce=False)
-
-    def _send(self, source: int, target: int, chunk: int, channel: int, *, reduce: bool) -> None:
-        edge = (source, target, channel)
-        before = [self._last[edge]] if edge in self._last else []
-        self._last[edge] = self.build.send(
-            source, target, chunk, reduce=reduce, channel=channel, after=before
-        )
+def send_down(build: SequentialBuilder, parents: Sequence[int], chunk: int, *, channel: int = 0) -> None:
+    """Copy a chunk from the root of a tree to all, one chunk at a time on each edge."""
+    for rank in top_down(parents):
+        if parents[rank] >= 0:
+            turn = (parents[rank], rank, channel)
+            build.send(parents[rank], rank, chunk, channel=channel, turn=turn)
 
 
 def double_tree(
@@ -96,13 +85,12 @@ def double_tree(
     pieces = 2 * channels * (1 if parts is None else parts)
     chunks = equal_chunks(collective, num_ranks, pieces, root=root)
     build = SequentialBuilder(collective, "double-tree", num_ranks, chunks)
-    pipeline = TreePipeline(build)
     trees = _rooted_trees(num_ranks, root) if collective == "broadcast" else two_trees(num_ranks)
     for piece in range(pieces):
         tree, channel = trees[piece % 2], piece % (2 * channels)
         if collective == "all-reduce":
-            pipeline.up(tree, piece, channel=channel)
-        pipeline.down(tree, piece, channel=channel)
+            send_up(build, tree, piece, channel=channel)
+        send_down(build, tree, piece, channel=channel)
     return build.schedule()
 
 
@@ -136,13 +124,10 @@ def binomial_broadcast(
     pieces = channels * (1 if parts is None else parts)
     chunks = equal_chunks("broadcast", num_ranks, pieces, root=root)
     build = SequentialBuilder("broadcast", "binomial", num_ranks, chunks)
-    last: dict[tuple[int, int], int] = {}  # send of each rank on each channel: it sends one at a time
     for piece in range(pieces):
         channel = piece % channels
         for rank in range(1, num_ranks):
             source = (root + rank - (1 << rank.bit_length() - 1)) % num_ranks
-            before = [last[source, channel]] if (source, channel) in last else []
-            last[source, channel] = build.send(
-                source, (root + rank) % num_ranks, piece, channel=channel, after=before
-            )
+            target = (root + rank) % num_ranks
+            build.send(source, target, piece, channel=channel, turn=(source, channel))
     return build.schedule()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import Literal
 
 from foreshard.comm.topology.graph import Topology
@@ -175,51 +174,11 @@ class Routing:
         ends = [self._vertex_of(rank) for rank in (source, target)]
         return self.shortest(*ends) if flow is None else self.ecmp(*ends, flow=flow)
 
-    def explicit(self, vertices: Sequence[int | str]) -> Route:
-        """Return the route along vertices, given by index or name; of parallel links the widest.
-
-        Raises
-        ------
-        SpecError
-            If a vertex is unknown, or no link joins two that follow each other.
-        """
-        names = {vertex.name: i for i, vertex in enumerate(self.topology.vertices)}
-        indices = [self._known(vertex, names) for vertex in vertices]
-        return tuple(self._link(one, other) for one, other in pairwise(indices))
-
     def _vertex_of(self, rank: int) -> int:
         if not 0 <= rank < self.topology.num_ranks:
             rule = f"Ranks of this topology are 0 to {self.topology.num_ranks - 1}"
             raise SpecError(f"no rank {rank}", key="rank", value=rank, rule=rule)
         return int(self.topology.devices[rank])
-
-    def _known(self, vertex: int | str, names: dict[str, int]) -> int:
-        if isinstance(vertex, str):
-            if vertex not in names:
-                raise unknown("vertex", vertex, list(names)[:20], key="path", rule="Vertices are")
-            return names[vertex]
-        if not 0 <= vertex < len(names):
-            rule = f"Vertices are 0 to {len(names) - 1}"
-            raise SpecError(f"no vertex {vertex}", key="path", value=vertex, rule=rule)
-        return int(vertex)
-
-    def _link(self, source: int, target: int) -> int:
-        found = [link for link, to, _, _ in self._out[source] if to == target]
-        if not found:
-            raise self._apart(
-                source, target, "no link joins", "Vertices of a path follow each other by links"
-            )
-        return max(found, key=lambda link: (self.topology.links[link].bytes_per_s, -link))
-
-    def _apart(self, source: int, target: int, what: str, rule: str) -> SpecError:
-        ends = [self.topology.vertices[i].name for i in (source, target)]
-        return SpecError(
-            f"{what} {ends[0]!r} to {ends[1]!r}",
-            key="path",
-            value=f"{ends[0]} -> {ends[1]}",
-            rule=rule,
-            fix="Add a link, or let devices forward: forwarding='any'",
-        )
 
     def _through(self, steps: list[list[_Step]]) -> list[list[_Step]]:
         """Return the steps from each vertex for traffic of others."""
@@ -266,7 +225,14 @@ class Routing:
             vertex = self._expand(near, forward=near is ahead)
             best = _least(best, self._best(near, (vertex,), far, forward=near is ahead))
         if best is None:
-            raise self._apart(source, target, "no path leads from", "Devices that communicate are connected")
+            ends = [self.topology.vertices[i].name for i in (source, target)]
+            raise SpecError(
+                f"no path leads from {ends[0]!r} to {ends[1]!r}",
+                key="path",
+                value=f"{ends[0]} -> {ends[1]}",
+                rule="Devices that communicate are connected",
+                fix="Add a link, or let devices forward: forwarding='any'",
+            )
         near, far = sorted((ahead, behind), key=lambda search: len(search.ways))
         return self._crossings(near, far, best, forward=near is ahead)
 

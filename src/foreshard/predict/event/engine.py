@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from foreshard.errors import SpecError
 from foreshard.predict.batch import Batch, PlannedRun
@@ -34,21 +35,8 @@ class EventStep:
     shared: SharedStep | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EventTimes:
-    """What the engine found of a step.
-
-    Attributes
-    ----------
-    parts : dict of str to float
-        Exposed seconds by part on the critical rank; they sum to the (mean) step.
-    timeline : Timeline or None
-        With all ranks alike.
-    collectives : tuple of CollectiveTimes
-        Shared transfers; empty where none are shared.
-    distribution : StepDistribution or None
-        Of the step, where ranks differ.
-    """
+class EventTimes(NamedTuple):
+    """What the engine found of a step: `parts` sum to the (mean) step; the timeline has all ranks alike."""
 
     parts: dict[str, float]
     timeline: Timeline | None

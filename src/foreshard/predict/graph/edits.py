@@ -52,8 +52,8 @@ def words_of(name: str) -> str:
     return CLASSES.get(name) or KERNELS[name]
 
 
-def checked_speeds(speeds: Mapping[str, float]) -> dict[str, float]:
-    """Return speeds by class; raise for an unknown class, or a factor that is not above 0."""
+def check_speeds(speeds: Mapping[str, float]) -> None:
+    """Raise SpecError for an unknown class of tasks, or a factor that is not above 0."""
     for name, factor in speeds.items():
         if name not in CLASSES and name not in KERNELS:
             rule = f"Classes of tasks are {', '.join((*CLASSES, *KERNELS))}"
@@ -63,7 +63,6 @@ def checked_speeds(speeds: Mapping[str, float]) -> dict[str, float]:
             raise SpecError(
                 f"{name} {factor:g} times as fast", key="speeds", value=factor, rule=rule, fix=fix
             )
-    return dict(speeds)
 
 
 def _faster(price: GroupPrices, speeds: Mapping[str, float]) -> GroupPrices:
