@@ -1,4 +1,4 @@
-"""Soak test of fault tolerance: ranks are killed, stopped, slowed and starved of disk while they train.
+"""Soak test of fault tolerance: ranks are killed, stopped, slowed, starved of disk and given other plans.
 
     python scripts/soak.py --out soak [--minutes 10] [--faults 200] [--seed 0]
     python scripts/soak.py --out soak --search --faults 200 [--seed 0]
@@ -30,6 +30,7 @@ from typing import Any
 
 from foreshard.runtime.checkpoint import format
 from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.operator_requests import Requests, request_plan
 from foreshard.runtime.membership.secret import make_secret
 from foreshard.runtime.membership.supervisor_state import write_json
 from foreshard.runtime.records.durable_jsonl import whole_lines
@@ -68,6 +69,8 @@ KINDS = (
     "pause while rebuilding",
     "supervisor pauses",
     "slow disk",
+    "replan",
+    "replan and kill",
 )
 PROGRESS_S = 4.0
 DETECT_S = 4.0
@@ -79,7 +82,7 @@ STEPS_PER_MINUTE = 45  # more than are trained in a minute under faults (240 too
 CALM_STEPS = 40  # without faults at the end, so that the last checkpoint is complete
 FILE_BYTES = 400_000
 """Bound of files on the emulated full disk: above a ledger, below a rank's part of a checkpoint."""
-CHECKS = ("samples", "parameters", "loss", "evaluation", "reports")
+CHECKS = ("samples", "parameters", "loss", "evaluation", "reports", "requests")
 LIMIT = 1e-9
 """Of relative differences of float64 parameters and losses; sums in another order differ by 1e-13."""
 
@@ -307,6 +310,12 @@ class Chaos:
             mark = self.agent.out / "slow-disk"
             mark.touch()
             self._soon(self.random.uniform(1.0, 5.0), lambda: mark.unlink(missing_ok=True))
+        elif kind in ("replan", "replan and kill"):
+            asked = self.agent.out / "asked.json"
+            write_json(asked, drawn_plan(self.random).to_dict())
+            request_plan(self.agent.out, str(asked))
+            if kind != "replan":
+                self._soon(self.random.uniform(0.0, 1.0), lambda: self._kill(rank))
         elif kind == "disk":
             self._fill_disk(self.agent.pid_of(rank))
         self._note(kind, rank)
@@ -510,6 +519,7 @@ def compared(
         "loss_max_rel_difference": worst_loss(out / "chaos", calmly),
         "evaluation_max_rel_difference": worst_evaluation(out / "chaos", calmly, extras.eval_every, steps),
         "unreported": unreported(out / "chaos", steps),
+        "unanswered": Requests(out / "chaos").open() is not None,
     }
 
 
@@ -521,6 +531,7 @@ def violations(found: dict[str, Any]) -> list[str]:
         "loss": found["loss_max_rel_difference"] > LIMIT,
         "evaluation": found["evaluation_max_rel_difference"] > LIMIT,
         "reports": found["unreported"],
+        "requests": found["unanswered"],
     }
     return [name for name, is_wrong in wrong.items() if is_wrong]
 

@@ -63,7 +63,7 @@ def test_an_overflow_updates_nothing_anywhere_and_halves_the_scale() -> None:
     found = rehearse(
         shrunk(2.0**20), half("two uneven pipelines"), steps=2, after=lambda t: (values(t), scale_of(t))
     )
-    assert {tuple(scale) for _, (_, scale) in found.values()} == {(first / 4, 0)}
+    assert {tuple(scale) for _, (_, scale) in found.values()} == {(first / 4, 0, 2)}
     assert all(torch.equal(t, start[key]) for _, (held, _) in found.values() for key, t in held.items())
     later = rehearse(
         shrunk(2.0**20), half("two uneven pipelines"), steps=24, after=lambda t: (values(t), scale_of(t))
@@ -74,6 +74,7 @@ def test_an_overflow_updates_nothing_anywhere_and_halves_the_scale() -> None:
 
 
 def test_the_scale_goes_with_a_change_of_plan_and_a_checkpoint(tmp_path: Path) -> None:
+    """And how many steps in a row were skipped: the 20th ends a run, whatever it went through before."""
     more = {
         "options": Options(checkpoint_every=2),
         "checkpoints": tmp_path,
@@ -84,8 +85,8 @@ def test_the_scale_goes_with_a_change_of_plan_and_a_checkpoint(tmp_path: Path) -
         shrunk(2.0**20), half("two uneven pipelines"), steps=4, changes={1: half("four stages")}, **more
     )
     again = rehearse(shrunk(2.0**20), half("uneven replicas"), steps=1, resume=True, **more)
-    assert {tuple(scale) for _, scale in first.values()} == {(first_scale(12 * 8).value / 16, 0)}
-    assert {tuple(scale) for _, scale in again.values()} == {(first_scale(12 * 8).value / 32, 0)}
+    assert {tuple(scale) for _, scale in first.values()} == {(first_scale(12 * 8).value / 16, 0, 4)}
+    assert {tuple(scale) for _, scale in again.values()} == {(first_scale(12 * 8).value / 32, 0, 5)}
 
 
 def test_many_good_steps_double_the_scale() -> None:
@@ -94,4 +95,5 @@ def test_many_good_steps_double_the_scale() -> None:
         assert scale.value == 4.0
         scale = scale.after(1.0)
     assert scale == LossScale(value=8.0)
-    assert scale.after(float("nan")) == LossScale(value=4.0)
+    assert scale.after(float("nan")) == LossScale(value=4.0, skipped=1)
+    assert scale.after(float("nan")).after(1.0).skipped == 0

@@ -35,7 +35,8 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
 
     events = Path(run) / "events.jsonl"
     follow, until = RunFollower(events), time.monotonic() + wait_s
-    number, liveness = request_plan(Path(run), plan_file), RunLiveness(Path(run))
+    number = request_plan(Path(run), plan_file)
+    liveness = RunLiveness(Path(run), number)
     while time.monotonic() < until:
         ended = liveness.end()  # before the events: what they say counts
         answer = next((line for line in follow.lines(events) if line.get("request") == number), None)
@@ -47,7 +48,8 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
             give({"schema_version": 1, "request": number, "step": answer["step"]}, Screen)
             return
         if ended is not None:
-            rule, fix = "A plan is adopted by a run under way", "Continue it with foreshard run --resume"
+            rule = "A run under way adopts the plan that was asked for last"
+            fix = "Continue a run that has ended with foreshard run --resume"
             raise ForeshardError(f"not adopted: {ended}", file=run, key="RUN", rule=rule, fix=fix)
         time.sleep(_LOOK_S)
     raise ForeshardError(

@@ -91,7 +91,7 @@ class Trainer:
         )
         self._messages = StageMessageSchedules(options.stage_messages, context.on_event)
         self._feed: Feed | None = None
-        self._skipped, self._stopped = 0, False
+        self._stopped = False
         self._evaluated = (-1, -1)
         self._memory_bytes: dict[int, float | None] = {}
         self._generation: Generation | None = None
@@ -192,10 +192,10 @@ class Trainer:
 
     def _check_finite(self, vote: Vote) -> None:
         """End the run before a gradient is applied that is not finite; fp16 skips a few such steps."""
-        fine = math.isfinite(vote.square_norm) and (math.isfinite(vote.loss) or self.update.scale is not None)
-        self._skipped = 0 if fine else self._skipped + 1
-        allowed = _SKIPPED_STEPS if self.update.scale is not None else 1
-        if self.context.options.stop_on_nan and self._skipped >= allowed:
+        scale = self.update.scale
+        fine = math.isfinite(vote.square_norm) and (math.isfinite(vote.loss) or scale is not None)
+        ends = scale is None or scale.skipped + 1 >= _SKIPPED_STEPS
+        if self.context.options.stop_on_nan and not fine and ends:
             raise ForeshardError(
                 f"the gradient of step {self.step} is not finite (loss {vote.loss / (vote.count or 1.0):g})",
                 key="--stop-on-nan",

@@ -44,7 +44,6 @@ from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
 from foreshard.runtime.run_settings import FINISHED, JOB_FAULT, READER_LOST, REPORT_FD, RunSettings
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.online import Command
-from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
 if TYPE_CHECKING:
@@ -111,7 +110,6 @@ class RankWorker:
         )
         self._saved_last = False
         self._requests = Requests(self.out)
-        self._asked: tuple[int, Plan, Plan] | None = None
         self.ledger = self._make_ledger()
         self.trainer = self._make_trainer()
         self.steering = self._make_steering()
@@ -244,22 +242,23 @@ class RankWorker:
 
     def _serve_request(self, step: int) -> None:
         """Propose the plan that the operator asks for, and say when all ranks have adopted it."""
-        if self._asked is not None and self.trainer.plan == self._asked[2]:
-            number, plan, _ = self._asked
-            self._asked = None
-            self.membership.plan_adopted(plan.to_dict())
-            text = "the plan that was asked for is adopted"
-            self.metrics.event("adopted by request", text, step=step, request=number)
-        found = self._requests.next()
+        found = self._requests.open()
         if found is None:
             return
         number, plan = found
         try:
             running = repaired(plan, self.membership.generation.ranks)
-            self.trainer.propose(Command(kind="regroup", plan=running, reason="asked for by the operator"))
-            self._asked = (number, plan, running)
+            if self.trainer.plan != running:  # not proposed yet, or the proposal went with its generation
+                self.trainer.propose(
+                    Command(kind="regroup", plan=running, reason="asked for by the operator")
+                )
+                return
+            self.membership.plan_adopted(plan.to_dict())
+            kind, text = "adopted by request", "the plan that was asked for is adopted"
         except ForeshardError as error:
-            self.metrics.event("request refused", str(error), step=step, request=number)
+            kind, text = "request refused", str(error)
+        self.metrics.event(kind, text, step=step, request=number)
+        self._requests.answered(number)
 
     def _phases(self) -> Callable[[str], None]:
         """Return what is called at each phase: progress, the trace, and the fault that a test asks for."""

@@ -5,12 +5,14 @@ import resource
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from foreshard.errors import ForeshardError, Terminated
 from foreshard.runtime.membership.agent import Agent, RankProcess
 from foreshard.runtime.membership.processes import start_supervisor
+from foreshard.runtime.membership.supervisor import Supervisor
 from foreshard.runtime.run_settings import FINISHED, RunSettings
 from foreshard.spec.plan_file import parse_plan
 
@@ -105,3 +107,24 @@ def test_a_rank_whose_job_ends_the_process_has_not_finished(tmp_path, code, is_d
         agent._ended(0, rank, code)
     assert rank.done == is_done and (rank.restart_at_s is None) == is_done
     assert agent._died == ([] if is_done else [(0, process.pid, f"exit code {code}")])
+
+
+def test_a_run_that_another_host_ends_has_stopped_for_all(tmp_path):
+    """The one that reports took the samples of the steps after for lost, an error of foreshard's own."""
+    supervisor = Supervisor(tmp_path, PLAN, [0], detect_s=2.0)
+    work, secret = RunSettings(job="job.py", out=str(tmp_path), steps=1), tmp_path / "secret"
+    asked, other = (
+        Agent(out=tmp_path, plan=PLAN, work=work, ranks=[], expected=[0], secret_file=secret)
+        for _ in range(2)
+    )
+    for agent in (asked, other):
+        agent._client = SimpleNamespace(
+            ask=lambda question, patience_s: supervisor.answer(question), close=int
+        )
+    with asked._ending_on_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    for agent in (asked, other):
+        agent._contact_supervisor()
+    assert asked.is_stopping and other.is_stopping
+    with other._ending_on_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends one to every agent: it is no second one

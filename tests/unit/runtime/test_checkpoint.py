@@ -234,14 +234,23 @@ def test_an_export_that_the_disk_does_not_take_leaves_the_one_before(tmp_path, t
     assert {file.name for file in out.iterdir()} == before.keys()
 
 
-@pytest.mark.parametrize("key", ["names", "tied", "config"])
-@pytest.mark.parametrize("bad", [True, 3, "x", [1], [["a"]], [[0, 1, 2]]])
-def test_a_checkpoint_with_a_damaged_description_is_left_for_the_one_before(tmp_path, key, bad):
+def test_a_checkpoint_with_a_damaged_description_is_left_for_the_one_before(tmp_path):
+    """One bit makes another seed, another cut of a parameter or another key: the text still parses."""
+    facts = {
+        "plan": {"global_batch": 4},
+        "seed": 3,
+        "loss_scale": [64.0, 7],
+        "config": {"eps": 1e-05, "é": None},
+    }
     for step in (1, 2):
-        save(tmp_path / "ckpt", step=step, tensors=items(0), meta={})
+        save(tmp_path / "ckpt", step=step, tensors=items(0), meta=facts)
     path = tmp_path / "ckpt" / "step-0000000002" / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: bad}))
+    text, meta = path.read_bytes(), read_meta(tmp_path / "ckpt", 2)
+    for bit in range(0, 8 * len(text), 5):
+        path.write_bytes(text[: bit // 8] + bytes([text[bit // 8] ^ 1 << bit % 8]) + text[bit // 8 + 1 :])
+        try:
+            assert read_meta(tmp_path / "ckpt", 2) == meta, "it was a space"
+        except SpecError as error:
+            assert "cannot be read" in str(error) and error.file == str(path)
+    path.write_bytes(text.replace(b'"seed": 3', b'"seed": 8'))
     assert export_run(tmp_path, "safetensors", tmp_path / "out") == 1
-    with pytest.raises(SpecError, match="cannot be read") as caught:
-        read_meta(tmp_path / "ckpt", 2)
-    assert caught.value.file == str(path)

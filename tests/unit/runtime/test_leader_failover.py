@@ -175,7 +175,7 @@ def test_a_run_goes_on_where_its_supervisor_answers(tmp_path):
 
 def test_a_run_that_nobody_serves_any_more_has_ended_as_a_request_sees_it(tmp_path):
     now_s = [0.0]
-    liveness = RunLiveness(tmp_path, now=lambda: now_s[0])
+    liveness = RunLiveness(tmp_path, 1, now=lambda: now_s[0])
     assert liveness.end() is None  # no rendezvous yet
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -2,7 +2,8 @@
 
 A step is a folder. Every rank writes its tensors into a safetensors file of its own, and their SHA-256 beside
 it. The folder gets its name when all ranks have written: a named folder is complete, and lists the files with
-their sums. A parameter that is cut is written slice by slice, with where it was cut, and read as the whole.
+their sums and that of the list. A parameter that is cut is written slice by slice, with where it was cut, and
+read as the whole.
 
 Source
 ------
@@ -47,6 +48,7 @@ _DTYPES = {
 }
 _TORCH = {name: dtype for dtype, name in _DTYPES.items()}
 FILE, SUM = "{part}.safetensors", "{part}.sha256"
+_META_SUM = "sha256"
 
 
 class CheckpointFault(RuntimeError):
@@ -183,7 +185,8 @@ def _bytes_of(tensor: Tensor) -> Any:
 def _name_folder(part: Path, final: Path, meta: Mapping[str, Any]) -> None:
     """Rename a folder that all ranks have written; it replaces a checkpoint of the same step."""
     sums = {place.stem: place.read_text() for place in sorted(part.glob(SUM.format(part="rank-*")))}
-    _write(part / META, json.dumps({**meta, "parts": sums}))
+    meta = {**meta, "parts": sums}
+    _write(part / META, json.dumps({**meta, _META_SUM: _sum_of(meta)}))
     _sync_folder(part)
     old = final.with_name(final.name + OLD)
     if final.exists():
@@ -295,24 +298,20 @@ def _parts(folder: Path, step: int) -> dict[str, str]:
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """Return the meta data of a checkpoint, if it is not damaged."""
+    """Return the meta data of a checkpoint, if it is as it was written."""
     path = folder / step_name(step) / META
     try:
         meta = dict(json.loads(path.read_text()))
+        if meta.pop(_META_SUM, None) != _sum_of(meta):
+            raise ValueError("its SHA-256 differs")
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, f"cannot be read: {error}") from None
-    names, tied = meta.get("names") or [], meta.get("tied") or []
-    is_whole = _are_rows(names, 3) and isinstance(tied, list) and all(_are_rows(group, 2) for group in tied)
-    if not is_whole or not isinstance(meta.get("config") or {}, dict):
-        raise _damaged(path, "cannot be read: its names, tied or config are not as they were written")
     return meta
 
 
-def _are_rows(value: Any, length: int) -> bool:
-    """Return whether a value is a list of rows, each a layer and one or two names."""
-    if not isinstance(value, list) or not all(isinstance(row, list) and len(row) == length for row in value):
-        return False
-    return all(type(row[0]) is int and all(isinstance(name, str) for name in row[1:]) for row in value)
+def _sum_of(meta: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of meta data: damaged JSON may still parse, with another seed or another cut."""
+    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
 def _damaged(path: Path, what: str) -> SpecError:

@@ -23,10 +23,11 @@ _LARGEST, _LEAST = 2.0**32, 2.0**-64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """A power of two, and how many good steps it has seen."""
+    """A power of two, how many good steps it has seen, and how many in a row were skipped since."""
 
     value: float
     good_steps: int = 0
+    skipped: int = 0
 
     def after(self, square_norm: float) -> LossScale:
         """Return the factor of the next step.
@@ -34,17 +35,17 @@ class LossScale:
         Examples
         --------
         >>> LossScale(value=8.0).after(float("inf")).value, LossScale(value=8.0).after(1.0)
-        (4.0, LossScale(value=8.0, good_steps=1))
+        (4.0, LossScale(value=8.0, good_steps=1, skipped=0))
         """
         if not math.isfinite(square_norm):
-            return LossScale(value=max(self.value / 2, _LEAST))
+            return LossScale(value=max(self.value / 2, _LEAST), skipped=self.skipped + 1)
         if self.good_steps + 1 < GROWTH_STEPS:
             return LossScale(value=self.value, good_steps=self.good_steps + 1)
         return LossScale(value=min(self.value * 2, _LARGEST))
 
     def to_json(self) -> list[float]:
         """Return it as JSON holds it."""
-        return [self.value, self.good_steps]
+        return [self.value, self.good_steps, self.skipped]
 
 
 def first_scale(tokens: int) -> LossScale:
@@ -60,4 +61,7 @@ def first_scale(tokens: int) -> LossScale:
 
 def parse_scale(data: Sequence[float] | None) -> LossScale | None:
     """Return a factor from JSON, or None where there is none."""
-    return None if data is None else LossScale(value=float(data[0]), good_steps=int(data[1]))
+    if data is None:
+        return None
+    value, good_steps, skipped = data
+    return LossScale(value=value, good_steps=int(good_steps), skipped=int(skipped))

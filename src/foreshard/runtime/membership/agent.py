@@ -111,6 +111,7 @@ class Agent:
     _claimed: int = 0
     _finished: frozenset[int] = frozenset()
     _stop_s: float | None = None
+    _run_stops: bool = False
 
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
         """Run until every rank is done; return how often a rank was started again.
@@ -161,8 +162,8 @@ class Agent:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run was asked to end after the present step."""
-        return self._stop_s is not None
+        """Whether the run was asked to end after the present step, here or on another host."""
+        return self._run_stops or self._stop_s is not None
 
     @contextlib.contextmanager
     def _ending_on_sigterm(self) -> Iterator[None]:
@@ -172,7 +173,7 @@ class Agent:
             return
 
         def stop(number: int, frame: Any) -> None:
-            if self.is_stopping or not self.work.save_last:
+            if self._stop_s is not None or not self.work.save_last:
                 raise Terminated
             self._stop_s = time.monotonic()
 
@@ -321,7 +322,7 @@ class Agent:
             return
         if answer["fault"] is not None:
             raise _as_error(answer["fault"])
-        self._was_heard = True
+        self._was_heard, self._run_stops = True, bool(answer["stop"])
         self._heard_s, self._died, self._finished = time.monotonic(), [], frozenset(answer["finished"])
         if answer["over"] and self._over_s is None:
             self._over_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -10,12 +11,12 @@ from pathlib import Path
 
 from foreshard.errors import SpecError
 from foreshard.runtime.membership.leader_failover import Rendezvous, read_rendezvous
-from foreshard.runtime.membership.supervisor_state import load_state, write_json
+from foreshard.runtime.membership.supervisor_state import REQUEST, load_state, write_json
+from foreshard.runtime.records.durable_jsonl import whole_lines
 from foreshard.runtime.state.layout import check_runnable
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan, parse_plan
 
-_FILE = "replan.json"
 _CONNECT_S = 2.0
 _RESTART_S = 15.0
 """How long the agent may take to start a supervisor again that was killed."""
@@ -53,21 +54,34 @@ def request_plan(run: Path, plan_file: str) -> int:
                 rule=f"A run keeps its {name}",
                 fix="Plan for the same job",
             )
-    number = 1 + (_read(run) or (0, plan))[0]
-    write_json(run / _FILE, {"number": number, "plan": plan.to_dict()})
+    absent = set(plan.ranks) - {*state.expected, *state.ranks, *before.ranks}
+    if absent:
+        raise SpecError(
+            f"the plan uses rank {max(absent)}, the run has none",
+            file=plan_file,
+            key="PLAN",
+            value=max(absent),
+            rule="A run keeps the ranks that it was started with",
+            fix=f"Plan for the ranks {', '.join(map(str, sorted(state.expected)))}",
+        )
+    # by the clock: one that is asked for at the same time has another number
+    number = max(time.time_ns() // 1_000_000, 1 + _newest(run))
+    write_json(run / REQUEST, {"number": number, "plan": plan.to_dict()})
     return number
 
 
 class RunLiveness:
-    """Whether a run can still adopt a plan, as another process of this host sees it."""
+    """Whether a run can still adopt the plan of a request, as another process of this host sees it."""
 
-    def __init__(self, run: Path, now: Callable[[], float] = time.monotonic):
-        self._run, self._now = run, now
+    def __init__(self, run: Path, number: int, now: Callable[[], float] = time.monotonic):
+        self._run, self._number, self._now = run, number, now
         self._refused_s: float | None = None
 
     def end(self) -> str | None:
-        """Return in words that the run has ended, None while it may go on."""
+        """Return in words why the plan will not be adopted, None while it may be."""
         state, rendezvous = load_state(self._run), read_rendezvous(self._run)
+        if _newest(self._run) > self._number:
+            return "another plan was asked for since"
         if state is not None and state.over:
             return "the run has done its steps"
         if _was_ended(rendezvous):
@@ -100,33 +114,42 @@ def _refuses(rendezvous: Rendezvous) -> bool:
 
 
 class Requests:
-    """The requests to a run, as its leader reads them between steps."""
+    """The requests to a run, as its leader reads them between steps.
+
+    The newest is open until a leader has written its answer to the run's events. A leader may die before, and
+    what it has proposed goes with the generation.
+    """
 
     def __init__(self, run: Path):
         self._run = run
-        found = _read(run)
-        self._done = 0 if found is None else found[0]  # those of an earlier attempt are past
-        self._seen_ns = 0
+        self._answered, self._seen_ns = 0, 0
+        self._newest: tuple[int, Plan] | None = None
 
-    def next(self) -> tuple[int, Plan] | None:
-        """Return a request that is new, by its number."""
-        try:
-            changed_ns = (self._run / _FILE).stat().st_mtime_ns
-        except OSError:
+    def open(self) -> tuple[int, Plan] | None:
+        """Return the newest request by its number, if no rank has answered it."""
+        with contextlib.suppress(OSError):
+            changed_ns = (self._run / REQUEST).stat().st_mtime_ns
+            if changed_ns != self._seen_ns:
+                self._seen_ns, self._newest = changed_ns, _read(self._run)
+        if self._newest is None or self._newest[0] <= self._answered:
             return None
-        if changed_ns == self._seen_ns:
-            return None
-        self._seen_ns = changed_ns
-        found = _read(self._run)
-        if found is None or found[0] <= self._done:
-            return None
-        self._done = found[0]
-        return found
+        answers = (line.get("request", 0) for line in whole_lines(self._run / "events.jsonl"))
+        self._answered = max(answers, default=0)
+        return self._newest if self._newest[0] > self._answered else None
+
+    def answered(self, number: int) -> None:
+        """Close a request, also where the disk does not take its answer yet."""
+        self._answered = number
+
+
+def _newest(run: Path) -> int:
+    found = _read(run)
+    return 0 if found is None else found[0]
 
 
 def _read(run: Path) -> tuple[int, Plan] | None:
     try:
-        data = json.loads((run / _FILE).read_text())
+        data = json.loads((run / REQUEST).read_text())
         return int(data["number"]), parse_plan(data["plan"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -318,7 +318,7 @@ class Supervisor:
         mine = {int(rank) for rank in message.get("ranks", [])}
         kill = {rank: self._to_kill.pop(rank) for rank in mine & self._to_kill.keys()}
         s = self.state
-        return {"kill": kill, "finished": s.finished, "over": s.over, "fault": s.fault}
+        return {"kill": kill, "finished": s.finished, "over": s.over, "fault": s.fault, "stop": self._stop}
 
     def _lose(self, rank: int) -> None:
         del self._live[rank]

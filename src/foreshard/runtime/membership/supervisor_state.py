@@ -11,6 +11,8 @@ from foreshard.file_replacement import replace_file
 from foreshard.spec.plan import Plan
 
 _FILE = "supervisor.json"
+REQUEST = "replan.json"
+"""The newest plan that the operator has asked for."""
 
 
 @dataclass(slots=True)
@@ -67,4 +69,5 @@ def reopen(folder: Path, plan: Plan, expected: list[int]) -> None:
     """Prepare a folder for a run that is resumed: generations count on, so that ledgers stay unambiguous."""
     before = load_state(folder)
     number = before.number if before is not None else -1
+    (folder / REQUEST).unlink(missing_ok=True)  # whoever asked was told that the run had ended
     save_state(folder, SupervisorState(plan=plan.to_dict(), expected=sorted(expected), number=number))
