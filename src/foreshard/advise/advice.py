@@ -13,6 +13,7 @@ from foreshard.advise.group_times import better_shares
 from foreshard.advise.request import stated_degrees
 from foreshard.advise.traced_request import OFFERS, Asked, TracedRequest
 from foreshard.catalog.offers import Offers, offers_of
+from foreshard.planner.request import MARGIN
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction
 
@@ -40,17 +41,18 @@ def improvements(request: Asked, base: Prediction, *, top: int = TOP) -> tuple[E
     tried = (*larger, *_time_changes(request, base.plan), *better_shares(request, base.plan))
     changes = dict.fromkeys(tried)
     effects = [effect(request, reference, change, engine=engine) for change in changes]
-    good = _one_of_a_kind([found for found in rank(effects) if _gains(found)])[: top + 2]
+    good = _one_of_a_kind([found for found in rank(effects) if _gains(found, base)])[: top + 2]
     if base.engine != engine:
         again = rank([effect(request, base, found.change) for found in good])
-        good = [found for found in again if _gains(found)]
+        good = [found for found in again if _gains(found, base)]
     return tuple(good[:top])
 
 
-def _gains(found: Effect) -> bool:
-    if found.prediction is None or found.gain is None:
-        return False
-    return found.prediction.memory.fits and found.gain >= MIN_GAIN
+def _gains(found: Effect, base: Prediction) -> bool:
+    """Return whether a change wins time, and fits as probably as a plan must or as the run does."""
+    now = base.memory.fits_probability
+    least = MARGIN if now is None else min(MARGIN, now)
+    return found.gain is not None and found.gain >= MIN_GAIN and found.is_likely_to_fit(least)
 
 
 def _one_of_a_kind(ranked: Sequence[Effect]) -> list[Effect]:

@@ -17,6 +17,7 @@ from foreshard.advise.traced_request import Asked, TracedRequest, check_change
 from foreshard.catalog.clusters import with_device, with_nic
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.option_names import option_name
+from foreshard.planner.request import MARGIN
 from foreshard.predict.tasks.kernels import KERNELS
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import invalid, one_of
@@ -88,6 +89,13 @@ class Effect:
     prediction: Prediction | None
     gain: float | None
     error: str | None = None
+
+    def is_likely_to_fit(self, least: float = MARGIN) -> bool:
+        """Return whether the changed run fits, as probably as a plan must where the probability is known."""
+        if self.prediction is None:
+            return False
+        memory = self.prediction.memory
+        return memory.fits and (memory.fits_probability is None or memory.fits_probability >= least)
 
 
 def apply(request: Asked, change: str) -> Asked:

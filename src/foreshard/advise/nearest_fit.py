@@ -1,5 +1,6 @@
 """A run that does not fit: what binds, and the changes that make it fit, the ones that cost least first.
 
+A change must fit as probably as a plan of the planner does: one that takes all the memory may run out of it.
 Tiers, each of which keeps more as it was than the next: one change of layout, several, another optimizer or
 a shorter sequence, more nodes; offload is the last resort. Within a tier the fastest comes first.
 """
@@ -81,7 +82,7 @@ class _Trial:
         if found.prediction is None:
             return None
         self.tried.add(change)
-        return found if found.prediction.memory.fits else None
+        return found if found.is_likely_to_fit() else None
 
 
 def _tiers(request: Asked, plan: Plan, offers: Offers) -> Iterator[Iterator[str]]:

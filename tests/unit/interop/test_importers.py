@@ -15,7 +15,7 @@ from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
 from foreshard.interop.exporters import export
 from foreshard.interop.exporters.megatron import overlaps
-from foreshard.interop.importers import SOURCES
+from foreshard.interop.importers import SOURCES, tool_of
 from foreshard.interop.importers.launch_script import read_flags
 from foreshard.spec.checks import check_plan
 from foreshard.spec.degrees import plan_from_degrees
@@ -131,6 +131,7 @@ def test_an_export_is_read_back_as_the_plan_it_came_from(target, tmp_path):
             stated["optimizer"] = plan.optimizer
             if plan.precision == "tf32":
                 continue
+        assert SOURCES[tool_of(made.text)] == SOURCES[target]
         back, notes = import_plan(
             str(tmp_path / made.name), target.partition("@")[0], MODEL, CLUSTER, **stated
         )

@@ -10,6 +10,7 @@ from foreshard import api
 from foreshard.advise.advice import improvements
 from foreshard.advise.change import apply
 from foreshard.advise.group_times import apportioned, better_shares, group_times, uneven
+from foreshard.advise.nearest_fit import nearest_fit
 from foreshard.errors import SpecError
 from foreshard.report.plain import render
 from foreshard.report.summary import prediction_screen
@@ -81,3 +82,14 @@ def test_shares_sum_are_whole_and_leave_nobody_out(weights, count, unit):
     assert sum(shares) == count * unit and all(share >= unit and share % unit == 0 for share in shares)
     ranked = [share for _, share in sorted(zip(weights, shares, strict=True))]
     assert all(b >= a - unit for a, b in pairwise(ranked))
+
+
+def test_what_is_advised_fits_as_probably_as_a_plan():
+    over = api.request(
+        api.load_model("qwen3-30b-a3b"), api.load_cluster("2x8xh100-sxm"), ep=8, global_batch=64
+    )
+    fits = api.request(
+        api.load_model("llama3-8b"), api.load_cluster("8x8xa100-sxm-80gb"), zero=3, framework="torchtitan"
+    )
+    found = [*nearest_fit(over, over.predict()).effects, *improvements(fits, fits.predict())]
+    assert len(found) > 3 and all(one.prediction.memory.fits_probability >= 0.95 for one in found)

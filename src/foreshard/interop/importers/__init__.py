@@ -29,7 +29,7 @@ SOURCES = {
 _SIGNS = {
     "deepspeed": r'^\s*\{(?s:.)*"(zero_optimization|train_(micro_)?batch_size(_per_gpu)?)"\s*:',
     "torchtitan": r"^\[(parallelism|activation_checkpoint|job)\]",
-    "accelerate": r"^(distributed_type|fsdp_config|deepspeed_config)\s*:",
+    "accelerate": r'(^|")(distributed_type|fsdp_config|deepspeed_config)"?\s*:',
     "megatron": r"--(tensor-model-parallel-size|num-layers|micro-batch-size)\b",
 }
 """What the files of each tool say and those of no other."""
