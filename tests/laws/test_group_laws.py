@@ -57,6 +57,7 @@ def mixed_stages(draw, ranks, spans, micro_batch, experts, options):
     cp = draw(st.sampled_from([d for d in (1, 2) if inner % d == 0]))
     inner //= cp
     shares = tuple(draw(split(micro_batch, inner, 0))) if draw(st.booleans()) else None
+    zero = draw(st.sampled_from([0, 1, 2, 3]))
     return Stage(
         ranks=tuple(ranks),
         layers=tuple(spans),
@@ -64,8 +65,8 @@ def mixed_stages(draw, ranks, spans, micro_batch, experts, options):
         cp=cp,
         ep=draw(st.sampled_from([d for d in (1, 2) if count % d == 0])) if experts else 1,
         rank_shares=shares,
-        zero=draw(st.sampled_from([0, 1, 2, 3])),
-        shard_size=draw(st.none() | st.just(math.gcd(2, inner * cp))),
+        zero=zero,
+        shard_size=draw(st.none() | st.just(math.gcd(2, inner * cp))) if zero else None,
         recompute=draw(st.sampled_from(RULES)),
         offload=draw(st.sampled_from(["none", "none", "all"])),
         **options,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from foreshard.predict.plan_table import COLUMNS, PlanTable
@@ -42,7 +44,7 @@ def valid_plans(model: Model, cluster: Cluster, table: PlanTable, *, seq_len: in
     ok &= (t.schedule == _INTERLEAVED) | (t.vpp == 1)
     ok &= (t.vpp == 1) | (t.pp == 1) | (t.num_micro_batches % t.pp == 0)
     ok &= seq_len % np.where(t.sp > 0, t.cp * t.tp, t.cp) == 0
-    return ok & ((t.shard == 0) | (t.dp * t.cp % np.maximum(t.shard, 1) == 0))
+    return ok & ((t.shard == 0) | ((t.zero > 0) & (t.dp * t.cp % np.maximum(t.shard, 1) == 0)))
 
 
 def draw_plans(
@@ -98,7 +100,7 @@ def _draw(
     chunks = 1 + np.floor(rng.random(size) * (model.num_layers // pp)).astype(np.int64)
     vpp = np.where((pp == 1) | (rng.random(size) < 0.5), 1, chunks)
     one = np.ones(size, dtype=np.int64)
-    return PlanTable(
+    table = PlanTable(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -116,3 +118,4 @@ def _draw(
         offload=half(0, np.arange(4)),
         rules=rules,
     )
+    return replace(table, shard=np.where(table.zero > 0, table.shard, 0))

@@ -79,8 +79,12 @@ def test_step_times_are_those_of_the_plans(space):
     result = evaluate(model, cluster, table, framework=framework, constants=constants, **options)
     np.testing.assert_allclose(result.step_time_s, one_by_one.total, rtol=1e-9)
     np.testing.assert_allclose(sum(result.parts.values()), result.step_time_s, rtol=1e-9)
-    for name, part in one_by_one.parts.items():
-        np.testing.assert_allclose(result.parts[name], part, rtol=1e-9, atol=1e-9 * result.step_time_s.min())
+    # Of stages with equally long paths another may set the pace: its messages differ, and what it waits for.
+    joined = ("pipeline_comm", "bubble")
+    groups = [(name,) for name in one_by_one.parts if name not in joined] + [joined]
+    for names in groups:
+        made, part = (sum(parts[name] for name in names) for parts in (result.parts, one_by_one.parts))
+        np.testing.assert_allclose(made, part, rtol=1e-9, atol=1e-9 * result.step_time_s.min())
 
 
 def test_memory_is_that_of_the_plans(space):
@@ -96,7 +100,7 @@ def test_memory_is_that_of_the_plans(space):
 def test_what_hides_collectives_is_in_the_memory_of_the_plans(name):
     """Userbuffers of tensor parallelism; one more chunk in flight where experts' exchanges are hidden."""
     model, cluster = load_model("mixtral-8x7b"), load_cluster("4x8xh100-sxm")
-    table = draw_plans(model, cluster, 60, np.random.default_rng(7), global_batch=128, seq_len=4096)
+    table = draw_plans(model, cluster, 90, np.random.default_rng(7), global_batch=128, seq_len=4096)
     options = {"precision": "bf16", "seq_len": 4096, "comm": {name: True}}
     framework = load_framework("megatron-core")
     plans = [replace(table.plan(i, model, seq_len=4096), comm={name: True}) for i in range(len(table))]

@@ -306,7 +306,8 @@ def _listed(request: GridRequest, replicas: int, pipeline: bool, chunks: bool) -
     for zero in choices.of("zero", _with_whole(levels) if replicas == 1 else levels):
         parts = [int(d) for d in divisors(replicas)[1:-1]] if zero in offers.in_groups else []
         for shard in choices.of("shard_size", (0, *parts)):
-            found += [(zero, shard, s, o) for s in schedules for o in offloads]
+            if zero or not shard:  # at zero 0 nothing is sharded
+                found += [(zero, shard, s, o) for s in schedules for o in offloads]
     columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
     return _Choices(zero=columns[0], shard=columns[1], schedule=columns[2], offload=columns[3])
 
