@@ -23,8 +23,9 @@ def rental_screen(result: RentResult, *, pressed: bool = False) -> Screen:
     if result.offers:
         best = result.offers[0]
         prediction = best.ranked.prediction
+        partly = ", the best of what was searched in time" if result.interrupted else ""
         boxes = [
-            Box(title="Rent", value=best.cluster, note=f"{quantity.usd(best.usd_per_h)} an hour"),
+            Box(title="Rent", value=best.cluster, note=f"{quantity.usd(best.usd_per_h)} an hour{partly}"),
             Box(
                 title="The run",
                 value=quantity.usd(prediction.cost.usd_total),

@@ -1,5 +1,7 @@
 """Which instances to rent: offers in order, limits, and what was left out."""
 
+from dataclasses import replace
+
 import pytest
 
 from foreshard.catalog.clusters import load_cluster
@@ -7,6 +9,7 @@ from foreshard.catalog.models import load_model
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.rental import rent
 from foreshard.planner.search import plan
+from foreshard.report.rental_table import rental_screen
 from foreshard.spec.checks import check_plan
 
 SOME = ("aws-p4d.24xlarge", "aws-p5.48xlarge", "aws-g5.48xlarge", "aws-p3.16xlarge")
@@ -26,6 +29,8 @@ def test_offers_are_ordered_and_each_is_another_size(cheapest):
     assert len({(one.instance, one.num_nodes) for one in cheapest.offers}) == len(cheapest.offers)
     assert "bf16" in cheapest.left_out["aws-p3.16xlarge"]
     assert not cheapest.interrupted
+    said = [rental_screen(replace(cheapest, interrupted=cut)).boxes[0].note for cut in (False, True)]
+    assert [note.endswith("searched in time") for note in said] == [False, True]
 
 
 def test_the_price_is_that_of_the_nodes_for_the_run(cheapest):

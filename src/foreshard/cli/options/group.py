@@ -20,6 +20,7 @@ _MEANT = {
     **dict.fromkeys(("frameworks", "config", "help-config"), "schema"),
     **dict.fromkeys(("check", "health", "info"), "doctor"),
     "convert": "export",
+    "goodput": "predict",
     "list": "models",
 }
 """Verbs of other words for what they do."""
