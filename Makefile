@@ -76,8 +76,8 @@ test: export OMP_NUM_THREADS ?= 1
 # Hundreds of tests start processes: each would compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules --ignore tests/distributed tests src/foreshard
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/distributed
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --doctest-modules --ignore tests/distributed tests src/foreshard
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/distributed
 
 # ruff check, ruff format --check, mypy and the architecture tests; scripts/check runs the unit tests too.
 lint: $(VENV)/.dev

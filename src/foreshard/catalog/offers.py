@@ -105,10 +105,12 @@ def running_level(label: str, zero: Any) -> str:
     >>> running_level("megatron-core", 1), running_level("megatron-core", 3), running_level("nemo", 3)
     ('megatron-core', 'megatron-fsdp', 'nemo')
     """
-    table = shipped("offers.toml")
     zero = zero[0] if isinstance(zero, tuple) and len(zero) == 1 else zero
+    if zero not in (2, 3) or not isinstance(label, str):
+        return label
+    table = shipped("offers.toml")
     name = label if label in table else label.partition("@")[0]
-    if name not in table or zero in _offers(name).zero or zero not in (2, 3):
+    if name not in table or zero in _offers(name).zero:
         return label
     return _offers(name).sharded_by or label
 

@@ -154,10 +154,10 @@ def test_memory_that_holds_no_plan_is_named_with_the_nearest_change():
 @pytest.mark.parametrize(
     ("framework", "stated", "labels"),
     [
-        ("hf", {}, ["megatron-core", "torchtitan", "deepspeed"]),
+        ("hf", {}, ["megatron-core", "megatron-fsdp", "torchtitan", "deepspeed"]),
         ("hf", {"compile": True}, ["torchtitan", "deepspeed"]),
-        ("nemo", {"precision": "fp8", "fp8_recipe": "tensorwise"}, ["megatron-core"]),
-        ("megatron-core", {"precision": "fp8", "fp8_recipe": "delayed"}, []),
+        ("nemo", {"precision": "fp8", "fp8_recipe": "tensorwise"}, ["megatron-core", "megatron-fsdp"]),
+        ("megatron-core", {"precision": "fp8", "fp8_recipe": "delayed"}, ["megatron-fsdp"]),
     ],
 )
 def test_no_framework_is_advised_that_refuses_what_is_asked_for(framework, stated, labels):
