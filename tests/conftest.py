@@ -220,11 +220,29 @@ def answered(fake, stand_in):
     return asked, prediction, fake.timeline(plan, prediction.step_time_s)
 
 
-LONG = """
-test_fsdp2_memory test_readme test_choices test_settings test_one_space test_search test_mixed test_rental
-test_closed_form_laws test_shared_network_laws test_stale_forecasts test_guarantee test_simulated_run
-test_exactness test_tensor test_tensor_lost test_kept test_replan test_exported test_adaptive_run test_two_hosts
-""".split()
+LONG = {
+    "test_fsdp2_memory",
+    "test_readme",
+    "test_choices",
+    "test_settings",
+    "test_one_space",
+    "test_search",
+    "test_mixed",
+    "test_rental",
+    "test_closed_form_laws",
+    "test_shared_network_laws",
+    "test_stale_forecasts",
+    "test_guarantee",
+    "test_simulated_run",
+    "test_exactness",
+    "test_tensor",
+    "test_tensor_lost",
+    "test_kept",
+    "test_replan",
+    "test_exported",
+    "test_adaptive_run",
+    "test_two_hosts",
+}
 
 
 def pytest_collection_modifyitems(items):
