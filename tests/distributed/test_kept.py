@@ -60,6 +60,7 @@ def test_a_checkpoint_is_there_at_the_end_and_resuming_trains_nothing(tmp_path: 
     assert json.loads(further.stdout)["samples"] == 8 * 4
 
 
+@pytest.mark.slow
 def test_none_is_written_if_none_is_wanted(tmp_path: Path) -> None:
     found = run(tmp_path, {}, replicas(2), "--steps", "3", "--no-save-last")
     assert found.code == 0 and not (found.out / "ckpt").exists()

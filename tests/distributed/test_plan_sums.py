@@ -138,6 +138,7 @@ nic_latency = "4 ms"
 """
 
 
+@pytest.mark.slow
 def test_the_controller_changes_the_buckets_of_a_running_job(tmp_path: Path) -> None:
     """Links that start slowly: three buckets are one from the first order on; losses are those without."""
     (tmp_path / "cluster.toml").write_text(CLUSTER)

@@ -33,7 +33,11 @@ PLAN = plan_of([{"share": 4, "micro_batch": 4, "stages": [([0], [[0, 3]])]}], gl
 
 @pytest.mark.parametrize(
     ("dtype", "kept", "seen"),
-    [("fp64", "float64", "float64"), ("bf16", "float32", "bfloat16"), (None, "float32", "float32")],
+    [
+        ("fp64", "float64", "float64"),
+        ("bf16", "float32", "bfloat16"),
+        pytest.param(None, "float32", "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_is_in_the_precision_asked_for(dtype, kept, seen, tmp_path: Path) -> None:
     """The plan says fp32. BatchNorm is warned of where an operator looks, once."""

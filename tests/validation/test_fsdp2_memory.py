@@ -36,7 +36,7 @@ EXPERTS = Sizes(num_experts=8, ffn=1024)
 WIDE_VOCABULARY = Sizes(vocab=32000, layers=4)
 FEW_TOKENS = Sizes(hidden=2048, ffn=5632, seq_len=512, layers=4)
 HEAD_HEAVY = Sizes(vocab=64000, seq_len=64, samples=1, layers=3)
-RECOMPUTE = ("none", SELECTIVE, FULL)
+RECOMPUTE = ("none", SELECTIVE, pytest.param(FULL, marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", autouse=True)

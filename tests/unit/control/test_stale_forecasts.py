@@ -98,7 +98,12 @@ def best_fixed(rows, limit, slack):
 
 @pytest.mark.parametrize(
     ("kind", "horizon"),
-    [*((kind, 2000) for kind in PATHS), pytest.param("swap", 80_000, marks=pytest.mark.slow)],
+    [
+        ("swap", 2000),
+        ("independent", 2000),
+        pytest.param("swap every third", 2000, marks=pytest.mark.slow),
+        pytest.param("swap", 80_000, marks=pytest.mark.slow),
+    ],
 )
 def test_speeds_that_are_no_forecast_of_the_next_step_break_no_budget(cases, kind, horizon):
     """Nor in the first steps of a run that is long, in which V is ten times as large."""

@@ -184,7 +184,7 @@ def _not_worse(rows: list[tuple[tuple[float, ...], Template]], kinds: int) -> li
     return kept
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(b, marks=pytest.mark.slow) for b in (2, 3))])
 def test_small_problems_are_solved_exactly(block):
     pytest.importorskip("scipy")
     for seed in range(block * CASES // 4, (block + 1) * CASES // 4):
