@@ -59,8 +59,9 @@ class SequentialBuilder(ScheduleBuilder):
         """
         width = len(self.chunks)
         here, there = source * width + chunk, target * width + chunk
-        last = [self._last[turn]] if turn in self._last else []
-        waits = [*after, *last, *self._gates.get(source, ()), *self._writes.get(here, ())]
+        if turn and turn in self._last:
+            after = (*after, self._last[turn])
+        waits = [*after, *self._gates.get(source, ()), *self._writes.get(here, ())]
         before = self._before.get(there) if reduce and there not in self._reads else None
         if before is None:
             before = [*self._writes.get(there, ()), *self._reads.pop(there, ())]
