@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from foreshard.catalog.devices import catalog_version
 from foreshard.catalog.frameworks import load_framework
@@ -205,7 +205,7 @@ def predict_timeline(
 
         said = ", ".join(f"{words_of(name)} {factor:g} times as fast" for name, factor in speeds.items())
         prediction = replace(prediction, assumptions=(f"what if: {said}", *prediction.assumptions))
-    return replace(prediction, predict_s=time.perf_counter() - started), found[1]
+    return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
 
 
 def check_calibration(calibration: Calibration, plan: Plan, cluster: Cluster, fidelity: str) -> None:
@@ -254,8 +254,13 @@ def calibrated_words(calibration: Calibration, framework: str) -> tuple[str, ...
     return tuple(said)
 
 
-_Times = tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...], StepDistribution | None]
-"""The parts of a step, when its tasks run, what sharing does to transfers, and how the step varies."""
+class _Times(NamedTuple):
+    """The parts of a step, when its tasks run, what sharing does to transfers, and how the step varies."""
+
+    parts: dict[str, float]
+    timeline: Timeline | None = None
+    collectives: tuple[CollectiveTimes, ...] = ()
+    distribution: StepDistribution | None = None
 
 
 def _times(
@@ -270,19 +275,21 @@ def _times(
 ) -> _Times:
     """Return what one engine finds of a step."""
     if engine == "analytical":
-        return slowest_parts(step_times(batch, joined=True)), None, (), None
+        return _Times(slowest_parts(step_times(batch, joined=True)))
     _check_size(case.plan, engine)
     if engine == "event":
         from foreshard.predict.event.engine import event_times
 
-        return event_times(
-            case, batch, network=network, timeline=timeline, noise=noise, host_thread=host_thread
+        return _Times(
+            *event_times(
+                case, batch, network=network, timeline=timeline, noise=noise, host_thread=host_thread
+            )
         )
     from foreshard.predict.graph.engine import graph_times, shared_times
 
     if network == "flow":
-        return *shared_times(case, batch, timeline=timeline), None
-    return *graph_times(case, batch, timeline=timeline, speeds=speeds), (), None
+        return _Times(*shared_times(case, batch, timeline=timeline))
+    return _Times(*graph_times(case, batch, timeline=timeline, speeds=speeds))
 
 
 def _check_options(
@@ -499,7 +506,7 @@ def _assemble(
     calibration: Calibration | None,
 ) -> Prediction:
     """Join time parts, memory, money and energy into one Prediction."""
-    plan, (parts, _, collectives, distribution) = case.stated, found
+    plan, parts = case.stated, found.parts
     shares = source_shares(batch, parts)
     kernels = "learned" if "learned" in shares else _kernel_evidence(case)
     if kernels == "fitted" and "table" in shares:
@@ -558,8 +565,8 @@ def _assemble(
         framework=case.framework.label,
         engine=engine,
         network=network,
-        collectives=collectives,
-        step_time_distribution=distribution,
+        collectives=found.collectives,
+        step_time_distribution=found.distribution,
         costs=" and ".join(shares),
         cost_sources=shares,
         fidelity=fidelity,
