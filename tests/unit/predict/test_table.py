@@ -80,11 +80,13 @@ def test_step_times_are_those_of_the_plans(space):
     np.testing.assert_allclose(result.step_time_s, one_by_one.total, rtol=1e-9)
     np.testing.assert_allclose(sum(result.parts.values()), result.step_time_s, rtol=1e-9)
     # Of stages with equally long paths another may set the pace: its messages differ, and what it waits for.
-    joined = ("pipeline_comm", "bubble")
+    joined, close = ("pipeline_comm", "bubble"), {"rtol": 1e-9, "atol": 1e-9 * result.step_time_s.min()}
     groups = [(name,) for name in one_by_one.parts if name not in joined] + [joined]
     for names in groups:
         made, part = (sum(parts[name] for name in names) for parts in (result.parts, one_by_one.parts))
-        np.testing.assert_allclose(made, part, rtol=1e-9, atol=1e-9 * result.step_time_s.min())
+        np.testing.assert_allclose(made, part, **close)
+    for name in joined:
+        assert np.isclose(result.parts[name], one_by_one.parts[name], **close).mean() > 0.98
 
 
 def test_memory_is_that_of_the_plans(space):
