@@ -159,7 +159,8 @@ def test_ctrl_c_prints_the_best_so_far_and_its_bound(shell, monkeypatch):
     monkeypatch.setattr(MixedSearch, "_make_room", pressed)
     monkeypatch.setattr(time, "perf_counter", time.process_time)
     run = ("plan", "llama3-70b", "4x8xa100-sxm-80gb+4x8xh100-sxm", "--global-batch", "256", "--seq", "2048")
-    answer = shell(*run, "--budget-s", "3", "--json")
+    # What is compiled or loaded first takes of the budget: the key ends the search long before it.
+    answer = shell(*run, "--budget-s", "60", "--json")
     assert answer.code == 130 and answer.json["interrupted"]
     best = answer.json["plans"][0]["prediction"]["step_time_s"]
     assert 0 < answer.json["lower_bound_step_time_s"] <= best
