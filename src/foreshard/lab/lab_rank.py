@@ -11,6 +11,7 @@ import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from foreshard.lab.lab import Lab, load_lab
 from foreshard.runtime import worker
@@ -102,5 +103,10 @@ def steps_told(metrics: Path) -> int:
     return int(json.loads(lines[-1])["step"]) + 1 if lines else 0
 
 
-if __name__ == "__main__":
+def start() -> NoReturn:
+    """Be the rank that the environment describes, to the end of the process."""
     worker.exit_with(worker.main(LabHardware))
+
+
+if __name__ == "__main__":
+    start()

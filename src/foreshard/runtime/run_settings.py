@@ -19,6 +19,8 @@ READER_LOST = 4
 """Exit code of a rank of which a process that reads samples has died."""
 REPORT_FD = "FORESHARD_REPORT_FD"
 """Variable with the pipe on which it reports: the disk may be the problem."""
+PARENT = "FORESHARD_PARENT"
+"""Variable with the process without which it has to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from foreshard.runtime.hardware import Hardware
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import load_job
 from foreshard.runtime.job.readers import ReaderLost, Readers
+from foreshard.runtime.membership.agent import OPTIMIZERS_LOAD
 from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
 from foreshard.runtime.membership.operator_requests import Requests
@@ -96,7 +97,7 @@ class RankWorker:
         self._stragglers, self._stragglers_of = StragglerDetector(), -1
         epoch_s = 0.0 if self.clock.virtual else wall_epoch_s()
         self.trace = TraceRecorder(rank, clock=self.clock.name, epoch_s=epoch_s) if work.trace else None
-        importlib.import_module("torch._dynamo")  # optimizers load it, for seconds: not while peers wait
+        importlib.import_module(OPTIMIZERS_LOAD)  # not while peers wait
         self.membership = Membership(
             store,
             rank,
@@ -445,5 +446,10 @@ def exit_with(code: int) -> NoReturn:
     os._exit(code)
 
 
-if __name__ == "__main__":
+def start() -> NoReturn:
+    """Be the rank that the environment describes, to the end of the process."""
     exit_with(main())
+
+
+if __name__ == "__main__":
+    start()

@@ -1,6 +1,6 @@
 """Keeps the processes of a host alive: starts ranks, restarts dead ones, and restarts the supervisor.
 
-Ranks are children of the agent, not of torchrun or the supervisor: when a rank dies the others live, and when
+Ranks are started by the agent, not by torchrun or the supervisor: when a rank dies the others live, and when
 the supervisor dies no rank does. A rank that is killed is noticed here by its exit code (`_ended`), and
 reported to the supervisor. An agent on another host takes over the rendezvous if its host is lost.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 from foreshard.errors import ForeshardError, InfeasibleError, SpecError, Terminated
 from foreshard.profile.address import own_address
+from foreshard.runtime.fork_server import Forked, ForkServer
 from foreshard.runtime.membership.leader_failover import (
     Rendezvous,
     announce,
@@ -28,12 +29,22 @@ from foreshard.runtime.membership.leader_failover import (
     current_term,
     read_rendezvous,
 )
-from foreshard.runtime.membership.processes import Process, is_free, is_stopped, start, start_supervisor
+from foreshard.runtime.membership.processes import (
+    Process,
+    is_free,
+    is_stopped,
+    open_log,
+    report_pipe,
+    start,
+    start_supervisor,
+)
 from foreshard.runtime.membership.store import Client
-from foreshard.runtime.run_settings import FINISHED, JOB_FAULT, READER_LOST, RunSettings
+from foreshard.runtime.run_settings import FINISHED, JOB_FAULT, PARENT, READER_LOST, RunSettings
 from foreshard.spec.plan import Plan
 
 WORKER = "foreshard.runtime.worker"
+OPTIMIZERS_LOAD = "torch._dynamo"
+"""Takes seconds: loaded before there are ranks that others wait for."""
 _GRACE_S = 5.0
 """How long killed processes may take to end, and ranks of other hosts to learn that the run is over."""
 _CONTACT_S = 0.2  # between questions to the supervisor
@@ -56,7 +67,7 @@ _STACK_BYTES = 65536
 class RankProcess:
     """The process of a rank; `report_fd` is the pipe on which it reports a fault of the job."""
 
-    process: Process
+    process: Process | Forked
     report_fd: int
     starts: int = 1
     started_s: list[float] = field(default_factory=lambda: [time.monotonic()])
@@ -100,6 +111,7 @@ class Agent:
     local_rank: int = 0
     local_ranks: int = 1
     _ranks: dict[int, RankProcess] = field(default_factory=dict)
+    _server: ForkServer | None = None
     _supervisor: Process | None = None
     _client: Client | None = None
     _died: list[tuple[int, int, str]] = field(default_factory=list)
@@ -157,6 +169,8 @@ class Agent:
         for rank in self._ranks.values():
             os.close(rank.report_fd)
         self._ranks.clear()
+        if self._server is not None:
+            self._server.close()
         if self._client is not None:
             self._client.close()
 
@@ -278,9 +292,8 @@ class Agent:
     def _log(self, name: str) -> Path:
         return self.out / "logs" / f"{name}.log"
 
-    def _spawn(self, rank: int) -> tuple[Process, int]:
+    def _spawn(self, rank: int) -> tuple[Process | Forked, int]:
         """Return the process of a rank, and the end of the pipe on which it reports a fault of the job."""
-        words = [*self.command(rank), sys.executable, "-m", self.worker]
         settings = {
             "FORESHARD_RANK": str(rank),
             "LOCAL_RANK": str(self.local_rank + list(self.ranks).index(rank)),
@@ -289,9 +302,17 @@ class Agent:
             "FORESHARD_SECRET_FILE": str(self.secret_file),
             "FORESHARD_JOB": self.work.to_json(),
             "OMP_NUM_THREADS": str(self.work.threads),
-            "FORESHARD_AGENT": str(os.getpid()),
+            PARENT: str(os.getpid()),
         }
-        return start(words, self._log(f"rank-{rank}"), settings, blocking=False)
+        log = self._log(f"rank-{rank}")
+        if self.command(rank) or sys.platform != "linux":
+            words = [*self.command(rank), sys.executable, "-m", self.worker]
+            return start(words, log, settings, blocking=False)
+        with open_log(log) as file, report_pipe(blocking=False) as (reading, writing):
+            if self._server is None or not self._server.is_running:
+                self._server = ForkServer([self.worker, OPTIMIZERS_LOAD], settings, file)
+            process = self._server.start(settings, file.fileno(), writing)
+        return process, reading
 
     # -- the supervisor -------------------------------------------------------------------------------------
 

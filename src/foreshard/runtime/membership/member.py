@@ -20,7 +20,7 @@ from foreshard.runtime.membership.progress import Progress
 from foreshard.runtime.membership.rank_store import RankStore
 from foreshard.runtime.membership.store import Client
 from foreshard.runtime.membership.wire import PeerLost
-from foreshard.runtime.run_settings import HANGS
+from foreshard.runtime.run_settings import HANGS, PARENT
 from foreshard.spec.plan_file import parse_plan
 
 BOUNDARY = "boundary"
@@ -227,11 +227,11 @@ class Membership(GroupMembership):
                 return False
 
     def _beat(self, every_s: float) -> None:
-        agent = int(os.environ.get("FORESHARD_AGENT", "0"))
-        child = agent == os.getppid()
+        parent = int(os.environ.get(PARENT, "0"))
+        child = parent == os.getppid()
         while not self._done.wait(every_s):
-            if child and os.getppid() != agent:
-                os._exit(1)  # the agent is gone: nothing would end or restart this rank
+            if child and os.getppid() != parent:
+                os._exit(1)  # nothing would end or restart this rank
             number = self._number
             beat = {"ask": "beat", "number": number, **self._me, **self.progress.to_dict()}
             try:

@@ -28,8 +28,7 @@ def start(
     words: Sequence[str], log: Path, settings: dict[str, str] | None = None, *, blocking: bool = True
 ) -> tuple[Process, int]:
     """Start a process whose output goes to a log; return it, and the end of the pipe on which it reports."""
-    with _open_log(log) as file, _pipe() as (reading, writing):
-        os.set_blocking(reading, blocking)
+    with open_log(log) as file, report_pipe(blocking=blocking) as (reading, writing):
         process = subprocess.Popen(
             words,
             env={**os.environ, **(settings or {}), REPORT_FD: str(writing)},
@@ -76,7 +75,14 @@ def is_free(address: str, port: int) -> bool:
     return True
 
 
-def _open_log(path: Path) -> IO[bytes]:
+def open_log(path: Path) -> IO[bytes]:
+    """Open the log of a process, whose end says why it ended.
+
+    Raises
+    ------
+    ForeshardError
+        If the folder of the run was removed.
+    """
     try:
         return path.open("ab")
     except FileNotFoundError:
@@ -89,9 +95,10 @@ def _open_log(path: Path) -> IO[bytes]:
 
 
 @contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
+def report_pipe(*, blocking: bool) -> Iterator[tuple[int, int]]:
     """Give both ends of a pipe; the writing end is the child's, the reading end stays if there is a child."""
     reading, writing = os.pipe()
+    os.set_blocking(reading, blocking)
     try:
         yield reading, writing
     except BaseException:
