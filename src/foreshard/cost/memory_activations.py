@@ -144,8 +144,6 @@ def _attention_saved(
             keep = keep + n.element * (viewed * turned + joined * out)
     if "o" in block.lora_targets and not profile.compiled:  # cast for the adapter, as in `_norms_saved`
         keep = keep + _adapts(block, n, profile) * n.element * out
-    if profile.transposed_attention:
-        keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     if profile.packed_queries and block.num_kv_heads == block.num_heads:
         keep = keep + n.element * block.kv_width
     score = _score_bytes(block, n, profile)

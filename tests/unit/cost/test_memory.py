@@ -442,13 +442,13 @@ def test_dropout_of_the_arguments_keeps_masks():
     assert float(on - off) == 2 * 1024 * 1024 + 3 * 16 * 1024 * 1024
 
 
-def test_a_transposed_attention_output_is_kept_twice_from_two_samples_on():
-    profile = MemoryProfile(name="t", transposed_attention=True)
-    plain = MemoryProfile(name="p")
-    for samples, more in ((1, 0), (2, 2 * 1024 * 1024 * 2)):
-        load = middle(GPT, micro_batch=samples)
-        kept = [float(stage_memory(load, MCORE, which).activations) for which in (profile, plain)]
-        assert kept[0] - kept[1] == more
+def test_nanotron_keeps_attention_once_and_eight_bytes_of_a_logit_while_the_loss_is_made():
+    """Its row products save a view of what attention returned; fp32 logits live beside their softmax."""
+    nanotron = Framework(name="nanotron", memory="nanotron")
+    loads = [middle(GPT, has_head=1, vocab=128, micro_batch=samples) for samples in (1, 4)]
+    one, four = (stage_activations(load, nanotron, profile_of(nanotron)) for load in loads)
+    assert float(four.saved) == 4 * float(one.saved)
+    assert float(one.logits) == 8 * 1024 * 128
 
 
 def test_packed_queries_keep_keys_and_values_twice_unless_heads_share_them():
