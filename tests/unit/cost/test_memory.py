@@ -442,6 +442,21 @@ def test_dropout_of_the_arguments_keeps_masks():
     assert float(on - off) == 2 * 1024 * 1024 + 3 * 16 * 1024 * 1024
 
 
+@pytest.mark.parametrize(
+    ("module", "block"), [("core_attn", GPT), ("mlp", GPT), ("moe_act", EXPERTS), ("moe", EXPERTS)]
+)
+def test_what_is_recomputed_is_back_while_its_layer_goes_back(module, block):
+    """Of a single layer nothing is won but time between forward and backward."""
+    load, unfused = middle(block, seq_len=8192), replace(MCORE, attention="unfused")
+    framework = unfused if module == "core_attn" else MCORE
+    kept, again = (
+        stage_activations(replace(load, recompute=rule), framework, profile_of(framework))
+        for rule in (NO_RECOMPUTE, Recompute(**{module: 1.0}))
+    )
+    assert kept.saved > again.saved
+    assert again.temporary - kept.temporary == pytest.approx(kept.saved - again.saved, rel=1e-12)
+
+
 def test_nanotron_keeps_attention_once_and_eight_bytes_of_a_logit_while_the_loss_is_made():
     """Its row products save a view of what attention returned; fp32 logits live beside their softmax."""
     nanotron = Framework(name="nanotron", memory="nanotron")
