@@ -457,6 +457,20 @@ def test_what_is_recomputed_is_back_while_its_layer_goes_back(module, block):
     assert again.temporary - kept.temporary == pytest.approx(kept.saved - again.saved, rel=1e-12)
 
 
+def test_a_lone_replica_gathers_the_experts_that_its_tensor_ranks_share():
+    """Twice the replicas keep half of each shard, and as much of what is gathered."""
+    trainer = Framework(name="hf", memory="hf", accumulates_whole=True)
+    one, two = (
+        stage_memory(
+            middle(EXPERTS, tp=8, dp=dp, shard_size=dp, expert_dp=8 * dp, zero=3, num_micro_batches=8),
+            trainer,
+        )
+        for dp in (1, 2)
+    )
+    assert float(one.parameters) == 2 * float(two.parameters)
+    assert float(one.gradients) == float(two.gradients)
+
+
 def test_nanotron_keeps_attention_once_and_eight_bytes_of_a_logit_while_the_loss_is_made():
     """Its row products save a view of what attention returned; fp32 logits live beside their softmax."""
     nanotron = Framework(name="nanotron", memory="nanotron")
