@@ -249,8 +249,9 @@ def page(
         *intervals_part(sets, rows, args.engine),
         "## Peak memory",
         "",
-        "Allocated bytes unless the row says reserved; memory has no constant fitted to these rows by "
-        "`scripts/fit_training.py`. Positive: does not fit.",
+        "Allocated bytes unless the row says reserved (held by the allocator) or device (all that was given "
+        "away); memory has no constant fitted to these rows by `scripts/fit_training.py`. Positive: does not "
+        "fit.",
         "",
         *memory_table(sets["fit"]),
         "## Beside other tools",

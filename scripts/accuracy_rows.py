@@ -50,9 +50,7 @@ def outcome_of(
     row: TrainingRow, made: Prediction | None, reason: str | None, *, fits: bool | None = None
 ) -> RowOutcome:
     """Return what was measured and predicted of one row; `fits` where memory alone was judged."""
-    peak = None
-    if made is not None:
-        peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
+    peak = None if made is None else made.memory.counted(row.memory_kind)
     return RowOutcome(
         id=row.id,
         family=row.family,

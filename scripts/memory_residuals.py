@@ -48,12 +48,12 @@ def residuals() -> dict[str, dict[str, list[float]]]:
 def _figures(row: TrainingRow, note: str) -> Iterator[tuple[str, float]]:
     """Yield the residuals of a row; a figure of unknown kind counts as neither."""
     case = PlannedRun(model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework)
-    memory, parts = plan_memory(case)
-    if row.memory_kind in ("allocated", "reserved"):
-        made = memory.peak_bytes if row.memory_kind == "reserved" else memory.peak_allocated_bytes
-        yield row.memory_kind, math.log(row.measured_peak_bytes / made)
+    memory, _ = plan_memory(case)
+    if row.memory_kind in ("allocated", "reserved", "device"):
+        figure = "allocated" if row.memory_kind == "allocated" else "reserved"
+        yield figure, math.log(row.measured_peak_bytes / memory.counted(row.memory_kind))
     if stated := _ALSO_RESERVED.search(note):
-        yield "reserved", math.log(float(stated[1]) * 2**30 / float(parts.cached.max()))
+        yield "reserved", math.log(float(stated[1]) * 2**30 / memory.peak_reserved_bytes)
 
 
 def main() -> int:

@@ -44,6 +44,7 @@ def _memory(model, cluster, plan):
     return Memory(
         peak_bytes=peak,
         peak_allocated_bytes=peak - parts["reserved"],
+        peak_reserved_bytes=peak,
         peak_rank=0,
         capacity_bytes=capacity,
         fits=peak <= capacity,

@@ -97,6 +97,8 @@ def test_memory_parts_sum_to_the_peak_of_the_fullest_stage(name, engine, costs):
     assert min(got.breakdown_bytes.values()) >= 0.0
     assert sum(got.breakdown_bytes.values()) == pytest.approx(got.peak_bytes, rel=1e-12)
     assert got.peak_allocated_bytes == pytest.approx(got.peak_bytes - got.breakdown_bytes["reserved"])
+    counted = [got.counted(kind) for kind in ("allocated", "reserved", "device")]
+    assert counted == sorted(counted) and counted[-1] == got.peak_bytes
 
 
 @each

@@ -39,8 +39,7 @@ def cases_of(table: str) -> tuple[tuple[TrainingRow, Memory], ...]:
 def error(row: TrainingRow, memory: Memory) -> float:
     """Relative error of the quantity the source reports."""
     assert row.measured_peak_bytes is not None
-    made = memory.peak_bytes if row.memory_kind == "reserved" else memory.peak_allocated_bytes
-    return abs(made / row.measured_peak_bytes - 1)
+    return abs(memory.counted(row.memory_kind) / row.measured_peak_bytes - 1)
 
 
 def errors(*tables: str, allocated: bool | None = None) -> list[float]:

@@ -51,8 +51,6 @@ class MemoryProfile:
     fp8_mlp_input : in 8-bit training the gated activation keeps its input in 8 bit
     drops_transposes : no transposed 8-bit copy of a weight outlives its product
     default_dropout : dropout is on unless its arguments say otherwise: masks and dropped scores are kept
-    transposed_attention : attention is batch first, its projection is not: from two samples on, the attention
-        output is kept twice
     packed_queries : queries are turned in place inside a copy of queries, keys and values, of which as many
         heads of keys and values are copied once more: the first copy is kept whole
     eager_norm : norms run as separate fp32 kernels and save two fp32 copies
@@ -97,7 +95,6 @@ class MemoryProfile:
     fp8_mlp_input: bool = False
     drops_transposes: bool = False
     default_dropout: bool = False
-    transposed_attention: bool = False
     packed_queries: bool = False
     eager_norm: bool = False
     wide_softmax: bool = False

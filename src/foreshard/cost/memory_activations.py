@@ -144,8 +144,6 @@ def _attention_saved(
             keep = keep + n.element * (viewed * turned + joined * out)
     if "o" in block.lora_targets and not profile.compiled:  # cast for the adapter, as in `_norms_saved`
         keep = keep + _adapts(block, n, profile) * n.element * out
-    if profile.transposed_attention:
-        keep = keep + n.element * out * (np.asarray(load.micro_batch) > 1)
     if profile.packed_queries and block.num_kv_heads == block.num_heads:
         keep = keep + n.element * block.kv_width
     score = _score_bytes(block, n, profile)
@@ -381,7 +379,7 @@ def _experts(block: Block, n: _Tokens, load: StageLoad, profile: MemoryProfile) 
         more, gradients = _combined(block, own, load, profile, parts)
         kept = kept + more
     saved = (kept + shared * (1 - rule.shared_experts)) * (1 - rule.moe)
-    return saved, gradients + rule.moe * (kept + shared)
+    return saved, gradients + rule.moe_act * act + rule.moe * (kept + shared)
 
 
 def _op_saved(block: Block, n: _Tokens, load: StageLoad) -> Any:
@@ -418,7 +416,8 @@ def _layer(
     if block.kv_lora:  # the norms of the latents run again with the products behind them
         again = n.split * (block.query_width + block.kv_width) + n.norm * (block.q_lora + block.kv_lora)
         saved = saved - rule.mla_up_proj * n.element * again
-    peak = np.where(unfused, n.element * n.split * block.num_heads * load.seq_len, 0.0)
+    scores = np.where(unfused, n.element * n.split * block.num_heads * load.seq_len, 0.0)
+    peak = scores + rule.core_attn * core
     if np.count_nonzero(np.asarray(load.cp) > 1):  # a ring keeps every received chunk of keys and values
         peak = np.maximum(peak, n.element * n.split * block.kv_width * load.cp)
     for there, half in ((block.ffn, _dense_mlp), (block.num_experts, _experts)):

@@ -206,7 +206,8 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     dense_bytes = dense_bytes - less * (have.dense + have.outer - have.dense_trained)
     expert_bytes = have.expert * block_weight - less * (have.expert - have.expert_trained)
     # Weights that stay gathered and gradients that stay whole make ZeRO 2 and 3 the same.
-    sharded = (zero >= 2) * (shard > 1)
+    apart = np.maximum(shard, np.where(have.expert > 0, expert_shard, 1)) > 1
+    sharded = (zero >= 2) * apart
     holds = framework.pipeline_holds_units * (zero >= 2) * (np.asarray(load.num_stages) > 1)
     kept = sharded * (zero == 2) * (profile.units or framework.fsdp == "fsdp1")
     gathers = np.maximum(holds, kept)
@@ -234,7 +235,7 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     largest = have.largest_unit_of(blocks) if load.wrap else everything
     unit = profile.unit_bytes * largest
     live = _live_bytes(have, element, profile)
-    gathered = (zero >= 3) * (shard > 1) * (1 - holds) * (not profile.units)
+    gathered = (zero >= 3) * apart * (1 - holds) * (not profile.units)
     unit_gradient = kept * (not profile.units) * max(profile.unit_bytes - 2.0, 0.0) * largest
     stated = np.asarray(load.bucket_bytes) * (profile.bucket_bytes > 0)
     bucket = np.where(stated > 0, stated, profile.bucket_bytes) * (np.asarray(load.dp) > 1)

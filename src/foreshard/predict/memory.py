@@ -121,6 +121,7 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     memory = Memory(
         peak_bytes=peak,
         peak_allocated_bytes=allocated,
+        peak_reserved_bytes=float(parts.cached[fullest]),
         peak_rank=rows[fullest].worker.rank,
         capacity_bytes=room,
         fits=bool(np.all(parts.peak <= capacity)) and _fits_hosts(case, rows, host),

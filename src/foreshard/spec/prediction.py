@@ -40,8 +40,9 @@ MEMORY_PARTS = tuple(MEMORY_LABELS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Peak bytes on the fullest rank; `breakdown_bytes` sums to `peak_bytes` (allocated plus reserved).
+    """Peak bytes on the fullest rank; `breakdown_bytes` sums to `peak_bytes`, all that the device gives away.
 
+    Allocated bytes are those of live tensors, reserved ones what the caching allocator holds for them.
     Intervals hold the measured peak with the probability of `Prediction.interval`, `fits_probability` is that
     of staying within the capacity; None where bytes are measured. `host_peak_bytes` are those of a node's own
     memory that offload fills.
@@ -49,6 +50,7 @@ class Memory:
 
     peak_bytes: float
     peak_allocated_bytes: float
+    peak_reserved_bytes: float
     peak_rank: int
     capacity_bytes: float
     fits: bool
@@ -58,6 +60,11 @@ class Memory:
     peak_allocated_interval_bytes: tuple[float, float] | None = None
     fits_probability: float | None = None
     host_peak_bytes: float = 0.0
+
+    def counted(self, kind: str) -> float:
+        """Return the peak as it is counted: reserved, of the whole device, or else allocated bytes."""
+        counts = {"reserved": self.peak_reserved_bytes, "device": self.peak_bytes}
+        return counts.get(kind, self.peak_allocated_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the contract."""

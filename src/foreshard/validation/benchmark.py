@@ -144,7 +144,8 @@ def _outcome(row: TrainingRow, predictor: StepPredictor) -> RowOutcome:
     took = time.process_time() - start
     if not (math.isfinite(answer.step_time_s) and answer.step_time_s > 0):
         return RowOutcome(**stated, status=FAILED, reason=f"a step of {answer.step_time_s:g} s")
-    peak = answer.reserved_bytes if row.memory_kind == "reserved" else answer.allocated_bytes
+    counts = {"reserved": answer.reserved_bytes, "device": answer.device_bytes}
+    peak = counts.get(row.memory_kind, answer.allocated_bytes)
     return RowOutcome(
         **stated,
         predicted_s=answer.step_time_s,

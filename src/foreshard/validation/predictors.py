@@ -42,12 +42,13 @@ class RunInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """Seconds of a step; what else a predictor knows: an interval, peak bytes allocated and reserved."""
+    """Seconds of a step; what else a predictor knows: an interval, peak bytes, counted as in `Memory`."""
 
     step_time_s: float
     interval_s: tuple[float, float] | None = None
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
+    device_bytes: float | None = None
 
 
 class RefusedRun(SpecError):
@@ -122,7 +123,8 @@ def _engine(engine: str, costs: str, fidelity: str) -> StepPredictor:
             step_time_s=made.step_time_s,
             interval_s=made.step_time_interval_s,
             allocated_bytes=made.memory.peak_allocated_bytes,
-            reserved_bytes=made.memory.peak_bytes,
+            reserved_bytes=made.memory.peak_reserved_bytes,
+            device_bytes=made.memory.peak_bytes,
         )
 
     seen = "no fitted constant" if fidelity == "datasheet" else "constants fitted without the row's family"

@@ -27,7 +27,7 @@ class TrainingRow:
 
     framework : with the row's own in_* facts applied over the release's capabilities
     measured_s, measured_peak_bytes : None where the source states none
-    memory_kind : '' | allocated | reserved | unknown
+    memory_kind : '' | allocated | reserved | device | unknown
     oom : the run did not fit
     config_key : rows of a family with equal keys are repeats of one configuration
     rank_key : rows with equal keys compete in Kendall's tau and in regret
@@ -98,7 +98,7 @@ def measured_step_s(
 
 
 def measured_memory(raw: Mapping[str, str], family: Family) -> tuple[float | None, str]:
-    """Return the measured peak in bytes and what it counts: '' | allocated | reserved | unknown."""
+    """Return the measured peak in bytes and what it counts: '' | allocated | reserved | device | unknown."""
     value = number(raw, "metric_peak_memory_gb")
     if value is None or value <= 0:
         return None, ""

@@ -66,7 +66,7 @@ def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
             return RowOutcome(**stated, fits=False, predict_s=time.perf_counter() - start)
         return RowOutcome(**stated | {"status": "skipped", "reason": str(error)})
     took = time.perf_counter() - start
-    peak = made.memory.peak_bytes if row.memory_kind == "reserved" else made.memory.peak_allocated_bytes
+    peak = made.memory.counted(row.memory_kind)
     return _predicted_outcome(stated, made, peak_bytes=peak, predict_s=took)
 
 

@@ -442,13 +442,42 @@ def test_dropout_of_the_arguments_keeps_masks():
     assert float(on - off) == 2 * 1024 * 1024 + 3 * 16 * 1024 * 1024
 
 
-def test_a_transposed_attention_output_is_kept_twice_from_two_samples_on():
-    profile = MemoryProfile(name="t", transposed_attention=True)
-    plain = MemoryProfile(name="p")
-    for samples, more in ((1, 0), (2, 2 * 1024 * 1024 * 2)):
-        load = middle(GPT, micro_batch=samples)
-        kept = [float(stage_memory(load, MCORE, which).activations) for which in (profile, plain)]
-        assert kept[0] - kept[1] == more
+@pytest.mark.parametrize(
+    ("module", "block"), [("core_attn", GPT), ("mlp", GPT), ("moe_act", EXPERTS), ("moe", EXPERTS)]
+)
+def test_what_is_recomputed_is_back_while_its_layer_goes_back(module, block):
+    """Of a single layer nothing is won but time between forward and backward."""
+    load, unfused = middle(block, seq_len=8192), replace(MCORE, attention="unfused")
+    framework = unfused if module == "core_attn" else MCORE
+    kept, again = (
+        stage_activations(replace(load, recompute=rule), framework, profile_of(framework))
+        for rule in (NO_RECOMPUTE, Recompute(**{module: 1.0}))
+    )
+    assert kept.saved > again.saved
+    assert again.temporary - kept.temporary == pytest.approx(kept.saved - again.saved, rel=1e-12)
+
+
+def test_a_lone_replica_gathers_the_experts_that_its_tensor_ranks_share():
+    """Twice the replicas keep half of each shard, and as much of what is gathered."""
+    trainer = Framework(name="hf", memory="hf", accumulates_whole=True)
+    one, two = (
+        stage_memory(
+            middle(EXPERTS, tp=8, dp=dp, shard_size=dp, expert_dp=8 * dp, zero=3, num_micro_batches=8),
+            trainer,
+        )
+        for dp in (1, 2)
+    )
+    assert float(one.parameters) == 2 * float(two.parameters)
+    assert float(one.gradients) == float(two.gradients)
+
+
+def test_nanotron_keeps_attention_once_and_eight_bytes_of_a_logit_while_the_loss_is_made():
+    """Its row products save a view of what attention returned; fp32 logits live beside their softmax."""
+    nanotron = Framework(name="nanotron", memory="nanotron")
+    loads = [middle(GPT, has_head=1, vocab=128, micro_batch=samples) for samples in (1, 4)]
+    one, four = (stage_activations(load, nanotron, profile_of(nanotron)) for load in loads)
+    assert float(four.saved) == 4 * float(one.saved)
+    assert float(one.logits) == 8 * 1024 * 128
 
 
 def test_packed_queries_keep_keys_and_values_twice_unless_heads_share_them():

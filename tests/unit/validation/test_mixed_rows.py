@@ -53,7 +53,7 @@ def test_a_failed_trial_is_listed_but_not_scored(tmp_path):
     from types import SimpleNamespace
 
     def predictor(row):
-        memory = SimpleNamespace(peak_bytes=1.0, peak_allocated_bytes=1.0, fits=False)
+        memory = SimpleNamespace(counted=lambda kind: 1.0, fits=False)
         return SimpleNamespace(
             step_time_s=3.3,
             step_time_interval_s=(3.0, 4.0),

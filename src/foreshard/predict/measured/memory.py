@@ -37,6 +37,7 @@ def measured_memory(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Memor
     return Memory(
         peak_bytes=peak,
         peak_allocated_bytes=peak,
+        peak_reserved_bytes=peak,
         peak_rank=where,
         capacity_bytes=capacity,
         fits=peak <= capacity,
