@@ -92,6 +92,7 @@ class ForkServer:
         The first one waits until the module is loaded. A server that fails to load it ends, and the process
         that is returned has ended with its code.
         """
+        self.wake()
         with contextlib.suppress(OSError):
             socket.send_fds(self._control, [json.dumps(dict(settings)).encode()], [log, report])
         while (message := self._receive(None)) is not None:
@@ -107,6 +108,10 @@ class ForkServer:
         if self._codes.get(pid) is None and not self.is_running:
             return self._process.returncode  # its children died with it
         return self._codes.get(pid)
+
+    def wake(self) -> None:
+        """Let the server continue if somebody stopped it: unlike a rank it has missed nothing."""
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End the server."""

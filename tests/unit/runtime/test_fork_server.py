@@ -57,9 +57,10 @@ def test_each_has_its_own_environment_log_pipe_and_end(start, tmp_path):
 def test_one_is_killed_or_stopped_by_a_signal_while_the_others_run(start):
     start, server = start
     (first, _), (second, _) = start("endless"), start("endless")
-    for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal or a scheduler sends them, to all
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGSTOP):
         os.kill(server._process.pid, number)
     os.kill(first.pid, signal.SIGTERM)
+    server.wake()
     assert first.wait(60) == -signal.SIGTERM and second.poll() is None and server.is_running
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(0.01)

@@ -277,6 +277,8 @@ class Agent:
 
     def _kill_stopped(self) -> None:
         """Kill ranks stopped before the supervisor knows them, and ranks that do not end after the run."""
+        if self._server is not None:
+            self._server.wake()
         now = time.monotonic()
         late = self._over_s is not None and now - self._over_s > _LATE_S
         for rank in self._ranks.values():
