@@ -105,7 +105,7 @@ def port_s(case):
 def test_the_closed_form_is_within_three_percent_of_the_graph(part):
     """Interleaved plans too; the last part has sharded weights, and is in 5 of 6 cases.
 
-    Of chunks of one or two layers each round was taken to last as long as the mean one: up to 11 % too little.
+    Of chunks of one or two layers a round was taken to last as long as the mean one: up to 11 % too little.
     """
     plain, cut, sharded = [], [], part == 3
     for seed in range(100 * part, 100 * part + 50):
