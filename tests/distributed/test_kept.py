@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,13 @@ from command import Command, Run, events, replicas, run
 from foreshard.runtime.checkpoint.folders import steps_in
 from foreshard.runtime.checkpoint.format import load
 
-SLOW = "def loss(output, batch): time.sleep(0.15); return output.square().sum(), len(output)"
+SLOW = "def loss(output, batch): time.sleep(0.15); return output.square().sum(), len(output)\n"
+SLOW_SAVE = """
+from foreshard.runtime.checkpoint import format
+write = format._write_part
+def slow(*given): write(*given); time.sleep(60)
+format._write_part = slow
+"""
 FULL = """
 import resource
 calls = []
@@ -39,11 +47,24 @@ def saved(found: Run) -> list[int]:
     return steps_in(found.out / "ckpt")
 
 
-def wait_for_steps(command: Command, count: int) -> None:
-    metrics, until = command.out / "metrics.jsonl", time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+def wait_for(command: Command, come: Callable[[], bool]) -> None:
+    until = time.monotonic() + 90
+    while not come():
         assert time.monotonic() < until and command.process.poll() is None
         time.sleep(0.05)
+
+
+def wait_for_steps(command: Command, count: int) -> None:
+    metrics = command.out / "metrics.jsonl"
+    wait_for(command, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count)
+
+
+def send_all(command: Command, number: int) -> None:
+    """Send a signal to the launcher, its ranks and its supervisor."""
+    launcher = command.process.pid
+    started = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for pid in map(int, [launcher, *started]):
+        os.kill(pid, number)
 
 
 def test_a_checkpoint_is_there_at_the_end_and_resuming_trains_nothing(tmp_path: Path) -> None:
@@ -76,18 +97,32 @@ def test_sigterm_ends_a_run_at_once_where_no_checkpoint_is_wanted(tmp_path: Path
     assert not (found.out / "ckpt").exists()
 
 
-def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
-    command = Command(tmp_path, {"loss": SLOW}, replicas(2), "--steps", "500")
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_a_second_one_at_once(
+    tmp_path: Path, number: int
+) -> None:
+    """Sent to all processes, as a terminal and a scheduler do; the second one in the middle of a save."""
+    flags = ["--steps", "500"]
+    command = Command(tmp_path, {"loss": SLOW}, replicas(1), *flags, local=1)
     wait_for_steps(command, 4)
-    command.process.send_signal(signal.SIGTERM)
+    send_all(command, number)
     found = command.end(60.0)
-    assert found.code == 128 + signal.SIGTERM, found.stderr
+    assert found.code == 128 + number and "after the present step" in found.stderr, found.stderr
     (step,) = saved(found)
     assert step == max(found.losses) + 1 >= 4
     assert f"checkpoint of step {step}" in found.stderr and "--resume" in found.stderr
-    whole = run(tmp_path, {}, replicas(2), "--steps", str(step + 2), out="whole")
-    further = run(tmp_path, {}, replicas(2), "--steps", str(step + 2), "--resume")
-    assert further.code == 0 and further.losses == pytest.approx(whole.losses, rel=1e-6)
+    again = Command(tmp_path, {"loss": SLOW + SLOW_SAVE}, replicas(1), *flags, "--resume", local=1)
+    wait_for_steps(again, step + 2)
+    send_all(again, number)
+    wait_for(again, lambda: any(again.out.glob("ckpt/*.part/*.sha256")))
+    send_all(again, number)
+    ended = again.end(20.0)  # a save takes longer
+    assert ended.code == 128 + number and saved(ended) == [step], ended.stderr
+    steps = max(ended.losses) + 2
+    further = run(tmp_path, {}, replicas(1), "--steps", str(steps), "--resume", "--json", local=1)
+    assert further.code == 0 and json.loads(further.stdout)["samples"] == 4 * steps
+    same = pytest.approx({**ended.losses, steps - 1: further.losses[steps - 1]}, rel=1e-6)
+    assert further.losses == same, "what was trained again is as it was"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rehearsal import plan_of
 from small_files import SLOW_JOB
 
 from foreshard.runtime.membership.agent import Agent
+from foreshard.runtime.membership.processes import is_stopped
 from foreshard.runtime.membership.secret import make_secret
 from foreshard.runtime.records.outcome import outcome_of
 from foreshard.runtime.run_settings import RunSettings
@@ -83,6 +85,41 @@ def told_of(out: Path, kind: str) -> list[dict[str, Any]]:
     log = out / "supervisor.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return [line for line in lines if line["kind"] == kind]
+
+
+def children_of(pid: int) -> list[int]:
+    place = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in place.read_text().split()] if place.exists() else []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system kills them, on Linux")
+def test_stopped_processes_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+    """They are no children of torchrun's, but of its child: that one lived on, and its ranks with it."""
+    (tmp_path / "job.py").write_text(SLOW_JOB)
+    one = plan_of(GROUPS[:1], global_batch=1)
+    (tmp_path / "plan.json").write_text(json.dumps(one.to_dict()))
+    port = ["--master-port", str(free_port())]
+    words = ["-m", "torch.distributed.run", *port, "--no-python", sys.executable, "-m", "foreshard", "run"]
+    torchrun = subprocess.Popen(
+        [sys.executable, *words, "--plan", "plan.json", "--steps", str(STEPS), "job.py"],
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
+    )
+    until, found = time.monotonic() + 90, list[int]()
+    try:
+        while len(found) < 3:  # the agent, its supervisor and its rank
+            assert torchrun.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+            agents = children_of(torchrun.pid)
+            found = [*agents, *(child for agent in agents for child in children_of(agent))]
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    while left := [pid for pid in found if is_stopped(pid)]:
+        assert time.monotonic() < until, f"still there: {left}"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

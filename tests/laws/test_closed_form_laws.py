@@ -103,7 +103,10 @@ def port_s(case):
 
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
 def test_the_closed_form_is_within_three_percent_of_the_graph(part):
-    """Interleaved plans in 9 of 10 cases, never by more than an eighth; the last part has sharded weights."""
+    """Interleaved plans too; the last part has sharded weights, and is in 5 of 6 cases.
+
+    Of chunks of one or two layers a round was taken to last as long as the mean one: up to 11 % too little.
+    """
     plain, cut, sharded = [], [], part == 3
     for seed in range(100 * part, 100 * part + 50):
         for case, seconds in drawn(seed, "torchtitan" if sharded else "megatron-core"):
@@ -111,7 +114,8 @@ def test_the_closed_form_is_within_three_percent_of_the_graph(part):
                 (cut if is_interleaved(case) else plain).append(abs(seconds / graph_s(case) - 1.0))
     assert len(plain) > 25 and len(cut) > 25
     assert np.mean(np.array(plain) < 0.03) > 0.98 and max(plain) < 0.15
-    assert np.mean(np.array(cut) < 0.03) > (0.83 if sharded else 0.9) and max(cut) < 0.12
+    assert np.mean(np.array(cut) < 0.03) > (0.83 if sharded else 0.95)
+    assert max(cut) < (0.12 if sharded else 0.045)
 
 
 def zero_bubble_s(forward, backward, weight, send, passes):
@@ -143,6 +147,9 @@ def zero_bubble_s(forward, backward, weight, send, passes):
         slowed_s=none,
         wait_s=none,
         last_share=one,
+        layers=one,
+        layer_forward_s=column[0],
+        layer_backward_s=column[1],
         rounds=np.array([float(passes)]),
         chunks=np.ones(1),
         stages=np.array([float(stages)]),

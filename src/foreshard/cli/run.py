@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -50,7 +49,7 @@ SEED = Count(-(2**63), 2**63 - 1)
 @click.option(
     "--save-last/--no-save-last",
     default=True,
-    help="A checkpoint at the end, and on SIGTERM after the present step.",
+    help="A checkpoint at the end, and on Ctrl-C or SIGTERM after the present step.",
 )
 @click.option(
     "--save-async", is_flag=True, help="Train on while a checkpoint is written, from a copy in host memory."
@@ -206,9 +205,9 @@ def train(
         return  # a rank of torchrun that does not lead; the first one answers
     print_outcome(outcome, predicted_s, lab)
     say(f"written to {out}/")
-    if outcome.stopped:
+    if outcome.stopped_by:
         say(f"ended after step {outcome.steps - 1}, as asked; {how_to_resume(out)}")
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(128 + outcome.stopped_by)
     if outcome.lost or outcome.repeated or outcome.misread:
         raise ForeshardError(
             f"{outcome.lost} samples lost, {outcome.repeated} repeated, {outcome.misread} differ among ranks",

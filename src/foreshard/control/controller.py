@@ -440,7 +440,8 @@ class Controller:
         """Return plans that may be worth staying with, from fast to cheap.
 
         What runs best in the mean of late, in the worst of it, or in a state of late, each with shares for
-        the mean and for the worst.
+        all of these: a step waits for its slowest rank, so shares for mean speeds need not be the best in
+        the mean, where ranks are slow by turns.
         """
         objective, found = self._objective(), []
         typical = self.experts.typical(state)
@@ -449,7 +450,7 @@ class Controller:
             priced = replace(objective, costs=costs)
             with contextlib.suppress(InfeasibleError):
                 best = self._slots.compare(now, priced, self.choice.structure).best
-                for then in typical:
+                for then in (*typical, state):
                     found.append((best, self._slots.kept(then, best, priced).shares))
         return found
 

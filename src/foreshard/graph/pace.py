@@ -88,6 +88,10 @@ class PipelineRows:
     wait_s: np.ndarray
     # time of the last micro-batch over that of the others: it may have fewer samples
     last_share: np.ndarray
+    # layers of a chunk, in the mean, and what each of them takes
+    layers: np.ndarray
+    layer_forward_s: np.ndarray
+    layer_backward_s: np.ndarray
     # forwards of a stage in a step, shape (pipelines,), as `chunks` and `stages`
     rounds: np.ndarray
     chunks: np.ndarray
@@ -161,6 +165,8 @@ def _longest_path(rows: PipelineRows) -> PipelineSpan:
     pair_s = rows.forward_s + rows.backward_s + rows.late_s / 2.0 + rows.widest_s
     of_pair_s = is_split * np.maximum(pair_s - rows.period_s, 0.0)
     slower_s = part * np.maximum(round_s - rows.period_s, 0.0)
+    if is_cut.any():
+        slower_s = np.where(is_cut, np.maximum(slower_s, part * _round_waits(rows)), slower_s)
     none = _pair(np.full_like(rounds, -np.inf))
     start, end, best, run = none, none, none, np.zeros(rounds.shape, dtype=int)
     is_deepest = np.ones(rounds.shape, dtype=bool)
@@ -195,6 +201,31 @@ def _longest_path(rows: PipelineRows) -> PipelineSpan:
         end = np.where(present, here_end + _pair(steps * kept * f + message), end)
         is_deepest &= ~present
     return PipelineSpan(seconds=best[0], run=run, data_s=best[1])
+
+
+def _round_waits(rows: PipelineRows) -> np.ndarray:
+    """Return what a micro-batch's round through a chunk of every stage takes longer than a period, a stage.
+
+    Larger chunks come first, forwards and backwards in opposite order: a stage pairs forwards of larger with
+    backwards of smaller ones and the other way round, and between these either. The chunk of the head goes
+    back to no stage. Shape (runs, pipelines).
+    """
+    larger, smaller = np.ceil(rows.layers), np.floor(rows.layers)
+    part = rows.layers - smaller
+    messages_s = np.where(rows.count > 0, rows.inside_s + rows.after_s, 0.0).sum(0) + rows.wrap_s
+    alike = np.where(part > 0.5, larger, smaller)
+    few = np.minimum(part, 1.0 - part)
+    found = np.zeros_like(part)
+    for forwards, backwards, share in (
+        (larger, smaller, few),
+        (smaller, larger, few),
+        (alike, alike, 1.0 - 2.0 * few),
+    ):
+        forward_s, backward_s = forwards * rows.layer_forward_s, backwards * rows.layer_backward_s
+        around_s = [(rows.count * op_s).sum(0) + messages_s for op_s in (forward_s, backward_s)]
+        period_s = rows.period_s - rows.forward_s - rows.backward_s + forward_s + backward_s
+        found += share * np.maximum(np.maximum(*around_s) / rows.stages - period_s, 0.0)
+    return found
 
 
 class _Place(NamedTuple):

@@ -15,7 +15,7 @@ from foreshard.runtime.records.durable_jsonl import parsed_lines
 
 _EVERY_S = 0.5  # between two looks at the metrics
 _NEWS = {
-    "supervisor.jsonl": ("generation", "waiting", "ended"),
+    "supervisor.jsonl": ("generation", "waiting", "stopping", "ended"),
     "events.jsonl": (
         *("checkpoint failed", "checkpoint saved at last", "restored", "loss not finite"),
         *("rank_slow", "rank_recovered", "write blocked", "write resumed", "adopted by request"),

@@ -18,6 +18,7 @@ from foreshard.runtime.emulation import Emulation
 from foreshard.runtime.gradient_sums import check_order, check_sums, check_warm_up, gradient_sums
 from foreshard.runtime.membership.agent import Agent
 from foreshard.runtime.membership.leader_failover import running_rendezvous
+from foreshard.runtime.membership.processes import die_with_parent
 from foreshard.runtime.membership.secret import VARIABLE, awaited_secret, checked_secret, make_secret
 from foreshard.runtime.membership.supervisor_state import has_run, reopen
 from foreshard.runtime.records.outcome import RunOutcome, is_finished, outcome_of, steps_done
@@ -154,7 +155,7 @@ def launch(
     if agent.is_stopping:
         steps = steps_done(folder)
     found = outcome_of(folder, global_batch=plan.global_batch, steps=steps, restarts=restarts)
-    return replace(found, stopped=agent.is_stopping)
+    return replace(found, stopped_by=agent.stopped_by)
 
 
 @contextlib.contextmanager
@@ -269,6 +270,8 @@ def _under_torchrun(
 
     The rank is a child of torchrun's process, so that torchrun does not see its death and restart all ranks.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # not where a shell set the rest: runs outlive their shells
+        die_with_parent()
     rank, size = of_torchrun("RANK"), of_torchrun("WORLD_SIZE")
     several_hosts = size > of_torchrun("LOCAL_WORLD_SIZE", size)
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import json
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -398,8 +397,6 @@ def main(hardware_of: Callable[[RunSettings, int], Hardware] = lambda work, rank
     secret = Path(os.environ["FORESHARD_SECRET_FILE"]).read_bytes().strip()
     work = RunSettings(**json.loads(os.environ["FORESHARD_JOB"]))
     map_large_blocks()
-    # sent to all processes of a job: the agent ends the run in order
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         RankWorker(work, rank, (host, int(port)), secret, hardware_of(work, rank)).run()
     except SystemExit:

@@ -63,15 +63,15 @@ def test_devices_out_of_use_change_with_those_that_are_seen_to(cases):
     assert estimates.state().speed == pytest.approx(OTHER, rel=0.03)
 
 
-def mean_s(cases, stays, options):
-    """Return the mean step of the second half of a run in which two halves swap after so many steps."""
+def mean_s(cases, stays, options, states=(ONE, OTHER)):
+    """Return the mean step of the second half of a run in which two states swap after so many steps."""
     chain = cases.chain(np.full(4, 0.15), 4, sync=0.01)
     groups = [{"share": 16, "stages": [{"ranks": [r], "layers": [[0, 4]]}]} for r in range(4)]
     plan = parse_plan({"global_batch": 64, "seq_len": 8, "groups": groups, "defaults": {"micro_batch": 1}})
     controller = Controller(chain, cases.state(np.ones(4)), plan, max_stages=1, options=options)
-    taken, speeds = [], ONE
-    for stay in stays:
-        speeds = OTHER if speeds is ONE else ONE
+    taken = []
+    for turn, stay in enumerate(stays, start=1):
+        speeds = states[turn % 2]
         for _ in range(stay):
             structure, state = structure_of(controller.plan), cases.state(np.array(speeds))
             took = evaluate(chain, state, structure, shares_of(controller.plan), micro_batch=1)
@@ -95,8 +95,16 @@ def test_foresight_is_dropped_when_the_pattern_ends(cases):
     assert mean_s(cases, stays, foresees) < 1.03 * mean_s(cases, stays, sees)
 
 
-def test_plans_that_stay_pay_where_swaps_have_no_pattern(cases):
-    """Nine of ten steps swap, at random: what is foreseen does not come, and the last speeds are wrong."""
+@pytest.mark.parametrize("states", [(ONE, OTHER), ([0.0625, 0.0625, 1.0, 0.125], [0.5, 0.5, 0.125, 1.0])])
+def test_plans_that_stay_pay_where_swaps_have_no_pattern(cases, states):
+    """Nine of ten steps swap, at random: what is foreseen does not come, and the last speeds are wrong.
+
+    A step waits for its slowest rank: of unequal ranks, shares for one of the states may be better in the
+    mean than those for the mean speeds, which are each rank's but no step's.
+    """
     stays = np.random.default_rng(0).geometric(0.9, 200).tolist()
-    stay, follow = ControllerOptions(experts=True), ControllerOptions(experts=False)
-    assert mean_s(cases, stays, stay) < 0.8 * mean_s(cases, stays, follow)
+    shares = np.indices((65, 65, 65)).reshape(3, -1)
+    shares = np.vstack([shares, 64 - shares.sum(0)])[:, shares.sum(0) <= 64]
+    slowest = [(shares / np.array(speeds)[:, None]).max(0) for speeds in states]
+    best_s = 0.15 * 4 * np.mean(slowest, axis=0).min()
+    assert mean_s(cases, stays, ControllerOptions(), states) < 1.05 * best_s

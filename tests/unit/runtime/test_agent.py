@@ -84,16 +84,19 @@ def test_a_rank_that_cannot_be_started_again_leaves_the_run_to_end_by_name(tmp_p
 
 
 @pytest.mark.parametrize("save_last", [True, False])
-def test_a_sigterm_that_ends_a_run_at_once_is_no_ctrl_c(tmp_path, save_last):
+@pytest.mark.parametrize(
+    ("sent", "raised"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_sigterm_that_ends_a_run_at_once_is_no_ctrl_c(tmp_path, save_last, sent, raised):
     """The second one is, and the first where no checkpoint is wanted; schedulers read 143 as theirs."""
     work = RunSettings(job="job.py", out=str(tmp_path), steps=1, save_last=save_last)
     secret = tmp_path / "secret"
     agent = Agent(out=tmp_path, plan=PLAN, work=work, ranks=[0], expected=[0], secret_file=secret)
-    with pytest.raises(Terminated), agent._ending_on_sigterm():
-        for sent in range(2):
-            assert agent.is_stopping == (sent == 1)
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert agent.is_stopping == save_last
+    with pytest.raises(KeyboardInterrupt) as found, agent._ending_on_signals():
+        for times in range(2):
+            assert agent.stopped_by == times * sent
+            os.kill(os.getpid(), sent)
+    assert found.type is raised and agent.stopped_by == save_last * sent
 
 
 @pytest.mark.parametrize(("code", "is_done"), [(0, False), (1, False), (FINISHED, True)])
@@ -121,10 +124,10 @@ def test_a_run_that_another_host_ends_has_stopped_for_all(tmp_path):
         agent._client = SimpleNamespace(
             ask=lambda question, patience_s: supervisor.answer(question), close=int
         )
-    with asked._ending_on_sigterm():
+    with asked._ending_on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
     for agent in (asked, other):
         agent._contact_supervisor()
     assert asked.is_stopping and other.is_stopping
-    with other._ending_on_sigterm():
+    with other._ending_on_signals():
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends one to every agent: it is no second one

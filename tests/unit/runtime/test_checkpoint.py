@@ -139,8 +139,13 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(tmp_path, monkeyp
     def body(rank, group):
         save(tmp_path, step=2, tensors=items(rank), meta={}, rank=rank, group=group, lead=rank == 0)
 
+    def read_only(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
     monkeypatch.setattr(format, "write_tensors", full)
-    told = on_ranks(2, body)
+    with monkeypatch.context() as remounted:  # in the middle of a save: a rank may not remove its file either
+        remounted.setattr(format.Path, "unlink", read_only)
+        told = on_ranks(2, body)
     assert all(isinstance(error, CheckpointFault) for error in told.values())
     assert "No space left" in str(told[1]) and "another rank" in str(told[0])
     assert [p.name for p in tmp_path.iterdir()] == ["step-0000000001"]

@@ -56,6 +56,8 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
             stage.waits.after_backward / chunks,
         )
         behind = stage.waits.behind_backward / chunks
+    layers = np.broadcast_to(sum(batch.counts), shape) * 1.0
+    each = np.maximum(layers, 1.0)
     rounds = p.num_micro_batches
     whole = np.ceil(rounds - 1e-9)
 
@@ -85,6 +87,9 @@ def _rows(batch: Batch, stage: StageTimes, end: EndOfStep) -> PipelineRows:
         tail_s=full(end.tail_s),
         slowed_s=full(end.slowed),
         last_share=full(stage.last_share),
+        layers=full(layers / chunks),
+        layer_forward_s=full((stage.forward - stage.head[0]) / each),
+        layer_backward_s=full((stage.backward - stage.head[1] - stage.head[2]) / each),
         rounds=full(whole * chunks)[0],
         chunks=full(chunks)[0],
         stages=full(p.num_stages)[0],

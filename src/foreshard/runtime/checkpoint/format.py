@@ -13,6 +13,7 @@ so that a file is summed while it is written and no tensor is copied.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -127,7 +128,8 @@ class Attempt:
         if not failed:
             return
         for place in (self._part / FILE.format(part=self._name), self._part / SUM.format(part=self._name)):
-            place.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # no longer writable: cleared by the next attempt
+                place.unlink(missing_ok=True)
         _sums(self._group, 0.0)  # free space is only known when all ranks have removed their files
         if self._lead:
             shutil.rmtree(self._part, ignore_errors=True)

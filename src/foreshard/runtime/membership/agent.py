@@ -56,7 +56,7 @@ _NEVER_S = 300.0
 """How long to wait for the first answer of another host's supervisor."""
 _HOUR_S = 3600.0
 _STOP_S = 120.0
-"""How long the present step and its checkpoint may take after SIGTERM; then the run ends as it is."""
+"""How long the present step and its checkpoint may take after a signal; then the run ends as it is."""
 _SUPERVISOR_STARTS = 5
 """Attempts in a row to start a supervisor, after which the run ends with its log."""
 _STACK_BYTES = 65536
@@ -123,6 +123,7 @@ class Agent:
     _claimed: int = 0
     _finished: frozenset[int] = frozenset()
     _stop_s: float | None = None
+    _stop_signal: int = signal.SIGTERM
     _run_stops: bool = False
 
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
@@ -131,7 +132,7 @@ class Agent:
         A fault of the job that a rank reports is raised.
         """
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        with self._ending_on_sigterm():
+        with self._ending_on_signals():
             try:
                 self._term = self._claimed = current_term(self.out)
                 if self.supervises:
@@ -179,23 +180,29 @@ class Agent:
         """Whether the run was asked to end after the present step, here or on another host."""
         return self._run_stops or self._stop_s is not None
 
+    @property
+    def stopped_by(self) -> int:
+        """The signal that asked for it, 0 where none did."""
+        return self._stop_signal if self.is_stopping else 0
+
     @contextlib.contextmanager
-    def _ending_on_sigterm(self) -> Iterator[None]:
-        """Let SIGTERM end the run after the present step with a checkpoint, and a second one at once."""
+    def _ending_on_signals(self) -> Iterator[None]:
+        """Let SIGTERM or Ctrl-C end the run after the present step with a checkpoint, and twice at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def stop(number: int, frame: Any) -> None:
             if self._stop_s is not None or not self.work.save_last:
-                raise Terminated
-            self._stop_s = time.monotonic()
+                raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+            self._stop_s, self._stop_signal = time.monotonic(), number
 
-        before = signal.signal(signal.SIGTERM, stop)
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def pid_of(self, rank: int) -> int:
         """Return the process of a rank."""

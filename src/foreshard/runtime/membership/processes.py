@@ -36,9 +36,20 @@ def start(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             pass_fds=[writing],
-            preexec_fn=die_with_parent,  # one that is stopped cannot notice it itself
+            preexec_fn=_follow_parent,
         )
     return process, reading
+
+
+def _follow_parent() -> None:
+    """Leave it to the parent when to end, and end with it.
+
+    Signals that a terminal or a scheduler sends to all processes of a job are for the parent, which ends the
+    run in order. That it was killed is no signal to its children, and one that is stopped could not notice.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
 
 
 def die_with_parent() -> None:

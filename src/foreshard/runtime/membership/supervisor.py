@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -312,7 +311,10 @@ class Supervisor:
             if live is not None and live.pid == int(pid):
                 live.beat_s = self._now()  # alive, though its interpreter may be too busy to say so
         self.state.fault = self.state.fault or message.get("fault")
-        self._stop = self._stop or bool(message.get("stop"))
+        if message.get("stop") and not self._stop:
+            self._stop = True
+            text = "the run ends after the present step, with a checkpoint; asked again, it ends at once"
+            self.log("stopping", text=text)
         self._expect_no_more(int(rank) for rank in message.get("gone", []))
         self._decide()
         mine = {int(rank) for rank in message.get("ranks", [])}
@@ -493,7 +495,6 @@ def _in_circles(waits: Mapping[int, set[int]]) -> list[int]:
 
 def main(argv: Sequence[str]) -> int:
     """Run a supervisor: FOLDER ADDRESS PORT SECRET_FILE DETECT_S TERM; the plan is FOLDER/plan.json."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for all processes of a job: its agent ends the run
     folder, address, port, secret_file, detect_s, term = argv
     path, parent = Path(folder), os.getppid()
     plan = parse_plan(json.loads((path / "plan.json").read_text()))

@@ -39,8 +39,8 @@ class RunOutcome:
         Of an adaptive run: `limit` and `mean` of each budget.
     absent : tuple of int
         Ranks of the run's plan that were missing in the last generation.
-    stopped : bool
-        Whether it was asked to end before its last step.
+    stopped_by : int
+        The signal that ended it before its last step, 0 for none.
     damaged_lines : int
         Lines of metrics.jsonl that are no whole line of a step: nothing counts them.
     """
@@ -60,7 +60,7 @@ class RunOutcome:
     misread: int = 0
     budgets: dict[str, dict[str, float]] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
-    stopped: bool = False
+    stopped_by: int = 0
     damaged_lines: int = 0
 
     def to_dict(self) -> dict[str, Any]:
