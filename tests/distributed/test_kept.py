@@ -61,10 +61,14 @@ def wait_for_steps(command: Command, count: int) -> None:
 
 def send_all(command: Command, number: int) -> None:
     """Send a signal to the launcher, its ranks and its supervisor."""
-    launcher = command.process.pid
-    started = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    for pid in map(int, [launcher, *started]):
+    for pid in family_of(command.process.pid):
         os.kill(pid, number)
+
+
+def family_of(pid: int) -> list[int]:
+    """Return a process and all that it started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(found for child in children for found in family_of(int(child)))]
 
 
 def test_a_checkpoint_is_there_at_the_end_and_resuming_trains_nothing(tmp_path: Path) -> None:

@@ -107,11 +107,12 @@ def test_stopped_processes_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Pa
     )
     until, found = time.monotonic() + 90, list[int]()
     try:
-        while len(found) < 3:  # the agent, its supervisor and its rank
+        while len(found) < 4:  # the agent, its supervisor, and a fork server with the rank
             assert torchrun.poll() is None and time.monotonic() < until
             time.sleep(0.05)
-            agents = children_of(torchrun.pid)
-            found = [*agents, *(child for agent in agents for child in children_of(agent))]
+            found = children_of(torchrun.pid)
+            for pid in found:  # also in those that are added
+                found += children_of(pid)
         for pid in found:
             os.kill(pid, signal.SIGSTOP)
     finally:

@@ -21,13 +21,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from foreshard.runtime.membership.processes import die_with_parent
+from foreshard.runtime.membership.processes import die_with_parent, follow_parent
 from foreshard.runtime.run_settings import PARENT, REPORT_FD
 
 _MESSAGE_BYTES = 1 << 17
 """More than the settings of a rank take."""
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Sent to all processes of a job: the agent ends the run in order, and ranks would die with their parent."""
 
 
 class Forked:
@@ -78,7 +76,7 @@ class ForkServer:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
-                preexec_fn=die_with_parent,
+                preexec_fn=follow_parent,
             )
 
     @property
@@ -139,8 +137,6 @@ class ForkServer:
 
 def serve(control: socket.socket, modules: Sequence[str]) -> None:
     """Fork whenever asked, and say which process was started or has ended; return in the forked process."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     for module in modules:
         importlib.import_module(module)
     gc.collect()
@@ -186,9 +182,7 @@ def _started(control: socket.socket) -> bool:
     if os.getppid() != server:
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for number in (*_IGNORED, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control.close()
     log, report = descriptors
     for output in (1, 2):

@@ -36,12 +36,12 @@ def start(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             pass_fds=[writing],
-            preexec_fn=_follow_parent,
+            preexec_fn=follow_parent,
         )
     return process, reading
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """Leave it to the parent when to end, and end with it.
 
     Signals that a terminal or a scheduler sends to all processes of a job are for the parent, which ends the
