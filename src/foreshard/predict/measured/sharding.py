@@ -2,7 +2,8 @@
 
 Each layer that has parameters is gathered for its forward and again for its backward, one layer ahead of what
 computes, and its gradients are reduced and scattered while the backward goes on. Transfers run one at a time,
-gathers first: the next layer waits for them.
+gathers first: the next layer waits for them. A layer takes longer by the transfers that run beside it, and by
+copies out of what was gathered and into what is scattered.
 
 Source
 ------
@@ -59,7 +60,7 @@ def add_sharded(
         for kind in (Kind.FORWARD, Kind.BACKWARD)
         for layer, seconds in _layer_seconds(costs, cluster, group, passes, m, kind)
     ]
-    moved = [costs.gathered_share * layer.parameter_bytes for layer in costs.layers_on("", stage.tp)]
+    moved = [costs.moved_share * layer.parameter_bytes for layer in costs.layers_on("", stage.tp)]
     speed = costs.speed("data_comm")
     moved_s = [costs.gather_s(cluster, ranks, size) / speed if size else 0.0 for size in moved]
     gathers: list[list[int]] = []
@@ -74,11 +75,14 @@ def add_sharded(
 
     for _, layer, _ in visits[:GATHERED_LAYERS]:
         gathers.append(transfer(layer, [], Kind.PARAMETER_GATHER))
+    device = cluster.device_of(ranks[0]).name
+    copied_s = [costs.copied_s.get(device, 0.0) * size / speed for size in moved]
     done: list[int] = []
     gradients: dict[int, int] = {}
     reduced: list[int] = []
     for kind, layer, seconds in visits:
-        place = len(done)
+        place, times = len(done), 1 if kind is Kind.FORWARD else 2
+        seconds += costs.contention * min(seconds, times * moved_s[layer]) + times * copied_s[layer]
         done.append(builder.add(f"group{g}", seconds, gathers[place], kind=kind, group=g, stage=0))
         if place + GATHERED_LAYERS < len(visits):
             ahead = visits[place + GATHERED_LAYERS][1]
