@@ -15,7 +15,7 @@ from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import counts_of
-from foreshard.predict.measured.passes import PassSeconds
+from foreshard.predict.measured.passes import PassSeconds, layer_shares
 from foreshard.predict.measured.sharding import add_sharded
 from foreshard.predict.placement import nic_senders
 from foreshard.spec.cluster import Cluster
@@ -169,13 +169,10 @@ def _last_backward(
     (stage,), (span,) = group.stages, group.stages[0].layers
     device = cluster.device_of(stage.ranks[0]).name
     samples = max(counts_of(stage, group.micro_batch))
-    weights = [
-        float(costs.work_s(device, (layer, layer + 1), "backward_s", samples, stage.tp))
-        for layer in range(*span)
-    ]
-    each_s, task, found = seconds / (sum(weights) or 1.0), start, {}
-    for layer, weight in zip(reversed(range(*span)), reversed(weights), strict=True):
-        task = builder.add(f"group{g}", weight * each_s, [task], kind=Kind.BACKWARD, group=g, stage=0)
+    shares = layer_shares(costs, device, stage, "backward_s", samples).tolist()
+    task, found = start, {}
+    for layer, share in zip(reversed(range(*span)), reversed(shares), strict=True):
+        task = builder.add(f"group{g}", share * seconds, [task], kind=Kind.BACKWARD, group=g, stage=0)
         found[layer] = task
     return found
 

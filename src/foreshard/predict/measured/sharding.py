@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from foreshard.graph.program import Kind, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import GATHERED_LAYERS, counts_of
-from foreshard.predict.measured.passes import PassSeconds
+from foreshard.predict.measured.passes import PassSeconds, layer_shares
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group
 
@@ -101,6 +99,6 @@ def _layer_seconds(
     layers, forward = list(range(*stage.layers[0])), kind is Kind.FORWARD
     device, samples = cluster.device_of(stage.ranks[0]).name, max(counts_of(stage, passes.sizes[m]))
     name, seconds = ("forward_s", passes.forward) if forward else ("backward_s", passes.backward)
-    weights = np.array([costs.work_s(device, (i, i + 1), name, samples, stage.tp) for i in layers])
-    each = list(zip(layers, (weights * (seconds[0, 0, m] / weights.sum())).tolist(), strict=True))
+    shares = layer_shares(costs, device, stage, name, samples)
+    each = list(zip(layers, (shares * seconds[0, 0, m]).tolist(), strict=True))
     return each if forward else each[::-1]
