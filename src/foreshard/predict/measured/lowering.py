@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_shape
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
@@ -118,7 +120,8 @@ def _add_group(
             start = builder.add(f"group{g}", own_s - last_s, kind=Kind.PASSES, group=g, stage=0)
             gradients = _last_backward(builder, costs, cluster, g, group, last_s, start)
             found.append(Passes(tasks=(start,), count=count - 1, ranks=members))
-            found.append(Passes(tasks=tuple(gradients.values()), count=1, ranks=members))
+            last = tuple(task - 1 for task in gradients.values())
+            found.append(Passes(tasks=last, count=1, ranks=members))
             ranks = _ranks_of(g, group, passes, [gradients])
             for tasks in ranks.values():
                 tasks.alone = True
@@ -165,7 +168,10 @@ def _last_backward(
     seconds: float,
     start: int,
 ) -> dict[int, int]:
-    """Append the last backward of a stage alone, layer by layer; return the task of each layer."""
+    """Append the last backward of a stage alone, layer by layer; return the task that ends each layer.
+
+    That task is what sums of gradients add to the layer (`_lengthen`), right after its backward.
+    """
     (stage,), (span,) = group.stages, group.stages[0].layers
     device = cluster.device_of(stage.ranks[0]).name
     samples = max(counts_of(stage, group.micro_batch))
@@ -173,6 +179,7 @@ def _last_backward(
     task, found = start, {}
     for layer, share in zip(reversed(range(*span)), reversed(shares), strict=True):
         task = builder.add(f"group{g}", share * seconds, [task], kind=Kind.BACKWARD, group=g, stage=0)
+        task = builder.add(f"group{g}", 0.0, [task], kind=Kind.GRADIENT_REDUCE, group=g, stage=0)
         found[layer] = task
     return found
 
@@ -300,10 +307,11 @@ def _lengthen(
         begun.add(tasks.group)
         moved_s = sum(float(seconds[ring.task]) for ring in own[rank][:-1])
         begins = max(tasks.gradients[i] for i in tasks.gradients if own[rank][0].has(i))
-        beside = [task for task in tasks.gradients.values() if task > begins]
-        busy_s = float(seconds[beside].sum())
-        if busy_s > 0.0:
-            seconds[beside] *= 1.0 + costs.contention * min(1.0, moved_s / busy_s)
+        beside = np.array([task for task in tasks.gradients.values() if task > begins], dtype=int)
+        busy_s = seconds[beside - 1]
+        total_s = float(busy_s.sum())
+        if total_s > 0.0:
+            seconds[beside] += costs.contention * min(1.0, moved_s / total_s) * busy_s
         for ring in own[rank]:
             for layers, size in ring.pieces:
                 held = [tasks.gradients[layer] for layer in layers if layer in tasks.gradients]

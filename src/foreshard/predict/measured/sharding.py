@@ -79,16 +79,18 @@ def add_sharded(
     gradients: dict[int, int] = {}
     reduced: list[int] = []
     for kind, layer, seconds in visits:
-        place, times = len(done), 1 if kind is Kind.FORWARD else 2
-        seconds += costs.contention * min(seconds, times * moved_s[layer]) + times * copied_s[layer]
+        place = len(done)
         done.append(builder.add(f"group{g}", seconds, gathers[place], kind=kind, group=g, stage=0))
+        times, beside = (1, Kind.PARAMETER_GATHER) if kind is Kind.FORWARD else (2, Kind.GRADIENT_REDUCE)
+        longer_s = costs.contention * min(seconds, times * moved_s[layer]) + times * copied_s[layer]
+        end = builder.add(f"group{g}", longer_s, [done[-1]], kind=beside, group=g, stage=0)
         if place + GATHERED_LAYERS < len(visits):
             ahead = visits[place + GATHERED_LAYERS][1]
-            gathers.append(transfer(ahead, [done[-1]], Kind.PARAMETER_GATHER))
+            gathers.append(transfer(ahead, [end], Kind.PARAMETER_GATHER))
         if kind is Kind.BACKWARD:
-            gradients[layer] = done[-1]
-            reduced += transfer(layer, [done[-1]], Kind.GRADIENT_REDUCE)
-    return ShardedTasks(passes=tuple(done), gradients=gradients, reduced=[done[-1], *reduced][-1])
+            gradients[layer] = end
+            reduced += transfer(layer, [end], Kind.GRADIENT_REDUCE)
+    return ShardedTasks(passes=tuple(done), gradients=gradients, reduced=[end, *reduced][-1])
 
 
 def _layer_seconds(
