@@ -69,11 +69,11 @@ def residuals(
     images = set()
     for row in rows(folder, skipped):
         try:
-            speed = predicted(row).samples_per_s
+            step_s = predicted(row).step_time_s
         except SpecError as error:
             skipped[f"{row.source}: {error.what}"] += 1
             continue
-        found[(*row.case, row.num_devices)].append(math.log(speed / row.samples_per_s))
+        found[(*row.case, row.num_devices)].append(math.log(row.step_s / step_s))
         if traced_of(row).reads_images:
             images.add(row.network)
     return found, frozenset(images)

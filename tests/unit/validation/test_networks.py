@@ -58,6 +58,44 @@ def test_speech_of_lambda_ran_in_32_bit_whatever_its_label_says():
     assert (found.network, found.precision, found.optimizer) == ("ssd300", "fp16", "sgd")
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "expected"),
+    [
+        # no --multi_gpu, so that nothing is summed; NCCL_P2P_DISABLE=1 until H100-SXM
+        ("transformerxlbase", "A100 80GB SXM4", ("fp16", False, True, 1 / 192)),
+        ("gnmt", "H100 80GB SXM5", ("fp16", True, False, None)),
+        ("ssd", "RTX 3090", ("fp16", True, True, 1.0)),
+        # its commands for 80 GB and more leave --amp out
+        ("ncf", "A100 80GB SXM4", ("tf32", True, True, 1.0)),
+        ("ncf", "RTX A6000", ("fp16", True, True, 1.0)),
+        # 101 steps in the seconds that 100 are counted over
+        ("bert_large_squad", "V100 16GB", ("fp16", True, True, 1.01)),
+    ],
+)
+def test_runs_of_lambda_are_as_its_script_made_them(model, gpu, expected):
+    told = {"model": model, "gpu": gpu, "num_gpus": "8", "precision": "amp/fp16"}
+    found = lambda_bench(told | {"global_batch": "128", "throughput": "1"})
+    precision, sums, through_host, speed = expected
+    assert (found.precision, found.sums, found.through_host) == (precision, sums, through_host)
+    assert speed is None or found.samples_per_s == pytest.approx(speed)
+
+
+def test_a_run_of_squad_may_end_before_the_steps_its_speed_is_counted_by():
+    told = {"model": "bert_base_squad", "gpu": "A100 80GB SXM4", "num_gpus": "8", "precision": "amp/fp16"}
+    found = lambda_bench(told | {"global_batch": "2560", "throughput": "100"})
+    assert found.samples_per_s == pytest.approx(100 * 2 * 87_599 / 256_000, rel=1e-4)  # two epochs
+
+
+def test_devices_that_sum_nothing_take_the_step_of_one_and_those_through_the_host_a_longer_one():
+    steps = {
+        (sums, host): predicted.predicted(
+            replace(run(1.0, network="resnet50", devices=count), side=224, sums=sums, through_host=host)
+        ).step_time_s
+        for count, sums, host in ((4, True, False), (4, True, True), (4, False, True), (1, True, None))
+    }
+    assert steps[False, True] == steps[True, None] < steps[True, False] < steps[True, True]
+
+
 def test_batches_that_lambda_leaves_out_are_those_of_its_commands():
     told = {"model": "resnet50", "num_gpus": "8", "global_batch": "", "throughput": "1"}
     narrow, wide = (

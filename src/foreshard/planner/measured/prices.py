@@ -147,7 +147,7 @@ class _Stages:
 
     def tail_s(self, copies: int) -> np.ndarray:
         """Return the seconds after the last micro-batch; only the first stage is sure to end last."""
-        first, trained = self._block[0], self._total("parameter_bytes")
+        first, trained = self._block[0], self._costs.moved_share * self._total("parameter_bytes")
         others = [rank for rank in range(self._cluster.num_devices) if rank != first][: copies - 1]
         seconds = self._slow * self._total("optimizer_s") + self._ring_s((first, *others), trained)
         tp = len(self._block)

@@ -163,7 +163,10 @@ class MeasuredCosts:
     # of a traced module, which intervals go by: whether it reads images, and has a backward
     reads_images: bool = False
     trained: bool = True
-    gathered_share: float = 1.0  # bytes of a parameter that ZeRO 3 moves, of those that are kept
+    # bytes of a parameter that ZeRO 3 gathers, and of its gradient that ranks sum, of those that are kept
+    moved_share: float = 1.0
+    copied_s: Mapping[str, float] = field(default_factory=dict)  # per byte of a bucket, in or out, by device
+    contention: float = 0.0  # what a second of collectives slows the work beside it by
     flops_per_sample: float = 0.0  # of forward and backward; 0: not known
     notes: tuple[str, ...] = ()  # of how the costs were made
     part_notes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # and of the parts, by degree
@@ -227,8 +230,8 @@ class MeasuredCosts:
 
     def gradients(self, tp: int = 1) -> list[tuple[tuple[int, ...], float]]:
         """Return (layers, bytes) of a rank's gradients: of each layer alone, then those that layers share."""
-        own = [layer.parameter_bytes for layer in self.layers_on("", tp)]
-        tied = self._tied(tp)
+        own = [self.moved_share * layer.parameter_bytes for layer in self.layers_on("", tp)]
+        tied = tuple((layers, self.moved_share * size) for layers, size in self._tied(tp))
         for layers, size in tied:
             for layer in layers:
                 own[layer] -= size

@@ -289,7 +289,7 @@ def _rank_times(step: MeasuredStep, times: critical_path.TaskTimes) -> list[Rank
         busy_s = sum(tasks.work_s.values())
         synced_s, end_s = float(times.start_s[tasks.optimizer]), float(times.end_s[tasks.optimizer])
         waiting_s, sync_s = _gap(done_s, busy_s), synced_s - done_s
-        if tasks.sharded:  # a stage alone waits for nothing but its values
+        if tasks.alone:  # a stage alone waits for nothing but its values
             waiting_s, sync_s = 0.0, sync_s + waiting_s
         found.append(
             RankTimes(

@@ -1,8 +1,9 @@
 """Lowering of a step by measured costs to a program of tasks, as `predict.graph.lowering` does by formulas.
 
 Pipelines run as scheduled, with messages beside the work. Gradients that the same ranks hold are summed in
-one ring, or in buckets while the backward goes on; one ring after another on every rank. Then each rank runs
-its optimizer. Under `foreshard run` a small sum over all ranks (they agree on how to go on) ends the step.
+one ring, or in buckets while the backward goes on; one ring after another on every rank. Gradients are
+copied into buckets and out of them, and rings slow the work beside them. Then each rank runs its optimizer.
+Under `foreshard run` a small sum over all ranks (they agree on how to go on) ends the step.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from foreshard.graph.pipeline import add_pipeline, pipeline_durations, pipeline_shape
 from foreshard.graph.program import Kind, Program, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import counts_of
-from foreshard.predict.measured.passes import PassSeconds
+from foreshard.predict.measured.passes import PassSeconds, layer_shares
 from foreshard.predict.measured.sharding import add_sharded
 from foreshard.predict.placement import nic_senders
 from foreshard.spec.cluster import Cluster
@@ -33,6 +36,7 @@ class RankTasks:
     gradients: dict[int, int]  # the task of its stage that completes the gradients of each layer
     reduced: int | None = None  # the last ring that the rank takes part in
     sharded: bool = False  # gradients are summed and split in the stage, layer by layer
+    alone: bool = False  # a stage that waits for no other
     optimizer: int = -1
 
     def holds(self, layers: Sequence[int], part: int | None) -> bool:
@@ -67,7 +71,7 @@ def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Measur
     senders = nic_senders(cluster, plan) if costs.by_formula else None
     for g, group in enumerate(plan.groups):
         ranks |= _add_group(builder, costs, cluster, g, group, passes, senders[g] if senders else None)
-    _add_rings(builder, costs, cluster, ranks)
+    rings = _add_rings(builder, costs, cluster, ranks)
     for rank, tasks in sorted(ranks.items()):
         stage, after = tasks.stage, set(tasks.gradients.values())
         seconds = costs.optimizer_s(cluster.device_of(rank).name, tasks.gradients, stage.tp)
@@ -82,7 +86,9 @@ def lower_measured(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> Measur
         everyone = sorted(ranks)
         vote_s = float(costs.ring_s(cluster, everyone, 0.0))
         builder.add("vote", vote_s, [ranks[rank].optimizer for rank in everyone])
-    return MeasuredStep(program=builder.build(), ranks=ranks, passes=passes)
+    program = builder.build()
+    _lengthen(program, costs, cluster, ranks, rings)
+    return MeasuredStep(program=program, ranks=ranks, passes=passes)
 
 
 def _add_group(
@@ -104,7 +110,7 @@ def _add_group(
         found += [Passes(tasks=(task,), count=1, ranks=group.stages[0].ranks) for task in made.passes]
         ranks = _ranks_of(g, group, passes, [made.gradients])
         for tasks in ranks.values():
-            tasks.reduced, tasks.sharded = made.reduced, True
+            tasks.reduced, tasks.sharded, tasks.alone = made.reduced, True, True
         return ranks
     if passes.forward.shape[:2] == (1, 1):  # a stage alone waits for nothing: its passes are one task
         own_s, members = float(passes.forward.sum() + passes.backward.sum()), group.stages[0].ranks
@@ -114,8 +120,12 @@ def _add_group(
             start = builder.add(f"group{g}", own_s - last_s, kind=Kind.PASSES, group=g, stage=0)
             gradients = _last_backward(builder, costs, cluster, g, group, last_s, start)
             found.append(Passes(tasks=(start,), count=count - 1, ranks=members))
-            found.append(Passes(tasks=tuple(gradients.values()), count=1, ranks=members))
-            return _ranks_of(g, group, passes, [gradients])
+            last = tuple(task - 1 for task in gradients.values())
+            found.append(Passes(tasks=last, count=1, ranks=members))
+            ranks = _ranks_of(g, group, passes, [gradients])
+            for tasks in ranks.values():
+                tasks.alone = True
+            return ranks
         chunks = [(builder.add(f"group{g}", own_s, kind=Kind.PASSES, group=g, stage=0),)]
         found.append(Passes(tasks=chunks[0], count=count, ranks=members))
     else:
@@ -158,17 +168,18 @@ def _last_backward(
     seconds: float,
     start: int,
 ) -> dict[int, int]:
-    """Append the last backward of a stage alone, layer by layer; return the task of each layer."""
+    """Append the last backward of a stage alone, layer by layer; return the task that ends each layer.
+
+    That task is what sums of gradients add to the layer (`_lengthen`), right after its backward.
+    """
     (stage,), (span,) = group.stages, group.stages[0].layers
     device = cluster.device_of(stage.ranks[0]).name
     samples = max(counts_of(stage, group.micro_batch))
-    weights = [
-        float(costs.work_s(device, (layer, layer + 1), "backward_s", samples, stage.tp))
-        for layer in range(*span)
-    ]
-    each_s, task, found = seconds / (sum(weights) or 1.0), start, {}
-    for layer, weight in zip(reversed(range(*span)), reversed(weights), strict=True):
-        task = builder.add(f"group{g}", weight * each_s, [task], kind=Kind.BACKWARD, group=g, stage=0)
+    shares = layer_shares(costs, device, stage, "backward_s", samples).tolist()
+    task, found = start, {}
+    for layer, share in zip(reversed(range(*span)), reversed(shares), strict=True):
+        task = builder.add(f"group{g}", share * seconds, [task], kind=Kind.BACKWARD, group=g, stage=0)
+        task = builder.add(f"group{g}", 0.0, [task], kind=Kind.GRADIENT_REDUCE, group=g, stage=0)
         found[layer] = task
     return found
 
@@ -218,13 +229,27 @@ def _sends(
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ring:
+    """A sum of gradients: its task, the ranks that take part, and (layers, bytes) of what they sum."""
+
+    task: int
+    owners: tuple[int, ...]
+    pieces: list[tuple[tuple[int, ...], float]]
+
+    def has(self, layer: int) -> bool:
+        """Return whether gradients of a layer are among what is summed."""
+        return any(layer in layers for layers, _ in self.pieces)
+
+
 def _add_rings(
     builder: ProgramBuilder, costs: MeasuredCosts, cluster: Cluster, ranks: dict[int, RankTasks]
-) -> None:
+) -> list[_Ring]:
     """Append the sums of gradients: one ring for all that the same ranks hold, in the order of the ranks."""
+    found: list[_Ring] = []
     rings: dict[tuple[int, ...], list[tuple[tuple[int, ...], float]]] = {}
     if any(tasks.sharded for tasks in ranks.values()):  # of all ranks, or of none
-        return
+        return found
     for layers, size, part in _pieces(costs, ranks):
         owners = tuple(rank for rank in sorted(ranks) if ranks[rank].holds(layers, part))
         if size > 0 and len(owners) > 1:
@@ -245,8 +270,54 @@ def _add_rings(
         first = ranks[owners[0]]
         where = {"kind": Kind.GRADIENT_REDUCE, "group": first.group, "stage": first.place}
         ring = builder.add(f"rings{owners}", seconds, sorted(after), **where)
+        found.append(_Ring(task=ring, owners=owners, pieces=pieces))
         for rank in owners:
             ranks[rank].reduced = ring
+    return found
+
+
+def _lengthen(
+    program: Program,
+    costs: MeasuredCosts,
+    cluster: Cluster,
+    ranks: dict[int, RankTasks],
+    rings: Sequence[_Ring],
+) -> None:
+    """Let a backward take longer by the copies into its buckets, and by the rings that run beside it.
+
+    What was summed is copied out once the last ring of a rank has ended; stages of a pipeline, whose rings
+    come after the last backward, copy in and out there.
+    """
+    seconds = program.duration_s
+    own: dict[int, list[_Ring]] = {}
+    for ring in rings:
+        for rank in ring.owners:
+            own.setdefault(rank, []).append(ring)
+    out_s: dict[int, float] = {}
+    begun: set[int] = set()
+    for rank, tasks in ranks.items():
+        if rank not in own:
+            continue
+        each_s = costs.copied_s.get(cluster.device_of(rank).name, 0.0) / costs.speed("data_comm")
+        total = sum(size for ring in own[rank] for _, size in ring.pieces)
+        last = own[rank][-1].task
+        out_s[last] = max(out_s.get(last, 0.0), (1.0 if tasks.alone else 2.0) * each_s * total)
+        if not tasks.alone or tasks.group in begun:  # ranks of a stage run its tasks together
+            continue
+        begun.add(tasks.group)
+        moved_s = sum(float(seconds[ring.task]) for ring in own[rank][:-1])
+        begins = max(tasks.gradients[i] for i in tasks.gradients if own[rank][0].has(i))
+        beside = np.array([task for task in tasks.gradients.values() if task > begins], dtype=int)
+        busy_s = seconds[beside - 1]
+        total_s = float(busy_s.sum())
+        if total_s > 0.0:
+            seconds[beside] += costs.contention * min(1.0, moved_s / total_s) * busy_s
+        for ring in own[rank]:
+            for layers, size in ring.pieces:
+                held = [tasks.gradients[layer] for layer in layers if layer in tasks.gradients]
+                seconds[max(held)] += each_s * size
+    for task, longer_s in out_s.items():
+        seconds[task] += longer_s
 
 
 def _buckets(

@@ -159,7 +159,7 @@ def _stage_bytes(costs: MeasuredCosts, group: Group, stage: Stage, place: int) -
     if stage.zero >= 3 and shards > 1:
         table = costs.layers_on("", stage.tp)
         layers = [table[layer] for lo, hi in stage.layers for layer in range(lo, hi)]
-        sizes = [costs.gathered_share * layer.parameter_bytes for layer in layers]
+        sizes = [costs.moved_share * layer.parameter_bytes for layer in layers]
         whole = max(sum(sizes[i : i + GATHERED_LAYERS]) for i in range(len(sizes)))
         held = own / shards
     parts = {

@@ -10,7 +10,7 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import counts_of, recomputed_share
 from foreshard.predict.tasks.host import joined_s
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.plan import Group
+from foreshard.spec.plan import Group, Stage
 
 _BUSY = ("compute_s", "recompute_s", "host_s", "tensor_s")
 
@@ -128,3 +128,12 @@ class PassSeconds:
             return 0.5 * self._costs.ring_s(self._cluster, block, size) * (samples > 0)
 
         return seam_s(virtual + 1, hi - 1), seam_s(virtual - 1, lo - 1)
+
+
+def layer_shares(costs: MeasuredCosts, device: str, stage: Stage, name: str, samples: float) -> np.ndarray:
+    """Return the share of each layer of a stage alone in its pass: of the longer of device and host."""
+    lo, hi = stage.layers[0]
+    device_s = np.array([costs.work_s(device, (i, i + 1), name, samples, stage.tp) for i in range(lo, hi)])
+    host_s = np.diff(costs.launches_s(device, samples), axis=0)[lo:hi, int(name == "backward_s")]
+    longer_s = joined_s(device_s, host_s, costs.host_sharpness)
+    return np.asarray(longer_s / (longer_s.sum() or 1.0))

@@ -2,7 +2,8 @@
 
 Each layer that has parameters is gathered for its forward and again for its backward, one layer ahead of what
 computes, and its gradients are reduced and scattered while the backward goes on. Transfers run one at a time,
-gathers first: the next layer waits for them.
+gathers first: the next layer waits for them. A layer takes longer by the transfers that run beside it, and by
+copies out of what was gathered and into what is scattered.
 
 Source
 ------
@@ -13,12 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from foreshard.graph.program import Kind, ProgramBuilder
 from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.memory import GATHERED_LAYERS, counts_of
-from foreshard.predict.measured.passes import PassSeconds
+from foreshard.predict.measured.passes import PassSeconds, layer_shares
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Group
 
@@ -59,7 +58,7 @@ def add_sharded(
         for kind in (Kind.FORWARD, Kind.BACKWARD)
         for layer, seconds in _layer_seconds(costs, cluster, group, passes, m, kind)
     ]
-    moved = [costs.gathered_share * layer.parameter_bytes for layer in costs.layers_on("", stage.tp)]
+    moved = [costs.moved_share * layer.parameter_bytes for layer in costs.layers_on("", stage.tp)]
     speed = costs.speed("data_comm")
     moved_s = [costs.gather_s(cluster, ranks, size) / speed if size else 0.0 for size in moved]
     gathers: list[list[int]] = []
@@ -74,19 +73,24 @@ def add_sharded(
 
     for _, layer, _ in visits[:GATHERED_LAYERS]:
         gathers.append(transfer(layer, [], Kind.PARAMETER_GATHER))
+    device = cluster.device_of(ranks[0]).name
+    copied_s = [costs.copied_s.get(device, 0.0) * size / speed for size in moved]
     done: list[int] = []
     gradients: dict[int, int] = {}
     reduced: list[int] = []
     for kind, layer, seconds in visits:
         place = len(done)
         done.append(builder.add(f"group{g}", seconds, gathers[place], kind=kind, group=g, stage=0))
+        times, beside = (1, Kind.PARAMETER_GATHER) if kind is Kind.FORWARD else (2, Kind.GRADIENT_REDUCE)
+        longer_s = costs.contention * min(seconds, times * moved_s[layer]) + times * copied_s[layer]
+        end = builder.add(f"group{g}", longer_s, [done[-1]], kind=beside, group=g, stage=0)
         if place + GATHERED_LAYERS < len(visits):
             ahead = visits[place + GATHERED_LAYERS][1]
-            gathers.append(transfer(ahead, [done[-1]], Kind.PARAMETER_GATHER))
+            gathers.append(transfer(ahead, [end], Kind.PARAMETER_GATHER))
         if kind is Kind.BACKWARD:
-            gradients[layer] = done[-1]
-            reduced += transfer(layer, [done[-1]], Kind.GRADIENT_REDUCE)
-    return ShardedTasks(passes=tuple(done), gradients=gradients, reduced=[done[-1], *reduced][-1])
+            gradients[layer] = end
+            reduced += transfer(layer, [end], Kind.GRADIENT_REDUCE)
+    return ShardedTasks(passes=tuple(done), gradients=gradients, reduced=[end, *reduced][-1])
 
 
 def _layer_seconds(
@@ -97,6 +101,6 @@ def _layer_seconds(
     layers, forward = list(range(*stage.layers[0])), kind is Kind.FORWARD
     device, samples = cluster.device_of(stage.ranks[0]).name, max(counts_of(stage, passes.sizes[m]))
     name, seconds = ("forward_s", passes.forward) if forward else ("backward_s", passes.backward)
-    weights = np.array([costs.work_s(device, (i, i + 1), name, samples, stage.tp) for i in layers])
-    each = list(zip(layers, (weights * (seconds[0, 0, m] / weights.sum())).tolist(), strict=True))
+    shares = layer_shares(costs, device, stage, name, samples)
+    each = list(zip(layers, (shares * seconds[0, 0, m]).tolist(), strict=True))
     return each if forward else each[::-1]

@@ -188,7 +188,9 @@ def traced_costs(
         host_sharpness=constants.host_sharpness,
         reads_images=module.reads_images,
         trained=any(layer.backward for layer in module.layers),
-        gathered_share=0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0,
+        moved_share=_moved_share(module),
+        copied_s={device.name: _copied_s(device, module, fidelity) for device in devices},
+        contention=constants.fsdp_contention * all(map(launches_kernels, devices)),
         flops_per_sample=module.flops(many) / many,
         notes=(*module.assumptions, *_layout_notes(module, devices[0], many, fidelity, prices)),
         part_notes={degree: _part_notes(part) for degree, part in split.items()},
@@ -280,6 +282,20 @@ def costs_under(
         slower=slower,
         priced=priced,
     )
+
+
+def _moved_share(module: TracedModule) -> float:
+    """Return bytes of a gradient of those of a parameter: 2 of 4 where a module is in 16 bit as a whole."""
+    return 0.5 if module.casts_weights and module.precision in ("fp16", "bf16") else 1.0
+
+
+def _copied_s(device: Device, module: TracedModule, fidelity: str) -> float:
+    """Return the seconds of a byte that is copied into a bucket, or out of it, as a kernel of streams.
+
+    torch's DistributedDataParallel does so unless it is asked for `gradient_as_bucket_view`.
+    """
+    kernels = kernel_model(device, module.precision, fidelity=fidelity)
+    return 2.0 / float(kernels.stream_eff * kernels.memory_bytes_per_s)
 
 
 def _layout_notes(
@@ -521,7 +537,7 @@ def _layer(
         frozen_bytes=(layer.frozen + layer.buffers) * module.weight_bytes + max(0.0, layer.saved_bytes.fixed),
         sums_forward=_sums(layer.sums_forward, sizes[1]),
         sums_backward=_sums(layer.sums_backward, sizes[1]),
-        summed_bytes=layer.unsummed * MASTER_BYTES,
+        summed_bytes=_moved_share(module) * layer.unsummed * MASTER_BYTES,
         splits_boundary=layer.splits_boundary,
     )
 

@@ -89,7 +89,7 @@ def traced_of(run: NetworkRun) -> TracedModule:
 
 
 def predicted(run: NetworkRun) -> Prediction:
-    """Return the prediction of a run, whatever it was measured at; errors as of `traced_of`."""
+    """Return the prediction of a step of a run, whatever it was measured at; errors as of `traced_of`."""
     run = _unmeasured(run)
     if run not in _predictions:
         _predictions[run] = _predicted(run)
@@ -97,8 +97,13 @@ def predicted(run: NetworkRun) -> Prediction:
 
 
 def _predicted(run: NetworkRun) -> Prediction:
+    if not run.sums:  # each device is as fast as one alone
+        run = replace(run, num_devices=1, nodes=1)
     module = traced_of(run)
     cluster = load_cluster(f"{run.nodes}x{run.num_devices // run.nodes}x{run.device}")
+    if run.through_host:
+        nodes = (replace(group, nvlink_domain=1, pcie="host") for group in cluster.nodes)
+        cluster = replace(cluster, nodes=tuple(nodes))
     asked = {"micro_batch": run.batch, "global_batch": run.global_batch, "optimizer": run.optimizer}
     return predict_traced(module, cluster, plan_of(module, cluster, asked))
 

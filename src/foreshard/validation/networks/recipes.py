@@ -6,6 +6,7 @@ tables follow its README and configurations. Both train in 16 bit by Apex at lev
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class TrainingRecipe:
         Of what the source states as its batch.
     changed : mapping
         Arguments of the network in place of its own.
+    sums : bool
+        Whether devices sum their gradients.
     """
 
     network: str
@@ -47,18 +50,25 @@ class TrainingRecipe:
     samples: float = 1.0
     changed: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
+    sums: bool = True
 
 
 _GNMT = TrainingRecipe(network="gnmt", counted=(2 * SENTENCE - 1) * FILLED, changed={"words": SENTENCE})
-_UNCLUSTERED = {"cutoffs": (), "narrower": 1}  # Lambda's commands lack --adaptive and --div_val
+_UNCLUSTERED = {"cutoffs": (), "narrower": 1}
+"""Of Transformer-XL: Lambda's commands lack `--adaptive` and `--div_val`.
+
+They lack `--multi_gpu ddp` too, without which train.py starts a process on each device and sums nothing.
+"""
 LAMBDA_WORDS = {
     "bert_base_squad": TrainingRecipe(network="bert_base_squad"),
     "bert_large_squad": TrainingRecipe(network="bert_large_squad"),
     "gnmt": _GNMT,
     "ncf": TrainingRecipe(network="ncf"),
-    "transformerxlbase": TrainingRecipe(network="transformer_xl_base", counted=192, changed=_UNCLUSTERED),
+    "transformerxlbase": TrainingRecipe(
+        network="transformer_xl_base", counted=192, changed=_UNCLUSTERED, sums=False
+    ),
     "transformerxllarge": TrainingRecipe(
-        network="transformer_xl_large", counted=256, changed={**_UNCLUSTERED, "words": 256}
+        network="transformer_xl_large", counted=256, changed={**_UNCLUSTERED, "words": 256}, sums=False
     ),
 }
 """By the names of Lambda's tables."""
@@ -162,9 +172,44 @@ LAMBDA_MEDIA = {  # network, optimizer, units of speed of a sample; padding of T
 }
 MLPERF = {"resnet": "resnet50", "maskrcnn": "mask_rcnn", "ssd": "retinanet", "unet3d": "unet3d"}
 """Networks by the names of MLPerf's benchmarks; `ssd` is RetinaNet since the second round."""
-LAMBDA_WIDE = ("tacotron2", "waveglow")
-"""Trained in 32 bit or TF32 whatever the table says: the commands pass `--amp-run`, which train.py does not
-know and passes over (its flag is `--amp`); V100s are equally fast with and without."""
+_NOT_AMP = {"tacotron2": 0.0, "waveglow": 0.0, "ncf": 64e9}
+"""By network, bytes of memory from which on devices trained it in 32 bit or TF32 whatever the table says.
+
+Commands of the first two pass `--amp-run`, which train.py does not know and passes over (its flag is
+`--amp`); V100s are equally fast with and without. Those of NCF (`PyTorch_ncf_FP16_PARAMS`) pass `--amp` for
+devices of 16 to 48 GB, and nothing for those of 80 GB and more, which ncf.py trains in 32 bit.
+"""
+LAMBDA_THROUGH_HOST = frozenset(
+    (
+        *("v100-sxm-16gb", "a100-sxm-40gb", "a100-sxm-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
+        *("h100-pcie", "rtx-3090", "rtx-4090", "rtx-a6000", "rtx-6000-ada"),
+    )
+)
+"""Devices that Lambda timed while its script exported NCCL_P2P_DISABLE=1.
+
+So `benchmark_pytorch.sh` did from 2022-10-16 (commit 0a684b62) to 2023-02-06 (aad0d1cd); configurations of
+several of these devices were committed between, those of H100-SXM and later ones after it.
+"""
+_SQUAD_QUESTIONS, _SQUAD_EPOCHS, _SQUAD_STEPS = 87_599, 2, 100
+"""Of SQuAD 1.1's training set, each a sample and few more than one; how often and for how many steps Lambda
+trains on them (`PyTorch_bert_*_PARAMS`)."""
+
+
+def lambda_narrow(row: Mapping[str, str], memory_bytes: float) -> bool:
+    """Return whether a row of Lambda's was trained in 16 bit."""
+    return row["precision"].startswith("amp") and memory_bytes < _NOT_AMP.get(row["model"], math.inf)
+
+
+def lambda_trained_share(row: Mapping[str, str], batch: int) -> float:
+    """Return the samples that a run of Lambda's trained, of those that its speed is counted by.
+
+    run_squad.py counts 100 steps over the seconds of its loops; they end after the step that follows those,
+    or after two epochs, of which each device has its share.
+    """
+    if not row["model"].endswith("_squad"):
+        return 1.0
+    there = _SQUAD_EPOCHS * math.ceil(_SQUAD_QUESTIONS / int(row["num_gpus"]))
+    return min((_SQUAD_STEPS + 1) * batch, there) / (_SQUAD_STEPS * batch)
 
 
 def lambda_batch(row: Mapping[str, str], *, narrow: bool) -> int:

@@ -39,6 +39,10 @@ class NetworkRun:
         Release of NVIDIA's library of convolutions.
     training : bool
         Whether it was trained, or ran forward alone.
+    sums : bool
+        Whether devices sum their gradients, or each trains by itself.
+    through_host : bool
+        Whether devices of a node meet through the host's memory alone.
     """
 
     source: str
@@ -57,6 +61,8 @@ class NetworkRun:
     framework: str = MEASURED_FRAMEWORK
     cudnn: int = 8
     training: bool = True
+    sums: bool = True
+    through_host: bool = False
 
     @property
     def case(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from foreshard.validation.networks.recipes import (
     DLE_DEVICE,
     DLE_NAMES,
     LAMBDA_MEDIA,
-    LAMBDA_WIDE,
+    LAMBDA_THROUGH_HOST,
     LAMBDA_WORDS,
     MLPERF,
     NO_BATCH,
@@ -25,6 +25,8 @@ from foreshard.validation.networks.recipes import (
     dle_device,
     dle_run,
     lambda_batch,
+    lambda_narrow,
+    lambda_trained_share,
 )
 from foreshard.validation.networks.run import MEASURED_FRAMEWORK, NetworkRun
 
@@ -163,23 +165,27 @@ def lambda_bench(row: Row) -> NetworkRun:
         raise SpecError(f"flagged by its source: {notes.partition('SUSPECT: ')[2]}")
     device = resolve_device(row["gpu"].replace("H200 140GB", "H200 141GB"))
     count = int(row["num_gpus"])
-    narrow, speed = row["precision"].startswith("amp"), float(row["throughput"])
-    wide, batch = "tf32" if device.supports("tf32") else "fp32", lambda_batch(row, narrow=narrow)
+    batch = lambda_batch(row, narrow=row["precision"].startswith("amp"))
+    speed = float(row["throughput"]) * lambda_trained_share(row, batch)
+    wide = "tf32" if device.supports("tf32") else "fp32"
+    precision = "fp16" if lambda_narrow(row, device.memory_bytes) else wide
     if row["model"] in LAMBDA_WORDS:
-        known = {"device": device.name, "precision": "fp16" if narrow else wide, "num_devices": count}
+        known = {"device": device.name, "precision": precision, "num_devices": count}
+        known["through_host"] = device.name in LAMBDA_THROUGH_HOST
         return of_words("Lambda", LAMBDA_WORDS[row["model"]], batch, speed, **known)
     name, optimizer, units = LAMBDA_MEDIA[row["model"]]
     return NetworkRun(
         source="Lambda",
         network=name,
         device=device.name,
-        precision="fp16" if narrow and row["model"] not in LAMBDA_WIDE else wide,
+        precision=precision,
         layout="nchw",
         num_devices=count,
         batch=batch,
         side=224 if name in CLASSIFIERS else None,
         samples_per_s=speed / units,
         optimizer=optimizer,
+        through_host=device.name in LAMBDA_THROUGH_HOST,
     )
 
 
@@ -228,6 +234,7 @@ def of_words(source: str, run: TrainingRecipe, batch: int, speed: float, **given
         batch=batch,
         samples_per_s=speed / run.counted,
         optimizer=run.optimizer,
+        sums=run.sums,
         changed=tuple(sorted(run.changed.items())),
         **given,
     )
