@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from foreshard.errors import SpecError
@@ -165,7 +166,8 @@ class Plan:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Every rank the plan uses, in plan order."""
-        return tuple(rank for group in self.groups for stage in group.stages for rank in stage.ranks)
+        parts = [stage.ranks for group in self.groups for stage in group.stages]
+        return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts))
 
     @property
     def tokens(self) -> int:
