@@ -23,6 +23,7 @@ from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import ForeshardError, SpecError, Terminated
 from foreshard.option_names import meant
+from foreshard.spec.plan import COMM_OPTIONS
 
 INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
 
@@ -83,6 +84,9 @@ def _asked(args: list[str]) -> list[str]:
 def _of_other_verbs(option: str, command: str) -> str | None:
     """Return the fix that names the verbs which have an option, None where none has."""
     own = command.removeprefix("foreshard ")
+    switch = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if own == "plan" and switch in COMM_OPTIONS:
+        return f"Write --comm {switch}: the search may then switch it, else it is the framework's"
     have = [
         name
         for name, other in commands()

@@ -44,7 +44,8 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         if number.is_finite() and self.low <= number <= self.high and number == number.to_integral_value():
             return int(number)
         what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
-        example = f". Write it like {max(self.low, min(self.high, 8))}"
+        usual = "8192 or 8k" if self.thousand else max(self.low, min(self.high, 8))
+        example = f". Write it like {usual}"
         if re.search(r"tok(en)?s?$", digits.lower()):
             example = ". It is no number of tokens: samples are tokens over the length of a sequence"
         self.fail(what + (_suffix_hint(digits) or example), param, ctx)

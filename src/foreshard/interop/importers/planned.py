@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from foreshard.advise.request import Request, flag_of
+from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError
 from foreshard.interop.importers.stated_run import StatedRun
 from foreshard.spec.checks import check_plan
@@ -36,6 +37,7 @@ def plan_of(
         When the run does not fit the model or the cluster.
     """
     choices = {**run.choices, **stated}
+    choices["framework"] = load_framework(choices["framework"]).label  # a plan is of one release
     if not any(block.shared_ffn for block, _ in model.block_kinds()):
         choices.pop("shared_overlap", None)  # Megatron takes the flag, which then hides nothing
     if "precision" in stated and stated["precision"] != "fp8":
