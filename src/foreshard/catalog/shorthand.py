@@ -142,6 +142,8 @@ def _rate_fix(rate: str) -> str | None:
     if short:
         amount = f"{short[1]}{short[2].upper()}"
         return f"Write '{amount}b/s' for bits, '{amount}B/s' for bytes"
+    if re.search(r"nvlink|nvswitch|pcie|infinity fabric|xgmi", rate, re.IGNORECASE):
+        return "Leave it out: it joins devices of a node and is known; after @ is the rate of NICs"
     port = _port(rate)
     if port is not None:
         return (

@@ -160,6 +160,8 @@ def _usage_error(error: click.ClickException, args: Sequence[str] = ()) -> SpecE
         fix = _of_other_verbs(error.option_name, command) or _near_option(error) or fix
     if re.search(r"extra arguments? \((true|false|yes|no|on|off|1|0)\b", message, re.IGNORECASE):
         fix = "A switch has no value: write --compile or --no-compile, as --help lists them"
+    if assigned := re.search(r"extra arguments? \((?:--)?([a-z][a-z_-]*)=(\S+?)[ )]", message, re.IGNORECASE):
+        fix = f"Write --{assigned[1]} {assigned[2]}"
     fix = _rate_of_cluster(message, args) or fix
     if isinstance(error, click.BadOptionUsage) and "does not take a value" in message:
         fix = f"Write {key} alone"

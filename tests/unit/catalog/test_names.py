@@ -163,7 +163,7 @@ def test_devices_by_the_names_that_people_type(typed, meant):
         ("DGX A100 320GB", (1, 8, "a100-sxm-40gb", 1600)),
         ("gd-8xh100ib-i128", (1, 8, "h100-sxm", 3200)),
         ("BM.GPU.A10.4", (1, 4, "a10", 100)),
-        ("VM.GPU3.4", (1, 4, "v100-sxm-16gb", 24.6)),
+        ("VM.GPU3.4", (1, 4, "v100-sxm-16gb", 25)),
         ("2xa3-highgpu-4g", (2, 4, "h100-sxm", 100)),
         ("p6-b300.48xlarge", (1, 8, "b300-sxm", 6400)),
         ("2xct5lp-hightpu-4t", (2, 4, "tpu-v5e", 100)),

@@ -46,6 +46,8 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
         usual = "8192 or 8k" if self.thousand else max(self.low, min(self.high, 8))
         example = f". Write it like {usual}"
+        if digits.lower() == "auto":
+            example = ". Write a number; 'foreshard plan' finds the best one"
         if re.search(r"tok(en)?s?$", digits.lower()):
             example = ". It is no number of tokens: samples are tokens over the length of a sequence"
         self.fail(what + (_suffix_hint(digits) or example), param, ctx)
