@@ -127,16 +127,20 @@ def _usage_rule(error: click.ClickException, command: str) -> str | None:
 
 
 def _rate_of_cluster(message: str, args: Sequence[str]) -> str | None:
-    """Return the fix of a NIC rate that stands apart from the cluster, None of other words."""
-    rate = re.search(r"extra arguments? \(([0-9.]+ ?[kmgt]b(?:it)?(?:/s|ps)\S*)\)", message, re.IGNORECASE)
-    if rate is None:
+    """Return the fix of a NIC rate or of nodes that stand apart from the cluster, None of other words."""
+    extra = re.search(r"extra arguments? \((.+)\)", message)
+    if extra is None:
         return None
     from foreshard.catalog.shorthand import read_shorthand
 
+    rate = re.fullmatch(r"[0-9.]+ ?[kmgt]b(?:it)?(?:/s|ps)\S*", extra[1], re.IGNORECASE)
     for word in args:
         with suppress(SpecError):
             read_shorthand(word)
-            return f"Write '{word}@{rate[1]}' for nodes with NICs of that rate"
+            if rate:
+                return f"Write '{word}@{rate[0]}' for nodes with NICs of that rate"
+            read_shorthand(extra[1])
+            return f"Write '{word}+{extra[1]}' for both"
     return None
 
 

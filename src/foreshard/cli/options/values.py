@@ -249,7 +249,7 @@ class Margin(click.ParamType):  # type: ignore[type-arg]
         if 0.0 <= number < 1.0:
             return number
         what = f"{str(value)[:40]!r} is not a probability of at least 0 and below 1"
-        self.fail(f"{what}. Give 0.95 or 95%, or off for plans that may fill the memory.", param, ctx)
+        self.fail(f"{what}. Write 0.95 or 95%, or off for plans that may fill the memory.", param, ctx)
 
 
 class Word(click.ParamType):  # type: ignore[type-arg]

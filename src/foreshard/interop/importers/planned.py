@@ -98,13 +98,9 @@ def _batches(
     micro, total = choices.get("micro_batch"), choices.get("global_batch")
     if micro is None and total is not None and total % (passes * ranks) == 0:
         return {"micro_batch": total // (passes * ranks)}
-    if total is None and micro is not None:
-        return {"global_batch": micro * passes * ranks}
-    if (
-        total is None
-        or total == (micro or 0) * passes * ranks
-        or set(stated) & {"micro_batch", "global_batch"}
-    ):
+    if total is None:
+        return {"global_batch": (micro or 1) * passes * ranks}
+    if total == (micro or 0) * passes * ranks or set(stated) & {"micro_batch", "global_batch"}:
         return {}
     what = (
         f"{micro or '?'} samples x {passes} passes x {ranks} data-parallel ranks are not a batch of {total}"
