@@ -782,14 +782,36 @@ RECALLED_INSTANCES = [
     ("aws-g5.24xlarge", "a10g", 4, 50, "ENA", "PCIe4"),
     ("aws-g6.24xlarge", "l4", 4, 50, "ENA", "PCIe4"),
     ("aws-g6e.24xlarge", "l40s", 4, 200, "EFA", "PCIe4"),
+    ("aws-p5.4xlarge", "h100-sxm", 1, 100, "EFAv2", "none"),
+    ("aws-p6-b300.48xlarge", "b300-sxm", 8, 6400, "EFAv4", "NVLink5/NVSwitch"),
     ("aws-trn2u.48xlarge", "trainium-2", 16, 3200, "EFAv3", "NeuronLink"),
     ("azure-nc6s-v3", "v100-pcie-16gb", 1, 6, "Ethernet", "none"),
     ("azure-nc12s-v3", "v100-pcie-16gb", 2, 12, "Ethernet", "PCIe3"),
     ("azure-nc24s-v3", "v100-pcie-16gb", 4, 24, "Ethernet", "PCIe3"),
+    ("azure-nd128isr-gb300-v6", "gb300-nvl72", 4, 3200, "InfiniBand XDR", "NVLink5/NVL72"),
+    ("gcp-a3-highgpu-1g", "h100-sxm", 1, 25, "gVNIC", "none"),
+    ("gcp-a3-highgpu-2g", "h100-sxm", 2, 50, "gVNIC", "NVLink4/NVSwitch"),
+    ("gcp-a3-highgpu-4g", "h100-sxm", 4, 100, "gVNIC", "NVLink4/NVSwitch"),
+    ("gcp-a3-edgegpu-8g", "h100-sxm", 8, 600, "GPUDirect-TCPX", "NVLink4/NVSwitch"),
+    ("gcp-a4x-maxgpu-4g-metal", "gb300-nvl72", 4, 3600, "RoCE", "NVLink5/NVL72"),
+    ("gcp-g2-standard-4", "l4", 1, 10, "gVNIC", "none"),
+    ("gcp-g2-standard-8", "l4", 1, 16, "gVNIC", "none"),
+    ("gcp-g2-standard-12", "l4", 1, 16, "gVNIC", "none"),
+    ("gcp-g2-standard-16", "l4", 1, 32, "gVNIC", "none"),
+    ("gcp-g2-standard-24", "l4", 2, 32, "gVNIC", "PCIe4"),
+    ("gcp-g2-standard-32", "l4", 1, 32, "gVNIC", "none"),
+    ("gcp-g2-standard-48", "l4", 4, 50, "gVNIC", "PCIe4"),
     ("gcp-a2-highgpu-2g", "a100-sxm-40gb", 2, 32, "Ethernet", "NVLink3/NVSwitch"),
     ("gcp-a2-highgpu-4g", "a100-sxm-40gb", 4, 50, "Ethernet", "NVLink3/NVSwitch"),
     ("gcp-a2-ultragpu-4g", "a100-sxm-80gb", 4, 50, "Ethernet", "NVLink3/NVSwitch"),
+    ("lambda-gpu-1x-a100-sxm4", "a100-sxm-40gb", 1, None, "Ethernet", "none"),
+    ("lambda-gpu-1x-h100-pcie", "h100-pcie", 1, None, "Ethernet", "none"),
+    ("lambda-gpu-8x-a100", "a100-sxm-40gb", 8, None, "Ethernet", "NVLink"),
     ("nvidia-dgx-1", "v100-sxm-16gb", 8, 400, "InfiniBand EDR", "NVLink2 hybrid cube mesh"),
+    ("oci-bm.gpu3.8", "v100-sxm-16gb", 8, 50, "Ethernet", "NVLink2 hybrid cube mesh"),
+    ("oci-vm.gpu3.1", "v100-sxm-16gb", 1, 4, "Ethernet", "none"),
+    ("oci-vm.gpu3.2", "v100-sxm-16gb", 2, 8, "Ethernet", "NVLink2"),
+    ("oci-vm.gpu3.4", "v100-sxm-16gb", 4, 24.6, "Ethernet", "NVLink2"),
     ("oci-bm.gpu4.8", "a100-sxm-40gb", 8, 1600, "RoCE", "NVLink3/NVSwitch"),
     ("oci-bm.gpu.a100-v2.8", "a100-sxm-80gb", 8, 1600, "RoCE", "NVLink3/NVSwitch"),
     ("oci-bm.gpu.h100.8", "h100-sxm", 8, 3200, "RoCE", "NVLink4/NVSwitch"),
@@ -800,13 +822,15 @@ RECALLED_INSTANCES = [
 ]
 
 
-def recalled_instance(name: str, device: str, count: int, gbps: float, network: str, links: str) -> dict:
+def recalled_instance(
+    name: str, device: str, count: int, gbps: float | None, network: str, links: str
+) -> dict:
     """Return an instance known by its vendor's pages only."""
     return {
         "name": name,
         "device": device,
         "per_node": count,
-        "nic_bytes_per_s": gbps * 1e9 / 8,
+        "nic_bytes_per_s": None if gbps is None else gbps * 1e9 / 8,
         "network": network,
         "intra_link": links,
         "usd_per_h": None,

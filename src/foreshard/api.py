@@ -759,6 +759,7 @@ def simulate(
     scenario: str | os.PathLike[str] | Scenario,
     *,
     policies: Iterable[str] | None = None,
+    policy: str | None = None,
     seeds: int = 1,
     slots: int | None = None,
 ) -> Evaluation:
@@ -770,6 +771,8 @@ def simulate(
         Path of a TOML file (`foreshard schema scenario`).
     policies : iterable of str, optional
         Of `simulate.evaluation.POLICIES`; all by default.
+    policy : str, optional
+        The same as the flag states it, with commas between them.
     seeds, slots : int
         Paths, and slots of each; the scenario's slots by default.
     """
@@ -777,8 +780,9 @@ def simulate(
     from foreshard.spec.scenario import load_scenario
 
     found = load_scenario(os.fspath(scenario)) if isinstance(scenario, str | os.PathLike) else scenario
+    chosen = policies if policy is None else policy.split(",")
     return evaluate_policies(
-        found, policies=None if policies is None else tuple(policies), seeds=seeds, slots=slots
+        found, policies=None if chosen is None else tuple(chosen), seeds=seeds, slots=slots
     )
 
 

@@ -46,7 +46,11 @@ _OPTIONS = {
     "mixed-precision": "dtype",
     "pipeline-parallel-schedule": "schedule",
     "enable-async-tensor-parallel": "tp-overlap",
-    "zero-stage": "zero",
+    **dict.fromkeys(("zero-stage", "zero-optimization.stage"), "zero"),
+    "activation-checkpoint.mode": "recompute",
+    "mixed-precision-param": "dtype",
+    "optimizer.name": "optimizer",
+    "compile.enable": "compile",
     "recompute-granularity": "recompute",
     "torch-compile": "compile",
     **dict.fromkeys(("lora-rank", "lora-r"), "lora"),
@@ -122,7 +126,7 @@ _MEANT = {
     "(gradient|activation)-checkpointing|activation-recompute|remat": "--recompute full",
     "ac|activation-checkpoint.*|(no-)?checkpoint-activations": "--recompute full or selective",
     "recompute-(method|num-layers)": "--recompute full:uniform:N or full:block:N",
-    "fsdp2?": "--framework torchtitan --zero 3",
+    "fsdp2?": "--framework torchtitan --zero 3, or --framework hf where the Trainer runs it",
     "deepspeed": "--framework deepspeed",
     "hsdp|replicas": "--shard-size: ranks that share one copy",
     "data-parallel-(shard|replicate)-degree": "--zero 3, with --shard-size N for shards of N ranks",
@@ -148,7 +152,6 @@ _MEANT = {
     "(no-)?cpu-offload(ing)?|offload-optimizer": "--offload cpu",
     "bf16|fp16|fp32|fp8|tf32": "--dtype and the format",
     "fp8-format": "--dtype fp8",
-    "activation-checkpoint\\.mode": "--recompute full or selective",
     "model\\.(name|flavor)": "MODEL first, without a flag",
     "(grad-reduce-in-bf16|(main-)?grads?-dtype|reduce-dtype)": "--set grad_bytes=2 and grad_reduce_bytes=2",
     "(enable-)?cuda-graphs?(-impl|-scope)?": "--set cuda_graphs=full",
@@ -182,6 +185,11 @@ _MEANT = {
     "no-(tp|pp|dp|cp|ep|vpp)": "that degree as 1, as --pp 1",
     "k|n|num-plans": "--top",
     "baselines?": "--compare-with",
+    "(min-)?(lr|learning-rate)(-.*)?|warmup.*|weight-decay|adam(w)?-(beta|eps).*|.*seed|report-to"
+    "|(save|eval|log(ging)?)-.*|(train-)?data(-path|set)?|tokenizer.*|output-dir": "nothing: it changes "
+    "neither time nor memory of a step",
+    "num-(hidden-)?layers|hidden-(size|dim)|(ffn|intermediate)(-hidden)?-size|num-(attention-heads|experts)"
+    "|num-(query-groups|key-value-heads)|vocab-size": "MODEL: the config.json of that shape",
     "q|quiet|silent": "--json, which prints the answer alone",
 }
 """What flags that foreshard lacks are called here, by a pattern of the flag without dashes."""

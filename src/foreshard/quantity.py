@@ -146,3 +146,14 @@ def count(value: float | None) -> str:
 def joules(value: float | None) -> str:
     """Return an energy with its unit."""
     return UNKNOWN if value is None else _in_units(value, _DECIMAL_UNITS[1:], "J")
+
+
+def watt_hours(value_j: float | None) -> str:
+    """Return an energy as it is billed.
+
+    Examples
+    --------
+    >>> watt_hours(5.4e9)
+    '1.50 MWh'
+    """
+    return UNKNOWN if value_j is None else _in_units(value_j / 3600.0, _DECIMAL_UNITS, "Wh")

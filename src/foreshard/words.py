@@ -149,6 +149,9 @@ _BETWEEN: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
         ("nemo", "megatron-core", "megatron-lm", "mcore", "megatron-bridge"),
         ((("megatron",), "flags of Megatron-LM, which it is built on"),),
     ),
+    "torchtitan@0.3": (
+        (("torchtitan@0.2",), "later releases are configured by Python code, which is not read"),
+    ),
     "params": ((("all", "cpu"), "weights alone are not offloaded"),),
     "parameters": ((("all", "cpu"), "weights alone are not offloaded"),),
     **dict.fromkeys(

@@ -22,6 +22,10 @@ MIN_GAIN = 0.01
 TOP = 5  # changes reported; further ones win little
 # Largest context and expert degree tried; more has not been trained.
 MAX_DEGREE = 64
+MAX_STEP_TOKENS, MAX_STEP_SAMPLES = 2**26, 2**16
+"""Of a larger batch tried where none is stated: tokens or, where a sample is an image or a row, samples.
+
+DeepSeek-V3's 15,360 x 4,096 (arXiv:2412.19437, 4.2), ImageNet by LARS (You et al. 2018)."""
 # Of the changes of one kind only the best is reported.
 _KINDS = {"tp": "split", "pp": "split", "cp": "split", "ep": "experts", "etp": "experts", "vpp": "schedule"}
 
@@ -121,10 +125,14 @@ def _dispatcher_changes(plan: Plan, offers: Offers) -> Iterator[str]:
 
 
 def _larger_batches(plan: Plan) -> Iterator[str]:
-    """Yield larger batches where the user stated none: in more passes, then in larger ones."""
+    """Yield larger batches where the user stated none, in more passes, then in larger ones.
+
+    None is larger than batches that have been trained.
+    """
     group, stage = plan.groups[0], plan.groups[0].stages[0]
     per_rank = group.micro_batch // stage.inner_dp
-    for factor in (4, 16, 64):
+    most = MAX_STEP_TOKENS // plan.seq_len if plan.seq_len > 1 else MAX_STEP_SAMPLES
+    for factor in (f for f in (4, 16, 64) if f * plan.global_batch <= most):
         yield f"global-batch={factor * plan.global_batch}"
         yield f"global-batch={factor * plan.global_batch},micro-batch={factor * per_rank}"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foreshard.catalog.offers import offers_of, running_level
+from foreshard.catalog.offers import offers_of, running_level, switched
 from foreshard.catalog.prices import Prices
 from foreshard.errors import SpecError
 from foreshard.option_names import unknown_option
@@ -184,8 +184,7 @@ class Request:
     def switched(self) -> str:
         """The framework that the flags of the stated level switch to, in a sentence; empty where none."""
         stated, zero = self.choices.get("framework") or "megatron-core", self.choices.get("zero")
-        runs = stated if self.plan is not None else running_level(stated, zero)
-        return "" if runs == stated else f"zero {zero} of {stated} is that of {runs}, which is predicted"
+        return "" if self.plan is not None else switched(stated, zero)
 
     @property
     def constants(self) -> TrainingConstants:

@@ -216,9 +216,12 @@ def near_devices(name: str) -> list[str]:
 
 def why_unresolvable(name: str) -> str | None:
     """Return what a known name is that means no device of the catalog; None for every other name."""
-    first = normalise(name[:_MAX_CHARS]).partition("-")[0]
-    known: str | None = _aliases()["unresolvable"].get(name) or _aliases()["unresolvable_families"].get(first)
-    return known
+    plain, families = (
+        normalise(name[:_MAX_CHARS]).removeprefix("nvidia-"),
+        _aliases()["unresolvable_families"],
+    )
+    known: str | None = _aliases()["unresolvable"].get(name) or families.get(plain)
+    return known or families.get(plain.partition("-")[0])
 
 
 def _unknown(name: str, candidates: tuple[str, ...]) -> SpecError:

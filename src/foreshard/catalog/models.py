@@ -120,7 +120,7 @@ def find_model(name: str) -> Model | None:
     """
     why = _not_modelled().get(_key(name))
     if why:
-        raise SpecError(f"{name!r} is not modelled", key="model", value=name, rule=f"It is {why}")
+        raise _not_modelled_error(name, why)
     canonical = _names().get(_key(name))
     return _entry(canonical) if canonical else None
 
@@ -190,12 +190,17 @@ def _config_of(path: str) -> str:
     return inside if os.path.isfile(inside) else path
 
 
+def _not_modelled_error(name: str, why: str) -> SpecError:
+    fix = "Name one of 'foreshard models', or give a config.json or module.py:factory"
+    return SpecError(f"{name!r} is not modelled", key="model", value=name, rule=f"It is {why}", fix=fix)
+
+
 def _unknown(text: str) -> SpecError:
     """Return the error of a model that is neither in the catalog nor a file, with those that come nearest."""
     name = text.strip("/").rpartition("/")[2][:100]
     why = _why_not(name)
     if why:
-        return SpecError(f"{name!r} is not modelled", key="model", value=name, rule=f"It is {why}")
+        return _not_modelled_error(name, why)
     near = near_models(_QUANTISED.split(_TUNED.sub("", name))[0])
     fix = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See 'foreshard models'."
     if "/" in text and "://" not in text and not near and not _ON_HUB.fullmatch(text):

@@ -115,6 +115,18 @@ def running_level(label: str, zero: Any) -> str:
     return _offers(name).sharded_by or label
 
 
+def switched(label: str, zero: Any) -> str:
+    """Return, in a sentence, which framework runs a level of sharding in place of the stated one; else empty.
+
+    Examples
+    --------
+    >>> switched("megatron-core", (3,)), switched("megatron-core", 1)
+    ('zero 3 of megatron-core is that of megatron-fsdp, which is taken', '')
+    """
+    runs, level = running_level(label, zero), zero[0] if isinstance(zero, tuple) else zero
+    return "" if runs == label else f"zero {level} of {label} is that of {runs}, which is taken"
+
+
 class Chosen(Protocol):
     """What a plan, or a request for plans, may choose of a framework; None is the framework's own."""
 

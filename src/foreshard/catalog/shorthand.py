@@ -43,7 +43,7 @@ _NODES_OF = re.compile(
 _SLICE = re.compile(r"(?:cloud[- ]*)?(?:tpu[- ]*)?v(2|3|4|5p|5e|5litepod|6e)-([0-9]{1,6})", re.IGNORECASE)
 _BY_CORES = ("2", "3", "4", "5p")  # generations whose slices are named by cores, two of a chip
 _SOLD_AS = dict.fromkeys(("dgx-2", "dgx2"), (16, "v100-sxm3-32gb"))
-_SOLD_AS |= dict.fromkeys(("dgx-1v", "bm.gpu3.8"), (8, "v100-sxm-16gb"))
+_SOLD_AS["dgx-1v"] = (8, "v100-sxm-16gb")
 """Systems whose names say nothing of their devices: devices of one, and which."""
 _SOLD_BY_NUMBER = re.compile(
     r"(?:lambda[-_ ])?gpu[-_ ](?P<lambda>[0-9]{1,2})x[-_ ](?P<card>.+)"
@@ -51,10 +51,14 @@ _SOLD_BY_NUMBER = re.compile(
     r"|(?:oci-)?[bv]m\.gpu\.(?P<shape>[a-z0-9]+)\.(?P<oci>[0-9]{1,2})"
     r"|(?:coreweave[- ])?gd-(?P<coreweave>[0-9]{1,2})x(?P<gd>[a-z0-9]+?)(?:ib)?(?:-[a-z][0-9]+)?"
     r"|(?P<type>[a-z0-9]+)-(?P<cw>[0-9]{1,2})x"
+    r"|(?P<tpu>ct[0-9]l?p?|ct6e|tpu7x)-(?:hightpu|standard)-(?P<chips>[0-9]{1,2})t"
     r"|(?P<slice>[a-z][a-z0-9-]+?)(?:-ib)?\.(?P<crusoe>[0-9]{1,2})x",
     re.IGNORECASE,
 )
-"""Nodes whose names say how many of which device: Lambda, HGX boards, OCI, CoreWeave (two ways), Crusoe."""
+"""Nodes whose names say how many of which device.
+
+They are Lambda's, HGX boards, OCI's, CoreWeave's (two ways), TPU machine types and Crusoe's.
+"""
 _OF_SYSTEM = re.compile(r"(.+?)[- ]([0-9]{3,4})\s*GB", re.IGNORECASE)  # DGX A100 640GB: memory of all
 _TRAILING_RATE = re.compile(
     r"\s*(?:,|\bwith\b|\bat\b|\bover\b)?\s+([0-9][0-9.]*\s*[kmgt]b(?:it|its)?(?:/s|ps)(?:\s*/\s*gpu)?)$",
@@ -138,6 +142,8 @@ def _rate_fix(rate: str) -> str | None:
     if short:
         amount = f"{short[1]}{short[2].upper()}"
         return f"Write '{amount}b/s' for bits, '{amount}B/s' for bytes"
+    if re.search(r"nvlink|nvswitch|pcie|infinity fabric|xgmi", rate, re.IGNORECASE):
+        return "Leave it out: it joins devices of a node and is known; after @ is the rate of NICs"
     port = _port(rate)
     if port is not None:
         return (

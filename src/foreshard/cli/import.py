@@ -8,7 +8,7 @@ import click
 
 from foreshard.cli.options.answer import dump, say, write_text
 from foreshard.cli.options.sources import configurable
-from foreshard.cli.options.values import Count, Word
+from foreshard.cli.options.values import Count, FrameworkLabel, Word
 from foreshard.interop.importers import SOURCES, stated_tool
 from foreshard.spec.codec import read_text
 from foreshard.spec.plan import MAX_SEQ_LEN, PRECISIONS
@@ -36,6 +36,7 @@ from foreshard.spec.plan import MAX_SEQ_LEN, PRECISIONS
 @click.option(
     "--dtype", "precision", type=Word(*PRECISIONS), help="Of the matrix products, where FILE does not say."
 )
+@click.option("--framework", type=FrameworkLabel(), help="Another than FILE says, or another release of it.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan there instead of printing it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the plan and notes.")
 def command(

@@ -212,16 +212,16 @@ def command(
         search = partial(_planned, search_on, known)
     else:
         source, known = api.load_model(model), named_cluster(cluster)
-        from foreshard.catalog.offers import running_level
+        from foreshard.catalog.offers import running_level, switched
         from foreshard.catalog.prices import load_prices
 
         prices = asked.pop("prices", None)
         known = known if prices is None else load_prices(prices).on(known)
         default = TRAINERS[target_of(asked["to"])].runs if "to" in asked else None
         stated = asked.get("framework") or default or "megatron-core"
-        if (runs_as := running_level(stated, asked.get("zero"))) != stated:
-            say(f"foreshard: warning: that level of zero of {stated} is that of {runs_as}, which is planned")
-        warn_of_stack(runs_as, known)
+        if other := switched(stated, asked.get("zero")):
+            say(f"foreshard: warning: {other}")
+        warn_of_stack(running_level(stated, asked.get("zero")), known)
         search_on = partial(_planning_model, source)
         search = partial(_planned, search_on, known)
     runs: TargetRuns[tuple[PlanResult, Cluster]] | None = None

@@ -23,6 +23,7 @@ from foreshard.cli.options.sources import name_source
 from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import ForeshardError, SpecError, Terminated
 from foreshard.option_names import meant
+from foreshard.spec.plan import COMM_OPTIONS
 
 INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
 
@@ -83,6 +84,9 @@ def _asked(args: list[str]) -> list[str]:
 def _of_other_verbs(option: str, command: str) -> str | None:
     """Return the fix that names the verbs which have an option, None where none has."""
     own = command.removeprefix("foreshard ")
+    switch = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if own == "plan" and switch in COMM_OPTIONS:
+        return f"Write --comm {switch}: the search may then switch it, else it is the framework's"
     have = [
         name
         for name, other in commands()
@@ -123,16 +127,20 @@ def _usage_rule(error: click.ClickException, command: str) -> str | None:
 
 
 def _rate_of_cluster(message: str, args: Sequence[str]) -> str | None:
-    """Return the fix of a NIC rate that stands apart from the cluster, None of other words."""
-    rate = re.search(r"extra arguments? \(([0-9.]+ ?[kmgt]b(?:it)?(?:/s|ps)\S*)\)", message, re.IGNORECASE)
-    if rate is None:
+    """Return the fix of a NIC rate or of nodes that stand apart from the cluster, None of other words."""
+    extra = re.search(r"extra arguments? \((.+)\)", message)
+    if extra is None:
         return None
     from foreshard.catalog.shorthand import read_shorthand
 
+    rate = re.fullmatch(r"[0-9.]+ ?[kmgt]b(?:it)?(?:/s|ps)\S*", extra[1], re.IGNORECASE)
     for word in args:
         with suppress(SpecError):
             read_shorthand(word)
-            return f"Write '{word}@{rate[1]}' for nodes with NICs of that rate"
+            if rate:
+                return f"Write '{word}@{rate[0]}' for nodes with NICs of that rate"
+            read_shorthand(extra[1])
+            return f"Write '{word}+{extra[1]}' for both"
     return None
 
 
@@ -156,6 +164,8 @@ def _usage_error(error: click.ClickException, args: Sequence[str] = ()) -> SpecE
         fix = _of_other_verbs(error.option_name, command) or _near_option(error) or fix
     if re.search(r"extra arguments? \((true|false|yes|no|on|off|1|0)\b", message, re.IGNORECASE):
         fix = "A switch has no value: write --compile or --no-compile, as --help lists them"
+    if assigned := re.search(r"extra arguments? \((?:--)?([a-z][a-z_-]*)=(\S+?)[ )]", message, re.IGNORECASE):
+        fix = f"Write --{assigned[1]} {assigned[2]}"
     fix = _rate_of_cluster(message, args) or fix
     if isinstance(error, click.BadOptionUsage) and "does not take a value" in message:
         fix = f"Write {key} alone"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -216,15 +215,10 @@ def fabric_between(
     both racks; `concurrent` groups that cross one at once share it equally. ``oversubscription`` divides the
     NIC rate. `senders` are those of :func:`fabric_of`.
     """
-    wanted = sorted({int(rank) for rank in ranks})
-    touched, start = [], 0
-    for g, group in enumerate(cluster.nodes):
-        first = bisect_left(wanted, start)
-        if first < len(wanted) and wanted[first] < start + group.num_devices:
-            touched.append(g)
-        start += group.num_devices
+    wanted = ranks if isinstance(ranks, Sequence) else tuple(ranks)
+    touched = [g for g, count in enumerate(cluster.counts_by_group(wanted)) if count]
     # How many ranks there are matters to links between racks alone.
-    devices = len(wanted) if cluster.links and len(touched) > 1 else 0
+    devices = len(set(wanted)) if cluster.links and len(touched) > 1 else 0
     sharing = concurrent if devices else 1
     return _between(cluster, tuple(touched), devices, nccl, fidelity, sharing, collectives, tables, senders)
 

@@ -12,7 +12,7 @@ from foreshard.catalog.offers import offers_of
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
-from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.cluster import NodeGroup
 from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.plan import Plan
 from foreshard.units import number_of
@@ -43,13 +43,14 @@ def idle_devices(
     budget : TimeBudget
         After it no more plans are priced: what was found is said, and not what it would take.
     """
-    used = _used(request.cluster, chosen)
+    used = request.cluster.counts_by_group(chosen.ranks)
     for g, group in enumerate(request.cluster.nodes):
         idle = group.num_devices - used[g]
         if not idle or not group.device.supports(request.precision) or request.max_devices is not None:
             continue
         who = f"{number_of(idle, 'device')} of {group.num_devices} {group.device.name}"
-        others = [(s, plan) for s, plan in timed if _used(request.cluster, plan)[g] > used[g]]
+        on = request.cluster.counts_by_group
+        others = [(s, plan) for s, plan in timed if on(plan.ranks)[g] > used[g]]
         missing: list[float] = []
         fitting: list[Plan] = []
         for plan in _beside(request, chosen, g):
@@ -72,15 +73,6 @@ def idle_devices(
         yield f"{who} stay idle: the best plan found with them takes {loss}{what}"
 
 
-def _used(cluster: Cluster, plan: Plan) -> list[int]:
-    """Return how many devices of each node group a plan uses."""
-    ranks, counts, first = sorted(plan.ranks), [], 0
-    for group in cluster.nodes:
-        counts.append(sum(first <= rank < first + group.num_devices for rank in ranks))
-        first += group.num_devices
-    return counts
-
-
 def _beside(request: PlanRequest, chosen: Plan, g: int) -> Iterator[Plan]:
     """Yield the chosen plan with one more pipeline for a few samples, on the idle devices of a group."""
     first = sum(group.num_devices for group in request.cluster.nodes[:g])
@@ -89,9 +81,9 @@ def _beside(request: PlanRequest, chosen: Plan, g: int) -> Iterator[Plan]:
     largest = max(range(len(chosen.groups)), key=lambda i: chosen.groups[i].share)
     speed = group.device.peak(request.precision) * len(idle)
     theirs = sum(
-        request.cluster.device_of(rank).peak(request.precision)
+        count * device.peak(request.precision)
         for stage in chosen.groups[largest].stages
-        for rank in stage.ranks
+        for device, count in request.cluster.devices_on(stage.ranks)
     )
     for tp, pp, recompute in product((1, 2, 4, 8), (1, 2, 4, 8, 16), ("none", "full")):
         dp, rest = divmod(len(idle), tp * pp)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from foreshard import quantity
 from foreshard.errors import SpecError
 from foreshard.planner.finalists import retimed, searching
 from foreshard.planner.grid.by_order import ordered_schedules, search_by_order
@@ -16,6 +17,7 @@ from foreshard.planner.mixed.search import search_cluster
 from foreshard.planner.request import PlanRequest, checked_request
 from foreshard.planner.result import PlanResult
 from foreshard.planner.settings import (
+    ALWAYS,
     AS_SHIPPED,
     Setting,
     checked_precisions,
@@ -27,7 +29,7 @@ from foreshard.planner.settings_search import search_settings
 from foreshard.spec.adapters import with_adapters
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
-from foreshard.spec.plan import PRECISIONS
+from foreshard.spec.plan import AUTO, OF_FRAMEWORK, PRECISIONS
 
 
 def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
@@ -80,7 +82,24 @@ def plan(model: Model, cluster: Cluster, **asked: Any) -> PlanResult:
         result = replace(result, space=f"{result.space}; of those, what {request.tool} trains")
     if request.choices:
         notes = (*notes, f"Searched were plans with {request.choices}")
+    if fixed := ", ".join(_fixed(request, asked, switches(may, request.framework))):
+        notes = (*notes, f"Not searched, the same in every plan: {fixed}")
     return replace(result, notes=(*result.notes, *notes)).with_lora(adapters)
+
+
+def _fixed(request: PlanRequest, asked: Mapping[str, Any], may: Sequence[str]) -> Iterator[str]:
+    """Yield what was stated of the framework and its communication, which all plans then have."""
+    stated = {name: asked.get(name) for name in ("collectives", "buckets")}
+    if isinstance(stated["buckets"], int):
+        stated["buckets"] = quantity.memory(stated["buckets"])
+    stated |= {name: getattr(request, name) for name in OF_FRAMEWORK if name != "overrides"}
+    stated |= request.overrides.stated() | dict.fromkeys((name for name in ALWAYS if name in may), True)
+    words = {True: "on", False: "off"}
+    yield from (
+        f"{name} {words[value] if isinstance(value, bool) else value}"
+        for name, value in stated.items()
+        if value not in (None, AUTO)
+    )
 
 
 def _ordered(request: PlanRequest) -> PlanResult:

@@ -21,7 +21,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.plan import COMM_OPTIONS, LOW_PRECISIONS, PRECISIONS
 
 AS_SHIPPED, ALL = "framework", "all"
-_ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap", "shared_overlap", "narrow_gather")
+ALWAYS = ("grad_overlap", "param_gather_overlap", "p2p_overlap", "shared_overlap", "narrow_gather")
 """Switches that are on where they may be set: they never lengthen a step and take no memory."""
 _EITHER = ("tp_overlap", "expert_overlap", "context_gather")
 """Switches that are searched on and off."""
@@ -98,7 +98,7 @@ def settings(request: PlanRequest, precisions: Sequence[str], may: Sequence[str]
         Switches of communication that may be set, see `switches`.
     """
     framework, model = request.framework, request.model
-    always = {name: True for name in _ALWAYS if name in may}
+    always = {name: True for name in ALWAYS if name in may}
     if not always.get("grad_overlap", framework.grad_overlap):
         always.pop("param_gather_overlap", None)  # weights are gathered bucket by bucket, as gradients are
     degrees = offers_of(framework).degrees

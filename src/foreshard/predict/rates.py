@@ -21,10 +21,7 @@ from foreshard.spec.device import Device
 
 def devices_of(case: PlannedRun) -> list[tuple[Device, int]]:
     """Return the devices that the plan uses and how many of each."""
-    cluster = case.cluster
-    ends = np.cumsum([nodes.num_devices for nodes in cluster.nodes])
-    counts = np.bincount(np.searchsorted(ends, case.plan.ranks, side="right"), minlength=len(ends)).tolist()
-    return [(nodes.device, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n]
+    return case.cluster.devices_on(case.plan.ranks)
 
 
 def peak_of(case: PlannedRun, precision: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,9 @@ _INTERLEAVED = TABLED.index("interleaved")
 
 def divisors(number: int) -> np.ndarray:
     """Return the divisors of a number in rising order."""
-    return np.array([d for d in range(1, number + 1) if number % d == 0])
+    small = np.arange(1, math.isqrt(number) + 1)
+    small = small[number % small == 0]
+    return np.union1d(small, number // small)
 
 
 def valid_plans(model: Model, cluster: Cluster, table: PlanTable, *, seq_len: int) -> np.ndarray:

@@ -146,6 +146,9 @@ def _row(prediction: Prediction) -> dict[str, Any]:
         "usd_per_step": cost.usd_per_step,
         "usd_per_1b_tokens": cost.usd_per_1b_tokens,
         "energy_j_per_step": prediction.energy_j_per_step,
+        "run_time_s": prediction.run_time_s,
+        "usd_total": cost.usd_total,
+        "energy_j_total": prediction.energy_j_total,
         **{f"{name}_s": value for name, value in prediction.time_breakdown_s.items()},
         **{f"{name}_bytes": value for name, value in memory.breakdown_bytes.items()},
     }

@@ -102,10 +102,11 @@ def ranked_table(plans: Sequence[Ranked]) -> Table:
         ">fits": lambda ranked: quantity.percent(ranked.prediction.memory.fits_probability, 0),
         ">run": lambda ranked: quantity.seconds(ranked.prediction.run_time_s),
         ">device-hours": lambda ranked: quantity.count(ranked.prediction.cost.device_hours),
+        ">energy": lambda ranked: quantity.watt_hours(ranked.prediction.energy_j_total),
         price: lambda ranked: quantity.usd(_price(ranked)),
         "why": lambda ranked: ranked.why.removeprefix("chosen: "),  # the first column says so
     }
-    spare = (">device-hours", ">MFU", f">{many}/s", ">fits", f">peak {unit}", ">devices", ">run")
+    spare = (">device-hours", ">energy", ">MFU", f">{many}/s", ">fits", f">peak {unit}", ">devices", ">run")
     return without_empty(listing("Plans, best first", plans, columns, spare=spare))
 
 

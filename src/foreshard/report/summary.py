@@ -30,6 +30,9 @@ _LOSSES = {
     "lost_steps": "work lost with failures, done again",
     "restarts": "restarts",
 }
+FEWER_UPDATES = (
+    "A larger global batch is tried as none was stated (--global-batch): the same tokens in fewer updates."
+)
 NOTHING_HELPS = "What would help: no single change tried wins one per cent or more."
 
 
@@ -85,7 +88,9 @@ def run_line(prediction: Prediction) -> str:
     price = "" if total is None else f", {quantity.usd(total)}"
     hours = prediction.cost.device_hours
     used = "" if hours is None else f", {quantity.count(hours)} device-hours"
-    return f"whole run {quantity.seconds(prediction.run_time_s)}{used}{price}"
+    energy = prediction.energy_j_total
+    drawn = "" if energy is None else f", {quantity.watt_hours(energy)}"
+    return f"whole run {quantity.seconds(prediction.run_time_s)}{used}{drawn}{price}"
 
 
 def groups_table(groups: Sequence[GroupTime]) -> Table:
@@ -266,6 +271,8 @@ def prediction_screen(
     notes = [speed_line(prediction), worst_stage_line(prediction)]
     if SPLIT_EVENLY in prediction.assumptions:
         notes.append(f"Note: {SPLIT_EVENLY}.")
+    if any("global-batch=" in effect.change for effect in advice or ()):
+        notes.append(FEWER_UPDATES)
     if advice is not None and not advice:
         notes.append(NOTHING_HELPS)
     if prediction.fidelity == "calibrated" and prediction.assumptions:

@@ -119,7 +119,7 @@ def _options_known(case: _Case) -> Iterator[Violation]:
 def _ranks_exist(case: _Case) -> Iterator[Violation]:
     count = case.cluster.num_devices
     for where, _, stage in case.stages():
-        for rank in stage.ranks:
+        for rank in (min(stage.ranks, default=0), max(stage.ranks, default=0)):
             if not 0 <= rank < count:
                 what = f"rank {rank} is used, the cluster has {number_of(count, 'device')}"
                 fix = f"Name ranks below {count}, or use a larger cluster"
@@ -129,6 +129,9 @@ def _ranks_exist(case: _Case) -> Iterator[Violation]:
 def _ranks_once(case: _PlanCase) -> Iterator[Violation]:
     """Every rank is at most in one place."""
     seen: dict[int, str] = {}
+    ranks = case.plan.ranks
+    if len(set(ranks)) == len(ranks):
+        return
     for where, _, stage in case.stages():
         for rank in stage.ranks:
             if rank in seen:
@@ -344,7 +347,7 @@ def _interleaving_divides(case: _Case) -> Iterator[Violation]:
 def _precision_supported(case: _Case) -> Iterator[Violation]:
     """Devices compute matrix products of the precision in hardware."""
     precision = case.plan.precision
-    for device in {case.cluster.device_of(rank) for rank in case.plan.ranks}:
+    for device, _ in case.cluster.devices_on(case.plan.ranks):
         if not device.supports(precision):
             has = [name for name in PRECISIONS if device.supports(name)]
             fix = f"Use one of: {', '.join(has)}" if has else "Use another device"
@@ -367,7 +370,7 @@ def _sequence_divides(case: _Case) -> Iterator[Violation]:
 
 def _one_vendor(case: _Case) -> Iterator[Violation]:
     """No collective library joins devices of two vendors."""
-    vendors = sorted({case.cluster.device_of(rank).vendor for rank in case.plan.ranks})
+    vendors = sorted({device.vendor for device, _ in case.cluster.devices_on(case.plan.ranks)})
     if len(vendors) > 1:
         what = f"devices of {' and '.join(vendors)} in one plan"
         yield Violation("groups.stages.ranks", ", ".join(vendors), what, "Use the devices of one vendor")

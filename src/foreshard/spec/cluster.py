@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from foreshard.spec.codec import check_amount
@@ -170,9 +172,24 @@ class Cluster:
         """Return the device of this rank."""
         return self._locate(rank)[0].device
 
-    def device_counts(self, ranks: Iterable[int]) -> dict[str, int]:
+    def devices_on(self, ranks: Sequence[int]) -> list[tuple[Device, int]]:
+        """Return the device of each group of nodes that any of the ranks is on, and how many of them are."""
+        return [(g.device, n) for g, n in zip(self.nodes, self.counts_by_group(ranks), strict=True) if n]
+
+    def counts_by_group(self, ranks: Sequence[int]) -> list[int]:
+        """Return how many of the ranks each group of nodes has."""
+        if len(self.nodes) == 1:
+            return [len(ranks)]
+        ends = list(accumulate(group.num_devices for group in self.nodes))
+        counts = Counter(bisect_right(ends, rank) for rank in ranks)
+        return [counts[place] for place in range(len(ends))]
+
+    def device_counts(self, ranks: Sequence[int]) -> dict[str, int]:
         """Return how many of the ranks are on each kind of device, by its name."""
-        return dict(Counter(self.device_of(rank).name for rank in ranks))
+        counts: Counter[str] = Counter()
+        for device, n in self.devices_on(ranks):
+            counts[device.name] += n
+        return dict(counts)
 
     def node_of(self, rank: int) -> int:
         """Return the index of the rank's node, counted over all groups."""

@@ -137,7 +137,7 @@ def plan_from_degrees(
         vpp = 2
     schedule = _schedule(schedule, pp, vpp, num_blocks)
     if sp is not None and not isinstance(sp, bool):
-        raise invalid(sp, "Must be true or false", key="--sp", name="sp")
+        raise invalid(sp, "Must be true or false, not a text", key="--sp", name="sp", fix="Give sp=False")
     global_batch = _global_batch(global_batch, dp, _default_batch(dp, pp, micro_batch, schedule))
     options: dict[str, Any] = {
         "tp": tp,

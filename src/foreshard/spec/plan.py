@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from foreshard.errors import SpecError
@@ -165,7 +166,8 @@ class Plan:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Every rank the plan uses, in plan order."""
-        return tuple(rank for group in self.groups for stage in group.stages for rank in stage.ranks)
+        parts = [stage.ranks for group in self.groups for stage in group.stages]
+        return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts))
 
     @property
     def tokens(self) -> int:
@@ -239,7 +241,8 @@ def checked_of_framework(stated: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = one_of(stated[name], known, key=f"--{flag}", name=flag)
     if stated.get("compile") is not None:
         if not isinstance(stated["compile"], bool):
-            raise invalid(stated["compile"], "Must be true or false", key="--compile", name="compile")
+            rule = "Must be true or false, not a text"
+            raise invalid(stated["compile"], rule, key="--compile", name="compile", fix="Give compile=True")
         found["compile"] = stated["compile"]
     return found
 
@@ -287,7 +290,7 @@ def check_recompute(value: Any, *, key: str = "recompute", file: str | None = No
     """Return the recompute rule in normal form: none, full[:uniform:N|:block:N], selective:..., every-N."""
     rule = "Must be none, selective[:MODULE(+MODULE)*], full[:uniform:N|:block:N] or every-N"
     if not isinstance(value, str):
-        raise invalid(value, rule, key=key, file=file)
+        raise invalid(value, rule, key=key, file=file, fix=_RECOMPUTE_FIXES["true"])
     stated, value = value, _recompute_word(value)
     head, _, rest = value.partition(":")
     if value in ("none", "full"):

@@ -160,9 +160,17 @@ class Prediction(Shown):
     predict_s: float = 0.0
     schema_version: int = 1
 
+    @property
+    def energy_j_total(self) -> float | None:
+        """Joules of the devices for the whole run; None without its tokens, or where power is not known."""
+        if self.energy_j_per_step is None or self.run_time_s is None:
+            return None
+        return self.energy_j_per_step * self.run_time_s / self.step_time_s
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the contract."""
         out = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "memory", "cost")}
+        out["energy_j_total"] = self.energy_j_total
         out["step_time_interval_s"] = list(self.step_time_interval_s)
         out["step_time_intervals_s"] = {
             f"{level:g}": list(ends) for level, ends in self.step_time_intervals_s.items()

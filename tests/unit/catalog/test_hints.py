@@ -51,7 +51,7 @@ def test_a_framework_taken_for_another_is_said_with_when_it_is_not(capsys):
             ["megatron-core has no schedule zbv (it has 1f1b, interleaved)"],
         ),
         (("--framework", "torchtitan", "--tp", "2", "--zero", "3"), []),
-        (("--zero", "3"), ["zero 3 of megatron-core is that of megatron-fsdp, which is predicted"]),
+        (("--zero", "3"), ["zero 3 of megatron-core is that of megatron-fsdp, which is taken"]),
         (("--framework", "megatron-lm@2021", "--tp", "2"), []),
         (
             ("--framework", "megatron-lm@2021", "--tp", "2", "--sp"),

@@ -49,6 +49,9 @@ def test_a_run_says_its_device_hours_and_what_they_cost(file):
     assert made.run_time_s is not None and made.cost.device_hours is not None
     assert made.cost.device_hours == pytest.approx(4 * made.run_time_s / 3600)
     assert made.cost.usd_total == pytest.approx(2.1 * made.cost.device_hours)
+    steps = 1e9 / made.plan.tokens
+    assert made.to_dict()["energy_j_total"] == pytest.approx(steps * made.energy_j_per_step)
+    assert "kWh" in str(made)
     assert api.predict("llama3.2-1b", "4xh100", tp=2).cost.device_hours is None
 
 

@@ -253,6 +253,12 @@ def test_defaults_of_the_tools(tmp_path):
     }
     plan = imported(tmp_path, json.dumps(config), "deepspeed", seq_len=2048)
     assert (plan.global_batch, plan.precision, plan.groups[0].stages[0].zero) == (128, "bf16", 0)
+    assert plan.framework == "deepspeed@0.19"
+    passes = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_accumulation_steps: 4\n"
+    assert imported(tmp_path, passes, "accelerate", seq_len=2048).global_batch == 4 * CLUSTER.num_devices
+    slip = tmp_path / "slip.json"
+    slip.write_text('{"zero_optimisation": {"stage": 3}}')
+    assert "did you mean zero_optimization?" in str(import_plan(str(slip), "deepspeed", MODEL, CLUSTER)[1])
     text = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
     assert imported(tmp_path, text, "accelerate", seq_len=2048).groups[0].stages[0].zero == 3
     for policy, wrap in (("NO_WRAP", "model"), ("TRANSFORMER_BASED_WRAP", None)):

@@ -282,3 +282,9 @@ def test_what_is_no_value_of_an_option_is_named(name, value):
     asked = {"global_batch": 4, "seq_len": 256, name: value}
     with pytest.raises(SpecError, match=r"is not valid|is not a valid|is no executor"):
         plan(load_model("gpt2"), load_cluster("1x2xl4"), **asked)
+
+
+def test_powers_of_two_below_an_odd_number_of_nodes_are_tried():
+    """Eighths of 77 nodes miss 64 and 32, over which batches and heads divide; 100,000 nodes miss all."""
+    for count, whole in ((77, {64, 32, 16}), (100_000, {65536, 32768})):
+        assert whole <= {size // 8 for size in sizes_of(load_cluster(f"{count}x8xh100-sxm"))}

@@ -156,6 +156,8 @@ def test_a_larger_batch_is_advised_only_where_none_was_stated():
 
     assert any(change.startswith("global-batch=") for change in advised())
     assert not any(change.startswith("global-batch=") for change in advised(global_batch=8))
+    wide = ask("llama3-8b", "512x8xh100-sxm", tp=2).to_plan()  # 16.8 M tokens a step: 64 times is untrained
+    assert set(advice._larger_batches(wide)) == {"global-batch=8192", "global-batch=8192,micro-batch=4"}
 
 
 def test_expert_degrees_are_tried_for_experts_only():

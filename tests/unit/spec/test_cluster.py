@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from foreshard import api
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.errors import SpecError
@@ -53,6 +54,9 @@ def test_ranks_count_devices_in_cluster_order():
     assert [cluster.device_of(rank).name for rank in range(11)] == ["a"] * 8 + ["b"] * 2 + ["a"]
     assert [cluster.node_of(rank) for rank in range(11)] == [0] * 4 + [1] * 4 + [2] * 2 + [3]
     assert cluster.node_group_of(10) is cluster.nodes[2]
+    assert cluster.counts_by_group(range(7, 11)) == [1, 2, 1] and cluster.counts_by_group((0, 3)) == [2, 0, 0]
+    assert [device.name for device, n in cluster.devices_on((10, 9, 0)) if n == 1] == ["a", "b", "a"]
+    assert cluster.device_counts((10, 9, 0)) == {"a": 2, "b": 1}
     assert [device.name for device in cluster.devices] == ["a", "b"]
 
 
@@ -108,3 +112,12 @@ def test_what_a_session_prints_of_models_and_clusters_is_one_line():
     assert repr(cluster.devices[0]).startswith("<Device h100-sxm: 79.2 GiB at 3.35 TB/s; TFLOP/s ")
     model = load_model("deepseek-v3")
     assert "3 blocks + 58 blocks of 256 experts, hidden 7,168, 671,026,404,352 param" in repr(model)
+
+
+def test_a_prediction_asks_for_no_device_rank_by_rank(monkeypatch):
+    """Rules and rates once asked for the device of each of 800,000 ranks, seconds of every prediction."""
+    asked = []
+    own = Cluster.device_of
+    monkeypatch.setattr(Cluster, "device_of", lambda self, rank: asked.append(rank) or own(self, rank))
+    api.predict("llama3-8b", "64x8xh100-sxm", tp=2)
+    assert len(asked) < 512

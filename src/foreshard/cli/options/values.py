@@ -44,7 +44,10 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         if number.is_finite() and self.low <= number <= self.high and number == number.to_integral_value():
             return int(number)
         what = f"{str(value)[:40]!r} is not a whole number from {self.low} to {self.high}"
-        example = f". Write it like {max(self.low, min(self.high, 8))}"
+        usual = "8192 or 8k" if self.thousand else max(self.low, min(self.high, 8))
+        example = f". Write it like {usual}"
+        if digits.lower() == "auto":
+            example = ". Write a number; 'foreshard plan' finds the best one"
         if re.search(r"tok(en)?s?$", digits.lower()):
             example = ". It is no number of tokens: samples are tokens over the length of a sequence"
         self.fail(what + (_suffix_hint(digits) or example), param, ctx)
@@ -246,7 +249,7 @@ class Margin(click.ParamType):  # type: ignore[type-arg]
         if 0.0 <= number < 1.0:
             return number
         what = f"{str(value)[:40]!r} is not a probability of at least 0 and below 1"
-        self.fail(f"{what}. Give 0.95 or 95%, or off for plans that may fill the memory.", param, ctx)
+        self.fail(f"{what}. Write 0.95 or 95%, or off for plans that may fill the memory.", param, ctx)
 
 
 class Word(click.ParamType):  # type: ignore[type-arg]

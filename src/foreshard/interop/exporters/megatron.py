@@ -16,6 +16,7 @@ from foreshard.cost.memory_activations import LOGIT_BYTES
 from foreshard.interop.exporters.exported import ExportRequest
 from foreshard.interop.exporters.megatron_model import model_flags, model_gaps
 from foreshard.interop.exporters.uniform import Uniform, option_gaps, required_uniform
+from foreshard.interop.megatron_flags import FSDP_GRADIENTS, FSDP_STRATEGIES
 from foreshard.spec.checks import modules_lacking
 from foreshard.spec.framework import OVERRIDES, Framework
 from foreshard.spec.model import Model
@@ -34,16 +35,8 @@ _PRECISIONS: dict[str, tuple[Flag, ...]] = {
     "mxfp8": (("--bf16",), ("--fp8-format", "e4m3"), ("--fp8-recipe", "mxfp8")),
     "nvfp4": (("--bf16",), ("--fp4-format", "e2m1"), ("--fp4-recipe", "nvfp4")),
 }
-_SHARDING = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 _FORCED = {"grad_overlap": 2, "param_gather_overlap": 3}
 """Levels from which Megatron-FSDP hides a collective whatever the flags say (megatron_fsdp.py, __init__)."""
-FSDP_GRADIENTS = {
-    "grad_bytes": "--megatron-fsdp-main-grads-dtype",
-    "grad_reduce_bytes": "--megatron-fsdp-grad-comm-dtype",
-}
-"""Dtypes of Megatron-FSDP's gradients in memory and on the wire; auto is the weights', and the former's."""
-
-
 _EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
 _WRITTEN = tuple(name for name in OVERRIDES if name != "clips")
 """Overrides that flags set, if not with every value."""
@@ -281,7 +274,7 @@ def _sharding_flags(plan: Plan, degrees: Uniform) -> list[Flag]:
     if fsdp:
         flags += [
             ("--use-megatron-fsdp",),
-            ("--data-parallel-sharding-strategy", _SHARDING[degrees.zero]),
+            ("--data-parallel-sharding-strategy", FSDP_STRATEGIES[degrees.zero]),
             ("--ckpt-format", "fsdp_dtensor"),
         ]
     if degrees.shard_size < degrees.num_replicas:

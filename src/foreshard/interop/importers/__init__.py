@@ -18,7 +18,6 @@ SOURCES = {
     "megatron": "megatron",
     "torchtitan": "torchtitan",
     "torchtitan@0.2": "torchtitan",
-    "torchtitan@0.3": "torchtitan",  # said to be code
     "deepspeed": "deepspeed",
     "fsdp": "accelerate",
     "accelerate": "accelerate",

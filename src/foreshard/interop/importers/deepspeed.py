@@ -6,6 +6,8 @@ runtime/zero/offload_config.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from foreshard.interop.importers.mappings import parsed
@@ -16,6 +18,7 @@ _OPTIMIZERS = {
     **{name: name for name in ("sgd", "lion", "muon")},
 }
 _UNSTATED = ("seq_len", "recompute")
+_READ = ("bfloat16", "optimizer", "scheduler", "gradient_accumulation_steps", "gradient_clipping")
 _ELSEWHERE = ("pipeline", "moe", "compression_training", "curriculum_learning", "data_efficiency")
 
 
@@ -152,6 +155,15 @@ def _notes(config: ConfigTable, choices: dict[str, Any]) -> list[str]:
     found = config.unlike(dict.fromkeys(_ELSEWHERE))
     if found:
         notes.append(f"Not read: {', '.join(found)}.")
+    notes += [f"Not a key of DeepSpeed: {key} ({meant})." for key, meant in _slips(config)]
     tables = ((config if not name else config.table(name), keys) for name, keys in _UNREAD.items())
     stated = [key for table, keys in tables for key in table.unlike(keys)]
     return [*notes, *unread(*stated)]
+
+
+def _slips(config: ConfigTable) -> Iterator[tuple[str, str]]:
+    """Yield keys that DeepSpeed passes over, with the one that was likely meant."""
+    known = {key.partition(".")[0] for key in _KEYS.values()} | {*_UNREAD, *_UNREAD[""], *_ELSEWHERE, *_READ}
+    for key in config.values:
+        if key not in known and (near := get_close_matches(key, known, n=1, cutoff=0.85)):
+            yield key, f"did you mean {near[0]}?"

@@ -10,9 +10,9 @@ import re
 from typing import Any
 
 from foreshard.errors import SpecError
-from foreshard.interop.exporters.megatron import FSDP_GRADIENTS
 from foreshard.interop.importers.launch_script import LaunchFlags, read_flags
 from foreshard.interop.importers.stated_run import StatedRun
+from foreshard.interop.megatron_flags import FSDP_GRADIENTS, FSDP_STRATEGIES
 from foreshard.spec.framework import Overrides
 from foreshard.spec.plan import LOW_PRECISIONS
 
@@ -22,7 +22,7 @@ _DEGREES = {
     "cp": "--context-parallel-size",
     "ep": "--expert-model-parallel-size",
 }
-_STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_STRATEGIES = {word: level for level, word in FSDP_STRATEGIES.items()}
 _RECIPES = {"delayed": "fp8", "tensorwise": "fp8", "blockwise": "fp8", "mxfp8": "mxfp8"}
 _REFUSED = {
     "--use-torch-fsdp2": "torch's FSDP2 inside Megatron",

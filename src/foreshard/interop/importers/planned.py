@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from foreshard.advise.request import Request, flag_of
+from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError
 from foreshard.interop.importers.stated_run import StatedRun
 from foreshard.spec.checks import check_plan
@@ -36,6 +37,7 @@ def plan_of(
         When the run does not fit the model or the cluster.
     """
     choices = {**run.choices, **stated}
+    choices["framework"] = load_framework(choices["framework"]).label  # a plan is of one release
     if not any(block.shared_ffn for block, _ in model.block_kinds()):
         choices.pop("shared_overlap", None)  # Megatron takes the flag, which then hides nothing
     if "precision" in stated and stated["precision"] != "fp8":
@@ -96,13 +98,9 @@ def _batches(
     micro, total = choices.get("micro_batch"), choices.get("global_batch")
     if micro is None and total is not None and total % (passes * ranks) == 0:
         return {"micro_batch": total // (passes * ranks)}
-    if total is None and micro is not None:
-        return {"global_batch": micro * passes * ranks}
-    if (
-        total is None
-        or total == (micro or 0) * passes * ranks
-        or set(stated) & {"micro_batch", "global_batch"}
-    ):
+    if total is None:
+        return {"global_batch": (micro or 1) * passes * ranks}
+    if total == (micro or 0) * passes * ranks or set(stated) & {"micro_batch", "global_batch"}:
         return {}
     what = (
         f"{micro or '?'} samples x {passes} passes x {ranks} data-parallel ranks are not a batch of {total}"

@@ -28,14 +28,15 @@ def part_of(cluster: Cluster, num_devices: int) -> Cluster:
 def sizes_of(cluster: Cluster, max_devices: int | None = None, *, whole_nodes: bool = False) -> Iterator[int]:
     """Yield how many devices to use, the most first.
 
-    All nodes, up to eight fewer, and four sizes from each power of two to the next; below one node, devices,
-    unless only whole nodes count and one is allowed.
+    All nodes, up to eight fewer, four sizes from each half of them to the next, and powers of two, over which
+    batches and heads divide; below one node, devices, unless only whole nodes count and one is allowed.
     """
     nodes = cluster.nodes[0]
     most = min(max_devices or nodes.num_devices, nodes.num_devices)
     unit = nodes.per_node if most >= nodes.per_node else 1
     top = most // unit
     found = {top - i for i in range(_NEAR + 1)} | set(_octaves(top))
+    found |= {1 << bits for bits in range(top.bit_length())}
     sizes = {count * unit for count in found if count > 0}
     if unit > 1 and not whole_nodes:
         sizes |= set(_octaves(unit))
