@@ -91,6 +91,7 @@ class ForkServer:
         that is returned has ended with its code.
         """
         self.wake()
+        self._control.settimeout(None)
         with contextlib.suppress(OSError):
             socket.send_fds(self._control, [json.dumps(dict(settings)).encode()], [log, report])
         while (message := self._receive(None)) is not None:
