@@ -21,7 +21,7 @@ from foreshard.cli.options.answer import (
 from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.measured import is_file
 from foreshard.cli.options.progress import watched
-from foreshard.cli.options.request import named_cluster, warn_of_stack
+from foreshard.cli.options.request import named_cluster, warn_of_batch, warn_of_stack
 from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
@@ -222,6 +222,7 @@ def command(
         if other := switched(stated, asked.get("zero")):
             say(f"foreshard: warning: {other}")
         warn_of_stack(running_level(stated, asked.get("zero")), known)
+        warn_of_batch(asked.get("global_batch"), asked.get("seq_len") or source.max_seq_len)
         search_on = partial(_planning_model, source)
         search = partial(_planned, search_on, known)
     runs: TargetRuns[tuple[PlanResult, Cluster]] | None = None

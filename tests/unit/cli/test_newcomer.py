@@ -130,3 +130,9 @@ def test_a_file_of_no_tool_is_told_so(tmp_path, shell):
     (tmp_path / "notes.txt").write_text("tp = 2\n")
     answer = shell("import", tmp_path / "notes.txt", "llama3-8b", "8xh100")
     assert answer.code == 2 and "Name the one that reads it: --from TOOL" in answer.err
+
+
+@pytest.mark.parametrize(("batch", "said"), [(4_194_304, "write --global-batch 512"), (512, "")])
+def test_a_batch_in_tokens_is_told_that_it_counts_samples(shell, batch, said):
+    answer = shell("predict", "llama3-8b", "1x8xh100-sxm", "--tp", "8", "--gbs", str(batch), "--seq", "8192")
+    assert answer.code in (0, 3) and said in answer.err and ("a step of" in answer.err) == bool(said)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.decorators import FC
 
+from foreshard import quantity
 from foreshard.advise.request import ASKED, CPU, DEGREES, OPTIONS, Request
 from foreshard.cli.options.answer import say
 from foreshard.cli.options.choices import MEANING
@@ -193,6 +194,8 @@ _ENGINE = (
     ),
     *VARYING_OPTIONS,
 )
+_DOUBTFUL_TOKENS = 2**30
+"""Of a step: sixteen times as many as have been trained (`advise.advice.MAX_STEP_TOKENS`)."""
 _QUESTION = (
     click.option("--fidelity", type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
     click.option(
@@ -232,11 +235,20 @@ def warn_of_stack(label: str, cluster: Cluster) -> None:
         say(f"foreshard: warning: {warning}")
 
 
+def warn_of_batch(samples: int | None, seq_len: int) -> None:
+    """Say where a global batch has so many tokens that it was likely stated in tokens."""
+    tokens = (samples or 0) * seq_len
+    if seq_len > 1 and samples is not None and tokens >= _DOUBTFUL_TOKENS:
+        fix = f"for {quantity.count(samples)} tokens write --global-batch {max(1, round(samples / seq_len))}"
+        say(f"foreshard: warning: a step of {quantity.count(tokens)} tokens; a batch counts samples, {fix}")
+
+
 def warn_of_offers(request: Request, plan: Plan) -> None:
-    """Say which choices of a plan its framework does not let its user make, or switch to another."""
+    """Say which choices of a plan its framework does not let its user make, or are doubtful."""
     from foreshard.catalog.frameworks import load_framework
     from foreshard.catalog.offers import not_offered
 
+    warn_of_batch(plan.global_batch, plan.seq_len)
     if request.switched:
         say(f"foreshard: warning: {request.switched}")
     for missing in not_offered(plan, load_framework(plan.framework)):
