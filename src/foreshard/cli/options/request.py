@@ -244,11 +244,10 @@ def warn_of_batch(samples: int | None, seq_len: int) -> None:
 
 
 def warn_of_offers(request: Request, plan: Plan) -> None:
-    """Say which choices of a plan its framework does not let its user make, or are doubtful."""
+    """Say which choices of a plan its framework does not let its user make, or switch to another."""
     from foreshard.catalog.frameworks import load_framework
     from foreshard.catalog.offers import not_offered
 
-    warn_of_batch(plan.global_batch, plan.seq_len)
     if request.switched:
         say(f"foreshard: warning: {request.switched}")
     for missing in not_offered(plan, load_framework(plan.framework)):
@@ -289,4 +288,5 @@ def to_request(values: Mapping[str, Any]) -> Request:
     )
     label = request.choices.get("framework") if request.plan is None else request.plan.framework
     warn_of_stack(label or "megatron-core", request.cluster)
+    warn_of_batch(values.get("global_batch"), values.get("seq_len") or request.model.max_seq_len)
     return request
