@@ -152,7 +152,7 @@ def _unusual_rates(nodes: Sequence[NodeGroup]) -> tuple[str, ...]:
         return ()
     found = []
     for group in nodes:
-        known = nic_rates_per_device(group.device.name)
+        known = nic_rates_per_device(group.device.name, group.per_node)
         each = group.nic_bytes_per_s / group.per_node
         if known and not known[0] / _FAR <= each <= known[-1] * _FAR:
             least, most = (f"{rate * 8 / 1e9:g}" for rate in (known[0], known[-1]))

@@ -116,14 +116,14 @@ def interconnects() -> Mapping[str, float]:
 
 
 @cache
-def nic_rates_per_device(device: str) -> tuple[float, ...]:
-    """Return the NIC rates of instances with a device, bytes/s per device of a node, lowest first."""
-    rates = (
-        one.nic_bytes_per_s / one.per_node
-        for one in instances().values()
-        if one.device == device and one.nic_bytes_per_s
-    )
-    return tuple(sorted(rates))
+def nic_rates_per_device(device: str, per_node: int) -> tuple[float, ...]:
+    """Return the NIC rates of instances with a device, bytes/s per device of a node, lowest first.
+
+    Parts of a node may have less than their share: where there are instances of as many devices, of these.
+    """
+    sold = [one for one in instances().values() if one.device == device and one.nic_bytes_per_s]
+    as_large = [one for one in sold if one.per_node >= per_node]
+    return tuple(sorted((one.nic_bytes_per_s or 0.0) / one.per_node for one in as_large or sold))
 
 
 def largest_node(device: Device) -> int:
