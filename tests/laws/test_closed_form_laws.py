@@ -101,7 +101,7 @@ def port_s(case):
     return float(sent.max()) / nodes.nic_bytes_per_s if nodes.nic_bytes_per_s else 0.0
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_the_closed_form_is_within_three_percent_of_the_graph(part):
     """Interleaved plans too; the last part has sharded weights, and is in 5 of 6 cases.
 
@@ -384,7 +384,7 @@ def test_stages_that_are_priced_alone_know_nothing_of_each_other():
     assert waited > 5
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_step_is_shorter_than_the_bytes_that_leave_a_node(part):
     tight = 0
     for seed in range(1000 + 100 * part, 1050 + 100 * part):

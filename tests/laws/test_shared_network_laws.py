@@ -125,7 +125,7 @@ def test_parts_sum_to_the_step_and_classes_are_never_faster(run, comm):
         assert 0.0 <= one.utilisation <= 1.0 + 1e-9
 
 
-@pytest.mark.parametrize("what", ["nic", "link"])
+@pytest.mark.parametrize("what", ["nic", pytest.param("link", marks=pytest.mark.slow)])
 @settings(max_examples=20, deadline=None)
 @given(crowded, SWITCHES, st.sampled_from([1.01, 1.5, 4.0]))
 def test_a_faster_network_is_never_slower(what, run, comm, factor):

@@ -118,7 +118,7 @@ def test_gradients_of_several_micro_batches_are_summed_in_shards(sizes):
     ("sizes", "recompute", "units"),
     [
         (DENSE, "none", {}),
-        (HEAD_HEAVY, "none", {"wrap": "model"}),
+        pytest.param(HEAD_HEAVY, "none", {"wrap": "model"}, marks=pytest.mark.slow),
         pytest.param(DENSE, FULL, {"wrap": "model"}, marks=pytest.mark.slow),
         pytest.param(EXPERTS, "none", {}, marks=pytest.mark.slow),
         pytest.param(HEAD_HEAVY, FULL, {}, marks=pytest.mark.slow),

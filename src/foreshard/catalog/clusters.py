@@ -35,8 +35,8 @@ from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
 
 # How many times above or below those of every instance a NIC rate is doubted: a rate of one of two, four or
-# eight devices that was taken for the node's is beyond it.
-_FAR = 2.0
+# eight devices that was taken for the node's is beyond it. Generations of NICs are a factor of two apart: half of that.
+_FAR = 2**0.5
 
 # Chips that share one ICI network at most: a pod (Google Cloud TPU documentation, recalled).
 _TPU_POD = {"tpu-v2": 256, "tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256}

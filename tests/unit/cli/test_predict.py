@@ -244,7 +244,7 @@ def test_cpu_offload_is_what_the_framework_calls_so(shell):
 
 def test_a_rate_far_from_every_instance_is_warned_of(shell):
     doubted = shell("predict", "llama3-8b", "2x8xh100@400Gb/s", "--tp", "8", "--json")
-    assert "50 Gb/s per device, where instances have 125 to 400" in doubted.err
+    assert "50 Gb/s per device, where instances have 75 to 400" in doubted.err
     assert any("400Gb/s/gpu" in line for line in api.load_cluster("2x8xh100@400Gb/s").assumptions)
     assert not shell("predict", "llama3-8b", "2x8xh100@400Gb/s/gpu", "--tp", "8", "--json").err
 

@@ -100,7 +100,7 @@ def best_fixed(rows, limit, slack):
     ("kind", "horizon"),
     [
         ("swap", 2000),
-        ("independent", 2000),
+        pytest.param("independent", 2000, marks=pytest.mark.slow),
         pytest.param("swap every third", 2000, marks=pytest.mark.slow),
         pytest.param("swap", 80_000, marks=pytest.mark.slow),
     ],

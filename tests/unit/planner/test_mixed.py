@@ -162,7 +162,7 @@ def test_nothing_fits_names_memory_and_a_change_that_does(even_clock):
     ("model", "cluster", "budget_s"),
     [
         ("llama2-13b", "1x2xrtx-3090+1x1xl4@10Gb/s", 2.0),
-        ("llama3-8b", "1x1xl4+1x2xt4+1x1xrtx-3090@10Gb/s", 4.0),
+        pytest.param("llama3-8b", "1x1xl4+1x2xt4+1x1xrtx-3090@10Gb/s", 4.0, marks=pytest.mark.slow),
         ("llama3-70b", "1x2xrtx-3090", 3.0),
     ],
 )

@@ -12,7 +12,7 @@ from foreshard.planner.search import plan
 from foreshard.report.rental_table import rental_screen
 from foreshard.spec.checks import check_plan
 
-SOME = ("aws-p4d.24xlarge", "aws-p5.48xlarge", "aws-g5.48xlarge", "aws-p3.16xlarge")
+SOME = ("aws-p4d.24xlarge", "aws-p5.48xlarge", "aws-p3.16xlarge")
 ASKED = {"global_batch": 64, "seq_len": 4096, "tokens": 1e10, "recompute": "full"}
 RUN = ASKED | {"max_devices": 16, "instances": SOME}
 

@@ -116,7 +116,9 @@ def test_devices_idle_where_using_them_hurts():
     assert again.step_time_s == pytest.approx(chosen.prediction.step_time_s, rel=1e-9)
 
 
-@pytest.mark.parametrize(("most", "used"), [(20, 20), (8, 8), (5, 5), (1, 1)])
+@pytest.mark.parametrize(
+    ("most", "used"), [(20, 20), (5, 5), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (8, 1))]
+)
 def test_at_most_so_many_devices(most, used):
     result = _plan(
         "gpt2-xl", "4x8xa100-sxm-80gb", global_batch=60, seq_len=1024, max_devices=most, budget_s=5.0

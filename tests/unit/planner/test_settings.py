@@ -94,8 +94,15 @@ def test_search_equals_pricing_every_setting(space):
     assert not found.interrupted
 
 
-@pytest.mark.parametrize("engine", ["analytical", "graph"])
-@pytest.mark.parametrize("nodes", ["1x4xh100-sxm", "1x2xh100-sxm+1x2xa100-sxm-80gb"])
+@pytest.mark.parametrize(
+    ("nodes", "engine"),
+    [
+        ("1x4xh100-sxm", "analytical"),
+        ("1x2xh100-sxm+1x2xa100-sxm-80gb", "graph"),
+        pytest.param("1x4xh100-sxm", "graph", marks=pytest.mark.slow),
+        pytest.param("1x2xh100-sxm+1x2xa100-sxm-80gb", "analytical", marks=pytest.mark.slow),
+    ],
+)
 def test_the_file_of_a_plan_predicts_what_the_search_said(nodes, engine):
     model, cluster = load_model("gpt2-xl"), load_cluster(nodes)
     found = plan(

@@ -254,7 +254,9 @@ def test_where_everybody_of_the_plan_is_lost_an_idle_rank_takes_over_as_in_a_run
     assert np.isfinite(found.time_s).all() and len(found.time_s) == 10
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 10))]
+)
 def test_no_steered_run_is_ever_on_more_memory_than_a_rank_has(files, seed):
     """Random memories, from what one sample of the whole model takes to what the first plan takes."""
     rng, asked = (
