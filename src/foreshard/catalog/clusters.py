@@ -35,7 +35,7 @@ from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.spec.device import Device
 
 # How many times above or below those of every instance a NIC rate is doubted: a rate of one of two, four or
-# eight devices that was taken for the node's is beyond it. Generations of NICs are a factor of two apart: half of that.
+# eight devices that was taken for the node's is beyond it. Half of what two generations of NICs differ by.
 _FAR = 2**0.5
 
 # Chips that share one ICI network at most: a pod (Google Cloud TPU documentation, recalled).
