@@ -1,8 +1,8 @@
 """Starts ranks by forking a process that has loaded their module: torch takes seconds to load, a fork none.
 
 `ForkServer` is the agent's side. Its other side is a process of this module, ``python -m`` with a socket
-and the modules. It runs nothing but forks, so that it holds neither threads nor a CUDA context. Ranks are
-its children; they die with it, and it dies with the agent.
+and the modules. It runs nothing but forks, so that it holds no threads. Ranks are its children; they die with
+it, and it dies with the agent.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from foreshard.errors import ForeshardError, Terminated
 from foreshard.runtime.membership.agent import Agent, RankProcess
-from foreshard.runtime.membership.processes import start_supervisor
+from foreshard.runtime.membership.processes import may_fork, start_supervisor
 from foreshard.runtime.membership.supervisor import Supervisor
 from foreshard.runtime.run_settings import FINISHED, RunSettings
 from foreshard.spec.plan_file import parse_plan
@@ -131,3 +131,13 @@ def test_a_run_that_another_host_ends_has_stopped_for_all(tmp_path):
     assert asked.is_stopping and other.is_stopping
     with other._ending_on_signals():
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends one to every agent: it is no second one
+
+
+def test_ranks_that_may_use_a_gpu_are_no_forks(monkeypatch):
+    """Libraries may have asked its driver for devices while they were loaded."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    for exists in (False, True):
+        monkeypatch.setattr(os.path, "exists", lambda path, exists=exists: exists)
+        assert {device for device in ("auto", "cpu", "cuda") if may_fork(device)} == (
+            {"cpu"} if exists else {"auto", "cpu", "cuda"}
+        )

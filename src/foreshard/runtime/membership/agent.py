@@ -33,6 +33,7 @@ from foreshard.runtime.membership.processes import (
     Process,
     is_free,
     is_stopped,
+    may_fork,
     open_log,
     report_pipe,
     start,
@@ -314,7 +315,7 @@ class Agent:
             PARENT: str(os.getpid()),
         }
         log = self._log(f"rank-{rank}")
-        if self.command(rank) or sys.platform != "linux":
+        if self.command(rank) or not may_fork(self.work.device):
             words = [*self.command(rank), sys.executable, "-m", self.worker]
             return start(words, log, settings, blocking=False)
         with open_log(log) as file, report_pipe(blocking=False) as (reading, writing):

@@ -20,6 +20,8 @@ from foreshard.runtime.run_settings import REPORT_FD
 Process = subprocess.Popen[bytes]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Of NVIDIA's, AMD's and, under Windows, any devices."""
 _SUPERVISOR_S = 60.0
 """How long a supervisor may take to listen; it imports no torch."""
 
@@ -67,6 +69,15 @@ def start_supervisor(arguments: Sequence[object], log: Path) -> tuple[Process, i
         ready.register(pipe, selectors.EVENT_READ)
         port = pipe.read(8) if ready.select(_SUPERVISOR_S) else b""
     return process, int(port) if port else None
+
+
+def may_fork(device: str) -> bool:
+    """Return whether ranks may be forks of a process that has loaded torch.
+
+    A fork cannot use a CUDA driver that its parent has asked for devices, as libraries do while they are
+    loaded (triton): ranks that may use one are started each by itself.
+    """
+    return sys.platform == "linux" and (device == "cpu" or not any(map(os.path.exists, _DRIVERS)))
 
 
 def is_stopped(pid: int) -> bool:
