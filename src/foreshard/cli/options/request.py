@@ -239,7 +239,9 @@ def warn_of_batch(samples: int | None, seq_len: int) -> None:
     """Say where a global batch has so many tokens that it was likely stated in tokens."""
     tokens = (samples or 0) * seq_len
     if seq_len > 1 and samples is not None and tokens >= _DOUBTFUL_TOKENS:
-        meant = f"for {quantity.count(samples)} tokens write --global-batch {max(1, round(samples / seq_len))}"
+        meant = (
+            f"for {quantity.count(samples)} tokens write --global-batch {max(1, round(samples / seq_len))}"
+        )
         say(f"foreshard: warning: a step of {quantity.count(tokens)} tokens; a batch counts samples, {meant}")
 
 
