@@ -62,6 +62,7 @@ FAULTS = {
 
 SLOW = (
     "a barrier of the job's own",
+    "a group of the job's own",
     "an error in the update",
     "out of memory in the loss",
     "out of memory in the update",

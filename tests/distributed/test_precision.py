@@ -34,7 +34,7 @@ PLAN = plan_of([{"share": 4, "micro_batch": 4, "stages": [([0], [[0, 3]])]}], gl
 @pytest.mark.parametrize(
     ("dtype", "kept", "seen"),
     [
-        ("fp64", "float64", "float64"),
+        pytest.param("fp64", "float64", "float64", marks=pytest.mark.slow),
         ("bf16", "float32", "bfloat16"),
         pytest.param(None, "float32", "float32", marks=pytest.mark.slow),
     ],

@@ -159,6 +159,7 @@ CHANGES = {
     ],
     "between degrees": ["tp 4", "tp 2 beside tp 2, uneven", "interleaved"],
 }
+LONG = ("between degrees",)
 
 
 @functools.cache
@@ -175,7 +176,9 @@ def test_words_follow_changes_of_degree() -> None:
     assert worst_error(whole(found), last) <= 1e-9
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in CHANGES]
+)
 def test_live_changes_keep_losses_and_parameters(change: str) -> None:
     plans = {**PLANS, "alone": ALONE}
     names = CHANGES[change]

@@ -94,11 +94,17 @@ def predicted(
 ODD_SIZES = (WIDE_VOCABULARY, FEW_TOKENS, HEAD_HEAVY)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+QUICK = [(DENSE, SELECTIVE), (EXPERTS, "none")]
+OTHERS = [
+    (sizes, recompute)
+    for sizes in (DENSE, EXPERTS, *ODD_SIZES)
+    for recompute in ("none", SELECTIVE, FULL)
+    if (sizes, recompute) not in QUICK
+]
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [DENSE, EXPERTS, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ODD_SIZES)],
-    ids=["dense", "experts", "wide vocabulary", "few tokens", "head heavy"],
+    ("sizes", "recompute"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)]
 )
 def test_without_pipeline(sizes, recompute):
     assert predicted(sizes, recompute, "2024") == pytest.approx(flat_peak(sizes, recompute), rel=LIMIT)
