@@ -21,6 +21,8 @@ REPORT_FD = "FORESHARD_REPORT_FD"
 """Variable with the pipe on which it reports: the disk may be the problem."""
 PARENT = "FORESHARD_PARENT"
 """Variable with the process without which it has to end."""
+OPTIMIZERS_LOAD = "torch._dynamo"
+"""A module that takes seconds: loaded before there are ranks that others wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ from foreshard.runtime.hardware import Hardware
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.job import load_job
 from foreshard.runtime.job.readers import ReaderLost, Readers
-from foreshard.runtime.membership.agent import OPTIMIZERS_LOAD
 from foreshard.runtime.membership.leader_failover import rendezvous_address
 from foreshard.runtime.membership.member import Membership
 from foreshard.runtime.membership.operator_requests import Requests
@@ -41,7 +40,14 @@ from foreshard.runtime.records.durable_jsonl import flush_all, whole_lines
 from foreshard.runtime.records.ledger import Ledger, LedgerBackup
 from foreshard.runtime.records.metrics import Metrics
 from foreshard.runtime.records.trace_recorder import TraceRecorder, wall_epoch_s
-from foreshard.runtime.run_settings import FINISHED, JOB_FAULT, READER_LOST, REPORT_FD, RunSettings
+from foreshard.runtime.run_settings import (
+    FINISHED,
+    JOB_FAULT,
+    OPTIMIZERS_LOAD,
+    READER_LOST,
+    REPORT_FD,
+    RunSettings,
+)
 from foreshard.runtime.trainer import Trainer
 from foreshard.spec.online import Command
 from foreshard.spec.plan_file import load_plan

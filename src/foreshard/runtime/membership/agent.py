@@ -40,12 +40,17 @@ from foreshard.runtime.membership.processes import (
     start_supervisor,
 )
 from foreshard.runtime.membership.store import Client
-from foreshard.runtime.run_settings import FINISHED, JOB_FAULT, PARENT, READER_LOST, RunSettings
+from foreshard.runtime.run_settings import (
+    FINISHED,
+    JOB_FAULT,
+    OPTIMIZERS_LOAD,
+    PARENT,
+    READER_LOST,
+    RunSettings,
+)
 from foreshard.spec.plan import Plan
 
 WORKER = "foreshard.runtime.worker"
-OPTIMIZERS_LOAD = "torch._dynamo"
-"""Takes seconds: loaded before there are ranks that others wait for."""
 _GRACE_S = 5.0
 """How long killed processes may take to end, and ranks of other hosts to learn that the run is over."""
 _CONTACT_S = 0.2  # between questions to the supervisor
