@@ -52,6 +52,7 @@ def test_a_configuration_here_is_not_named_after_the_folder_of_work(shell, confi
         (("predict", "llama3-8b", "8xh100", "tp=2"), "Write --tp 2"),
         (("predict", "llama3-8b", "8xh100", "2x8xa100"), "Write '8xh100+2x8xa100' for both"),
         (("predict", "llama3-8b", "8xh100", "--tp", "auto"), "'foreshard plan' finds the best one"),
+        (("plan", "llama3-8b", "8xh100", "--global-batch", "auto"), "--to-target' finds the best one"),
         (("predict", "llama3-8b", "8xh100@NVLink"), "Leave it out: it joins devices of a node"),
         (("plan", "llama3-8b", "8xh100", "--overlap-grad-reduce"), "Write --comm grad_overlap"),
         (("import", "x.py", "llama3-8b", "8xh100", "--from", "torchtitan@0.3"), "by Python code"),

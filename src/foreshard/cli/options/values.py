@@ -47,7 +47,8 @@ class Count(click.ParamType):  # type: ignore[type-arg]
         usual = "8192 or 8k" if self.thousand else max(self.low, min(self.high, 8))
         example = f". Write it like {usual}"
         if digits.lower() == "auto":
-            example = ". Write a number; 'foreshard plan' finds the best one"
+            by = " --to-target" if param is not None and param.name == "global_batch" else ""
+            example = f". Write a number; 'foreshard plan{by}' finds the best one"
         if re.search(r"tok(en)?s?$", digits.lower()):
             example = ". It is no number of tokens: samples are tokens over the length of a sequence"
         self.fail(what + (_suffix_hint(digits) or example), param, ctx)
