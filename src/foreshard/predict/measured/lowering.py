@@ -8,7 +8,7 @@ Under `foreshard run` a small sum over all ranks (they agree on how to go on) en
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -305,19 +305,33 @@ def _lengthen(
         if not tasks.alone or tasks.group in begun:  # ranks of a stage run its tasks together
             continue
         begun.add(tasks.group)
-        moved_s = sum(float(seconds[ring.task]) for ring in own[rank][:-1])
-        begins = max(tasks.gradients[i] for i in tasks.gradients if own[rank][0].has(i))
-        beside = np.array([task for task in tasks.gradients.values() if task > begins], dtype=int)
-        busy_s = seconds[beside - 1]
-        total_s = float(busy_s.sum())
-        if total_s > 0.0:
-            seconds[beside] += costs.contention * min(1.0, moved_s / total_s) * busy_s
-        for ring in own[rank]:
-            for layers, size in ring.pieces:
-                held = [tasks.gradients[layer] for layer in layers if layer in tasks.gradients]
-                seconds[max(held)] += each_s * size
+        _lengthen_backward(seconds, tasks.gradients, own[rank], contention=costs.contention, copied_s=each_s)
     for task, longer_s in out_s.items():
         seconds[task] += longer_s
+
+
+def _lengthen_backward(
+    seconds: np.ndarray,
+    gradients: Mapping[int, int],
+    rings: Sequence[_Ring],
+    *,
+    contention: float,
+    copied_s: float,
+) -> None:
+    """Let the layers of a stage alone take longer by the rings beside them and by copies into its buckets.
+
+    `copied_s` is the time of a byte. The last ring runs beside no backward.
+    """
+    moved_s = sum(float(seconds[ring.task]) for ring in rings[:-1])
+    begins = max(task for layer, task in gradients.items() if rings[0].has(layer))
+    beside = np.array([task for task in gradients.values() if task > begins], dtype=int)
+    busy_s = seconds[beside - 1]
+    total_s = float(busy_s.sum())
+    if total_s > 0.0:
+        seconds[beside] += contention * min(1.0, moved_s / total_s) * busy_s
+    for ring in rings:
+        for layers, size in ring.pieces:
+            seconds[max(gradients[layer] for layer in layers if layer in gradients)] += copied_s * size
 
 
 def _buckets(
