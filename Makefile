@@ -71,13 +71,14 @@ demo: $(VENV)/.installed
 	$(BIN)/foreshard run $(JOB) --plan demo/even_plan.json --local 4 --lab $(LAB) --steps $(RUN_STEPS) --out demo/run_even
 	@$(BIN)/python scripts/demo_summary.py demo $(JOB)
 
-# Two tests run at a time: with a thread for each core in both they would wait for each other.
+# Several tests run at a time: with a thread for each core in all of them they would wait for each other. Ranks of
+# tests/distributed wait for what they are tested with: one more at a time fills two cores.
 test: export OMP_NUM_THREADS ?= 1
 # Hundreds of tests start processes: each would compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --doctest-modules --ignore tests/distributed tests src/foreshard
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/distributed
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/distributed
 
 # ruff check, ruff format --check, mypy and the architecture tests; scripts/check runs the unit tests too.
 lint: $(VENV)/.dev

@@ -467,8 +467,7 @@ def test_the_fastest_plan_is_changed_however_near_its_bound_is(searched, monkeyp
         return plan, seconds
 
     monkeypatch.setattr(search_module, "improved", improved)
-    monkeypatch.setattr(searched, "budget", TimeBudget.of(60.0))
-    searched._change()
+    searched._change(TimeBudget.of(60.0))
     assert changed == [searched.found.plain(1)[0][1]]
 
 
@@ -488,8 +487,52 @@ def test_1f1b_plans_are_left_as_they_are_where_none_is_faster_than_an_interleave
     monkeypatch.setattr(search_module, "is_interleaved", lambda plan: True)
     monkeypatch.setattr(type(searched), "_plain_bound_s", bound_s)
     monkeypatch.setattr(type(searched), "_add_interleaved", lambda self: None)
-    monkeypatch.setattr(type(searched), "_change_in_chunks", lambda self: None)
+    monkeypatch.setattr(type(searched), "_change_in_chunks", lambda self, budget: None)
     monkeypatch.setattr(type(searched.found), "best", fastest)
-    monkeypatch.setattr(searched, "budget", TimeBudget.of(60.0))
-    searched._change()
+    searched._change(TimeBudget.of(60.0))
     assert bool(changed) == is_changed
+
+
+def test_changes_of_1f1b_plans_leave_time_for_chunks(searched, monkeypatch):
+    """They took all of it, and no plan a change away was tried in chunks."""
+    ends_at = {}
+
+    def improved(request, plan, seconds, budget):
+        ends_at["whole"] = budget.ends_at
+        return plan, seconds
+
+    def in_chunks(self, budget):
+        ends_at["in chunks"] = budget.ends_at
+
+    monkeypatch.setattr(search_module, "improved", improved)
+    monkeypatch.setattr(type(searched), "_add_interleaved", lambda self: None)
+    monkeypatch.setattr(type(searched), "_change_in_chunks", in_chunks)
+    now = time.perf_counter()
+    searched._change(TimeBudget(now + 60.0))
+    assert ends_at["in chunks"] == now + 60.0
+    assert ends_at["whole"] < now + 45.0
+
+
+def test_the_fastest_plan_is_changed_once_before_its_bound_is_raised(searched, monkeypatch):
+    """A change costs hundredths of a second on a few devices; searches ended before any was tried."""
+    changed = []
+    monkeypatch.setattr(
+        type(searched), "_change", lambda self, budget, fastest_alone: changed.append(fastest_alone)
+    )
+    monkeypatch.setattr(searched, "_changed", None)
+    monkeypatch.setattr(searched, "_changing_s", 0.0)
+    searched._change_early()
+    searched._change_early()
+    assert changed == [True]
+
+
+def test_steps_end_where_the_time_for_changes_begins(searched):
+    """As long as there is no plan they have all of the search."""
+    part, whole = TimeBudget(1.0), TimeBudget(2.0)
+    searched.budget, before = whole, searched.budget
+    try:
+        assert searched._within(part) is part
+        timed, searched.found.timed = searched.found.timed, []
+        assert searched._within(part) is whole
+    finally:
+        searched.budget, searched.found.timed = before, timed

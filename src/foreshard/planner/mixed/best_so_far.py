@@ -16,7 +16,7 @@ from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 from foreshard.planner.solver.work_bounds import work_bound
 from foreshard.predict.step import graph_takes
-from foreshard.spec.plan import Plan
+from foreshard.spec.plan import Group, Plan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class MixedFound:
         Of those timed, the plans of the grid.
     graph_s : float
         Least seconds that the graph took for a plan so far, 0 before the first.
+    laid_s : dict
+        Step times of interleaved plans whose chunks were laid out to the end, by their groups before that.
     """
 
     request: PlanRequest
@@ -44,6 +46,7 @@ class MixedFound:
     problems: dict[tuple[int, ...], Problem] = field(default_factory=dict)
     even: list[Plan] = field(default_factory=list)
     graph_s: float = 0.0
+    laid_s: dict[tuple[Group, ...], float] = field(default_factory=dict)
 
     def problem(self, use: tuple[int, ...]) -> Problem:
         """Return the problem of some node groups, priced once."""
@@ -114,6 +117,8 @@ class MixedFound:
         The closed form knows nothing of chunks of unequal lengths: where it promises more, the graph decides.
         Nothing is tried, once there is a plan, where time is left for neither chunks nor the graph.
         """
+        if plan.groups in self.laid_s:
+            return self.laid_s[plan.groups]
         laying = TimeBudget(budget.ends_at - self.graph_s)
         if self.timed and laying.is_over:
             return np.inf
@@ -129,6 +134,8 @@ class MixedFound:
         took_s = time.perf_counter() - started
         self.graph_s = min(self.graph_s or took_s, took_s)
         self.timed.append((seconds, laid))
+        if not laying.is_over:
+            self.laid_s[plan.groups] = seconds
         return seconds
 
 

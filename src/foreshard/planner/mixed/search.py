@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from foreshard.planner.mixed.subspaces import (
     holding_down,
     next_subspace,
 )
-from foreshard.planner.pricing.engine_times import predicted, resources
+from foreshard.planner.pricing.engine_times import engine_seconds, predicted, resources
 from foreshard.planner.pricing.mapping import plan_of
 from foreshard.planner.pricing.stage_prices import FEW_COPIES, SharedPrices, joins_alike, price_stages
 from foreshard.planner.ranking import SHOWN, family_of, front_of, score
@@ -122,7 +123,13 @@ _NEAR = 0.01
 _FEWER = 0.25
 """Weight of the usual prices of fewer node groups beside those of all."""
 _CHANGING = 0.05
-"""Part of the search that goes to changes of the fastest 1f1b plan at its end, more if more is left."""
+"""Part of the search that goes to changes of the fastest plans at its end, more if more is left."""
+_CHANGING_EARLY = 0.1
+"""Part of what is left, and of what was spent, that goes to changes of the fastest plan before proofs."""
+_CHANGING_CHUNKS = 0.5
+"""Part of the time for changes that is left for chunks of layers where the fastest plan has none yet."""
+_PRICING_CHUNKS = 0.5
+"""Part of that in which plans in chunks are put in order."""
 _WEIGHT = 0.5
 """Weight of each depth of interleaved pipelines beside the likelier one before it."""
 _LIKELY = _WEIGHT**2
@@ -218,7 +225,8 @@ class MixedSearch:
         self.roomier: list[Subspace] = []
         self.others: list[Subspace] = []
         self.interleaved_bounds: list[Subspace] = []
-        self._finding_s = self._proving_s = 0.0
+        self._finding_s = self._proving_s = self._changing_s = 0.0
+        self._changed: Plan | None = None
         self._reserve_bytes = 0.0
         self._depths: dict[tuple[int, int], Subspace] = {}
         self._joined: dict[Subspace, Subspace] = {}
@@ -242,17 +250,19 @@ class MixedSearch:
             searching = self.budget.part(1.0 - _CHANGING)
             while not (self._is_over(searching) or self.stopped):
                 self._leave_time()
+                within = self._within(searching)
                 chosen, share = next_subspace(self._subspaces, self.found.best_s)
                 lowest = self._holding_down()
                 if chosen is None and lowest is None:
                     break
                 turn = self._proving_s < self._proving(lowest) * (self._proving_s + self._finding_s)
                 if lowest is not None and (turn or chosen is None):
-                    self._proving_s += self._advance(lowest, share, proves=True)
+                    self._change_early()
+                    self._proving_s += self._advance(lowest, share, within, proves=True)
                 elif chosen is not None:
-                    self._finding_s += self._advance(chosen, share)
+                    self._finding_s += self._advance(chosen, share, within)
             self._leave_time()
-            self._change()
+            self._change(self.budget)
             if self.by_price or not self.found.timed:
                 self._offer_published(("hetpipe", "amp", "pipedream"))
         except KeyboardInterrupt:
@@ -285,6 +295,10 @@ class MixedSearch:
         over = searching.is_over or self.budget.is_over
         return over if self.found.timed else self.whole.is_past
 
+    def _within(self, searching: TimeBudget) -> TimeBudget:
+        """Return when a step has to end: with a plan that leaves time for changes."""
+        return min(searching, self.budget, key=lambda one: one.ends_at) if self.found.timed else self.budget
+
     def _leave_time(self) -> None:
         """End the search so early that the engine can time what is shown, by what it took so far."""
         if self.request.chooses_later:
@@ -298,17 +312,17 @@ class MixedSearch:
         share = 1.0 if len(self.even) == 1 else share
         for even_plans in sorted(self.even, key=lambda one: one.bound_s):
             if even_plans.promise_s(self.found.best_s) > 0.0:
-                self._advance(even_plans, share)
+                self._advance(even_plans, share, self.budget)
 
-    def _advance(self, chosen: Part, share: float, *, proves: bool = False) -> float:
+    def _advance(self, chosen: Part, share: float, within: TimeBudget, *, proves: bool = False) -> float:
         """Do a step of a part of the space, in a part of the time that is left; return its seconds."""
         had_plan = bool(self.found.timed)
-        left_s = self.budget.left_s
+        left_s = within.left_s
         step = chosen.prove if proves else chosen.advance
         slice_s = chosen.proof_slice_s if proves else chosen.slice_s
         part = max(share, min(1.0, slice_s / max(left_s, slice_s, _LEAST_S)))
-        step(self.found, self.budget.part(part))
-        spent_s = left_s - self.budget.left_s
+        step(self.found, within.part(part))
+        spent_s = left_s - within.left_s
         chosen.spent_s += 0.0 if proves else spent_s
         if isinstance(chosen, Subspace):
             self._make_room(chosen)
@@ -324,33 +338,47 @@ class MixedSearch:
             )
         return spent_s
 
-    def _change(self) -> None:
+    def _change(self, budget: TimeBudget, *, fastest_alone: bool = False) -> None:
         """Change the fastest 1f1b plans that differ in their ranks, as long as that helps.
 
         The fastest alone where a bound is near. Bounds do not know all that unequal stages spare: they are no
         reason to leave it as it is.
         """
-        if not self.found.timed or self.budget.is_over:
+        if not self.found.timed or budget.is_over:
             return
         least_s = min(one.bound_s for one in self.even)
         least_s = min(least_s, *(subspace.expected_s for subspace in self.by_set))
         is_near = not self.found.is_interleaved and self.found.best_s <= least_s * (1.0 + _NEAR)
-        plain = [] if self.by_price else self.found.plain(1 if is_near else len(self.found.timed))
+        number = 1 if is_near or fastest_alone else len(self.found.timed)
+        plain = [] if self.by_price else self.found.plain(number)
         if plain and self.found.is_interleaved:
-            self._change_in_chunks()
+            self._change_in_chunks(budget)
         starts: dict[Hashable, tuple[float, Plan]] = {}
         for seconds, plan in () if self._no_plain_helps else plain:
             if seconds <= plain[0][0] * (1.0 + _CHANGEABLE):
                 starts.setdefault(tuple(len(s.ranks) for g in plan.groups for s in g.stages), (seconds, plan))
+        in_chunks = bool(plain and chunk_counts(self.request))
+        whole = budget.part(1.0 - _CHANGING_CHUNKS) if in_chunks else budget
         for seconds, plan in starts.values():
-            if self.budget.is_over:
+            if whole.is_over:
                 break
-            changed, changed_s = improved(self.request, plan, seconds, self.budget)
+            changed, changed_s = improved(self.request, plan, seconds, whole)
             if changed is not plan and self.request.choices.holds(changed):
                 self.found.timed.append((changed_s, changed))
-        if plain and chunk_counts(self.request):
+        if in_chunks:
             self._add_interleaved()
-            self._change_in_chunks()
+            self._change_in_chunks(budget)
+
+    def _change_early(self) -> None:
+        """Change the fastest plan before bounds on it are raised, once, in a part of the time so far."""
+        spent_s = self._proving_s + self._finding_s
+        best = self.found.best[1]
+        if best is None or best is self._changed or self._changing_s > _CHANGING_EARLY * spent_s:
+            return
+        left_s = self.budget.left_s
+        self._change(self.budget.part(_CHANGING_EARLY), fastest_alone=True)
+        self._changing_s += left_s - self.budget.left_s
+        self._changed = self.found.best[1]
 
     @property
     def _no_plain_helps(self) -> bool:
@@ -358,17 +386,28 @@ class MixedSearch:
         seconds, plan = self.found.best
         return plan is not None and is_interleaved(plan) and self._plain_bound_s * (1.0 + AIM) >= seconds
 
-    def _change_in_chunks(self) -> None:
-        """Try changes of the fastest plan in chunks, in any number where it has none, while they help."""
+    def _change_in_chunks(self, budget: TimeBudget) -> None:
+        """Try changes of the fastest plan in chunks, in any number where it has none, while they help.
+
+        Those come first that the closed form promises most of: the graph takes longer than that.
+        """
         counts, before_s = chunk_counts(self.request), np.inf
-        while self.found.best_s < before_s and not self.budget.is_over:
+        while self.found.best_s < before_s and not budget.is_over:
             before_s, best = self.found.best
             if best is None:
                 return
             own = max(group.num_chunks for group in best.groups)
             tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
+            promised: list[tuple[float, Plan]] = []
+            pricing = budget.part(_PRICING_CHUNKS)
             for made in chain.from_iterable(tried):
-                if self.budget.is_over or self.found.take_interleaved(made, self.budget) < before_s:
+                if pricing.is_over:
+                    break
+                promised.append((engine_seconds(self.request, [made])[0], made))
+            for promised_s, made in sorted(promised, key=itemgetter(0)):
+                if promised_s > before_s or budget.is_over:
+                    return
+                if self.found.take_interleaved(made, budget) < before_s:
                     break
 
     @property
