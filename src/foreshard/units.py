@@ -171,7 +171,8 @@ def count(text: str, *, thousand: int = 1000) -> float | None:
 
 
 _GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+|[0-9]{1,3}(_[0-9]{3})+|[0-9]{1,3}( [0-9]{3})+")
-_TOKENS = re.compile(r"\s+tokens?$")
+_TOKENS = re.compile(r"\s+tokens?$|(?<=[0-9][kmbt])t$", re.IGNORECASE)
+"""What may follow a number of tokens: the word, or a T as in 300BT."""
 _COIN = re.compile(r"\s*(?:\$|usd)$", re.IGNORECASE)
 _PER_DEVICE_HOUR = re.compile(
     r"\s*(?:/|per )\s*(?:(?:gpu|device|chip)\s*(?:-|/|per)?\s*)?h(?:r|our)?$", re.IGNORECASE
@@ -195,8 +196,8 @@ def num_tokens(text: str, *, thousand: int = 1000) -> float | None:
 
     Examples
     --------
-    >>> num_tokens("8k tokens", thousand=1024), num_tokens("2,000,000"), num_tokens("long")
-    (8192.0, 2000000.0, None)
+    >>> num_tokens("8k tokens", thousand=1024), num_tokens("2,000,000"), num_tokens("3BT"), num_tokens("long")
+    (8192.0, 2000000.0, 3000000000.0, None)
     """
     return count(ungrouped(_TOKENS.sub("", text.strip())), thousand=thousand)
 

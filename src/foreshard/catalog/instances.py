@@ -59,6 +59,12 @@ def instances() -> Mapping[str, Instance]:
     return MappingProxyType({row["name"]: Instance(**row) for row in shipped("instances.json")})
 
 
+def sellers() -> tuple[str, ...]:
+    """Return who sells instances at a known price; their names begin with it."""
+    sold = (name for name, one in instances().items() if one.usd_per_h is not None)
+    return tuple(dict.fromkeys(name.partition("-")[0] for name in sold))
+
+
 _PREFIX = re.compile(r"^(?:standard[-_ ]|ml\.)", re.IGNORECASE)  # of Azure's sizes and SageMaker's
 _AZURE_SIZE = re.compile(r"^(n[cdv])(m?)-(.+)$")  # a family without its number of processors: nd-h100-v5
 

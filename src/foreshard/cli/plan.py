@@ -60,10 +60,9 @@ def _other_planners() -> tuple[str, ...]:
 
 
 def _vendors() -> tuple[str, ...]:
-    """Return who sells the instances of the catalog; their names begin with it."""
-    from foreshard.catalog.instances import instances
+    from foreshard.catalog.instances import sellers
 
-    return tuple(dict.fromkeys(name.partition("-")[0] for name in instances()))
+    return sellers()
 
 
 @verb_command("plan", choosing, output="Write the chosen plan to a file.")

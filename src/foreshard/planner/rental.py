@@ -9,6 +9,7 @@ from typing import Any
 
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.instances import instances as catalog_instances
+from foreshard.catalog.instances import sellers
 from foreshard.errors import InfeasibleError, LimitError, SpecError
 from foreshard.planner.grid.equal_nodes import search_homogeneous
 from foreshard.planner.grid.ray_sweep import each_in_tasks, num_at_once
@@ -207,8 +208,7 @@ def rent(
 
 def _of_vendors(vendors: Sequence[str]) -> list[str]:
     """Return the instances made for training that vendors sell."""
-    known = tuple(dict.fromkeys(name.partition("-")[0] for name in catalog_instances()))
-    sold = {one_of(name, known, key="--rent", name="vendor") for name in vendors}
+    sold = {one_of(name, sellers(), key="--rent", name="vendor") for name in vendors}
     return [
         name
         for name, one in catalog_instances().items()

@@ -223,6 +223,7 @@ def test_renting_of_one_vendor(shell):
     ("words", "key"),
     [
         (("--rent=lamda",), "--rent"),
+        (("--rent=nvidia",), "--rent"),  # of which no price is known
         (("1x8xh100-sxm", "--rent"), "CLUSTER"),
         (("--rent", "--costs", "costs.json"), "--costs"),
         ((), "CLUSTER"),
