@@ -6,6 +6,7 @@ Formulas price a model of the catalog (`FormulaSteps`), measured costs a job of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import Memory, Prediction
+from foreshard.spec.prediction import TIME_PARTS, Memory, Prediction
 
 
 class StepSource(Protocol):
@@ -68,6 +69,16 @@ class FormulaSteps:
         """Return the time of a step."""
         batch = build_batch([self._case(plan)], self.constants)
         return sum(slowest_parts(step_times(batch, joined=True)).values())
+
+    def seconds_of(self, plans: Sequence[Plan]) -> list[float]:
+        """Return the time of a step of each plan; plans of one group are priced together."""
+        alone = [at for at, plan in enumerate(plans) if len(plan.groups) == 1]
+        found = [self.seconds(plan) if len(plan.groups) > 1 else 0.0 for plan in plans]
+        if alone:
+            times = step_times(build_batch([self._case(plans[at]) for at in alone], self.constants))
+            for place, at in enumerate(alone):
+                found[at] = sum(float(times.parts[name][place]) for name in TIME_PARTS)
+        return found
 
     def memory(self, plan: Plan) -> Memory:
         """Return the peak of the fullest rank."""

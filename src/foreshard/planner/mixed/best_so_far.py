@@ -111,10 +111,13 @@ class MixedFound:
         if plan not in self.even and np.isfinite(self.take(plan)):
             self.even.append(plan)
 
-    def take_interleaved(self, plan: Plan, budget: TimeBudget = ENDLESS) -> float:
+    def take_interleaved(
+        self, plan: Plan, budget: TimeBudget = ENDLESS, *, promised_s: float | None = None
+    ) -> float:
         """Keep an interleaved plan, its chunks laid out anew, if it fits and may be the fastest.
 
         The closed form knows nothing of chunks of unequal lengths: where it promises more, the graph decides.
+        `promised_s` is what it promises, where that is known.
         Nothing is tried, once there is a plan, where time is left for neither chunks nor the graph.
         """
         if plan.groups in self.laid_s:
@@ -124,7 +127,9 @@ class MixedFound:
             return np.inf
         if not self.request.choices.holds(plan) or not graph_takes(plan) or missing_bytes(self.request, plan):
             return np.inf
-        if engine_seconds(self.request, [plan])[0] > self.best_s:
+        if promised_s is None:
+            promised_s = engine_seconds(self.request, [plan])[0]
+        if promised_s > self.best_s:
             return np.inf
         laid = laid_out(self.request, plan, laying)
         if missing_bytes(self.request, laid) or not self.request.choices.holds(laid):

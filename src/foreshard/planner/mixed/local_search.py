@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, count, permutations, product
+from itertools import accumulate, count, islice, permutations, product
 from math import lcm
+from operator import itemgetter
 
 from foreshard.planner.mixed.interleaving import interleaved
 from foreshard.planner.pricing.engine_times import engine_seconds, missing_bytes
@@ -24,6 +25,8 @@ _FASTER = 1e-6
 """Part of a step by which a change has to shorten it."""
 _PATIENCE = 6
 """Plans whose changes are tried in vain before the search ends: two changes at once may be needed."""
+_AT_ONCE = 8
+"""Changes that are timed together, of which the fastest is taken: those of one group are priced at once."""
 _PART = 16
 """Part of a share that moves at once, beside single samples."""
 
@@ -42,25 +45,36 @@ def improved(request: PlanRequest, plan: Plan, seconds: float, budget: TimeBudge
     budget : TimeBudget
     """
     order, fruitless = count(), 0
-    ahead = [(seconds, next(order), plan.groups)]
+    ahead = [(seconds, next(order), plan)]
     seen = {plan.groups}
     while ahead and fruitless < _PATIENCE:
+        _, _, start = heapq.heappop(ahead)
+        if start is not plan and missing_bytes(request, start):
+            continue
         fruitless += 1
-        for groups in _changes(request, heapq.heappop(ahead)[2]):
-            if budget.is_over:
-                return plan, seconds
-            if groups in seen:
-                continue
-            seen.add(groups)
-            made = replace(plan, groups=groups)
-            if missing_bytes(request, made):
-                continue
-            made_s = engine_seconds(request, [made])[0]
-            heapq.heappush(ahead, (made_s, next(order), groups))
-            if made_s < seconds * (1.0 - _FASTER):
-                plan, seconds, fruitless = made, made_s, 0
+        changes = _unseen(_changes(request, start.groups), seen)
+        while not budget.is_over and (some := list(islice(changes, _AT_ONCE))):
+            made = [replace(plan, groups=groups) for groups in some]
+            timed = list(zip(engine_seconds(request, made), made, strict=True))
+            for made_s, one in timed:
+                heapq.heappush(ahead, (made_s, next(order), one))
+            faster = [pair for pair in timed if pair[0] < seconds * (1.0 - _FASTER)]
+            fits = (pair for pair in sorted(faster, key=itemgetter(0)) if not missing_bytes(request, pair[1]))
+            if found := next(fits, None):
+                (seconds, plan), fruitless = found, 0
                 break
+        if budget.is_over:
+            break
     return plan, seconds
+
+
+def _unseen(
+    changes: Iterable[tuple[Group, ...]], seen: set[tuple[Group, ...]]
+) -> Iterator[tuple[Group, ...]]:
+    for groups in changes:
+        if groups not in seen:
+            seen.add(groups)
+            yield groups
 
 
 def changed_in_chunks(request: PlanRequest, plan: Plan, chunks: int) -> Iterator[Plan]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -128,6 +128,8 @@ _CHANGING_EARLY = 0.1
 """Part of what is left, and of what was spent, that goes to changes of the fastest plan before proofs."""
 _CHANGING_CHUNKS = 0.5
 """Part of the time for changes that is left for chunks of layers where the fastest plan has none yet."""
+_AT_ONCE = 8
+"""Plans in chunks that are priced together."""
 _PRICING_CHUNKS = 0.5
 """Part of that in which plans in chunks are put in order."""
 _WEIGHT = 0.5
@@ -399,15 +401,13 @@ class MixedSearch:
             own = max(group.num_chunks for group in best.groups)
             tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
             promised: list[tuple[float, Plan]] = []
-            pricing = budget.part(_PRICING_CHUNKS)
-            for made in chain.from_iterable(tried):
-                if pricing.is_over:
-                    break
-                promised.append((engine_seconds(self.request, [made])[0], made))
-            for promised_s, made in sorted(promised, key=itemgetter(0)):
+            pricing, made = budget.part(_PRICING_CHUNKS), chain.from_iterable(tried)
+            while not pricing.is_over and (some := list(islice(made, _AT_ONCE))):
+                promised += zip(engine_seconds(self.request, some), some, strict=True)
+            for promised_s, plan in sorted(promised, key=itemgetter(0)):
                 if promised_s > before_s or budget.is_over:
                     return
-                if self.found.take_interleaved(made, budget) < before_s:
+                if self.found.take_interleaved(plan, budget, promised_s=promised_s) < before_s:
                     break
 
     @property

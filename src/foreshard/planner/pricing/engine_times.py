@@ -14,7 +14,7 @@ from foreshard.spec.prediction import Prediction
 
 def engine_seconds(request: PlanRequest, plans: Sequence[Plan]) -> list[float]:
     """Return the step times of plans by the analytical engine."""
-    return [steps_of(request).seconds(plan) for plan in plans]
+    return steps_of(request).seconds_of(plans)
 
 
 def missing_bytes(request: PlanRequest, plan: Plan) -> float:
