@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported, and kept: most of those that are installed never are.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 # The build of torch that `run` installs. Another build: make demo TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
@@ -34,19 +36,19 @@ $(VENV)/.made:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml
-	$(PIP) install $(TORCH)
-	$(PIP) install -e '.[plan,run]'
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[plan,run]'
 	$(COMPILE)
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.made pyproject.toml
-	$(PIP) install $(TORCH)
-	$(PIP) install -e '.[test]'
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[test]'
 	$(COMPILE)
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.dev: $(VENV)/.tested
-	$(PIP) install -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -74,8 +76,6 @@ demo: $(VENV)/.installed
 # Several tests run at a time: with a thread for each core in all of them they would wait for each other. Ranks of
 # tests/distributed wait for what they are tested with: one more at a time fills two cores.
 test: export OMP_NUM_THREADS ?= 1
-# Hundreds of tests start processes: each would compile the package anew.
-test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --doctest-modules --ignore tests/distributed tests src/foreshard
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/distributed
