@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from foreshard.errors import ExtraMissingError, SpecError
@@ -10,6 +11,7 @@ from foreshard.profile.networks.catalog import is_mixed, network
 from foreshard.spec.traced_module import TracedModule
 
 _MOST_PIXELS = 65_536  # of a side
+_KEPT = 64  # traces, of megabytes each
 
 
 def trace_network(
@@ -24,6 +26,8 @@ def trace_network(
     where: str = "module",
 ) -> TracedModule:
     """Return a network as a chain of layers with their operations.
+
+    The last few are kept: a trace takes seconds and knows of no batch and no cluster.
 
     Parameters
     ----------
@@ -50,6 +54,30 @@ def trace_network(
     SpecError
         For a name or a side that the library does not make, and what cannot be traced.
     """
+    return _traced(
+        name,
+        side=side,
+        precision=precision,
+        channels_last=channels_last,
+        degrees=tuple(degrees),
+        training=training,
+        where=where,
+        changed=tuple((changed or {}).items()),
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def _traced(
+    name: str,
+    *,
+    side: int | None,
+    precision: str,
+    channels_last: bool,
+    degrees: tuple[int, ...],
+    training: bool,
+    where: str,
+    changed: tuple[tuple[str, Any], ...],
+) -> TracedModule:
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -60,7 +88,7 @@ def trace_network(
     if side is not None and not 0 < side <= _MOST_PIXELS:
         rule = f"An image has 1 to {_MOST_PIXELS:,} pixels a side"
         raise SpecError(f"an image of {side} pixels a side", key="side", value=side, rule=rule)
-    module, inputs = network(name, side=side, **(changed or {}))
+    module, inputs = network(name, side=side, **dict(changed))
     if channels_last:
         volumes = any(parameter.ndim == 5 for parameter in module.parameters())
         module = module.to(memory_format=torch.channels_last_3d if volumes else torch.channels_last)

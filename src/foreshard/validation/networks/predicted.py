@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from multiprocessing import get_context
 from typing import Any
 
@@ -25,7 +24,6 @@ Key = tuple[str, int | None, str, bool, bool, tuple[tuple[str, Any], ...]]
 _TOLD_EVERY_S = 30.0
 _WORTH_WORKERS = 16  # networks; each worker takes seconds to begin
 _predictions: dict[NetworkRun, Prediction] = {}
-_KEPT = 64  # traces, of megabytes each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +123,6 @@ def _key(run: NetworkRun) -> Key:
     return run.network, run.side, run.precision, run.layout == "nhwc", run.training, run.changed
 
 
-@lru_cache(maxsize=_KEPT)
 def _traced(key: Key) -> TracedModule:
     name, side, precision, channels_last, training, changed = key
     asked: dict[str, Any] = {"side": side, "precision": precision, "training": training}
