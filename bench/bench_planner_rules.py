@@ -62,6 +62,8 @@ RULES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no interleaved pipelines": _off(search, "chunk_counts", lambda request: ()),
     "no chunks laid out": _off(best_so_far, "laid_out", lambda request, plan, budget: plan),
     "no chunks on plans as they are": _off(search, "_NEAREST", 0),
+    "no changes before proofs": _off(search.MixedSearch, "_change_early", lambda self: None),
+    "all changes for plans in one chunk": _off(search, "_CHANGING_CHUNKS", 0.0),
     "no more room in memory": _off(search, "_ROOMIER", 0),
     "one round of duals": _off(bound_raising, "_DUAL_ROUNDS", 1),
     "no boxes refined": _off(bound_raising, "_REFINED", 1),

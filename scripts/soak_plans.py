@@ -1,6 +1,6 @@
 """Search for plans that the planner misses, and for bounds that a plan breaks: small clusters at random.
 
-    python scripts/soak_plans.py [--cases 2000] [--seed 0] [--budgets-s 1 10] [--processes 2]
+    python scripts/soak_plans.py [--cases 2000] [--seed 0] [--budgets-s 1 30] [--processes 2]
 
 Every case is a cluster of 2 to 5 devices of 1 to 3 kinds with random links, and a model of few layers. Plans
 are made here by hand, drawn at random and then improved a layer, sample, micro-batch or rule at a time. The
@@ -45,6 +45,8 @@ SIZES = {False: (1, 2, 4, 8), True: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
 AT_ONCE_TOKENS = 16384
 """Samples that ranks take at once in the printed space, in several stages and in one, up to so many tokens
 from the fifth on."""
+SAY_EVERY = 100
+"""Cases between two lines that say how far the search is."""
 LOST = 0.01
 """Part of a step that the planner's answer may be slower than a plan made by hand."""
 CHUNKS = (2, 4)
@@ -394,13 +396,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budgets-s", type=float, nargs="+", default=[1.0, 10.0])
+    parser.add_argument("--budgets-s", type=float, nargs="+", default=[1.0, 30.0])
     parser.add_argument("--processes", type=int, default=2)
     asked = parser.parse_args()
     seeds = range(asked.seed, asked.seed + asked.cases)
     bad, worst, better, again, started = 0, 0.0, 0, 0, time.perf_counter()
     with get_context("spawn").Pool(asked.processes, initializer=_count_processor_time) as pool:
-        for one in pool.imap(partial(judged, budgets_s=asked.budgets_s), seeds):
+        for number, one in enumerate(pool.imap(partial(judged, budgets_s=asked.budgets_s), seeds), 1):
+            if number % SAY_EVERY == 0:
+                print(f"{number} of {asked.cases}: {bad} wrong, {again} took a second search", flush=True)
             worst, better, again = max(worst, one.slower), better + (one.slower < -LOST), again + one.again
             if one.wrong:
                 bad += 1

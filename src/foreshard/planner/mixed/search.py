@@ -257,7 +257,7 @@ class MixedSearch:
                 lowest = self._holding_down()
                 if chosen is None and lowest is None:
                     break
-                turn = self._proving_s < self._proving(lowest) * (self._proving_s + self._finding_s)
+                turn = self._proving_s < self._proving(chosen, lowest) * (self._proving_s + self._finding_s)
                 if lowest is not None and (turn or chosen is None):
                     self._change_early()
                     self._proving_s += self._advance(lowest, share, within, proves=True)
@@ -274,17 +274,21 @@ class MixedSearch:
                 raise
             self.stopped = True
 
-    def _proving(self, lowest: Part | None) -> float:
-        """Return the part of the search that goes to proofs at present, of what holds the bound down."""
-        if self._is_looking:
-            return _PROVING_BESIDE
-        return _PROVING if lowest is None or lowest.is_priced else _PROVING_AT_FIRST
+    def _proving(self, chosen: Part | None, lowest: Part | None) -> float:
+        """Return the part of the search that goes to proofs at present, of what holds the bound down.
 
-    @property
-    def _is_looking(self) -> bool:
+        Little beside the first plans of a likely part of the space, which may hold a better plan.
+        """
+        if isinstance(chosen, Subspace) and self._may_surprise(chosen):
+            return _PROVING_BESIDE
+        looking = any(self._may_surprise(one) for one in self.others)
+        priced = lowest is None or lowest.is_priced
+        return _PROVING if priced or looking else _PROVING_AT_FIRST
+
+    def _may_surprise(self, one: Subspace) -> bool:
         """Return whether a likely part of the space may hold a better plan and was hardly searched."""
-        likely = (one for one in self.others if one.is_fresh and one.weight >= _LIKELY)
-        return any(one.promise_s(self.found.best_s) > 0.0 for one in likely)
+        likely = one.is_fresh and one.weight >= _LIKELY and one in self.others
+        return likely and one.promise_s(self.found.best_s) > 0.0
 
     def _holding_down(self) -> Part | None:
         """Return the part of the space whose bound is to be raised: that of the answer, if it has any."""
