@@ -87,7 +87,7 @@ _PROVING = 0.25
 _PROVING_AT_FIRST = 0.5
 """The same as long as that has no bound by pipelines with their filling."""
 _PROVING_BESIDE = 0.05
-"""The same as long as first plans of likely parts of the space are still to be found."""
+"""The same while a likely part of the space is next in turn that has no plan yet."""
 _LEAST_S = 1e-9
 """Seconds left that count as some."""
 _GRID = 0.03
