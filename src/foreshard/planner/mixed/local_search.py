@@ -25,8 +25,8 @@ _FASTER = 1e-6
 """Part of a step by which a change has to shorten it."""
 _PATIENCE = 6
 """Plans whose changes are tried in vain before the search ends: two changes at once may be needed."""
-_AT_ONCE = 8
-"""Changes that are timed together, of which the fastest is taken: those of one group are priced at once."""
+AT_ONCE = 8
+"""Changes timed together, of which the fastest comes first: those of one group are priced at once."""
 _PART = 16
 """Part of a share that moves at once, beside single samples."""
 
@@ -53,7 +53,7 @@ def improved(request: PlanRequest, plan: Plan, seconds: float, budget: TimeBudge
             continue
         fruitless += 1
         changes = _unseen(_changes(request, start.groups), seen)
-        while not budget.is_over and (some := list(islice(changes, _AT_ONCE))):
+        while not budget.is_over and (some := list(islice(changes, AT_ONCE))):
             made = [replace(plan, groups=groups) for groups in some]
             timed = list(zip(engine_seconds(request, made), made, strict=True))
             for made_s, one in timed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
-from foreshard.planner.mixed.local_search import changed_in_chunks, improved
+from foreshard.planner.mixed.local_search import AT_ONCE, changed_in_chunks, improved
 from foreshard.planner.mixed.node_sets import are_apart, capped, node_sets
 from foreshard.planner.mixed.subspaces import (
     ABOVE_WORK,
@@ -128,8 +128,6 @@ _CHANGING_EARLY = 0.1
 """Part of what is left, and of what was spent, that goes to changes of the fastest plan before proofs."""
 _CHANGING_CHUNKS = 0.5
 """Part of the time for changes that is left for chunks of layers where the fastest plan has none yet."""
-_AT_ONCE = 8
-"""Plans in chunks that are priced together."""
 _PRICING_CHUNKS = 0.5
 """Part of that in which plans in chunks are put in order."""
 _WEIGHT = 0.5
@@ -404,15 +402,19 @@ class MixedSearch:
                 return
             own = max(group.num_chunks for group in best.groups)
             tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
-            promised: list[tuple[float, Plan]] = []
-            pricing, made = budget.part(_PRICING_CHUNKS), chain.from_iterable(tried)
-            while not pricing.is_over and (some := list(islice(made, _AT_ONCE))):
-                promised += zip(engine_seconds(self.request, some), some, strict=True)
-            for promised_s, plan in sorted(promised, key=itemgetter(0)):
+            made = self._by_promise(chain.from_iterable(tried), budget.part(_PRICING_CHUNKS))
+            for promised_s, plan in made:
                 if promised_s > before_s or budget.is_over:
                     return
                 if self.found.take_interleaved(plan, budget, promised_s=promised_s) < before_s:
                     break
+
+    def _by_promise(self, made: Iterator[Plan], budget: TimeBudget) -> list[tuple[float, Plan]]:
+        """Return plans with their seconds by the closed form, the fastest first, as far as time allows."""
+        promised: list[tuple[float, Plan]] = []
+        while not budget.is_over and (some := list(islice(made, AT_ONCE))):
+            promised += zip(engine_seconds(self.request, some), some, strict=True)
+        return sorted(promised, key=itemgetter(0))
 
     @property
     def _subspaces(self) -> list[Part]:
