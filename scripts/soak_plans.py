@@ -26,7 +26,7 @@ from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.catalog.training import training_constants
 from foreshard.errors import ForeshardError
-from foreshard.planner.mixed.node_sets import are_apart
+from foreshard.planner.mixed.node_sets import are_apart, are_short_alike
 from foreshard.planner.mixed.search import INTERLEAVED
 from foreshard.planner.result import PlanResult
 from foreshard.planner.search import plan
@@ -310,15 +310,16 @@ class HandMade:
         if chunks - {1} and (len(chunks) > 1 or not with_interleaved):
             return False
         for group in groups:
-            width, alone = {stage.inner_dp for stage in group.stages}, len(group.stages) == 1
+            widths, alone = {stage.inner_dp for stage in group.stages}, len(group.stages) == 1
             sizes = {n for n in SIZES[alone] if n <= max(4, AT_ONCE_TOKENS // self.case.seq_len)}
-            if len(width) > 1 or group.micro_batch not in {w * n for w in width for n in sizes}:
+            if any(group.micro_batch not in {width * n for n in sizes} for width in widths):
                 return False
             if group.share < group.micro_batch and not alone:
                 return False
             if not all(self._is_a_stage(stage.ranks) for stage in group.stages):
                 return False
-        return are_apart(self.case.cluster, self.plan(groups))
+        made = self.plan(groups)
+        return are_apart(self.case.cluster, made) and are_short_alike(made)
 
     def below(self, found: PlanResult) -> list[str]:
         """Return what is wrong with the bound of an answer: that a plan inside its space is faster."""

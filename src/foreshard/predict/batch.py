@@ -132,6 +132,7 @@ class StageRow:
     recompute: Recompute
     has_embedding: float
     has_head: float
+    num_micro_batches: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +336,8 @@ def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRo
             rank = rank_shape(setup, group, stage, samples=pace.share, replicas=width, strides=strides)
             places = tuple(dict.fromkeys(worker.node_group for worker in workers))
             place = None if len(nodes) == 1 else s  # on unlike nodes links differ by place
-            key = (g, counts, ends, places, pace.node_group, rank, stage.recompute, place)
+            passes = _micro_batches(group, stage)
+            key = (g, counts, ends, places, pace.node_group, rank, stage.recompute, place, passes)
             if key == last:
                 rows[-1] = replace(rows[-1], stages=(*rows[-1].stages, s))
                 continue
@@ -353,6 +355,7 @@ def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRo
                 recompute=stage_recompute(stage, sum(counts)),
                 has_embedding=ends[0],
                 has_head=ends[1],
+                num_micro_batches=passes,
             )
             rows.append(row)
     return rows
@@ -367,7 +370,7 @@ def short_samples(group: Group, stage: Stage) -> float:
     return -(-rest // stage.inner_dp) / -(-priced // stage.inner_dp)
 
 
-def _micro_batches(group: Group) -> float:
+def _micro_batches(group: Group, stage: Stage) -> float:
     """Return the micro-batches of a step on every chunk, a short last one as a fraction of the others.
 
     Under dualpipe each of the two chunks of a stage takes half of them.
@@ -375,7 +378,7 @@ def _micro_batches(group: Group) -> float:
     whole, parts = group.num_micro_batches, 1 + (group.schedule == "dualpipe")
     if group.share == whole * group.micro_batch:
         return whole / parts
-    return (whole - 1 + max(short_samples(group, stage) for stage in group.stages)) / parts
+    return (whole - 1 + short_samples(group, stage)) / parts
 
 
 def _far(group: Group, domains: np.ndarray) -> list[bool]:
@@ -401,7 +404,7 @@ def _boundaries(group: Group, rows: Sequence[StageRow], domains: np.ndarray) -> 
 
 def _pipeline(case: PlannedRun, setup: RunSetup, group: Group, domains: np.ndarray) -> Pipeline:
     return setup.pipeline(
-        num_micro_batches=_micro_batches(group),
+        num_micro_batches=_micro_batches(group, group.stages[0]),
         num_stages=float(len(group.stages)),
         num_chunks=float(group.num_chunks) if len(group.stages) > 1 else 1.0,
         zero_bubble=float(group.schedule in ZERO_BUBBLE and len(group.stages) > 1),
@@ -437,6 +440,10 @@ def build_batch(
         for name in _MACHINE
     )
     shared = [row[:1] for row in padded] if equal else padded
+    pipeline = stacked([[one] for one in pipelines], Pipeline)
+    passes = np.array([[stage.num_micro_batches for stage in row] for row in padded]).T
+    if (passes != passes[0]).any():  # stages split a short micro-batch over different numbers of ranks
+        pipeline = replace(pipeline, num_micro_batches=passes)
     parts: dict[str, Any] = {
         name: stacked([[getattr(stage, name) for stage in row] for row in shared], cls)
         for name, cls in _MACHINE.items()
@@ -455,7 +462,7 @@ def build_batch(
             [[float(len(stage.stages)) for stage in row] + [0.0] * (depth - len(row)) for row in stages]
         ).T,
         boundaries=stacked([row + row[-1:] * (depth - len(row)) for row in places], Boundaries),
-        pipeline=stacked([[pipeline] for pipeline in pipelines], Pipeline),
+        pipeline=pipeline,
     )
 
 

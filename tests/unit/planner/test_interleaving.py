@@ -11,6 +11,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.models import load_model
 from foreshard.planner.baselines.registry import BASELINES
+from foreshard.planner.mixed.best_so_far import MixedFound
 from foreshard.planner.mixed.interleaving import (
     chunk_counts,
     depths,
@@ -18,6 +19,7 @@ from foreshard.planner.mixed.interleaving import (
     interleaved,
     scaled,
 )
+from foreshard.planner.mixed.node_sets import are_short_alike
 from foreshard.planner.mixed.search import INTERLEAVED, MixedSearch
 from foreshard.planner.mixed.subspaces import Subspace
 from foreshard.planner.pricing import stage_prices
@@ -43,6 +45,7 @@ from foreshard.planner.solver.time_budget import TimeBudget
 from foreshard.predict.analytical.stage import stage_times
 from foreshard.predict.step import predict
 from foreshard.spec.checks import check_plan
+from foreshard.spec.plan import Group, Plan, Stage
 
 TWO = "1x4xl4+1x4xa100-sxm-40gb@100Gb/s"
 BATCH = 48
@@ -339,3 +342,26 @@ def test_a_search_of_a_depth_ends_no_later_than_the_planners_of_one_shape(stages
     assert asked_for
     assert all(best_s <= BASELINES[name].best(problem).seconds * (1.0 + 1e-9) for name in asked_for)
     assert not depth.planners or best_s < BASELINES[asked_for[-1]].best(problem).seconds
+
+
+def test_a_plan_is_laid_out_that_its_closed_form_promises_a_little_too_little_of():
+    """Chunks of 6 and 5 layers take 2.5 % less once they are laid out."""
+    model = load_model("gpt2-large")
+    model = replace(model, blocks=model.blocks[:9])
+    how = {"global_batch": 7, "seq_len": 1024, "precision": "fp16"}
+    some = checked_request(model, load_cluster("1x2xt4@100Gb/s"), memory_margin=0.0, **how)
+    stages = (Stage(ranks=(0,), layers=((0, 6),), zero=1), Stage(ranks=(1,), layers=((6, 11),), zero=1))
+    groups = (Group(share=7, micro_batch=2, schedule="1f1b", stages=stages),)
+    made = interleaved(Plan(groups=groups, framework="megatron-core", **how), 2)
+    (promised_s,) = engine_seconds(some, [made])
+    best_s = 0.985 * promised_s
+    found = MixedFound(request=some, timed=[(best_s, replace(made, groups=groups))])
+    assert found.take_interleaved(made) < best_s
+
+
+def test_stages_of_unlike_widths_share_a_short_micro_batch_out_of_the_bounded_space():
+    """Of a last 3 samples a rank has three quarters of its 4, and one of two has all of its 2."""
+    stages = (Stage(ranks=(0,), layers=((0, 4),)), Stage(ranks=(1, 2), layers=((4, 8),)))
+    for share, alike in ((7, False), (6, True), (8, True)):
+        groups = (Group(share=share, micro_batch=4, schedule="1f1b", stages=stages),)
+        assert are_short_alike(Plan(global_batch=share, seq_len=1024, groups=groups)) is alike

@@ -82,9 +82,9 @@ def changed_in_chunks(request: PlanRequest, plan: Plan, chunks: int) -> Iterator
 
     Where samples go from pipeline to pipeline is left to :mod:`foreshard.planner.mixed.chunk_layout`.
     """
-    in_a_row = tuple(_in_a_row(group) for group in plan.groups)
-    several, sizes = sum(len(group.stages) > 1 for group in in_a_row), samples_in_chunks(request)
-    for groups in (in_a_row, *_other_groups(_alike(request, in_a_row), request, in_a_row)):
+    row = in_a_row(plan).groups
+    several, sizes = sum(len(group.stages) > 1 for group in row), samples_in_chunks(request)
+    for groups in (row, *_other_groups(_alike(request, row), request, row)):
         made = interleaved(replace(plan, groups=groups), chunks)
         if made is None or sum(group.num_chunks > 1 for group in made.groups) < several:
             continue
@@ -92,8 +92,12 @@ def changed_in_chunks(request: PlanRequest, plan: Plan, chunks: int) -> Iterator
             yield made
 
 
+def in_a_row(plan: Plan) -> Plan:
+    """Return a 1f1b plan whose stages hold as many layers as before, in one chunk."""
+    return replace(plan, groups=tuple(_in_a_row(group) for group in plan.groups))
+
+
 def _in_a_row(group: Group) -> Group:
-    """Return a group whose stages hold as many layers as before in one chunk."""
     ends = list(accumulate(stage.num_layers for stage in group.stages))
     spans = zip([0, *ends[:-1]], ends, strict=True)
     stages = (replace(one, layers=(span,)) for one, span in zip(group.stages, spans, strict=True))

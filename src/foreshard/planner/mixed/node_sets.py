@@ -1,4 +1,4 @@
-"""Sets of node groups that may train together, caps on devices, and whether pipelines keep apart on them."""
+"""Sets of node groups that may train together, caps on devices, and which pipelines the bound speaks of."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from foreshard.planner.pricing.stage_options import stage_options
 from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.problem import Problem
 from foreshard.planner.solver.work_bounds import speed_of
+from foreshard.predict.batch import short_samples
 from foreshard.predict.placement import link_domains
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.plan import Plan
@@ -68,3 +69,11 @@ def are_apart(cluster: Cluster, plan: Plan) -> bool:
                 if any(holder.setdefault((layer, domain), g) != g for domain in own):
                     return False
     return all(max(some) <= 2 * min(some) for some in widths.values())
+
+
+def are_short_alike(plan: Plan) -> bool:
+    """Return whether a short last micro-batch takes the same part of a whole one on each stage of a pipeline.
+
+    Other stages split it over more ranks, of which each has a sample more or none.
+    """
+    return all(len({short_samples(group, stage) for stage in group.stages}) == 1 for group in plan.groups)

@@ -30,8 +30,8 @@ from foreshard.planner.mixed.interleaving import (
     scaled,
 )
 from foreshard.planner.mixed.loading import HASTE, is_hasty
-from foreshard.planner.mixed.local_search import AT_ONCE, changed_in_chunks, improved
-from foreshard.planner.mixed.node_sets import are_apart, capped, node_sets
+from foreshard.planner.mixed.local_search import AT_ONCE, changed_in_chunks, improved, in_a_row
+from foreshard.planner.mixed.node_sets import are_apart, are_short_alike, capped, node_sets
 from foreshard.planner.mixed.subspaces import (
     ABOVE_WORK,
     AIM,
@@ -72,8 +72,8 @@ SPACE = (
     "pipelines lie in different link domains, if there are several (side by side in one they are inner "
     "data-parallel ranks of one pipeline), differ at most by a factor of two in inner data-parallel ranks "
     "and in ranks that hold the same experts, which all of them cut, over ranks that follow each other, "
-    "or none, and no gradient collective has more members in a link domain than its stage's tp leaves "
-    "room for"
+    "or none, no gradient collective has more members in a link domain than its stage's tp leaves "
+    "room for, and a short last micro-batch takes the same part of a whole one on each stage"
 )
 INTERLEAVED = (
     "or plans whose pipelines of several stages are all interleaved with 2, or all with 4, chunks of layers "
@@ -82,6 +82,8 @@ INTERLEAVED = (
 """Of the space where an interleaved plan is chosen."""
 BESIDE = "or plans whose pipelines lie side by side in any way"
 """Of the space where pipelines of the chosen plan are not `are_apart`."""
+SHORT = "or plans with a last micro-batch of any number of samples on stages of any inner data-parallel ranks"
+"""Of the space where the chosen plan has stages that are not `are_short_alike`."""
 _PROVING = 0.25
 """Part of the search, once there is a plan, that goes to proofs: to what holds the bound down."""
 _PROVING_AT_FIRST = 0.5
@@ -404,7 +406,7 @@ class MixedSearch:
             tried = [changed_in_chunks(self.request, best, n) for n in ([own] if own in counts else counts)]
             made = self._by_promise(chain.from_iterable(tried), budget.part(_PRICING_CHUNKS))
             for promised_s, plan in made:
-                if promised_s > before_s or budget.is_over:
+                if not self.found.may_be_fastest(promised_s) or budget.is_over:
                     return
                 if self.found.take_interleaved(plan, budget, promised_s=promised_s) < before_s:
                     break
@@ -620,7 +622,10 @@ class MixedSearch:
 
     def _time_interleaved(self, problem: Problem, arrangement: Arrangement) -> float:
         plan = plan_in_chunks(self.request, problem, arrangement)
-        return np.inf if plan is None else self.found.take_interleaved(plan, self.budget)
+        if plan is None:
+            return np.inf
+        self.found.take(in_a_row(plan))  # which may be faster where micro-batches are few
+        return self.found.take_interleaved(plan, self.budget)
 
     def _offer_published(self, names: Sequence[str], *, usual: bool = False, late: bool = False) -> None:
         """Time what planners with fixed orders of devices find: columns may miss what hardly fits.
@@ -815,6 +820,7 @@ class MixedSearch:
         unequal = [plan for plan in plans if plan not in self.found.even]
         in_chunks = frozenset(plan.groups for plan in unequal if is_interleaved(plan))
         beside = frozenset(plan.groups for plan in unequal if not are_apart(self.request.cluster, plan))
+        short = frozenset(plan.groups for plan in unequal if not are_short_alike(plan))
         plain_s, interleaved_s = self._plain_bound_s, self._interleaved_bound_s
         even_s = min(one.bound_s for one in self.even)
         work_s = min(subspace.floor_s() for subspace in self.by_set)
@@ -833,6 +839,13 @@ class MixedSearch:
                 lower_bound_step_time_s=work_s,
                 note="In the chosen plan pipelines hold the same layers side by side in a link domain, or on"
                 f" over twice the ranks of others: of such plans none takes less than {work_s:.3g} s of work",
+            ),
+            WiderSpace(
+                found=short,
+                words=SHORT,
+                lower_bound_step_time_s=work_s,
+                note="In the chosen plan stages split a short last micro-batch over different numbers of"
+                f" ranks: of such plans none takes less than {work_s:.3g} s of work",
             ),
         )
         return tuple(one for one in spaces if one.found)

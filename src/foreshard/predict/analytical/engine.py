@@ -139,10 +139,8 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
         span = span_by_order(batch, stage, end, rows, span)
     waits = _waits(batch, rows, span) if joined and span.seconds.size > 1 else 0.0
     pace = _of_run(span.run)
-    num_devices, m = (
-        np.asarray(values)[0] for values in (batch.pipeline.num_devices, batch.pipeline.num_micro_batches)
-    )
-    parts = {name: m * pace(value) for name, value in stage.parts.items()}
+    num_devices, m = np.asarray(batch.pipeline.num_devices)[0], batch.pipeline.num_micro_batches
+    parts = {name: pace(m * value) for name, value in stage.parts.items()}
     extra = np.ceil(m - 1e-9) - 1.0 + stage.last_share - m
     more = pace(extra * (stage.forward + stage.backward) - stage.reduce_once)
     parts["host"] = np.maximum(parts["host"] + more, 0.0)  # where it is none, rounding
