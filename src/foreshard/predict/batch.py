@@ -157,7 +157,10 @@ class Boundaries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Arrays over (run of equal stages, pipeline), ready for an engine."""
+    """Arrays over (run of equal stages, pipeline), ready for an engine.
+
+    `num_groups` has the pipelines of each plan, where they are those of plans.
+    """
 
     kinds: tuple[LayerShape, ...]
     counts: tuple[np.ndarray, ...]
@@ -169,6 +172,7 @@ class Batch:
     multiplicity: np.ndarray
     boundaries: Boundaries
     pipeline: Pipeline
+    num_groups: tuple[int, ...] = ()
 
 
 def _pace(case: PlannedRun, workers: Sequence[Worker]) -> Worker:
@@ -463,6 +467,7 @@ def build_batch(
         ).T,
         boundaries=stacked([row + row[-1:] * (depth - len(row)) for row in places], Boundaries),
         pipeline=pipeline,
+        num_groups=tuple(len(case.plan.groups) for case in cases),
     )
 
 

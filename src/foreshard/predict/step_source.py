@@ -23,7 +23,7 @@ from foreshard.spec.cluster import Cluster
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
-from foreshard.spec.prediction import TIME_PARTS, Memory, Prediction
+from foreshard.spec.prediction import Memory, Prediction
 
 
 class StepSource(Protocol):
@@ -67,17 +67,17 @@ class FormulaSteps:
 
     def seconds(self, plan: Plan) -> float:
         """Return the time of a step."""
-        batch = build_batch([self._case(plan)], self.constants)
-        return sum(slowest_parts(step_times(batch, joined=True)).values())
+        return self.seconds_of([plan])[0]
 
     def seconds_of(self, plans: Sequence[Plan]) -> list[float]:
-        """Return the time of a step of each plan; plans of one group are priced together."""
-        alone = [at for at, plan in enumerate(plans) if len(plan.groups) == 1]
-        found = [self.seconds(plan) if len(plan.groups) > 1 else 0.0 for plan in plans]
-        if alone:
-            times = step_times(build_batch([self._case(plans[at]) for at in alone], self.constants))
-            for place, at in enumerate(alone):
-                found[at] = sum(float(times.parts[name][place]) for name in TIME_PARTS)
+        """Return the time of a step of each plan, all of them priced together."""
+        if not plans:
+            return []
+        batch = build_batch([self._case(plan) for plan in plans], self.constants)
+        times, first, found = step_times(batch, joined=True), 0, []
+        for count in batch.num_groups:
+            found.append(sum(slowest_parts(times, first, count).values()))
+            first += count
         return found
 
     def memory(self, plan: Plan) -> Memory:

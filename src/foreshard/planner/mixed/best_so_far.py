@@ -41,7 +41,7 @@ class MixedFound:
     graph_s : float
         Least seconds that the graph took for a plan so far, 0 before the first.
     taken_s : dict
-        Step times of 1f1b plans by their groups, infinite where they do not fit.
+        Step times of 1f1b plans that fit, by their groups.
     laid_s : dict
         Step times of interleaved plans whose chunks were laid out to the end, by their groups before that.
     """
@@ -109,7 +109,6 @@ class MixedFound:
         """Keep a plan if it fits and is as stated; return its step time, infinite if it does not."""
         if plan.groups in self.taken_s:
             return self.taken_s[plan.groups]
-        self.taken_s[plan.groups] = np.inf
         if not self.request.choices.holds(plan):
             return np.inf
         missing = missing_bytes(self.request, plan)

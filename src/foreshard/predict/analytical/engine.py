@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def _unequal_chunks_s(batch: Batch, rows: PipelineRows) -> np.ndarray:
 def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     """Return the step time of every pipeline and its parts on the rank that sets the pace.
 
-    Pipelines that are `joined` are the groups of one plan: none has its gradients before the slowest.
+    Pipelines of one plan that are `joined` have no gradients before the slowest of them.
 
     Source
     ------
@@ -137,7 +138,7 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     span = span._replace(seconds=span.seconds + _unequal_chunks_s(batch, rows))
     if np.count_nonzero(batch.pipeline.by_order):
         span = span_by_order(batch, stage, end, rows, span)
-    waits = _waits(batch, rows, span) if joined and span.seconds.size > 1 else 0.0
+    waits = _waits(batch, rows, span) if joined and max(batch.num_groups) > 1 else 0.0
     pace = _of_run(span.run)
     num_devices, m = np.asarray(batch.pipeline.num_devices)[0], batch.pipeline.num_micro_batches
     parts = {name: pace(m * value) for name, value in stage.parts.items()}
@@ -204,25 +205,29 @@ def _waits(batch: Batch, rows: PipelineRows, span: PipelineSpan) -> np.ndarray:
 
     The gradients of a stage are summed when every pipeline has those of its layers.
     """
-    groups = _last_gradients(batch, rows)
-    ends_s = []
-    for own in groups:
-        ready_s = np.full(len(own.start), -np.inf)
-        for other in groups:
-            shared = (own.start[:, None] < other.stop) & (other.start < own.stop[:, None])
-            ready_s = np.maximum(ready_s, np.where(shared, other.ready_s, -np.inf).max(1))
-        ends_s.append((ready_s + own.tail_s).max())
+    every, ends_s = iter(_last_gradients(batch, rows)), span.seconds.tolist()
+    at = 0
+    for count in batch.num_groups:
+        groups = list(islice(every, count))
+        for place, own in enumerate(groups if count > 1 else (), at):
+            ready_s = np.full(len(own.start), -np.inf)
+            for other in groups:
+                shared = (own.start[:, None] < other.stop) & (other.start < own.stop[:, None])
+                ready_s = np.maximum(ready_s, np.where(shared, other.ready_s, -np.inf).max(1))
+            ends_s[place] = (ready_s + own.tail_s).max()
+        at += count
     return np.maximum(0.0, np.array(ends_s) - span.seconds)
 
 
-def slowest_parts(step: StepTimes) -> dict[str, float]:
-    """Return the parts of the group that the others wait for.
+def slowest_parts(step: StepTimes, first: int = 0, count: int | None = None) -> dict[str, float]:
+    """Return the parts of the group that the others wait for, of so many groups of one plan from the first.
 
     Gradients join all groups, so every optimizer starts after the slowest group; the slowest of them ends
     the step.
     """
-    last = step.update_s
-    slowest = int((step.total - last).argmax())
-    parts = {name: float(step.parts[name][slowest]) for name in TIME_PARTS}
+    own = slice(first, None if count is None else first + count)
+    last = step.update_s[own]
+    slowest = int((step.total[own] - last).argmax())
+    parts = {name: float(step.parts[name][first + slowest]) for name in TIME_PARTS}
     parts["bubble"] += float(last.max() - last[slowest])
     return parts
