@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
-from foreshard.cost.kernels import KernelModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s, seen_keys
 from foreshard.cost.convolutions import convolution_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.recurrences import RecurrentKernels, recurrence_s
 from foreshard.spec.traced_module import Operation
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
-from foreshard.cost.kernels import KernelModel
 from foreshard.spec.traced_module import Operation
 
 _FEW_ROWS = 64.0

@@ -161,18 +161,8 @@ class AttentionTable:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DeviceTables:
-    """The tables of one device in one width, 0 where there is none."""
-
-    product: SizeTable | float = 0.0
-    attention: AttentionTable | float = 0.0
-    attention_backward: AttentionTable | float = 0.0
-    experts: SizeTable | float = 0.0
-    stream: SizeTable | float = 0.0
-    all_reduce: SizeTable | float = 0.0
-    all_gather: SizeTable | float = 0.0
-    all_to_all: SizeTable | float = 0.0
+DeviceTables = Mapping[str, Any]
+"""Tables of one device in one width, a `SizeTable` or `AttentionTable` for each kind of `COLUMNS` it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,26 +178,24 @@ class KernelTables:
         Products and experts in the precision, those beside them and attention in the wide one. Bytes stream
         as fast in any width.
         """
-        own, beside = (
-            self.devices.get((device.name, _WIDTHS[name]), DeviceTables()) for name in (precision, wide)
-        )
-        streams = [tables.stream for (name, _), tables in self.devices.items() if name == device.name]
+        own, beside = (self.devices.get((device.name, _WIDTHS[name]), {}) for name in (precision, wide))
         return {
-            "gemm_table": own.product,
-            "gemm16_table": beside.product,
-            "grouped_table": own.experts,
-            "attn_table": beside.attention,
-            "attn_back_table": beside.attention_backward,
-            "stream_table": next((stream for stream in (beside.stream, *streams) if stream), 0.0),
+            "gemm_table": own.get("product", 0.0),
+            "gemm16_table": beside.get("product", 0.0),
+            "grouped_table": own.get("experts", 0.0),
+            "attn_table": beside.get("attention", 0.0),
+            "attn_back_table": beside.get("attention_backward", 0.0),
+            "stream_table": beside.get("stream", self._in_any_width(device, "stream")),
         }
 
     def collectives(self, device: Device) -> dict[str, Any]:
         """Return the tables of a device as fields of `Fabric`: bytes are as fast in any width."""
-        own = [tables for (name, _), tables in self.devices.items() if name == device.name]
-        return {
-            f"{name}_table": next((getattr(one, name) for one in own if getattr(one, name)), 0.0)
-            for name in COLLECTIVES
-        }
+        return {f"{name}_table": self._in_any_width(device, name) for name in COLLECTIVES}
+
+    def _in_any_width(self, device: Device, kind: str) -> Any:
+        """Return the first table of a kind that a device has, 0 where it has none."""
+        own = (tables for (name, _), tables in self.devices.items() if name == device.name)
+        return next((tables[kind] for tables in own if kind in tables), 0.0)
 
 
 def tabled_s(formula_s: Any, tables: Any, sizes: tuple[Any, ...], slower: Any = 1.0) -> Array:
@@ -284,7 +272,7 @@ def load_tables(path: str) -> KernelTables:
     return KernelTables(
         path=path,
         devices={
-            key: DeviceTables(**{op: _table_of(op, np.array(values)) for op, values in kinds.items()})
+            key: {op: _table_of(op, np.array(values)) for op, values in kinds.items()}
             for key, kinds in found.items()
         },
     )

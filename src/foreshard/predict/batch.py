@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.catalog.kernels import Tables
+from foreshard.catalog.kernels import KernelModel, Tables
 from foreshard.catalog.offers import as_chosen, with_units
 from foreshard.catalog.stacks import of_model, running, with_attention
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
 from foreshard.comm.jobs.job import TrainingJob
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
 from foreshard.graph.shapes import (

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.catalog.kernels import Tables, kernel_model
+from foreshard.catalog.kernels import KernelModel, Tables, kernel_model
 from foreshard.catalog.stacks import attention_constants, attention_on
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import CHANNELS, StageLoad, optimizer_state_bytes, table_state_bytes
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import RankShape
