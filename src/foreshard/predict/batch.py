@@ -49,7 +49,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.model import Block, Model
 from foreshard.spec.plan import Group, Plan, Stage
 
-_MACHINE = {
+PLACED = {
     "kernels": KernelModel,
     "fabric": Fabric,
     "sync": Fabric,
@@ -137,15 +137,11 @@ class StageRow:
 class Boundaries:
     """Where the runs of equal stages lie in their pipeline, and which messages leave a link domain."""
 
-    # stages before the run
-    first: Any
-    # of the boundaries between stages of the run those that leave a link domain
-    far_inside: Any
-    # 1 where the boundary after the run's first stage does, and that after its last stage
-    far_first: Any
-    far_last: Any
-    # most boundaries of one stage of the run that do: 0, 1 or 2
-    far_each: Any
+    first: Any  # stages before the run
+    far_inside: Any  # of the boundaries between stages of the run those that leave a link domain
+    far_first: Any  # 1 where the boundary after the run's first stage does
+    far_last: Any  # and that after its last stage
+    far_each: Any  # most boundaries of one stage of the run that do: 0, 1 or 2
 
     @property
     def is_chain(self) -> bool:
@@ -177,11 +173,6 @@ def _pace(case: PlannedRun, workers: Sequence[Worker]) -> Worker:
     return max(workers, key=lambda w: w.share / nodes[w.node_group].device.peak(precision))
 
 
-def _rings(plan: Plan) -> int:
-    """Return the gradient rings that run over all groups at once: one for each tensor rank of each stage."""
-    return max(sum(stage.tp for stage in group.stages) for group in plan.groups)
-
-
 def _fabric(
     setup: RunSetup, cluster: Cluster, ranks: Sequence[int], crossing: int = 1, senders: int | None = None
 ) -> Fabric:
@@ -201,7 +192,9 @@ def _joined_fabric(case: PlannedRun, setup: RunSetup) -> Fabric | None:
     """Return what gradient collectives over several groups see; None where stages sum on their own."""
     if len(case.cluster.nodes) == 1 or len(case.plan.groups) == 1:
         return None
-    return _fabric(setup, case.cluster, case.plan.ranks, _rings(case.plan))
+    # Gradient rings run over all groups at once: one for each tensor rank of each stage.
+    rings = max(sum(stage.tp for stage in group.stages) for group in case.plan.groups)
+    return _fabric(setup, case.cluster, case.plan.ranks, rings)
 
 
 def _fabrics(
@@ -377,14 +370,9 @@ def _micro_batches(group: Group) -> float:
     return (whole - 1 + max(short_samples(group, stage) for stage in group.stages)) / parts
 
 
-def _far(group: Group, domains: np.ndarray) -> list[bool]:
-    """Return of every boundary whether messages over it leave a link domain."""
-    return [crosses_node(*pair, domains) for pair in boundaries(group)]
-
-
 def _boundaries(group: Group, rows: Sequence[StageRow], domains: np.ndarray) -> list[Boundaries]:
     """Return where the runs of a group lie; the boundary before the first stage is the one after the last."""
-    far, count = [float(leaves) for leaves in _far(group, domains)], len(group.stages)
+    far, count = [float(crosses_node(*pair, domains)) for pair in boundaries(group)], len(group.stages)
     far += [0.0] * (count - len(far))
     return [
         Boundaries(
@@ -433,12 +421,12 @@ def build_batch(
         getattr(row[0], name) == getattr(other, name)
         for row in stages
         for other in row[1:]
-        for name in _MACHINE
+        for name in PLACED
     )
     shared = [row[:1] for row in padded] if equal else padded
     parts: dict[str, Any] = {
         name: stacked([[getattr(stage, name) for stage in row] for row in shared], cls)
-        for name, cls in _MACHINE.items()
+        for name, cls in PLACED.items()
     }
     full = [row + [NO_LAYER] * (num_kinds - len(row)) for row in kinds]
     counts = [[(*stage.counts, *(0.0,) * (num_kinds - len(stage.counts))) for stage in row] for row in padded]

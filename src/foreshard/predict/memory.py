@@ -118,13 +118,15 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     peak, room = sum(breakdown.values()), float(capacity[fullest])
     per_node = np.array([case.cluster.nodes[row.worker.node_group].per_node for row in rows])
     host = np.broadcast_to(parts.host, parts.peak.shape) * np.minimum(per_node, len(case.plan.ranks))
+    rooms = (case.cluster.nodes[row.worker.node_group].host_memory_bytes for row in rows)  # where stated
+    fits_hosts = all(room is None or used <= room for room, used in zip(rooms, host.tolist(), strict=True))
     memory = Memory(
         peak_bytes=peak,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=float(parts.cached[fullest]),
         peak_rank=rows[fullest].worker.rank,
         capacity_bytes=room,
-        fits=bool(np.all(parts.peak <= capacity)) and _fits_hosts(case, rows, host),
+        fits=bool(np.all(parts.peak <= capacity)) and fits_hosts,
         breakdown_bytes=breakdown,
         per_stage_peak_bytes=tuple(tuple(row) for row in table),
         peak_interval_bytes=memory_interval(case.framework, peak),
@@ -133,12 +135,6 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
         host_peak_bytes=float(host.max()),
     )
     return memory, _take(parts, [chosen[where] for where in sorted(chosen)])
-
-
-def _fits_hosts(case: PlannedRun, rows: list[_Row], host: np.ndarray) -> bool:
-    """Return whether what is offloaded has room in the memory of every node that states it."""
-    own = [case.cluster.nodes[row.worker.node_group].host_memory_bytes for row in rows]
-    return all(room is None or used <= room for room, used in zip(own, host.tolist(), strict=True))
 
 
 def _take(parts: MemoryParts, rows: list[int]) -> MemoryParts:
