@@ -15,6 +15,7 @@ from typing import Any
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
 from foreshard.advise.traced_request import Asked, TracedRequest, check_change
 from foreshard.catalog.clusters import with_device, with_nic
+from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.option_names import option_name
 from foreshard.planner.request import MARGIN
@@ -185,8 +186,6 @@ def _apply_to_model(request: Request, key: str, value: str) -> Request:
 
 
 def _check_framework(value: str) -> None:
-    from foreshard.catalog.frameworks import load_framework
-
     try:
         load_framework(value)
     except SpecError as error:

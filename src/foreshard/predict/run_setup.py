@@ -27,6 +27,11 @@ from foreshard.spec.plan import LOW_PRECISIONS
 
 T = TypeVar("T")
 _WIDE = ("fp32", "tf32")
+_OF_RANK = (
+    *("micro_batch", "seq_len", "tp", "cp", "ep", "etp", "zero", "sp"),
+    *("offload_optimizer", "offload_activations"),
+)
+"""Fields of a load that are those of the rank."""
 _NVLINK_BYTES_PER_S = 25e9  # one link, one direction, NVLink 2 to 4
 
 
@@ -230,23 +235,14 @@ class RunSetup:
             num_stages=num_stages,
             channels=np.array([float(nccl_channels(device)) for device in devices]),
             unfused=1.0 * unfused,
-            micro_batch=rank.micro_batch,
-            seq_len=rank.seq_len,
-            tp=rank.tp,
-            cp=rank.cp,
-            ep=rank.ep,
-            etp=rank.etp,
+            **{name: getattr(rank, name) for name in _OF_RANK},
             dp=rank.dp * rank.cp,
             expert_dp=np.maximum(1.0, rank.dp * rank.cp * rank.tp / (rank.ep * rank.etp)),
             shard_size=rank.shard,
-            zero=rank.zero,
-            sp=rank.sp,
             activation_bytes_per_element=self.element_bytes,
             fp8=float(precision in ("fp8", "mxfp8")),
             fp4=float(precision == "nvfp4"),
             recompute=recompute,
-            offload_optimizer=rank.offload_optimizer,
-            offload_activations=rank.offload_activations,
             grad_overlap=1.0 * self.comm.get("grad_overlap", self.framework.hides("grad_overlap", rank.zero)),
             tp_overlap=1.0 * self.hides("tp_overlap"),
             bucket_bytes=float(self.framework.bucket_bytes),

@@ -134,8 +134,8 @@ def test_the_processor_runs_each_kind(tmp_path, monkeypatch):
     assert all(float(row["latency_ms"]) > 0.0 for row in rows)
     tables = load_tables(str(out))
     (own,) = tables.devices.values()
-    assert own.attention.seconds(1, 4, 1, 16, 64) > 0.0 and own.stream.seconds(3072.0) > 0.0
-    assert own.experts.seconds(2, 4, 8, 8) > 0.0
+    assert own["attention"].seconds(1, 4, 1, 16, 64) > 0.0 and own["stream"].seconds(3072.0) > 0.0
+    assert own["experts"].seconds(2, 4, 8, 8) > 0.0
 
 
 def test_products_of_experts_are_in_the_table_and_priced_by_it(tmp_path):

@@ -64,9 +64,7 @@ class LayerTimes:
     expert_recompute: Any
     host_forward: Any
     host_backward: Any
-    offload_forward: (
-        Any  # saved activations on their way to the host and back, where compute does not hide them
-    )
+    offload_forward: Any  # saved activations to the host and back, where compute does not hide them
     offload_backward: Any
     reduce_backward: Any  # gradients reduced every micro-batch (ZeRO 2), where compute does not hide them
     # the whole forward where the host counts the tokens of every expert before it gets to the next layer
