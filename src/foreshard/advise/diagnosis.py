@@ -72,10 +72,6 @@ class Help:
     change: str
     by: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry of ``whatif --diagnose --json``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -95,7 +91,7 @@ class Diagnosis:
             "critical_path_s": self.makespan_s,
             "critical_path": [asdict(place) | {"seconds": place.seconds} for place in self.path],
             "micro_batches": self.cut or None,
-            "helps": [found.to_dict() for found in self.helps],
+            "helps": [asdict(found) for found in self.helps],
         }
 
 

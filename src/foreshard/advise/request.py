@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import as_chosen, cpu_offload, offers_of, running_level, switched, with_units
 from foreshard.catalog.prices import Prices
@@ -356,17 +354,10 @@ class Request:
         from foreshard.predict.memory import plan_memory
 
         case = self.planned_run()
-        plan = case.plan
         _, parts = plan_memory(case)
-        columns = {name: np.broadcast_to(getattr(parts, name), parts.peak.shape) for name in MEMORY_PARTS}
-        rows = iter(range(len(parts.peak)))
-        return tuple(
-            tuple(
-                {name: float(column[i]) for name, column in columns.items()}
-                for _, i in zip(group.stages, rows, strict=False)
-            )
-            for group in plan.groups
-        )
+        stages = range(len(parts.peak))
+        rows = ({name: float(getattr(parts, name)[i]) for name in MEMORY_PARTS} for i in stages)
+        return tuple(tuple(next(rows) for _ in group.stages) for group in case.plan.groups)
 
     def _asked(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ASKED}

@@ -69,18 +69,11 @@ class SizeTable:
 
     def seconds(self, *sizes: Any) -> Array:
         """Return the seconds of kernels, NaN where they are not covered."""
-        return np.exp(self._log_time(sizes))
-
-    def slower(self, factor: float) -> SizeTable:
-        """Return the table of kernels that take so many times as long."""
-        return replace(self, log_s=self.log_s + np.log(factor))
-
-    def _log_time(self, stated: tuple[Any, ...]) -> Array:
         with np.errstate(divide="ignore"):
-            sizes = np.broadcast_arrays(*(np.log(np.asarray(size, float)) for size in stated))
-        inside = np.ones(sizes[0].shape, dtype=bool)
+            logs = np.broadcast_arrays(*(np.log(np.asarray(size, float)) for size in sizes))
+        inside = np.ones(logs[0].shape, dtype=bool)
         low, part = [], []
-        for axis, size in zip(self.axes, sizes, strict=True):
+        for axis, size in zip(self.axes, logs, strict=True):
             inside &= (size >= axis[0] - _INSIDE) & (size <= axis[-1] + _INSIDE)
             clipped = np.clip(size, axis[0], axis[-1])
             place = np.clip(np.searchsorted(axis, clipped, side="right") - 1, 0, max(len(axis) - 2, 0))
@@ -88,9 +81,9 @@ class SizeTable:
             part.append(
                 (clipped - axis[place]) / (axis[place + 1] - axis[place]) if len(axis) > 1 else 0.0 * size
             )
-        found = np.zeros(sizes[0].shape)
-        for corner in product((0, 1), repeat=len(sizes)):
-            weight = np.ones(sizes[0].shape)
+        found = np.zeros(inside.shape)
+        for corner in product((0, 1), repeat=len(logs)):
+            weight = np.ones(inside.shape)
             for side, share in zip(corner, part, strict=True):
                 weight = weight * (share if side else 1.0 - share)
             index = tuple(
@@ -99,7 +92,11 @@ class SizeTable:
             )
             # A corner without weight is no part of the line, face or point that the size lies on.
             found = found + np.where(weight > 0, weight * self.log_s[index], 0.0)
-        return np.where(inside, found, np.nan)
+        return np.exp(np.where(inside, found, np.nan))
+
+    def slower(self, factor: float) -> SizeTable:
+        """Return the table of kernels that take so many times as long."""
+        return replace(self, log_s=self.log_s + np.log(factor))
 
 
 def size_table(sizes: Array, seconds: Array, rises: Sequence[int] | None = None) -> SizeTable:

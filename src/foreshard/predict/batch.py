@@ -164,6 +164,11 @@ class Batch:
     boundaries: Boundaries
     pipeline: Pipeline
 
+    @property
+    def own_head(self) -> np.ndarray:
+        """1 where a stage holds a head whose table is not that of its embedding."""
+        return self.has_head * (1.0 - self.pipeline.tied * (self.has_embedding > 0))
+
 
 def _pace(case: PlannedRun, workers: Sequence[Worker]) -> Worker:
     """Return the worker the others wait for: most samples over matrix rate."""

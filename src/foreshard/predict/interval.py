@@ -233,17 +233,12 @@ def step_intervals(
     *,
     evidence: str = "fitted",
     fidelity: str = "zero-shot",
-    classes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Intervals:
-    """Return the intervals of a predicted step time, by level, from the narrowest class there is.
-
-    `classes` are the shipped residuals unless given.
-    """
-    if classes is None and fidelity == "zero-shot" and is_trained_here(case, evidence):
+    """Return the intervals of a predicted step time, by level, from the narrowest class there is."""
+    if fidelity == "zero-shot" and is_trained_here(case, evidence):
         return _intervals_of_steps(case, step_time_s)
-    table = residual_classes() if classes is None else classes
     names = class_of(case.model, case.plan, case.framework, parts, evidence=evidence, fidelity=fidelity)
-    return class_intervals(names, features_of(case.model, case.plan), step_time_s, table)
+    return class_intervals(names, features_of(case.model, case.plan), step_time_s, residual_classes())
 
 
 def class_intervals(

@@ -111,13 +111,11 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     for (g, s), i in chosen.items():
         table[g][s] = float(parts.peak[i])
     fullest = int(fullest_first[0])
-    breakdown = {
-        name: float(np.broadcast_to(getattr(parts, name), parts.peak.shape)[fullest]) for name in MEMORY_PARTS
-    }
+    breakdown = {name: float(getattr(parts, name)[fullest]) for name in MEMORY_PARTS}
     allocated = float(parts.allocated[fullest])
     peak, room = sum(breakdown.values()), float(capacity[fullest])
     per_node = np.array([case.cluster.nodes[row.worker.node_group].per_node for row in rows])
-    host = np.broadcast_to(parts.host, parts.peak.shape) * np.minimum(per_node, len(case.plan.ranks))
+    host = parts.host * np.minimum(per_node, len(case.plan.ranks))
     rooms = (case.cluster.nodes[row.worker.node_group].host_memory_bytes for row in rows)  # where stated
     fits_hosts = all(room is None or used <= room for room, used in zip(rooms, host.tolist(), strict=True))
     memory = Memory(
@@ -134,11 +132,5 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
         fits_probability=fits_probability(case.framework, peak, room),
         host_peak_bytes=float(host.max()),
     )
-    return memory, _take(parts, [chosen[where] for where in sorted(chosen)])
-
-
-def _take(parts: MemoryParts, rows: list[int]) -> MemoryParts:
-    """Return some rows of the parts."""
-    shape = parts.peak.shape
-    values = {f.name: np.broadcast_to(getattr(parts, f.name), shape)[rows] for f in fields(MemoryParts)}
-    return MemoryParts(**values)
+    of_stages = [chosen[where] for where in sorted(chosen)]
+    return memory, MemoryParts(**{f.name: getattr(parts, f.name)[of_stages] for f in fields(MemoryParts)})

@@ -77,11 +77,6 @@ class RunSetup:
     fidelity: str = "zero-shot"
     costs: str | Tables = "auto"
 
-    @property
-    def nccl(self) -> str:
-        """Return the generation of NCCL whose constants hold."""
-        return "old" if self.framework.nccl == "old" else "2.2x"
-
     def hides(self, name: str) -> bool:
         """Return whether an option of communication is on, whatever the ZeRO level."""
         return bool(self.comm.get(name, getattr(self.framework, name)))
@@ -91,7 +86,7 @@ class RunSetup:
         """Return what links and networks are priced by, as `comm.fabric` takes it."""
         tables = None if isinstance(self.costs, str) else self.costs
         return {
-            "nccl": self.nccl,
+            "nccl": "old" if self.framework.nccl == "old" else "2.2x",  # whose constants hold
             "fidelity": self.fidelity,
             "collectives": self.framework.collectives,
             "tables": tables,

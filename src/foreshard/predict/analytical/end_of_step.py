@@ -213,7 +213,7 @@ def _first_bucket_s(batch: Batch, stage: StageTimes, last_backward: Any) -> Any:
     _, given, late = stage.head
     head_s = np.where(p.zero_bubble > 0, late, given + late)
     table = (1.0 - p.head_frozen) * p.hidden * p.vocab / batch.machine.rank.tp
-    head = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    head = batch.own_head * table
     params = np.maximum(stage.params + stage.expert_params, 1.0)
     layers = np.maximum(np.asarray(sum(batch.counts)), 1.0)
     layer = np.maximum(params - head - batch.has_embedding * table, 1.0) / layers
@@ -230,8 +230,7 @@ def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
     params = np.maximum(stage.params + stage.expert_params, 1.0)
     first = np.minimum(1.0, limit / params)
     table = (1.0 - p.head_frozen) * p.hidden * p.vocab / rank.tp
-    own = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
-    chunk = np.maximum(params - own * table, 0.0) / p.num_chunks
+    chunk = np.maximum(params - (batch.has_embedding + batch.own_head) * table, 0.0) / p.num_chunks
     table = batch.has_embedding * table
     layer = chunk / np.maximum(np.asarray(sum(batch.counts)) / p.num_chunks, 1.0)
     held, most = np.broadcast_arrays(chunk + table, limit)

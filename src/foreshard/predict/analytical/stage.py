@@ -91,8 +91,7 @@ def stage_times(batch: Batch) -> StageTimes:
     forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
     forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
     table = p.hidden * p.vocab / machine.rank.tp
-    matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
-    params = params + matrices * table * (1.0 - p.head_frozen)
+    params = params + (batch.has_embedding + batch.own_head) * table * (1.0 - p.head_frozen)
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
     later += _reduce_tables(parts, batch, table, ends, dense)
     computed = np.asarray(sum(parts.values()))
@@ -339,7 +338,7 @@ def _reduce_tables(
     if not np.count_nonzero(machine.rank.zero == 2):
         return 0.0
     first = batch.has_embedding * table
-    last = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    last = batch.own_head * table
     tables = np.array((first, last)) * (1.0 - p.head_frozen)
     busy = np.array((np.zeros_like(last), ends.head_backward + np.zeros_like(last)))
     reduce = every_reduce_s(tables, 0.0, machine, busy, dense=dense).sum(0)

@@ -221,12 +221,6 @@ def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
     )
 
 
-def _machine_at(batch: Batch, row: int, column: int) -> Machine:
-    shape, machine = batch.multiplicity.shape, batch.machine
-    places = {name: _at(getattr(machine, name), row, column, shape) for name in PLACED}
-    return replace(machine, **places)
-
-
 def _chunk_units(model: Model, span: tuple[int, int], kinds: dict[Any, int]) -> list[int]:
     """Units of the layers [start, stop): kinds of blocks, and the ends."""
     last = model.num_layers
@@ -256,7 +250,11 @@ class _GroupPricer:
             name: float(np.asarray(getattr(batch.pipeline, name))[0, g]) for name in batch.pipeline.__slots__
         }
         self.layers = {name: value[rows, g] for name, value in table.items()}  # (stages, kinds)
-        one = {row: _machine_at(batch, row, g) for row in dict.fromkeys(rows)}
+        shape, machine = batch.multiplicity.shape, batch.machine
+        one = {
+            row: replace(machine, **{name: _at(getattr(machine, name), row, g, shape) for name in PLACED})
+            for row in dict.fromkeys(rows)
+        }
         ends = {row: self._ends(machine) for row, machine in one.items()}
         self.machines = [one[row] for row in rows]
         self.ends = [ends[row] for row in rows]
