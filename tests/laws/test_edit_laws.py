@@ -190,7 +190,7 @@ def test_speeds_that_make_no_sense_are_refused(options):
 @given(run=runs())
 def test_the_critical_path_is_one_unbroken_chain(run):
     model, cluster, plan, _ = built(run)
-    step, times = priced(model, cluster, plan).executed()
+    step, times, _ = priced(model, cluster, plan).executed()
     tasks = critical_tasks(step.program, times)
     ends, starts = times.end_s[tasks], times.start_s[tasks]
     assert starts[0] == 0.0 and ends[-1] == times.makespan_s

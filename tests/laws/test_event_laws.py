@@ -44,8 +44,7 @@ def priced(run, comm):
 @given(runs(), SWITCHES)
 def test_without_contention_the_event_engine_is_the_graph_engine(run, comm):
     case, batch = priced(run, comm)
-    found = event_times(case, batch, network="closed-form", timeline=False, compiled=False)
-    events, classes = found.parts, found.collectives
+    events, _, classes, _ = event_times(case, batch, network="closed-form", timeline=False, compiled=False)
     graph, _ = graph_times(case, batch, timeline=False)
     assert tuple(events) == TIME_PARTS and classes == ()
     assert sum(events.values()) == pytest.approx(sum(graph.values()), rel=1e-9)
@@ -57,8 +56,7 @@ def test_without_contention_the_event_engine_is_the_graph_engine(run, comm):
 @given(runs(), SWITCHES)
 def test_with_contention_it_is_the_graph_engine_on_a_shared_network(run, comm):
     case, batch = priced(run, comm)
-    found = event_times(case, batch, network="flow", timeline=False, compiled=False)
-    events, classes = found.parts, found.collectives
+    events, _, classes, _ = event_times(case, batch, network="flow", timeline=False, compiled=False)
     graph, _, others = shared_times(case, batch, timeline=False, compiled=False)
     assert sum(events.values()) == pytest.approx(sum(graph.values()), rel=1e-9)
     assert [one.collective for one in classes] == [one.collective for one in others]

@@ -12,7 +12,6 @@ from foreshard.cost.elementwise import stream_rate, stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.tables import (
-    DeviceTables,
     KernelTables,
     attention_table,
     rising,
@@ -92,7 +91,7 @@ def test_a_rising_grid_stays_and_every_grid_rises(values):
 
 def test_beyond_the_table_products_cost_what_they_cost_without_it():
     """The stated order: the table within its sizes, else the source that would be asked without it."""
-    own_table = DeviceTables(product=size_table(SIZES, seconds()))
+    own_table = {"product": size_table(SIZES, seconds())}
     tables = KernelTables(path="t.csv", devices={("h100-sxm", "16bit"): own_table})
     own = kernel_model(H100, "bf16", sustained=False, costs=tables)
     plain = kernel_model(H100, "bf16", sustained=False, costs="auto")
@@ -102,7 +101,7 @@ def test_beyond_the_table_products_cost_what_they_cost_without_it():
     other = kernel_model(resolve_device("a100-sxm-80gb"), "bf16", sustained=False, costs=tables)
     assert other == kernel_model(resolve_device("a100-sxm-80gb"), "bf16", sustained=False, costs="auto")
     assert kernel_model(H100, "fp8", costs=tables).gemm_table == 0.0  # of 16-bit products only
-    assert kernel_model(H100, "fp8", costs=tables).gemm16_table is own_table.product
+    assert kernel_model(H100, "fp8", costs=tables).gemm16_table is own_table["product"]
 
 
 def test_every_kind_of_kernel_takes_its_table_within_its_sizes_and_the_formula_beyond():
@@ -111,7 +110,7 @@ def test_every_kind_of_kernel_takes_its_table_within_its_sizes_and_the_formula_b
     taken = 1e-9 * grid[:, 1] * grid[:, 3] ** 1.5
     rows = np.array([(e, m, n, 512.0) for e in (2.0, 8.0) for m in (64.0, 512.0) for n in (512.0, 2048.0)])
     moved = np.array([[1e6], [1e9]])
-    own = DeviceTables(
+    own = dict(
         attention=attention_table(grid, taken),
         attention_backward=attention_table(grid, 3.0 * taken),
         experts=size_table(rows, 1e-9 * rows.prod(axis=1) ** 0.5),

@@ -12,6 +12,7 @@ from foreshard.advise.change import Effect, effect, rank
 from foreshard.advise.group_times import better_shares
 from foreshard.advise.request import stated_degrees
 from foreshard.advise.traced_request import OFFERS, Asked, TracedRequest
+from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import Offers, offers_of
 from foreshard.planner.request import MARGIN
 from foreshard.spec.plan import Plan
@@ -70,8 +71,6 @@ def _one_of_a_kind(ranked: Sequence[Effect]) -> list[Effect]:
 
 def offered(request: Asked, plan: Plan) -> Offers:
     """Return what the framework of the plan ships, or what a traced module takes."""
-    from foreshard.catalog.frameworks import load_framework
-
     return OFFERS if isinstance(request, TracedRequest) else offers_of(load_framework(plan.framework))
 
 
@@ -89,8 +88,6 @@ def _time_changes(request: Asked, plan: Plan) -> Iterator[str]:
 
 def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
     """Yield the switches of the framework that are off and have something to hide."""
-    from foreshard.catalog.frameworks import load_framework
-
     framework = load_framework(plan.framework)
     group, stage = plan.groups[0], plan.groups[0].stages[0]
     replicas = stage.inner_dp * stage.cp * len(plan.groups) > 1
@@ -117,8 +114,6 @@ def _overlap_changes(plan: Plan, offers: Offers) -> Iterator[str]:
 
 def _dispatcher_changes(plan: Plan, offers: Offers) -> Iterator[str]:
     """Yield other ways to send tokens to experts; those that the devices do not run drop out later."""
-    from foreshard.catalog.frameworks import load_framework
-
     own = plan.dispatcher or load_framework(plan.framework).dispatcher
     if any(stage.ep > 1 for group in plan.groups for stage in group.stages):
         yield from (f"dispatcher={name}" for name in offers.dispatchers if name != own)

@@ -69,9 +69,7 @@ def named_model(model: Any) -> Model | str:
         return model_from_config(model, name=str(model.get("_name_or_path") or "config"), file="config")
     if not isinstance(model, Model | str):
         rule = "A model is a name, the path of a config.json, what that holds, or a Model"
-        raise SpecError(
-            f"no model: {repr(model)[:80]}", key="model", rule=rule, fix="Write it like 'llama3-8b'"
-        )
+        raise _none_of("model", model, rule, "llama3-8b")
     return model
 
 
@@ -91,9 +89,7 @@ def named_cluster(cluster: Any) -> Cluster:
         return cluster_of_tables(plain(cluster), "cluster")
     if not isinstance(cluster, str | os.PathLike):
         rule = "A cluster is a name, a shorthand, the path of a TOML file, what that holds, or a Cluster"
-        raise SpecError(
-            f"no cluster: {repr(cluster)[:80]}", key="cluster", rule=rule, fix="Write it like '2x8xh100'"
-        )
+        raise _none_of("cluster", cluster, rule, "2x8xh100")
     return load_cluster(os.fspath(cluster))
 
 
@@ -113,5 +109,9 @@ def named_plan(plan: Any, load: Callable[[str], Plan]) -> tuple[Plan, str | None
         return plan_of_data(plain(held)), None
     if not isinstance(held, Plan):
         rule = "A plan is the path of its file, what that holds, a Plan, or an answer that has one"
-        raise SpecError(f"no plan: {repr(plan)[:80]}", key="plan", rule=rule, fix="Write it like 'plan.json'")
+        raise _none_of("plan", plan, rule, "plan.json")
     return held, None
+
+
+def _none_of(kind: str, value: Any, rule: str, example: str) -> SpecError:
+    return SpecError(f"no {kind}: {repr(value)[:80]}", key=kind, rule=rule, fix=f"Write it like {example!r}")

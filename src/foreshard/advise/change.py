@@ -8,13 +8,15 @@ Keys are the flags of `predict` without dashes, `device`, `nic`, `link`, `memory
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from foreshard.advise.request import CPU, DEGREES, Request, flag_of
 from foreshard.advise.traced_request import Asked, TracedRequest, check_change
 from foreshard.catalog.clusters import with_device, with_nic
+from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import ForeshardError, SpecError, unknown
 from foreshard.option_names import option_name
 from foreshard.planner.request import MARGIN
@@ -180,17 +182,18 @@ def _apply_to_model(request: Request, key: str, value: str) -> Request:
         assert changed.trained
         return changed
     if key == "framework":
-        _check_framework(value)
+        with _named(key):
+            load_framework(value)
     return request.with_choice(key, value)
 
 
-def _check_framework(value: str) -> None:
-    from foreshard.catalog.frameworks import load_framework
-
+@contextmanager
+def _named(flag: str) -> Iterator[None]:
+    """Let an error name the change that it is of."""
     try:
-        load_framework(value)
+        yield
     except SpecError as error:
-        error.key = "--change framework"
+        error.key = f"--change {flag}"
         raise
 
 
@@ -266,11 +269,8 @@ def _change_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
         nodes = tuple(replace(g, device=_with_rate(g.device, key, value)) for g in cluster.nodes)
         return replace(cluster, nodes=nodes, name=name)
     change = with_device if key == "device" else with_nic
-    try:
+    with _named(key):
         return replace(change(cluster, value), name=name)
-    except SpecError as error:
-        error.key = f"--change {key}"
-        raise
 
 
 def _with_rate(device: Device, key: str, value: str) -> Device:
@@ -281,13 +281,9 @@ def _with_rate(device: Device, key: str, value: str) -> Device:
         raise SpecError(
             f"{device.name} has no {flag}", key=f"--change {flag}", value=value, rule=rule, fix=fix
         )
-    try:
-        rate = parse(value, "bytes_per_s")
-    except SpecError as error:
-        error.key = f"--change {flag}"
-        raise
-    changed: dict[str, Any] = {_RATES[key]: rate}
-    return replace(device, **changed)
+    with _named(flag):
+        rate: Any = parse(value, "bytes_per_s")
+    return replace(device, **{_RATES[key]: rate})
 
 
 def effect(request: Asked, base: Prediction, change: str, *, engine: str | None = None) -> Effect:

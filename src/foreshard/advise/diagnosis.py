@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from foreshard.advise.advice import MIN_GAIN, improvements, offered
-from foreshard.advise.change import apply, effect
+from foreshard.advise.change import Effect, apply, effect
 from foreshard.advise.request import Request
 from foreshard.advise.traced_request import SPEEDS, Asked, TracedRequest
 from foreshard.errors import ForeshardError, SpecError
@@ -72,10 +72,6 @@ class Help:
     change: str
     by: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry of ``whatif --diagnose --json``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -95,7 +91,7 @@ class Diagnosis:
             "critical_path_s": self.makespan_s,
             "critical_path": [asdict(place) | {"seconds": place.seconds} for place in self.path],
             "micro_batches": self.cut or None,
-            "helps": [found.to_dict() for found in self.helps],
+            "helps": [asdict(found) for found in self.helps],
         }
 
 
@@ -118,7 +114,7 @@ def diagnose(request: Asked, base: Prediction) -> Diagnosis:
     case = request.planned_run()
     step = PricedStep.of(case, _batch(request, case))
     prices, cut = _shortened(step.prices)
-    program, times = step.executed(prices)
+    program, times, _ = step.executed(prices)
     found = (*_faster_classes(case, base, step), *_changes(request, base, step))
     return Diagnosis(
         makespan_s=times.makespan_s,
@@ -145,14 +141,20 @@ def _faster_parts(request: TracedRequest, base: Prediction) -> Iterator[Help]:
         change = f"speed-{name.replace('_', '-')}="
         twice, free = (effect(request, base, f"{change}{factor:g}") for factor in (TWICE, math.inf))
         if twice.prediction is not None and free.prediction is not None and twice.gain:
-            yield Help(
-                what=f"{words_of(name)} twice as fast",
-                gain=twice.gain,
-                step_time_s=twice.prediction.step_time_s,
-                most=free.gain,
-                change=f"{change}2",
-                by="prediction",
-            )
+            yield _predicted(twice, f"{words_of(name)} twice as fast", most=free.gain)
+
+
+def _predicted(found: Effect, what: str, *, most: float | None = None) -> Help:
+    """Return a change that was predicted by itself as something that would help."""
+    assert found.prediction is not None and found.gain is not None
+    return Help(
+        what=what,
+        gain=found.gain,
+        step_time_s=found.prediction.step_time_s,
+        most=most,
+        change=found.change,
+        by="prediction",
+    )
 
 
 def _batch(request: Request, case: PlannedRun) -> Any:
@@ -192,19 +194,7 @@ def _by_place(plan: Plan, stretches: tuple[Stretch, ...]) -> tuple[PathPlace, ..
 
 def _ranked(request: Asked, base: Prediction, helps: tuple[Help, ...]) -> tuple[Help, ...]:
     """Return what helps by a hundredth or more, the most first; of one change written twice the better."""
-    found = list(helps)
-    for better in improvements(request, base):
-        assert better.prediction is not None and better.gain is not None
-        found.append(
-            Help(
-                what=better.change,
-                gain=better.gain,
-                step_time_s=better.prediction.step_time_s,
-                most=None,
-                change=better.change,
-                by="prediction",
-            )
-        )
+    found = [*helps, *(_predicted(better, better.change) for better in improvements(request, base))]
     best: dict[str, Help] = {}
     for one in sorted(found, key=lambda one: -one.gain):
         best.setdefault(one.change, one)
@@ -242,16 +232,8 @@ def _changes(request: Request, base: Prediction, step: PricedStep) -> Iterator[H
         if now_s * factor < sum(step.parts(prices).values()) * (1.0 + MIN_GAIN):
             continue
         found = effect(request, base, change)
-        if found.prediction is None or found.gain is None or not found.prediction.memory.fits:
-            continue
-        yield Help(
-            what=words,
-            gain=found.gain,
-            step_time_s=found.prediction.step_time_s,
-            most=None,
-            change=change,
-            by="prediction",
-        )
+        if found.prediction is not None and found.prediction.memory.fits:
+            yield _predicted(found, words)
 
 
 def _edits(

@@ -34,11 +34,6 @@ class Fit:
     binding: str
     num_tried: int
 
-    @property
-    def effect(self) -> Effect | None:
-        """The nearest change that fits, or None."""
-        return self.effects[0] if self.effects else None
-
 
 def nearest_fit(request: Asked, base: Prediction) -> Fit:
     """Return the changes nearest to the request that fit; gains are against the run as if it fitted."""

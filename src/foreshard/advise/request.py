@@ -10,14 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from foreshard.catalog.offers import offers_of, running_level, switched
+from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.offers import as_chosen, cpu_offload, offers_of, running_level, switched, with_units
 from foreshard.catalog.prices import Prices
+from foreshard.catalog.stacks import check_attention
+from foreshard.catalog.training import Calibration, TrainingConstants, training_constants
 from foreshard.errors import SpecError
 from foreshard.option_names import unknown_option
+from foreshard.spec.adapters import with_adapters
+from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import one_of
+from foreshard.spec.degrees import plan_from_degrees
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import (
@@ -39,7 +43,6 @@ from foreshard.spec.variation import Noise, Reliability
 
 if TYPE_CHECKING:
     from foreshard.catalog.kernels import Tables
-    from foreshard.catalog.training import Calibration, TrainingConstants
     from foreshard.comm.jobs.job import TrainingJob
     from foreshard.predict.batch import PlannedRun
 
@@ -162,8 +165,6 @@ class Request:
     @property
     def trained(self) -> Model:
         """The model as it is trained: with its adapters, if any."""
-        from foreshard.spec.adapters import with_adapters
-
         if self.lora is not None:
             return with_adapters(self.model, self.lora)
         if self.plan is not None and self.plan.lora is not None:
@@ -173,8 +174,6 @@ class Request:
     @property
     def framework(self) -> Framework:
         """The framework that trains: the plan's, the one that was stated, or the default."""
-        from foreshard.catalog.frameworks import load_framework
-
         if self.plan is not None:
             return load_framework(self.plan.framework)
         stated = self.choices.get("framework") or "megatron-core"
@@ -189,8 +188,6 @@ class Request:
     @property
     def constants(self) -> TrainingConstants:
         """Return the constants that price the run."""
-        from foreshard.catalog.training import TrainingConstants, training_constants
-
         if self.fidelity == "datasheet":
             return TrainingConstants.ideal()
         return training_constants() if self.calibration is None else self.calibration.training
@@ -207,7 +204,6 @@ class Request:
 
     def planned_run(self, plan: Plan | None = None) -> PlannedRun:
         """Return the run that the engines price, of another plan where one is given."""
-        from foreshard.catalog.frameworks import load_framework
         from foreshard.predict.batch import PlannedRun
 
         plan = plan or self.to_plan()
@@ -231,8 +227,6 @@ class Request:
         """
         if self.plan is not None:
             return self.plan if self.lora is None else replace(self.plan, lora=self.lora)
-        from foreshard.spec.degrees import plan_from_degrees
-
         choices = {name: value for name, value in self.choices.items() if value is not None}
         comm = {name: choices.pop(name) for name in COMM_OPTIONS if name in choices}
         _check_overlaps(comm, self.model)
@@ -253,7 +247,7 @@ class Request:
             if isinstance(choices.setdefault("recompute", framework.default_recompute), str):
                 choices["recompute"] = framework.recompute(choices["recompute"])
         if choices.get("offload") == CPU:
-            choices["offload"] = _cpu_offload(choices.get("framework", "megatron-core"))
+            choices["offload"] = cpu_offload(load_framework(choices.get("framework", "megatron-core")))
         if choices.get("vpp", 1) > 1 and choices.get("pp", 1) == 1:
             what = f"vpp {choices['vpp']} without a pipeline"
             rule = "Virtual stages divide the stages of a pipeline"
@@ -275,7 +269,6 @@ class Request:
             return plan if buckets is None else replace(plan, buckets=checked_buckets(buckets))
         from foreshard.predict.graph.bucket_choice import with_best_buckets
         from foreshard.predict.step import checked_network, graph_takes
-        from foreshard.spec.checks import check_plan
 
         check_plan(plan, self.trained, self.cluster)
         network = checked_network(self.network, self.engine)
@@ -337,11 +330,6 @@ class Request:
         """Return the plan; what is wrong in a plan file names that file."""
         plan = self.to_plan()
         if self.plan_file is not None:
-            from foreshard.catalog.frameworks import load_framework
-            from foreshard.catalog.offers import as_chosen, with_units
-            from foreshard.catalog.stacks import check_attention
-            from foreshard.spec.checks import check_plan
-
             try:
                 framework = load_framework(plan.framework)
             except SpecError as error:
@@ -366,17 +354,10 @@ class Request:
         from foreshard.predict.memory import plan_memory
 
         case = self.planned_run()
-        plan = case.plan
         _, parts = plan_memory(case)
-        columns = {name: np.broadcast_to(getattr(parts, name), parts.peak.shape) for name in MEMORY_PARTS}
-        rows = iter(range(len(parts.peak)))
-        return tuple(
-            tuple(
-                {name: float(column[i]) for name, column in columns.items()}
-                for _, i in zip(group.stages, rows, strict=False)
-            )
-            for group in plan.groups
-        )
+        stages = range(len(parts.peak))
+        rows = ({name: float(getattr(parts, name)[i]) for name in MEMORY_PARTS} for i in stages)
+        return tuple(tuple(next(rows) for _ in group.stages) for group in case.plan.groups)
 
     def _asked(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ASKED}
@@ -420,13 +401,6 @@ def _left_alone(request: Request, plan: Plan) -> Iterator[str]:
         yield "experts are not cut over tp (etp 1)"
 
 
-def _cpu_offload(framework: str) -> str:
-    from foreshard.catalog.frameworks import load_framework
-    from foreshard.catalog.offers import cpu_offload
-
-    return cpu_offload(load_framework(framework))
-
-
 def set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     """Return the plan with one option changed everywhere; degrees are written into ranks and stay."""
     if name in COMM_OPTIONS:
@@ -439,7 +413,7 @@ def set_in_plan(plan: Plan, name: str, value: Any) -> Plan:
     if name in ("schedule", "sp"):
         return replace(plan, groups=tuple(replace(group, **{name: value}) for group in plan.groups))
     if name == "offload" and value == CPU:
-        value = _cpu_offload(plan.framework)
+        value = cpu_offload(load_framework(plan.framework))
     if name in ("zero", "shard_size", "recompute", "offload"):
         groups = tuple(
             replace(group, stages=tuple(replace(stage, **{name: value}) for stage in group.stages))

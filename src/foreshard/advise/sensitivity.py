@@ -48,17 +48,14 @@ def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """Yield a node more of each kind, twice the NIC rate (of several nodes), and 20 % more memory."""
     for g, nodes in enumerate(cluster.nodes[:_MAX_NODE_GROUPS]):
         text = f"one node more of {nodes.per_node} {nodes.device.name}"
-        yield text, _with(cluster, g, count=nodes.count + 1)
+        groups = list(cluster.nodes)
+        groups[g] = replace(nodes, count=nodes.count + 1)
+        yield text, replace(cluster, nodes=tuple(groups))
     if cluster.num_nodes > 1:
         faster = tuple(replace(n, nic_bytes_per_s=_FASTER_NIC * n.nic_bytes_per_s) for n in cluster.nodes)
         yield "NICs twice as fast", replace(cluster, nodes=faster)
     larger = tuple(replace(n, device=_larger(n.device)) for n in cluster.nodes)
     yield "20 % more device memory", replace(cluster, nodes=larger)
-
-
-def _with(cluster: Cluster, g: int, *, count: int) -> Cluster:
-    nodes = tuple(replace(n, count=count) if i == g else n for i, n in enumerate(cluster.nodes))
-    return replace(cluster, nodes=nodes)
 
 
 def _larger(device: Device) -> Device:

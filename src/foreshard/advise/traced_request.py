@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foreshard.advise.request import ASKED, DEGREES, OPTIONS, Request, check_beside, flag_of, set_in_plan
+from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.offers import Offers
 from foreshard.errors import SpecError
 from foreshard.predict.measured.traced_step import FRAMEWORK, STATED_DEGREES, plan_of
@@ -65,30 +66,17 @@ _ALIKE: Mapping[str, Any] = dict.fromkeys((one.name for one in fields(Noise)), N
 class TracedRequest:
     """A traced module to predict, so that one thing in it can be changed.
 
-    Attributes
-    ----------
-    trace : callable
-        Returns the module for a precision and degrees of tensor parallelism.
-    predicted : callable
-        Returns the prediction of a module on a cluster under a plan, or else under stated choices.
-    cluster : Cluster
-    choices : mapping
-        Degrees and options that were stated, of those in `PREDICTS`.
-    plan : Plan, optional
-        In place of degrees and options.
-    prices : Prices, optional
-        For what a change brings; the cluster has them already.
-    speeds : mapping
-        Parts of the step so many times as fast, a question of what if.
+    `trace` returns the module for a precision and degrees of tensor parallelism, `predicted` its prediction
+    on a cluster under a plan, or else under stated choices.
     """
 
     trace: Callable[[str, tuple[int, ...]], TracedModule]
     predicted: Callable[[TracedModule, Cluster, Plan | None, Mapping[str, Any]], Prediction]
     cluster: Cluster
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    plan: Plan | None = None
-    prices: Prices | None = None
-    speeds: Mapping[str, float] = field(default_factory=dict)
+    choices: Mapping[str, Any] = field(default_factory=dict)  # degrees and options stated, of `PREDICTS`
+    plan: Plan | None = None  # in place of degrees and options
+    prices: Prices | None = None  # for what a change brings; the cluster has them already
+    speeds: Mapping[str, float] = field(default_factory=dict)  # of parts of the step, a question of what if
     trial_engine: ClassVar[str] = "graph"
     """The engine to try changes with."""
 
@@ -114,8 +102,6 @@ class TracedRequest:
     @property
     def framework(self) -> Framework:
         """The framework whose words for options are taken."""
-        from foreshard.catalog.frameworks import load_framework
-
         return load_framework(FRAMEWORK)
 
     def with_choice(self, name: str, value: Any) -> TracedRequest:
@@ -269,10 +255,7 @@ def _reject_unknown(values: Mapping[str, Any], known: set[str]) -> None:
         off = value is False or (isinstance(value, str) and value == "none")
         same = off or (name == "framework" and value == FRAMEWORK)
         if name not in known and value is not None and not (same and name in _ELSEWHERE):
-            raise _refused(flag_of(name), str(value), known)
-
-
-def _refused(flag: str, value: str, known: set[str]) -> SpecError:
-    rule = f"A traced module takes {', '.join(sorted(map(flag_of, known - _ARGUMENTS)))}"
-    what = f"{flag} is not taken for a traced module"
-    return SpecError(what, key=flag, value=value, rule=rule, fix="Leave it out")
+            flag = flag_of(name)
+            rule = f"A traced module takes {', '.join(sorted(map(flag_of, known - _ARGUMENTS)))}"
+            what = f"{flag} is not taken for a traced module"
+            raise SpecError(what, key=flag, value=str(value), rule=rule, fix="Leave it out")

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
-from foreshard.cost.kernels import QUERY_TILE, KernelModel
 from foreshard.cost.learned import attention_features, corrected_s
 from foreshard.cost.tables import tabled_s
 
 BACKWARD_FLOPS = 2.5
 """Of a flash backward over its forward."""
+_QUERY_TILE = 128  # query rows of one flash attention tile
 
 # Score traffic of the unfused chain, bytes per score in 16 bit: read and write, mask of one byte.
 _SOFTMAX_BYTES, _DROPOUT_BYTES = (4.0, 6.0), 5.0
@@ -85,7 +86,7 @@ def flash_attention_forward_s(
     rows = batch * num_heads
     dims = np.asarray(head_dim, dtype=np.float64) + value_head_dim
     seen = seen_keys(q_len, kv_len, causal=causal, window=window)
-    longest = np.minimum(q_len, QUERY_TILE) * np.minimum(kv_len, seen)
+    longest = np.minimum(q_len, _QUERY_TILE) * np.minimum(kv_len, seen)
     work = rows * (pairs + 0.5 * kernels.attn_s0 * q_len) + kernels.attn_tail * kernels.num_sms * longest
     # Normalised so that a head dimension of 128 costs its own products.
     flops = work * (dims + 2.0 * kernels.attn_d0) * (256.0 / (128.0 + kernels.attn_d0))

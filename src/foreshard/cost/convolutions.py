@@ -6,21 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
-from foreshard.cost.kernels import KernelModel
 
 
 @dataclass(frozen=True, slots=True)
 class _Slower:
-    """What convolutions in 32 bit take beyond their products.
-
-    Attributes
-    ----------
-    pointwise_weights : float
-        Gradients of weights of filters of one position take so many times as long as their products.
-    spread : float
-        So do gradients of images under such filters with a stride, which reach few of the positions.
+    """How many times as long as their products convolutions in 32 bit take.
 
     Source
     ------
@@ -28,8 +21,8 @@ class _Slower:
     devices left out.
     """
 
-    pointwise_weights: float
-    spread: float
+    pointwise_weights: float  # gradients of weights of filters of one position
+    spread: float  # gradients of images under such filters with a stride, which reach few of the positions
 
 
 SLOWER = _Slower(pointwise_weights=2.1, spread=2.4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.cost.kernels import KernelModel
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.tables import tabled_s
 
 

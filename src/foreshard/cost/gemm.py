@@ -6,11 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.cost.kernels import CLOCK_SAG_S, TILES, KernelModel
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.learned import corrected_s, gemm_features
 from foreshard.cost.tables import tabled_s
 
+TILES = ((128, 256), (128, 128), (64, 64))
+"""Output tiles (rows, columns) a matrix-product library chooses from, largest first.
+
+More shapes, or whole last waves, do not lower the error on measured products (docs/derivations/kernels.md).
+"""
 _LARGEST_TILE = max(rows * columns for rows, columns in TILES)
+_CLOCK_SAG_S = 1e-3  # length of a product at which half of the power-limited slowdown shows
 
 
 def gemm_s(
@@ -41,7 +47,7 @@ def gemm_s(
     m, n, k, batch = (np.asarray(size, dtype=np.float64) for size in (m, n, k, batch))
     compute_s = _compute_s(m, n, k, batch, kernels, sixteen_bit)
     if np.count_nonzero(kernels.gemm_sag):
-        compute_s = compute_s * (1.0 + kernels.gemm_sag * (compute_s / (compute_s + CLOCK_SAG_S)))
+        compute_s = compute_s * (1.0 + kernels.gemm_sag * (compute_s / (compute_s + _CLOCK_SAG_S)))
     if moved_bytes is None:
         moved = (k * (m + n) + m * n) * batch
         memory_s = moved * (bytes_per_element / (kernels.gemm_memory_eff * kernels.memory_bytes_per_s))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.gemm import gemm_s
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.learned import corrected_s, grouped_features
 from foreshard.cost.tables import tabled_s
 

@@ -47,16 +47,15 @@ class Trees:
         """Return the log of the corrected time; shapes (rows,) and (rows, features)."""
         inside = np.clip(log_formula, self.low, self.high)
         rows = np.column_stack([inside, features])
-        return (log_formula - inside) + self.share * inside + self.base + self._sum(rows)
+        if len(rows) > _MANY:
+            rows, back = np.unique(rows, axis=0, return_inverse=True)
+            trees_s = self._sum(rows)[back.ravel()]
+        else:
+            trees_s = self._sum(rows)
+        return (log_formula - inside) + self.share * inside + self.base + trees_s
 
     def _sum(self, rows: Array) -> Array:
         """Return the sum of the trees at rows of features."""
-        if len(rows) > _MANY:
-            rows, back = np.unique(rows, axis=0, return_inverse=True)
-            return self._each(rows)[back.ravel()]
-        return self._each(rows)
-
-    def _each(self, rows: Array) -> Array:
         trees = np.arange(len(self.feature))[:, None]
         found = []
         for start in range(0, len(rows), _CHUNK):

@@ -209,11 +209,6 @@ def stage_memory(load: StageLoad, framework: Framework, profile: MemoryProfile |
     )
 
 
-def stage_peak_bytes(load: StageLoad, framework: Framework) -> Any:
-    """Return the peak of :func:`stage_memory` without its parts."""
-    return next(peaks_in_flight(load, framework, [load.in_flight]))
-
-
 def peaks_in_flight(load: StageLoad, framework: Framework, in_flight: Iterable[Any]) -> Iterator[Any]:
     """Yield the peak of :func:`stage_memory` with each number of micro-batches in flight."""
     profile = profile_of(framework)

@@ -93,10 +93,6 @@ class _Elements:
     embedding: Any
     head: Any
 
-    def largest_unit_of(self, blocks: Any) -> Any:
-        """Return the largest of embedding, units of so many blocks, and head."""
-        return np.maximum(blocks * self.largest_block, np.maximum(self.embedding, self.head))
-
 
 def _replicated(block: Block) -> float:
     """Return what every tensor-parallel rank holds whole.
@@ -232,7 +228,9 @@ def stage_states(load: StageLoad, framework: Framework, profile: MemoryProfile) 
     half = profile.backward_gradient_bytes * (framework.grad_bytes >= 4) * (zero < 3)
     num_layers = sum(np.asarray(count) for _, count in load.kinds)
     blocks = np.minimum(load.wrap, np.maximum(num_layers, 1)) if load.wrap else num_layers
-    largest = have.largest_unit_of(blocks) if load.wrap else everything
+    largest = everything  # of the units of embedding, blocks and head
+    if load.wrap:
+        largest = np.maximum(blocks * have.largest_block, np.maximum(have.embedding, have.head))
     unit = profile.unit_bytes * largest
     live = _live_bytes(have, element, profile)
     gathered = (zero >= 3) * apart * (1 - holds) * (not profile.units)

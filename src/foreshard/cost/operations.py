@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.attention import backward_of_forward_s, flash_attention_forward_s, seen_keys
 from foreshard.cost.convolutions import convolution_s
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.recurrences import RecurrentKernels, recurrence_s
 from foreshard.spec.traced_module import Operation
 
@@ -23,13 +23,6 @@ from foreshard.spec.traced_module import Operation
 class _Direct:
     """Kernels of grouped convolutions in one layout.
 
-    Attributes
-    ----------
-    share : float
-        FLOP/s, of those outside the matrix units.
-    channels : float
-        Channels of a group that finding a tap of the filter costs as much as.
-
     Source
     ------
     Fitted by scripts/fit_grouped.py: direct kernels on RegNet's rows of timm (RTX 3090, PyTorch 1.10 to
@@ -37,22 +30,13 @@ class _Direct:
     kernels of bench/device_groups.csv (H100, PyTorch 2.11).
     """
 
-    share: float
-    channels: float
+    share: float  # FLOP/s, of those outside the matrix units
+    channels: float  # of a group that finding a tap of the filter costs as much as
 
 
 @dataclass(frozen=True, slots=True)
 class _ChannelNorm:
     """A kernel that norms each channel of a batch by one block of threads, channels first.
-
-    Attributes
-    ----------
-    alone, shared : float
-        Instructions of threads for an element of a block that has a processor alone, or with others.
-    once_bytes : float
-        A channel of so many bytes is read once and kept: such kernels stream.
-    second : float
-        Instructions for an element of a second kernel, which all processors share.
 
     Source
     ------
@@ -62,10 +46,10 @@ class _ChannelNorm:
     ResNet-50 and MobileNetV2, within 8 %.
     """
 
-    alone: float
-    shared: float
-    once_bytes: float = 0.0
-    second: float = 0.0
+    alone: float  # instructions of threads for an element of a block that has a processor alone
+    shared: float  # with other blocks
+    once_bytes: float = 0.0  # a channel of so many bytes is read once and kept: such kernels stream
+    second: float = 0.0  # instructions for an element of a second kernel, which all processors share
 
 
 _ALIGNED_BYTES, _ALIGNED_POSITIONS = 16.0, 2.0

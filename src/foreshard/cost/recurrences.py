@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
-from foreshard.cost.kernels import KernelModel
 from foreshard.spec.traced_module import Operation
 
 _FEW_ROWS = 64.0
@@ -30,15 +30,8 @@ product or zeros to add them to (bench/device_recurrent.csv, most layers that ar
 class RecurrentKernels:
     """How a library runs recurrent layers on a device.
 
-    Attributes
-    ----------
-    volta, later : bool
-        Whether one kernel keeps the weights on the processors for all steps: by torch's rule for V100, and
-        by that for A100 and later devices with 98 processors or more; in fp16.
-    full_tiles : bool
-        Whether it has products of few samples that leave no rows of a tile empty.
-    waiting_s : float
-        Seconds that a step of other layers takes beyond its kernels.
+    One kernel may keep the weights on the processors for all steps, in fp16: by torch's rule for V100
+    (`volta`), or by that for A100 and later devices with 98 processors or more (`later`).
 
     Source
     ------
@@ -48,8 +41,8 @@ class RecurrentKernels:
 
     volta: bool = False
     later: bool = False
-    full_tiles: bool = True
-    waiting_s: float = 0.0
+    full_tiles: bool = True  # products of few samples leave no rows of a tile empty
+    waiting_s: float = 0.0  # that a step of other layers takes beyond its kernels
 
     def keeps(self, operations: Sequence[Operation], samples: float) -> np.ndarray:
         """Return whether each recurrence runs so, shape (operations,)."""

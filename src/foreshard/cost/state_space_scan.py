@@ -18,13 +18,11 @@ _BACKWARD_FLOP = (3.0, 5.0, 3.0)  # scores and states again, their gradients; th
 # Bytes of a channel in 16 bit: convolution 4, chunk states 2, scan with gate 8, norm 4; backward norm 6,
 # convolution again 4 and back 6, states again 2, gate 12, gradients of states 2, x 6, B 2, C 2, scores 4,
 # decay 4.
-_FORWARD_CHANNEL, _BACKWARD_CHANNEL = 18.0, 50.0
 # Of a state in fp32: written by a chunk 4, passed on 4 and 2, read by the scan 2; backward written and passed
 # on again 12, its gradient written 4, passed back 12, and read with the states by x, B and C 6.
-_FORWARD_STATE, _BACKWARD_STATE = 12.0, 34.0
 # Of an input or output of the state (2 G N): convolution, kernels of chunks; of the scores of a group, fp32.
-_FORWARD_GROUP, _BACKWARD_GROUP = 8.0, 29.0
-_FORWARD_SCORE, _BACKWARD_SCORE = 8.0, 24.0
+_FORWARD_BYTES = (18.0, 12.0, 8.0, 8.0)  # of a channel, a state, an input of the state, a score
+_BACKWARD_BYTES = (50.0, 34.0, 29.0, 24.0)
 _FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 7, 17
 _KERNEL_SHARE = 0.25  # of flash attention's share of the peak, at most
 _PROCESSOR_FLOPS = 0.3e12  # a second, of one processor: some 160 a cycle, whatever its matrix units could
@@ -60,12 +58,5 @@ def scan_s(
         seconds = tokens * work / rate + stream_s(tokens * per_token, kernels)
         return np.where(channels > 0, seconds + (launches - 1) * kernels.stream_launch_s, 0.0)
 
-    forward = one_way(
-        _FORWARD_FLOP, (_FORWARD_CHANNEL, _FORWARD_STATE, _FORWARD_GROUP, _FORWARD_SCORE), _FORWARD_LAUNCHES
-    )
-    backward = one_way(
-        _BACKWARD_FLOP,
-        (_BACKWARD_CHANNEL, _BACKWARD_STATE, _BACKWARD_GROUP, _BACKWARD_SCORE),
-        _BACKWARD_LAUNCHES,
-    )
-    return forward, backward
+    forward = one_way(_FORWARD_FLOP, _FORWARD_BYTES, _FORWARD_LAUNCHES)
+    return forward, one_way(_BACKWARD_FLOP, _BACKWARD_BYTES, _BACKWARD_LAUNCHES)

@@ -69,18 +69,11 @@ class SizeTable:
 
     def seconds(self, *sizes: Any) -> Array:
         """Return the seconds of kernels, NaN where they are not covered."""
-        return np.exp(self._log_time(sizes))
-
-    def slower(self, factor: float) -> SizeTable:
-        """Return the table of kernels that take so many times as long."""
-        return replace(self, log_s=self.log_s + np.log(factor))
-
-    def _log_time(self, stated: tuple[Any, ...]) -> Array:
         with np.errstate(divide="ignore"):
-            sizes = np.broadcast_arrays(*(np.log(np.asarray(size, float)) for size in stated))
-        inside = np.ones(sizes[0].shape, dtype=bool)
+            logs = np.broadcast_arrays(*(np.log(np.asarray(size, float)) for size in sizes))
+        inside = np.ones(logs[0].shape, dtype=bool)
         low, part = [], []
-        for axis, size in zip(self.axes, sizes, strict=True):
+        for axis, size in zip(self.axes, logs, strict=True):
             inside &= (size >= axis[0] - _INSIDE) & (size <= axis[-1] + _INSIDE)
             clipped = np.clip(size, axis[0], axis[-1])
             place = np.clip(np.searchsorted(axis, clipped, side="right") - 1, 0, max(len(axis) - 2, 0))
@@ -88,9 +81,9 @@ class SizeTable:
             part.append(
                 (clipped - axis[place]) / (axis[place + 1] - axis[place]) if len(axis) > 1 else 0.0 * size
             )
-        found = np.zeros(sizes[0].shape)
-        for corner in product((0, 1), repeat=len(sizes)):
-            weight = np.ones(sizes[0].shape)
+        found = np.zeros(inside.shape)
+        for corner in product((0, 1), repeat=len(logs)):
+            weight = np.ones(inside.shape)
             for side, share in zip(corner, part, strict=True):
                 weight = weight * (share if side else 1.0 - share)
             index = tuple(
@@ -99,7 +92,11 @@ class SizeTable:
             )
             # A corner without weight is no part of the line, face or point that the size lies on.
             found = found + np.where(weight > 0, weight * self.log_s[index], 0.0)
-        return np.where(inside, found, np.nan)
+        return np.exp(np.where(inside, found, np.nan))
+
+    def slower(self, factor: float) -> SizeTable:
+        """Return the table of kernels that take so many times as long."""
+        return replace(self, log_s=self.log_s + np.log(factor))
 
 
 def size_table(sizes: Array, seconds: Array, rises: Sequence[int] | None = None) -> SizeTable:
@@ -161,18 +158,8 @@ class AttentionTable:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DeviceTables:
-    """The tables of one device in one width, 0 where there is none."""
-
-    product: SizeTable | float = 0.0
-    attention: AttentionTable | float = 0.0
-    attention_backward: AttentionTable | float = 0.0
-    experts: SizeTable | float = 0.0
-    stream: SizeTable | float = 0.0
-    all_reduce: SizeTable | float = 0.0
-    all_gather: SizeTable | float = 0.0
-    all_to_all: SizeTable | float = 0.0
+DeviceTables = Mapping[str, Any]
+"""Tables of one device in one width, a `SizeTable` or `AttentionTable` for each kind of `COLUMNS` it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,26 +175,24 @@ class KernelTables:
         Products and experts in the precision, those beside them and attention in the wide one. Bytes stream
         as fast in any width.
         """
-        own, beside = (
-            self.devices.get((device.name, _WIDTHS[name]), DeviceTables()) for name in (precision, wide)
-        )
-        streams = [tables.stream for (name, _), tables in self.devices.items() if name == device.name]
+        own, beside = (self.devices.get((device.name, _WIDTHS[name]), {}) for name in (precision, wide))
         return {
-            "gemm_table": own.product,
-            "gemm16_table": beside.product,
-            "grouped_table": own.experts,
-            "attn_table": beside.attention,
-            "attn_back_table": beside.attention_backward,
-            "stream_table": next((stream for stream in (beside.stream, *streams) if stream), 0.0),
+            "gemm_table": own.get("product", 0.0),
+            "gemm16_table": beside.get("product", 0.0),
+            "grouped_table": own.get("experts", 0.0),
+            "attn_table": beside.get("attention", 0.0),
+            "attn_back_table": beside.get("attention_backward", 0.0),
+            "stream_table": beside.get("stream", self._in_any_width(device, "stream")),
         }
 
     def collectives(self, device: Device) -> dict[str, Any]:
         """Return the tables of a device as fields of `Fabric`: bytes are as fast in any width."""
-        own = [tables for (name, _), tables in self.devices.items() if name == device.name]
-        return {
-            f"{name}_table": next((getattr(one, name) for one in own if getattr(one, name)), 0.0)
-            for name in COLLECTIVES
-        }
+        return {f"{name}_table": self._in_any_width(device, name) for name in COLLECTIVES}
+
+    def _in_any_width(self, device: Device, kind: str) -> Any:
+        """Return the first table of a kind that a device has, 0 where it has none."""
+        own = (tables for (name, _), tables in self.devices.items() if name == device.name)
+        return next((tables[kind] for tables in own if kind in tables), 0.0)
 
 
 def tabled_s(formula_s: Any, tables: Any, sizes: tuple[Any, ...], slower: Any = 1.0) -> Array:
@@ -284,7 +269,7 @@ def load_tables(path: str) -> KernelTables:
     return KernelTables(
         path=path,
         devices={
-            key: DeviceTables(**{op: _table_of(op, np.array(values)) for op, values in kinds.items()})
+            key: {op: _table_of(op, np.array(values)) for op, values in kinds.items()}
             for key, kinds in found.items()
         },
     )

@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import mode
-from typing import Any
 
 import numpy as np
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.comm.nccl.constants import ALGORITHMS, PROTOCOLS
-from foreshard.cost.tables import COLLECTIVES, DeviceTables, KernelTables, size_table
+from foreshard.cost.tables import COLLECTIVES, KernelTables, size_table
 from foreshard.errors import SpecError
 
 _TAG = re.compile(r"^\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)\s*")  # mpirun --tag-output, srun --label
@@ -100,8 +99,8 @@ def tables_of(run: NcclTestRun, device: str, path: str, collective: str | None =
                 error.what, file=path, key="--costs", value=named, rule=error.rule, fix=fix
             ) from None
     sizes = np.array([(run.num_ranks, row.size_bytes) for row in rows], dtype=float)
-    table: dict[str, Any] = {op: size_table(sizes, np.array([row.time_s for row in rows]), rises=[1])}
-    return KernelTables(path=path, devices={(named, "16bit"): DeviceTables(**table)})
+    table = size_table(sizes, np.array([row.time_s for row in rows]), rises=[1])
+    return KernelTables(path=path, devices={(named, "16bit"): {op: table}})
 
 
 def read_nccl_tests(text: str, file: str | None = None) -> NcclTestRun:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from foreshard.errors import LimitError
 from foreshard.planner.result import Ranked
-from foreshard.predict.step import PART_WORDS
+from foreshard.predict.explanation import PART_WORDS
 from foreshard.quantity import seconds
 from foreshard.spec.plan import Plan
 from foreshard.spec.prediction import Prediction

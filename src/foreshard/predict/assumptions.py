@@ -79,7 +79,11 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         said.append(
             f"network kind {case.cluster.network.kind}: priced as flat, with its oversubscription only"
         )
-    said += dict.fromkeys(_shared_bus(nodes) for nodes in case.cluster.nodes if _meet_on_pcie(nodes))
+    said += dict.fromkeys(
+        _shared_bus(nodes)
+        for nodes in case.cluster.nodes
+        if nodes.nvlink_domain <= 1 and nodes.per_node > 2 and nodes.pcie == "shared"
+    )
     said += dict.fromkeys(_one_card(nodes) for nodes in case.cluster.nodes if _sends_alone(case, nodes))
     if watts_of(case) is None:
         said.append("energy: no power limit is known for every device, so it is not predicted")
@@ -107,10 +111,6 @@ def assumptions(case: PlannedRun, *, goodput: bool = False) -> tuple[str, ...]:
         paid = "not powered; nodes without a rank are not paid"
         said.append(f"{idle} of {case.cluster.num_devices} devices are idle, {paid}")
     return tuple(said)
-
-
-def _meet_on_pcie(nodes: NodeGroup) -> bool:
-    return nodes.nvlink_domain <= 1 and nodes.per_node > 2 and nodes.pcie == "shared"
 
 
 def _shared_bus(nodes: NodeGroup) -> str:

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from foreshard.catalog.kernels import Tables
+from foreshard.catalog.kernels import KernelModel, Tables
 from foreshard.catalog.offers import as_chosen, with_units
 from foreshard.catalog.stacks import of_model, running, with_attention
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, crossed_links, fabric_between, fabric_of
 from foreshard.comm.jobs.job import TrainingJob
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED, ZERO_BUBBLE
 from foreshard.graph.shapes import (
@@ -50,7 +49,7 @@ from foreshard.spec.framework import Framework
 from foreshard.spec.model import Block, Model
 from foreshard.spec.plan import Group, Plan, Stage
 
-_MACHINE = {
+PLACED = {
     "kernels": KernelModel,
     "fabric": Fabric,
     "sync": Fabric,
@@ -139,15 +138,11 @@ class StageRow:
 class Boundaries:
     """Where the runs of equal stages lie in their pipeline, and which messages leave a link domain."""
 
-    # stages before the run
-    first: Any
-    # of the boundaries between stages of the run those that leave a link domain
-    far_inside: Any
-    # 1 where the boundary after the run's first stage does, and that after its last stage
-    far_first: Any
-    far_last: Any
-    # most boundaries of one stage of the run that do: 0, 1 or 2
-    far_each: Any
+    first: Any  # stages before the run
+    far_inside: Any  # of the boundaries between stages of the run those that leave a link domain
+    far_first: Any  # 1 where the boundary after the run's first stage does
+    far_last: Any  # and that after its last stage
+    far_each: Any  # most boundaries of one stage of the run that do: 0, 1 or 2
 
     @property
     def is_chain(self) -> bool:
@@ -174,6 +169,11 @@ class Batch:
     pipeline: Pipeline
     num_groups: tuple[int, ...] = ()
 
+    @property
+    def own_head(self) -> np.ndarray:
+        """1 where a stage holds a head whose table is not that of its embedding."""
+        return self.has_head * (1.0 - self.pipeline.tied * (self.has_embedding > 0))
+
 
 def _pace(case: PlannedRun, workers: Sequence[Worker]) -> Worker:
     """Return the worker the others wait for: most samples over matrix rate."""
@@ -181,11 +181,6 @@ def _pace(case: PlannedRun, workers: Sequence[Worker]) -> Worker:
         return workers[0]
     nodes, precision = case.cluster.nodes, case.plan.precision
     return max(workers, key=lambda w: w.share / nodes[w.node_group].device.peak(precision))
-
-
-def _rings(plan: Plan) -> int:
-    """Return the gradient rings that run over all groups at once: one for each tensor rank of each stage."""
-    return max(sum(stage.tp for stage in group.stages) for group in plan.groups)
 
 
 def _fabric(
@@ -207,7 +202,9 @@ def _joined_fabric(case: PlannedRun, setup: RunSetup) -> Fabric | None:
     """Return what gradient collectives over several groups see; None where stages sum on their own."""
     if len(case.cluster.nodes) == 1 or len(case.plan.groups) == 1:
         return None
-    return _fabric(setup, case.cluster, case.plan.ranks, _rings(case.plan))
+    # Gradient rings run over all groups at once: one for each tensor rank of each stage.
+    rings = max(sum(stage.tp for stage in group.stages) for group in case.plan.groups)
+    return _fabric(setup, case.cluster, case.plan.ranks, rings)
 
 
 def _fabrics(
@@ -385,14 +382,9 @@ def _micro_batches(group: Group, stage: Stage) -> float:
     return (whole - 1 + short_samples(group, stage)) / parts
 
 
-def _far(group: Group, domains: np.ndarray) -> list[bool]:
-    """Return of every boundary whether messages over it leave a link domain."""
-    return [crosses_node(*pair, domains) for pair in boundaries(group)]
-
-
 def _boundaries(group: Group, rows: Sequence[StageRow], domains: np.ndarray) -> list[Boundaries]:
     """Return where the runs of a group lie; the boundary before the first stage is the one after the last."""
-    far, count = [float(leaves) for leaves in _far(group, domains)], len(group.stages)
+    far, count = [float(crosses_node(*pair, domains)) for pair in boundaries(group)], len(group.stages)
     far += [0.0] * (count - len(far))
     return [
         Boundaries(
@@ -441,7 +433,7 @@ def build_batch(
         getattr(row[0], name) == getattr(other, name)
         for row in stages
         for other in row[1:]
-        for name in _MACHINE
+        for name in PLACED
     )
     shared = [row[:1] for row in padded] if equal else padded
     pipeline = stacked([[one] for one in pipelines], Pipeline)
@@ -450,7 +442,7 @@ def build_batch(
         pipeline = replace(pipeline, num_micro_batches=passes)
     parts: dict[str, Any] = {
         name: stacked([[getattr(stage, name) for stage in row] for row in shared], cls)
-        for name, cls in _MACHINE.items()
+        for name, cls in PLACED.items()
     }
     full = [row + [NO_LAYER] * (num_kinds - len(row)) for row in kinds]
     counts = [[(*stage.counts, *(0.0,) * (num_kinds - len(stage.counts))) for stage in row] for row in padded]

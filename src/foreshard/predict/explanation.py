@@ -16,6 +16,20 @@ from foreshard.quantity import size
 from foreshard.spec.plan import COMM_OPTIONS, Group, Stage
 from foreshard.units import number_of
 
+PART_WORDS = {
+    "compute": "computation",
+    "recompute": "recomputation",
+    "tensor_comm": "tensor-parallel collectives",
+    "context_comm": "passing keys and values between context-parallel ranks",
+    "expert_comm": "sending tokens to experts",
+    "pipeline_comm": "messages between stages",
+    "bubble": "waiting while the pipeline fills and drains",
+    "data_comm": "gradient and weight collectives",
+    "optimizer": "the optimizer and what a step does once",
+    "host": "launches by the host",
+    "straggler": "waiting for the slowest rank",
+}
+"""Parts of a step in words."""
 _STEP = "docs/derivations/step.md"
 _KERNELS = "docs/derivations/kernels.md"
 _COLLECTIVES = "docs/derivations/collectives.md"
@@ -69,9 +83,10 @@ def figures_of(case: PlannedRun, batch: Batch) -> Figures:
     held = list(zip(batch.kinds, batch.counts, strict=True))
     routed = max(at(k.top_k * k.hidden * (np.asarray(k.num_experts) > 0)) for k in batch.kinds)
     width = max(at(k.kv_width) for k in batch.kinds)
+    blocks = [sum(stop - start for start, stop in stage.layers) for stage in groups[g].stages]
     return Figures(
         group=groups[g],
-        stage=_stage_of(groups[g], at(layers)),
+        stage=groups[g].stages[int(np.argmin([abs(count - at(layers)) for count in blocks]))],
         crosses=at(batch.boundaries.far_each) > 0,
         num_layers=at(layers),
         tokens=tokens,
@@ -92,11 +107,6 @@ def figures_of(case: PlannedRun, batch: Batch) -> Figures:
         optimizer_bytes=at(traits.optimizer_bytes),
         options={name: at(getattr(traits, name)) > 0 for name in COMM_OPTIONS},
     )
-
-
-def _stage_of(group: Group, num_layers: float) -> Stage:
-    blocks = [sum(stop - start for start, stop in stage.layers) for stage in group.stages]
-    return group.stages[int(np.argmin([abs(count - num_layers) for count in blocks]))]
 
 
 def explanations(

@@ -70,11 +70,17 @@ class BackwardPass:
 
 
 def backward_pass(
-    model: Model, cluster: Cluster, plan: Plan, gradient_bytes: float, *, costs: str | Tables = "auto"
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    gradient_bytes: float | None = None,
+    *,
+    costs: str | Tables = "auto",
 ) -> BackwardPass:
     """Return when gradients of `gradient_bytes` per parameter are ready under a data-parallel plan.
 
-    `costs` is where times of kernels come from; measured tables may have those of the reduction too.
+    Without them they are in the format that the framework reduces in. `costs` is where times of kernels come
+    from; measured tables may have those of the reduction too.
 
     Raises
     ------
@@ -96,10 +102,11 @@ def backward_pass(
     tensors = list(_works(model, units, _seconds(prices[0], Op.FORWARD), backward_s))
     if not tensors:
         raise SpecError("no parameter is trained", key="MODEL", rule="Buckets hold gradients")
-    works = tuple(replace(work, num_bytes=work.num_bytes * gradient_bytes) for _, work in tensors)
-    ready = np.minimum(np.cumsum([work.backward_s for work in works]), backward_s)
     machine = prices[0].machines[0]
     rank = machine.rank
+    each = float(machine.traits.grad_reduce_bytes) if gradient_bytes is None else gradient_bytes
+    works = tuple(replace(work, num_bytes=work.num_bytes * each) for _, work in tensors)
+    ready = np.minimum(np.cumsum([work.backward_s for work in works]), backward_s)
     replicas = int(float(rank.dp) * float(rank.cp))
     return BackwardPass(
         gradients=Gradients(

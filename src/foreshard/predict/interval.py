@@ -9,11 +9,9 @@ run of the class. `data/residuals.json` is written by `scripts/accuracy.py --res
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +30,6 @@ LEVEL = 0.9
 """Level of `step_time_interval_s`."""
 LEVELS = (0.5, 0.8, LEVEL, 0.95)
 """Levels of shipped quantiles; each interval lies inside the next."""
-FEATURES = (
-    "log2 parameters",
-    "log2 hidden",
-    "log2 sequence",
-    "log2 tokens per rank",
-    "log2 tp",
-    "log2 pp",
-    "log2 devices",
-)
 HOST_BOUND = 0.05  # share of host time from which an uncertain host floor moves the step
 MIN_CLASS = 19  # smallest class: its 95 % quantile is still one of its residuals
 _NARROW = ("fp8", "mxfp8", "nvfp4")
@@ -59,6 +48,7 @@ SURER = {
 """Evidence that an interval is no narrower than."""
 TRAINED = frozenset(("volta", "ampere", "ada", "hopper", "blackwell", "cdna3"))
 """Architectures with training runs among the residuals; kernels alone are measured on more."""
+_TRACED_DEVICES = 8  # most devices of a measured network
 
 
 def conformal_quantile(scores: ArrayLike, level: float) -> float:
@@ -132,8 +122,26 @@ def spread(
     return value * np.exp(low * wide), value * np.exp(high * wide)
 
 
+Intervals = dict[float, tuple[float, float]]
+"""(low, high) by level, each inside the next."""
+
+
+def _around(predicted_s: float, bounds: Mapping[float, tuple[float, float]], factor: float) -> Intervals:
+    """Return the intervals of a prediction whose log residual has these bounds by level."""
+    ends = {level: spread(predicted_s, own, factor) for level, own in bounds.items()}
+    return {level: (float(low), float(high)) for level, (low, high) in ends.items()}
+
+
+def _farther(query: Sequence[float], points: ArrayLike, scale: ArrayLike, typical: float) -> float:
+    """Return the factor on the interval of a query by its distance to the nearest of some points."""
+    return float(widening(neighbour_distance([query], points, scale), typical)[0])
+
+
 def features_of(model: Model, plan: Plan) -> tuple[float, ...]:
-    """Return what a query is compared by: sizes and degrees on a log2 scale, as `FEATURES` names them."""
+    """Return what a query is compared by, on a log2 scale.
+
+    Parameters, hidden width, sequence, tokens of a rank, tp, pp, devices.
+    """
     group = plan.groups[0]
     stage = group.stages[0]
     tokens = group.micro_batch / stage.inner_dp * plan.seq_len / stage.cp
@@ -198,8 +206,7 @@ def class_of(
 @cache
 def residual_classes() -> Mapping[str, Mapping[str, Any]]:
     """Return the shipped classes: bounds of the log residual by level, and the points of their runs."""
-    text = files("foreshard.catalog").joinpath("data/residuals.json").read_text(encoding="utf-8")
-    data = json.loads(text)
+    data = shipped("residuals.json")
     return {
         name: entry | {"points": points_of(name, data["points"])} for name, entry in data["classes"].items()
     }
@@ -219,10 +226,6 @@ def points_of(name: str, points: Mapping[str, Sequence[Sequence[float]]]) -> lis
     return [point for own in inside for point in points[own]]
 
 
-Intervals = dict[float, tuple[float, float]]
-"""(low, high) by level, each inside the next."""
-
-
 def step_intervals(
     case: PlannedRun,
     step_time_s: float,
@@ -230,17 +233,12 @@ def step_intervals(
     *,
     evidence: str = "fitted",
     fidelity: str = "zero-shot",
-    classes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Intervals:
-    """Return the intervals of a predicted step time, by level, from the narrowest class there is.
-
-    `classes` are the shipped residuals unless given.
-    """
-    if classes is None and fidelity == "zero-shot" and is_trained_here(case, evidence):
+    """Return the intervals of a predicted step time, by level, from the narrowest class there is."""
+    if fidelity == "zero-shot" and is_trained_here(case, evidence):
         return _intervals_of_steps(case, step_time_s)
-    table = residual_classes() if classes is None else classes
     names = class_of(case.model, case.plan, case.framework, parts, evidence=evidence, fidelity=fidelity)
-    return class_intervals(names, features_of(case.model, case.plan), step_time_s, table)
+    return class_intervals(names, features_of(case.model, case.plan), step_time_s, residual_classes())
 
 
 def class_intervals(
@@ -250,19 +248,12 @@ def class_intervals(
     classes: Mapping[str, Mapping[str, Any]],
 ) -> Intervals:
     """Return (low, high) of one prediction by level, from the first of its classes that the table has."""
-    for name in names:
-        entry = classes.get(name)
-        if entry is None:
-            continue
-        factor = 1.0
-        if entry.get("points"):
-            distance = neighbour_distance([features], entry["points"], entry["scale"])
-            factor = float(widening(distance, entry["typical"])[0])
-        return {
-            float(level): tuple(float(end) for end in spread(predicted_s, (low, high), factor))  # type: ignore[misc]
-            for level, (low, high) in entry["bounds"].items()
-        }
-    raise AssertionError(f"residuals.json has none of the classes {', '.join(names)}")
+    entry = next((classes[name] for name in names if name in classes), None)
+    assert entry is not None, f"residuals.json has none of the classes {', '.join(names)}"
+    factor = 1.0
+    if entry.get("points"):
+        factor = _farther(features, entry["points"], entry["scale"], entry["typical"])
+    return _around(predicted_s, {float(level): ends for level, ends in entry["bounds"].items()}, factor)
 
 
 @cache
@@ -291,19 +282,14 @@ def _intervals_of_steps(case: PlannedRun, step_time_s: float) -> Intervals:
     own = kind_of(case.model)
     alike = [step for step in _steps() if step["kind"] == own]
     whole = residual_classes()["all"]
-    near = alike or _steps()
-    points = [step["features"] for step in near]
-    distance = neighbour_distance([features_of(case.model, case.plan)], points, whole["scale"])
-    factor = float(widening(distance, whole["typical"])[0])
-    found: Intervals = {}
-    for level in LEVELS:
-        half = 0.0
-        for steps in (_steps(), alike):
-            sizes = [abs(step["residual"]) for step in steps]
-            half = max(half, min(conformal_quantile(sizes, level), max(sizes, default=0.0)))
-        low, high = spread(step_time_s, (-half, half), factor)
-        found[level] = float(low), float(high)
-    return found
+    points = [step["features"] for step in alike or _steps()]
+    factor = _farther(features_of(case.model, case.plan), points, whole["scale"], whole["typical"])
+    sizes = [[abs(step["residual"]) for step in steps] for steps in (_steps(), alike)]
+    halves = {
+        level: max(min(conformal_quantile(own, level), max(own, default=0.0)) for own in sizes)
+        for level in LEVELS
+    }
+    return _around(step_time_s, {level: (-half, half) for level, half in halves.items()}, factor)
 
 
 def calibrated_intervals(
@@ -321,8 +307,7 @@ def calibrated_intervals(
     nearest measured step, in the units that distances between all shipped runs are measured in.
     """
     whole = residual_classes()["all"]
-    distance = neighbour_distance([features_of(case.model, case.plan)], points, whole["scale"])
-    factor = float(widening(distance, whole["typical"])[0])
+    factor = _farther(features_of(case.model, case.plan), points, whole["scale"], whole["typical"])
     few = step_intervals(case, step_time_s, parts, fidelity="calibrated")
     return _by_left_out(step_time_s, residuals, few, factor)
 
@@ -331,11 +316,7 @@ def _by_left_out(step_time_s: float, residuals: Sequence[float], few: Intervals,
     """Return the quantiles of steps left out, or `few` where those are too few, times a factor."""
     found = few
     if len(residuals) >= MIN_CLASS:
-        bounds = {level: absolute_bounds(residuals, level) for level in LEVELS}
-        found = {
-            level: tuple(float(end) for end in spread(step_time_s, ends))  # type: ignore[misc]
-            for level, ends in bounds.items()
-        }
+        found = _around(step_time_s, {level: absolute_bounds(residuals, level) for level in LEVELS}, 1.0)
     return {
         level: tuple(step_time_s * (end / step_time_s) ** factor for end in ends)  # type: ignore[misc]
         for level, ends in found.items()
@@ -387,19 +368,13 @@ def traced_intervals(
     """
     doublings = math.log2(max(num_devices, 1)) / math.log2(_TRACED_DEVICES)
     table = residual_classes()
+    chains = ([f"dense:flash:wide:{end}" for end in (rests, "datasheet")] for rests in ("fitted", evidence))
     known, own = (
-        next(table[name]["bounds"][str(LEVEL)][1] for name in chain if name in table)
-        for chain in (_traced_chain("fitted"), _traced_chain(evidence))
+        next(table[name]["bounds"][str(LEVEL)][1] for name in chain if name in table) for chain in chains
     )
     factor = float(widening(doublings, 1.0)) * own / known
     residuals = _traced_differences(reads_images) if calibrated else _traced_residuals(reads_images, trained)
-    return {
-        level: tuple(float(end) for end in spread(step_time_s, absolute_bounds(residuals, level), factor))  # type: ignore[misc]
-        for level in LEVELS
-    }
-
-
-_TRACED_DEVICES = 8
+    return _around(step_time_s, {level: absolute_bounds(residuals, level) for level in LEVELS}, factor)
 
 
 def traced_features(
@@ -428,13 +403,4 @@ def calibrated_traced_intervals(
     scale = [1.0] * len(features)
     apart = neighbour_distance(points, points, scale, skip_self=True)
     typical = max(1.0, float(np.quantile(apart, LEVEL))) if len(points) > 1 else 1.0
-    factor = float(widening(neighbour_distance([features], points, scale), typical)[0])
-    return _by_left_out(step_time_s, residuals, few, factor)
-
-
-def _traced_chain(evidence: str) -> tuple[str, ...]:
-    return (
-        ("dense:flash:wide:fitted",)
-        if evidence == "fitted"
-        else tuple(f"dense:flash:wide:{end}" for end in (evidence, "datasheet"))
-    )
+    return _by_left_out(step_time_s, residuals, few, _farther(features, points, scale, typical))

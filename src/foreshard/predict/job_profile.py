@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.training import training_constants
 from foreshard.comm.fusion.rules import ddp_buckets, ddp_limits
 from foreshard.comm.jobs.job import IterationPhase, TrainingJob, Transfer, collective_transfers
 from foreshard.errors import SpecError
-from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.gradients import backward_pass
-from foreshard.predict.graph.prices import group_prices
 from foreshard.predict.step import predict
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.model import Model
@@ -37,11 +33,8 @@ def job_of_plan(
         traffic of those is not modelled as flows.
     """
     rings = [ring for part in _replicas(cluster, plan) for ring in node_rings(cluster, part)]
-    case = PlannedRun(model=model, cluster=cluster, plan=plan, framework=load_framework(plan.framework))
-    prices = group_prices(case, build_batch([case], training_constants()))
-    reduce_bytes = float(prices[0].machines[0].traits.grad_reduce_bytes)
     num_parts = plan.groups[0].stages[0].tp
-    made = backward_pass(model, cluster, plan, reduce_bytes)
+    made = backward_pass(model, cluster, plan)
     found = predict(model, cluster, plan)
     optimizer_s = found.time_breakdown_s["optimizer"]
     compute_s = found.step_time_s - found.time_breakdown_s["data_comm"]

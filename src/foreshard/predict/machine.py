@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric
-from foreshard.cost.kernels import KernelModel
 from foreshard.graph.shapes import LayerShape, RankShape
 from foreshard.predict.traits import Traits
 

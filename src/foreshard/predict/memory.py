@@ -111,20 +111,20 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     for (g, s), i in chosen.items():
         table[g][s] = float(parts.peak[i])
     fullest = int(fullest_first[0])
-    breakdown = {
-        name: float(np.broadcast_to(getattr(parts, name), parts.peak.shape)[fullest]) for name in MEMORY_PARTS
-    }
+    breakdown = {name: float(getattr(parts, name)[fullest]) for name in MEMORY_PARTS}
     allocated = float(parts.allocated[fullest])
     peak, room = sum(breakdown.values()), float(capacity[fullest])
     per_node = np.array([case.cluster.nodes[row.worker.node_group].per_node for row in rows])
-    host = np.broadcast_to(parts.host, parts.peak.shape) * np.minimum(per_node, len(case.plan.ranks))
+    host = parts.host * np.minimum(per_node, len(case.plan.ranks))
+    rooms = (case.cluster.nodes[row.worker.node_group].host_memory_bytes for row in rows)  # where stated
+    fits_hosts = all(room is None or used <= room for room, used in zip(rooms, host.tolist(), strict=True))
     memory = Memory(
         peak_bytes=peak,
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=float(parts.cached[fullest]),
         peak_rank=rows[fullest].worker.rank,
         capacity_bytes=room,
-        fits=bool(np.all(parts.peak <= capacity)) and _fits_hosts(case, rows, host),
+        fits=bool(np.all(parts.peak <= capacity)) and fits_hosts,
         breakdown_bytes=breakdown,
         per_stage_peak_bytes=tuple(tuple(row) for row in table),
         peak_interval_bytes=memory_interval(case.framework, peak),
@@ -132,17 +132,5 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
         fits_probability=fits_probability(case.framework, peak, room),
         host_peak_bytes=float(host.max()),
     )
-    return memory, _take(parts, [chosen[where] for where in sorted(chosen)])
-
-
-def _fits_hosts(case: PlannedRun, rows: list[_Row], host: np.ndarray) -> bool:
-    """Return whether what is offloaded has room in the memory of every node that states it."""
-    own = [case.cluster.nodes[row.worker.node_group].host_memory_bytes for row in rows]
-    return all(room is None or used <= room for room, used in zip(own, host.tolist(), strict=True))
-
-
-def _take(parts: MemoryParts, rows: list[int]) -> MemoryParts:
-    """Return some rows of the parts."""
-    shape = parts.peak.shape
-    values = {f.name: np.broadcast_to(getattr(parts, f.name), shape)[rows] for f in fields(MemoryParts)}
-    return MemoryParts(**values)
+    of_stages = [chosen[where] for where in sorted(chosen)]
+    return memory, MemoryParts(**{f.name: getattr(parts, f.name)[of_stages] for f in fields(MemoryParts)})

@@ -9,12 +9,11 @@ fewer than 20 take those of all. Allocated and reserved bytes have residuals of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
 
-from foreshard.catalog.shipped import shipped, shipped_text
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.predict.interval import LEVEL, conformal_quantile, signed_quantiles
 from foreshard.spec.codec import invalid
@@ -41,17 +40,9 @@ def kin(framework: Framework) -> str:
 
 
 @cache
-def _residuals() -> Mapping[str, Mapping[str, Sequence[float]]]:
-    import json
-
-    table: dict[str, dict[str, list[float]]] = json.loads(shipped_text("memory_residuals.json"))
-    return table
-
-
-@cache
 def _of(figure: str, name: str) -> tuple[float, ...]:
     """Return the sorted residuals by which kin are judged."""
-    own = _residuals()[figure]
+    own = shipped("memory_residuals.json")[figure]
     if len(own.get(name, ())) >= OWN:
         return tuple(own[name])
     return tuple(sorted(value for values in own.values() for value in values))

@@ -90,10 +90,16 @@ def link_domains(cluster: Cluster) -> np.ndarray:
 
 def crosses_node(here: Stage, there: Stage, domains: np.ndarray) -> bool:
     """Return whether any rank of a stage and its neighbour in another stage share no device links."""
-    one, other = domains[np.array(here.ranks)], domains[np.array(there.ranks)]
-    wide = max(len(one), len(other))
+    one, other = _facing(here, there)
+    return bool(np.any(domains[one] != domains[other]))
+
+
+def _facing(here: Stage, there: Stage) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ranks of two stages that exchange messages, pair by pair."""
+    wide = max(len(here.ranks), len(there.ranks))
     place = np.arange(wide)
-    return bool(np.any(one[place * len(one) // wide] != other[place * len(other) // wide]))
+    one, other = (np.array(stage.ranks)[place * len(stage.ranks) // wide] for stage in (here, there))
+    return one, other
 
 
 def nic_senders(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
@@ -104,20 +110,15 @@ def nic_senders(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
     """
     if all(nodes.num_nics == nodes.per_node for nodes in cluster.nodes):
         return None
-    domains, sizes = (
-        link_domains(cluster),
-        [nodes.per_node for nodes in cluster.nodes for _ in range(nodes.count)],
-    )
+    domains = link_domains(cluster)
+    sizes = [nodes.per_node for nodes in cluster.nodes for _ in range(nodes.count)]
     node_of = np.repeat(np.arange(len(sizes)), sizes)
     out, into = np.zeros((2, len(sizes)), dtype=np.int64)
     nodes_of: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for group in plan.groups:
         nodes_of.append([])
         for here, there in boundaries(group):
-            wide = max(len(here.ranks), len(there.ranks))
-            place = np.arange(wide)
-            one = np.array(here.ranks)[place * len(here.ranks) // wide]
-            other = np.array(there.ranks)[place * len(there.ranks) // wide]
+            one, other = _facing(here, there)
             leaves = domains[one] != domains[other]
             senders, receivers = (node_of[np.unique(ranks[leaves])] for ranks in (one, other))
             np.add.at(out, senders, 1)

@@ -15,6 +15,9 @@ from foreshard.spec.plan import TABLED, Plan
 
 OFFLOADS = ("none", "optimizer", "activations", "all")
 
+_STATED_ALIKE = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch", "zero")
+"""Columns that `plan_from_degrees` takes as they are."""
+
 Column = NDArray[np.int64]
 
 
@@ -71,19 +74,11 @@ class PlanTable:
 
     def plan(self, index: int, model: Model, *, seq_len: int, **options: Any) -> Plan:
         """Return one plan as an object; `options` are precision, optimizer and framework."""
-        row = {name: int(getattr(self, name)[index]) for name in COLUMNS}
+        row: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMNS}
         return plan_from_degrees(
             model.num_layers,
             row["dp"] * row["tp"] * row["pp"] * row["cp"],
-            dp=row["dp"],
-            tp=row["tp"],
-            pp=row["pp"],
-            cp=row["cp"],
-            ep=row["ep"],
-            etp=row["etp"],
-            vpp=row["vpp"],
-            micro_batch=row["micro_batch"],
-            zero=row["zero"],
+            **{name: row[name] for name in _STATED_ALIKE},
             global_batch=int(self.global_batch[index]),
             seq_len=seq_len,
             sp=bool(row["sp"]),

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from foreshard.catalog.kernels import Tables, kernel_model
+from foreshard.catalog.kernels import KernelModel, Tables, kernel_model
 from foreshard.catalog.stacks import attention_constants, attention_on
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import CHANNELS, StageLoad, optimizer_state_bytes, table_state_bytes
 from foreshard.cost.memory_activations import Recompute
 from foreshard.graph.shapes import RankShape
@@ -28,6 +27,11 @@ from foreshard.spec.plan import LOW_PRECISIONS
 
 T = TypeVar("T")
 _WIDE = ("fp32", "tf32")
+_OF_RANK = (
+    *("micro_batch", "seq_len", "tp", "cp", "ep", "etp", "zero", "sp"),
+    *("offload_optimizer", "offload_activations"),
+)
+"""Fields of a load that are those of the rank."""
 _NVLINK_BYTES_PER_S = 25e9  # one link, one direction, NVLink 2 to 4
 
 
@@ -73,11 +77,6 @@ class RunSetup:
     fidelity: str = "zero-shot"
     costs: str | Tables = "auto"
 
-    @property
-    def nccl(self) -> str:
-        """Return the generation of NCCL whose constants hold."""
-        return "old" if self.framework.nccl == "old" else "2.2x"
-
     def hides(self, name: str) -> bool:
         """Return whether an option of communication is on, whatever the ZeRO level."""
         return bool(self.comm.get(name, getattr(self.framework, name)))
@@ -87,7 +86,7 @@ class RunSetup:
         """Return what links and networks are priced by, as `comm.fabric` takes it."""
         tables = None if isinstance(self.costs, str) else self.costs
         return {
-            "nccl": self.nccl,
+            "nccl": "old" if self.framework.nccl == "old" else "2.2x",  # whose constants hold
             "fidelity": self.fidelity,
             "collectives": self.framework.collectives,
             "tables": tables,
@@ -231,23 +230,14 @@ class RunSetup:
             num_stages=num_stages,
             channels=np.array([float(nccl_channels(device)) for device in devices]),
             unfused=1.0 * unfused,
-            micro_batch=rank.micro_batch,
-            seq_len=rank.seq_len,
-            tp=rank.tp,
-            cp=rank.cp,
-            ep=rank.ep,
-            etp=rank.etp,
+            **{name: getattr(rank, name) for name in _OF_RANK},
             dp=rank.dp * rank.cp,
             expert_dp=np.maximum(1.0, rank.dp * rank.cp * rank.tp / (rank.ep * rank.etp)),
             shard_size=rank.shard,
-            zero=rank.zero,
-            sp=rank.sp,
             activation_bytes_per_element=self.element_bytes,
             fp8=float(precision in ("fp8", "mxfp8")),
             fp4=float(precision == "nvfp4"),
             recompute=recompute,
-            offload_optimizer=rank.offload_optimizer,
-            offload_activations=rank.offload_activations,
             grad_overlap=1.0 * self.comm.get("grad_overlap", self.framework.hides("grad_overlap", rank.zero)),
             tp_overlap=1.0 * self.hides("tp_overlap"),
             bucket_bytes=float(self.framework.bucket_bytes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from foreshard.errors import SpecError
 from foreshard.predict.analytical.engine import slowest_parts, step_times
 from foreshard.predict.assumptions import assumptions
 from foreshard.predict.batch import Batch, PlannedRun, build_batch
-from foreshard.predict.explanation import explanations
+from foreshard.predict.explanation import PART_WORDS, explanations
 from foreshard.predict.goodput import run_efficiency
+from foreshard.predict.graph.edits import check_speeds, words_of
 from foreshard.predict.interval import (
     LEVEL,
     calibrated_intervals,
@@ -34,6 +35,7 @@ from foreshard.predict.tasks.sources import source_shares, sources_text
 from foreshard.spec.checks import check_plan
 from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import check_amount, one_of
+from foreshard.spec.device import Device
 from foreshard.spec.framework import Framework
 from foreshard.spec.model import Model
 from foreshard.spec.plan import Plan
@@ -50,19 +52,6 @@ MAX_GRAPH_OPS = 2_000_000
 
 _PHASES_OF_LAYER = 12
 """Most phases of a layer, both passes: computation, exposed and hidden transfers of two classes."""
-PART_WORDS = {
-    "compute": "computation",
-    "recompute": "recomputation",
-    "tensor_comm": "tensor-parallel collectives",
-    "context_comm": "passing keys and values between context-parallel ranks",
-    "expert_comm": "sending tokens to experts",
-    "pipeline_comm": "messages between stages",
-    "bubble": "waiting while the pipeline fills and drains",
-    "data_comm": "gradient and weight collectives",
-    "optimizer": "the optimizer and what a step does once",
-    "host": "launches by the host",
-    "straggler": "waiting for the slowest rank",
-}
 
 
 def predict(model: Model, cluster: Cluster, plan: Plan, **options: Any) -> Prediction:
@@ -149,10 +138,7 @@ def predict_timeline(
     _check_options(
         plan, engine, network, host_thread=host_thread, speeds=speeds, jobs=other_jobs, bursts=bursts
     )
-    if speeds:
-        from foreshard.predict.graph.edits import check_speeds
-
-        check_speeds(speeds)
+    check_speeds(speeds or {})
     checked_costs(costs, fidelity)
     fidelity = one_of(fidelity, FIDELITIES[:2], key="--fidelity", name="fidelity")
     check_amount("--tokens", tokens)
@@ -192,20 +178,17 @@ def predict_timeline(
         observed_step_s=observed_step_s,
         calibration=calibration,
     )
-    if other_jobs:
-        said = ", ".join(job.name for job in other_jobs)
-        how = "in bursts, their iterations begin with the step" if bursts else "evenly over their iterations"
-        note = f"other jobs send their bytes {how}: {said}"
-        prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
-    if host_thread:
-        note = "launches run ahead of the device, by at most 1,024 kernels of 5 us on the host"
-        prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
+    notes = []
     if speeds:
-        from foreshard.predict.graph.edits import words_of
-
         said = ", ".join(f"{words_of(name)} {factor:g} times as fast" for name, factor in speeds.items())
-        prediction = replace(prediction, assumptions=(f"what if: {said}", *prediction.assumptions))
-    return replace(prediction, predict_s=time.perf_counter() - started), found.timeline
+        notes.append(f"what if: {said}")
+    if host_thread:
+        notes.append("launches run ahead of the device, by at most 1,024 kernels of 5 us on the host")
+    if other_jobs:
+        how = "in bursts, their iterations begin with the step" if bursts else "evenly over their iterations"
+        notes.append(f"other jobs send their bytes {how}: {', '.join(job.name for job in other_jobs)}")
+    assumed = (*notes, *prediction.assumptions)
+    return replace(prediction, assumptions=assumed, predict_s=time.perf_counter() - started), found.timeline
 
 
 def check_calibration(calibration: Calibration, plan: Plan, cluster: Cluster, fidelity: str) -> None:
@@ -471,11 +454,9 @@ def observed_words(predicted_s: float, interval: tuple[float, float], observed_s
     )
 
 
-def _kernel_evidence(case: PlannedRun) -> str:
-    """Return the weakest of what kernel times rest on; no kernel of a state-space scan was measured."""
-    if any(block.scan_state for block, _ in case.model.block_kinds()):
-        return "datasheet"
-    found = {kernel_evidence(device, case.plan.precision) for device, _ in devices_of(case)}
+def weakest_evidence(devices: Iterable[Device], precision: str) -> str:
+    """Return the weakest of what kernel times on some devices rest on."""
+    found = {kernel_evidence(device, precision) for device in devices}
     return next((weakest for weakest in ("datasheet", "architecture") if weakest in found), "fitted")
 
 
@@ -508,11 +489,14 @@ def _assemble(
     """Join time parts, memory, money and energy into one Prediction."""
     plan, parts = case.stated, found.parts
     shares = source_shares(batch, parts)
-    kernels = "learned" if "learned" in shares else _kernel_evidence(case)
+    devices = [device for device, _ in devices_of(case)]
+    kernels = weakest_evidence(devices, plan.precision)
+    if any(block.scan_state for block, _ in case.model.block_kinds()):  # no kernel of a scan was measured
+        kernels = "datasheet"
     if kernels == "fitted" and "table" in shares:
         kernels = "table"
+    kernels = "learned" if "learned" in shares else kernels
     step_s = sum(parts.values())
-    devices = [device for device, _ in devices_of(case)]
     unmeasured = not_measured(case.framework, devices)
     evidence = unmeasured or kernels
     known = interval_evidence(evidence, {device.arch for device in devices})

@@ -72,9 +72,7 @@ class Traits:
     eager: Any
     norm_cast: Any
     drops: Any  # dropout runs unless arguments say otherwise, whatever the model says
-    plain_code: (
-        Any  # the model code of transformers and peft: norms, rotary embeddings, adapters kernel by kernel
-    )
+    plain_code: Any  # model code of transformers and peft: norms, rotations, adapters kernel by kernel
     autocasts: Any  # 1 where weights and residual are in 32 bit, and operands cast in front of products
     exact_rows: Any  # rows of a product of the run that take as long as one in 32 bit, where routers are
     host_class: Any
@@ -113,9 +111,7 @@ class Traits:
     kept_elements: Any  # of the last units, which stay gathered from forward to backward
     flat_copies: Any  # 1 where kernels of their own cast weights, and copy them in and out of flat buffers
     holds_units: Any  # 1 where a pipeline gathers and reduces them once a step
-    accumulates_whole: (
-        Any  # 1 where the last micro-batch of a step alone reduces gradients of sharded weights
-    )
+    accumulates_whole: Any  # 1 where the last micro-batch alone reduces gradients of sharded weights
     grouped: Any
     uneven_routing: Any
     dropped: Any
@@ -164,6 +160,11 @@ def _loss_bytes(framework: Framework, wide: float) -> float:
     return _LOSS_BYTES.get(framework.cross_entropy, (0.0, 0.0))[wide > 2.0]
 
 
+_STATED = (
+    *("norm_cast", "p2p_scatter", "tensor_async", "grads_widened", "prefetch", "wrap", "accumulates_whole"),
+    *("dispatch_bytes", "dispatch_sms", "vocab_multiple", "grad_bytes"),
+)
+"""Traits that are as the framework states them."""
 _GRAPHS = {"none": 0.0, "partial": 0.5, "full": 1.0}
 # Over AdamW's two moments in fp32, read and written: one moment less is 8.
 _OPTIMIZER_BYTES = {
@@ -222,6 +223,7 @@ def traits_of(
     narrow = precision == "fp8" and framework.fp8_recipe != "rowwise"
     gathers_narrow = 1.0 * narrow * options["narrow_gather"]
     gathers_narrow = 1.0 if framework.fp8_params and precision in _NARROW else gathers_narrow
+    memory = memory_profile(framework.memory)
     own_casts, own_weight_casts = _OWN_CASTS[framework.fp8_recipe if precision == "fp8" else "fused"]
     return Traits(
         flash=float(attention_on(framework, device) != "unfused"),
@@ -233,13 +235,10 @@ def traits_of(
         blackwell=float(device.arch == "blackwell"),
         static=float(keeps_rate(device, precision)),
         eager=float(framework.elementwise == "eager"),
-        norm_cast=float(framework.norm_cast),
-        drops=float(memory_profile(framework.memory).default_dropout),
-        plain_code=float(memory_profile(framework.memory).eager_norm and framework.elementwise != "compiled"),
-        autocasts=float(
-            memory_profile(framework.memory).autocast_bytes > 0 and precision not in ("fp32", "tf32")
-        ),
-        exact_rows=_exact_rows(device, precision) if memory_profile(framework.memory).eager_norm else 1.0,
+        drops=float(memory.default_dropout),
+        plain_code=float(memory.eager_norm and framework.elementwise != "compiled"),
+        autocasts=float(memory.autocast_bytes > 0 and precision not in ("fp32", "tf32")),
+        exact_rows=_exact_rows(device, precision) if memory.eager_norm else 1.0,
         host_class=float(HOST_CLASSES.index(framework.host)),
         arm_host=float(has_arm_host(device)),
         graphs=_GRAPHS[framework.cuda_graphs],
@@ -247,15 +246,11 @@ def traits_of(
             device.vendor == "nvidia" and device.arch not in _NO_MATRIX_UNITS and precision != "fp32"
         ),
         sm_cycles_per_s=sm_cycles_per_s(device),
-        grad_bytes=float(framework.grad_bytes),
         grad_reduce_bytes=max(float(framework.grad_reduce_bytes), wide if wide > 2.0 else 0.0),
-        p2p_scatter=float(framework.p2p_scatter),
         p2p_in_turn=float(framework.name in _IN_TURN),
         reduce_whole=float(framework.name in _SUMS_WHOLE),
         bucket_elements=_bucket_elements(framework),
-        tensor_async=float(framework.tensor_async),
         grads_fused=float(framework.grads_accumulate_fused),
-        grads_widened=float(framework.grads_widened),
         block_scaled=float(
             precision in ("mxfp8", "nvfp4") or (precision == "fp8" and framework.fp8_recipe == "blockwise")
         ),
@@ -265,14 +260,11 @@ def traits_of(
         wide_operands=float(framework.fp8_recipe == "rowwise"),
         any_layout=float(device.arch == "blackwell" and not device.name.startswith("rtx")),
         regathers=1.0,
-        regathers_table=float(framework.fsdp == "zero3" or memory_profile(framework.memory).units),
+        regathers_table=float(framework.fsdp == "zero3" or memory.units),
         prefetches=float(framework.explicit_prefetch),
-        prefetch=float(framework.prefetch),
-        wrap=float(framework.wrap),
         kept_elements=_KEPT_ELEMENTS if framework.fsdp == "zero3" else 0.0,
         flat_copies=float(framework.fsdp == "fsdp2"),
         holds_units=0.0,
-        accumulates_whole=float(framework.accumulates_whole),
         # A graph knows no counts of tokens but those of a capacity: its experts take them from the device.
         grouped=float(
             framework.grouped_gemm or (framework.cuda_graphs == "full" and framework.routing != "dropped")
@@ -281,8 +273,6 @@ def traits_of(
         dropped=float(framework.routing == "dropped"),
         fast_dispatch=float(framework.dispatcher in ("deepep", "hybridep")),
         watts=float(device.tdp_w or 0.0),
-        dispatch_bytes=float(framework.dispatch_bytes),
-        dispatch_sms=float(framework.dispatch_sms),
         gather_tokens=float(framework.dispatcher == "allgather"),
         fused_loss=float(framework.cross_entropy in ("te", "chunked")),
         loss_bytes=_loss_bytes(framework, wide),
@@ -290,9 +280,9 @@ def traits_of(
         orthogonal=float(optimizer == "muon"),
         optimizer_bytes=update_bytes(framework, optimizer, wide),
         once_fitted=float(framework.update == "multi-tensor"),
-        vocab_multiple=float(framework.vocab_multiple),
         pruned=float(framework.elementwise == "compiled"),
         host_link_bytes_per_s=_host_link(device),
+        **{name: float(getattr(framework, name)) for name in _STATED},
         **options,
     )
 

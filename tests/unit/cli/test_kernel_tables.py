@@ -93,7 +93,7 @@ def test_a_table_that_another_process_reads_gives_the_same(table):
     made = load_tables(str(table))
     other = pickle.loads(pickle.dumps(made))
     size = (1000.0, 1000.0, 1000.0)
-    first, second = (one.devices["h100-sxm", "16bit"].product.seconds(*size) for one in (made, other))
+    first, second = (one.devices["h100-sxm", "16bit"]["product"].seconds(*size) for one in (made, other))
     assert first == second and np.isfinite(first)
 
 

@@ -5,7 +5,6 @@ import pytest
 from foreshard import api
 from foreshard.advise.diagnosis import diagnose
 from foreshard.errors import SpecError
-from foreshard.predict.tasks.sources import ORDER
 
 
 def predicted(cluster, model="llama3-8b", **options):
@@ -24,7 +23,7 @@ def test_a_fitted_device_is_priced_by_formulas_unless_asked():
 @pytest.mark.parametrize("engine", ["analytical", "graph"])
 def test_shares_of_a_device_never_fitted(engine):
     found = predicted("1x8xh20-sxm", engine=engine)
-    assert list(found.cost_sources) == [name for name in ORDER if name != "table"]
+    assert list(found.cost_sources) == ["learned", "formula"]
     assert sum(found.cost_sources.values()) == pytest.approx(1.0, abs=1e-12)
     # Collectives, optimizer and elementwise kernels have formulas only.
     computed = found.time_breakdown_s["compute"] / found.step_time_s

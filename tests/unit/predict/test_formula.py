@@ -246,14 +246,14 @@ PARAMS = 1e9
 
 def test_without_sharding_gradients_are_reduced_and_nothing_is_gathered():
     _, batch = batch_of(zero=0)
-    reduce, gather = sync_times(PARAMS, 8.0, 1.0, batch.machine)
+    reduce, gather = sync_times(PARAMS, 8.0, 1.0, 1.0, batch.machine)
     assert gather.item() == 0.0
     assert reduce.item() == pytest.approx(all_reduce_s(4 * PARAMS, 8, 1, batch.machine.fabric).item())
 
 
 def test_sharded_states_scatter_gradients_and_gather_weights():
     _, batch = batch_of(zero=1)
-    reduce, gather = sync_times(PARAMS, 8.0, 1.0, batch.machine)
+    reduce, gather = sync_times(PARAMS, 8.0, 1.0, 1.0, batch.machine)
     fabric = batch.machine.fabric
     assert reduce.item() == pytest.approx(all_gather_s(4 * PARAMS, 8, 1, fabric).item())
     assert gather.item() == pytest.approx(all_gather_s(2 * PARAMS, 8, 1, fabric).item())
@@ -261,7 +261,7 @@ def test_sharded_states_scatter_gradients_and_gather_weights():
 
 def test_shard_groups_reduce_their_shards_across():
     _, batch = batch_of(zero=1, shard_size=2)
-    reduce, gather = sync_times(PARAMS, 8.0, 1.0, batch.machine)
+    reduce, gather = sync_times(PARAMS, 8.0, 1.0, 1.0, batch.machine)
     fabric = batch.machine.fabric
     inside = all_gather_s(4 * PARAMS, 2, 1, fabric).item()
     across = all_reduce_s(2 * PARAMS, 4, 2, fabric).item()
@@ -345,7 +345,7 @@ def test_selected_operations_gather_again_what_is_cut_along_the_sequence(sp):
 
 def test_one_replica_has_nothing_to_sum():
     _, batch = batch_of(cluster="1x1xh100-sxm")
-    assert [part.item() for part in sync_times(PARAMS, 1.0, 1.0, batch.machine)] == [0.0, 0.0]
+    assert [part.item() for part in sync_times(PARAMS, 1.0, 1.0, 1.0, batch.machine)] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("zero", "ranks"), [(0, 1), (1, 8), (3, 8)])

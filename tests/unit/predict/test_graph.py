@@ -165,7 +165,7 @@ def test_torchtitan_moves_held_weights_and_gradients_once_a_step():
     moved = [parts_of(case)["data_comm"] for case in (few, many)]
     assert moved[1] == pytest.approx(moved[0], rel=0.05)
     batch = build_batch([few], CONSTANTS)
-    step, times = engine.PricedStep.of(few, batch).executed()
+    step, times, _ = engine.PricedStep.of(few, batch).executed()
     for lowered in step.groups:
         for stage, tasks in enumerate(lowered.data):
             reduce = [task for task in tasks if step.program.kind[task] == Kind.GRADIENT_REDUCE]

@@ -10,6 +10,7 @@ import pytest
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.planner.headroom import asking, leaving_free
 from foreshard.planner.request import MARGIN, checked_request
@@ -17,7 +18,6 @@ from foreshard.planner.search import plan
 from foreshard.predict.interval import signed_quantiles
 from foreshard.predict.memory_interval import (
     _of,
-    _residuals,
     fits_probability,
     kin,
     memory_interval,
@@ -27,11 +27,13 @@ from foreshard.predict.memory_interval import (
 GIB = 2**30
 KNOWN, POOLED = load_framework("megatron-core"), load_framework("torchtitan")
 
+RESIDUALS = shipped("memory_residuals.json")
+
 
 @pytest.mark.parametrize("figure", ["allocated", "reserved"])
 def test_ninety_percent_intervals_hold_nine_tenths_of_runs_left_out(figure):
     """Each run is judged by an interval from all others of the pool."""
-    values = [value for own in _residuals()[figure].values() for value in own]
+    values = [value for own in RESIDUALS[figure].values() for value in own]
     inside = 0
     for i, value in enumerate(values):
         low, high = signed_quantiles(values[:i] + values[i + 1 :])
@@ -41,8 +43,8 @@ def test_ninety_percent_intervals_hold_nine_tenths_of_runs_left_out(figure):
 
 def test_kin_with_twenty_runs_are_judged_by_themselves():
     assert kin(load_framework("nemo")) == "megatron-core"
-    assert len(_of("reserved", "megatron-core")) == len(_residuals()["reserved"]["megatron-core"])
-    assert len(_of("reserved", "fsdp2")) == sum(map(len, _residuals()["reserved"].values()))
+    assert len(_of("reserved", "megatron-core")) == len(RESIDUALS["reserved"]["megatron-core"])
+    assert len(_of("reserved", "fsdp2")) == sum(map(len, RESIDUALS["reserved"].values()))
 
 
 @pytest.mark.parametrize("framework", [KNOWN, POOLED])

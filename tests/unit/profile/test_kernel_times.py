@@ -54,7 +54,7 @@ def test_every_product_of_the_grid_gets_the_seconds_of_one(tmp_path):
     for row in rows:
         work = int(row["m"]) * int(row["n"]) * int(row["k"]) * 1e-12
         assert float(row["latency_ms"]) == pytest.approx(1e3 * (work + 1e-6), rel=1e-4)
-    table = load_tables(str(out)).devices[("h100-sxm", "16bit")].product
+    table = load_tables(str(out)).devices["h100-sxm", "16bit"]["product"]
     assert table.seconds(128.0, 256.0, 128.0) == pytest.approx(128 * 256 * 128 * 1e-12 + 1e-6, rel=1e-4)
 
 
@@ -112,13 +112,13 @@ def test_attention_and_streams_are_in_the_table_and_priced_by_it(tmp_path):
     count = timed(Machine(), out, kinds=KINDS)
     assert len(rows_of(out)) == count and timed(Machine(), out, kinds=KINDS) == 0
     tables = load_tables(str(out)).devices["h100-sxm", "16bit"]
-    for table in (tables.attention, tables.attention_backward):
+    for table in (tables["attention"], tables["attention_backward"]):
         sizes = dict(zip(ATTENTION, (1, 16, 4, 1024, 128), strict=True))
         assert table.seconds(*sizes.values()) == pytest.approx(work_s(sizes) + 1e-6, rel=1e-4)
         assert math.isnan(table.seconds(1, 16, 8, 1024, 128)) and math.isnan(
             table.seconds(1, 16, 4, 128, 128)
         )
-    assert tables.stream.seconds(2.0**20) == pytest.approx(2**20 * 1e-12 + 1e-6, rel=1e-4)
+    assert tables["stream"].seconds(2.0**20) == pytest.approx(2**20 * 1e-12 + 1e-6, rel=1e-4)
     with pytest.raises(SpecError, match="unknown kind 'conv'"):
         kernels_of(["conv"], "cpu")
 
@@ -134,8 +134,8 @@ def test_the_processor_runs_each_kind(tmp_path, monkeypatch):
     assert all(float(row["latency_ms"]) > 0.0 for row in rows)
     tables = load_tables(str(out))
     (own,) = tables.devices.values()
-    assert own.attention.seconds(1, 4, 1, 16, 64) > 0.0 and own.stream.seconds(3072.0) > 0.0
-    assert own.experts.seconds(2, 4, 8, 8) > 0.0
+    assert own["attention"].seconds(1, 4, 1, 16, 64) > 0.0 and own["stream"].seconds(3072.0) > 0.0
+    assert own["experts"].seconds(2, 4, 8, 8) > 0.0
 
 
 def test_products_of_experts_are_in_the_table_and_priced_by_it(tmp_path):

@@ -72,15 +72,15 @@ def test_the_nearest_fit_fits(cluster):
     base = asked.predict()
     assert not base.memory.fits
     found = nearest_fit(asked, base)
-    assert found.effect is not None and found.effect.prediction.memory.fits
-    again = apply(asked, found.effect.change).predict()
-    assert again.memory.fits and again.memory.peak_bytes == found.effect.prediction.memory.peak_bytes
+    assert found.effects and found.effects[0].prediction.memory.fits
+    again = apply(asked, found.effects[0].change).predict()
+    assert again.memory.fits and again.memory.peak_bytes == found.effects[0].prediction.memory.peak_bytes
 
 
 def test_the_change_that_costs_least_comes_first():
     asked = ask("llama3-8b", "1x8xh100-sxm", micro_batch=16, global_batch=128)
     found = nearest_fit(asked, asked.predict())
-    assert found.effect.change == "micro-batch=8"
+    assert found.effects[0].change == "micro-batch=8"
     gains = [one.gain for one in found.effects[:2]]
     assert gains == sorted(gains, reverse=True) and all(one.prediction.memory.fits for one in found.effects)
 
@@ -99,7 +99,7 @@ def test_offload_and_nodes_come_only_when_nothing_else_fits():
     changes = [one.change for one in nearest_fit(asked, asked.predict()).effects]
     assert not any("offload" in change or "nodes" in change for change in changes)
     alone = ask("llama3-70b", "1x1xh100-sxm")
-    assert nearest_fit(alone, alone.predict()).effect.change.startswith("nodes=")
+    assert nearest_fit(alone, alone.predict()).effects[0].change.startswith("nodes=")
 
 
 @pytest.mark.parametrize(

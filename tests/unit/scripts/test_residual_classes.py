@@ -22,8 +22,8 @@ from residual_classes import (
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.models import load_model
 from foreshard.predict.interval import (
-    FEATURES,
     absolute_bounds,
+    class_intervals,
     class_of,
     conformal_quantile,
     features_of,
@@ -179,12 +179,13 @@ def test_classes_say_what_a_prediction_rests_on(case):
     assert class_of(*seen, {"compute": 1.0, "host": 1.0})[3] == "host"
     assert class_of(*seen[:2], load_framework("megatron-lm@2021"), PARTS)[2] == "dense:unfused"
     assert class_of(*seen, PARTS, fidelity="calibrated")[0] == "calibrated:dense"
-    assert len(features_of(case.model, case.plan)) == len(FEATURES)
+    assert len(features_of(case.model, case.plan)) == 7
 
 
 def test_a_query_gets_its_narrowest_class(case):
     classes = {"all": {"bounds": {"0.9": [-1, 1]}}, "dense": {"bounds": {"0.9": [-0.1, 0.1]}}}
-    found = step_intervals(case, 1.0, PARTS, classes=classes)
+    names = class_of(case.model, case.plan, case.framework, PARTS)
+    found = class_intervals(names, features_of(case.model, case.plan), 1.0, classes)
     assert found[0.9] == pytest.approx((np.exp(-0.1), np.exp(0.1)))
 
 

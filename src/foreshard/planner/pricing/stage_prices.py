@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.catalog.offers import offers_of
 from foreshard.comm.fabric import Fabric, fabric_between
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory_activations import Recompute, recompute_of
 from foreshard.graph.shapes import RankShape, layer_order, layer_shape
 from foreshard.planner.pricing.stage_memory import MAX_STAGES, fewest_devices, rooms_in

@@ -29,23 +29,16 @@ from foreshard.predict.tasks.orthogonal import orthogonal_s
 class EndOfStep:
     """Seconds that gradients and weights take on each run of stages, shape (runs, pipelines)."""
 
-    # gathering the weights that the first forward needs first
-    ready: Any
-    # what the first forwards of all chunks wait for the rest of their weights
-    wait: Any
-    # gathering the weights of another chunk
-    next_chunk: Any
+    ready: Any  # gathering the weights that the first forward needs first
+    wait: Any  # what the first forwards of all chunks wait for the rest of their weights
+    next_chunk: Any  # gathering the weights of another chunk
     # of the gradients of the first chunk what its own last backward hides, and the rest
     beside: Any
     exposed: Any
-    # what the last backward of a chunk takes longer beside them, where its output waits for that
-    slowed: Any
-    # whether the other chunks have several buckets too, so that their own passes hide as much
-    cut: Any
-    # whether gradients move behind the backward of all chunks
-    last_of_all: Any
-    # sums over groups of pipelines and over both ends of one, and copies of all, behind all else
-    sums: Any
+    slowed: Any  # what the last backward of a chunk takes longer beside them, where its output waits for that
+    cut: Any  # whether the other chunks have several buckets too, so that their own passes hide as much
+    last_of_all: Any  # whether gradients move behind the backward of all chunks
+    sums: Any  # sums over groups of pipelines and over both ends of one, and copies of all, behind all else
     # the optimizer, behind it gathering updated weights that no forward hides
     optimizer: Any
     late_gather: Any
@@ -177,8 +170,7 @@ class Way(NamedTuple):
     # over all boundaries between stages of a run, and over the one after it: shape (runs, pipelines)
     inside: np.ndarray
     after: np.ndarray
-    # from the last stage back to the first, where a chunk follows; shape (pipelines,)
-    wrap: np.ndarray
+    wrap: np.ndarray  # from the last stage back to the first, where a chunk follows; shape (pipelines,)
 
 
 def way_of(batch: Batch, stage: StageTimes) -> Way:
@@ -221,7 +213,7 @@ def _first_bucket_s(batch: Batch, stage: StageTimes, last_backward: Any) -> Any:
     _, given, late = stage.head
     head_s = np.where(p.zero_bubble > 0, late, given + late)
     table = (1.0 - p.head_frozen) * p.hidden * p.vocab / batch.machine.rank.tp
-    head = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    head = batch.own_head * table
     params = np.maximum(stage.params + stage.expert_params, 1.0)
     layers = np.maximum(np.asarray(sum(batch.counts)), 1.0)
     layer = np.maximum(params - head - batch.has_embedding * table, 1.0) / layers
@@ -238,8 +230,7 @@ def _bucket_shares(batch: Batch, stage: StageTimes) -> tuple[Any, Any]:
     params = np.maximum(stage.params + stage.expert_params, 1.0)
     first = np.minimum(1.0, limit / params)
     table = (1.0 - p.head_frozen) * p.hidden * p.vocab / rank.tp
-    own = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
-    chunk = np.maximum(params - own * table, 0.0) / p.num_chunks
+    chunk = np.maximum(params - (batch.has_embedding + batch.own_head) * table, 0.0) / p.num_chunks
     table = batch.has_embedding * table
     layer = chunk / np.maximum(np.asarray(sum(batch.counts)) / p.num_chunks, 1.0)
     held, most = np.broadcast_arrays(chunk + table, limit)

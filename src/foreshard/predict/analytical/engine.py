@@ -27,7 +27,6 @@ class StepTimes:
 
     total: np.ndarray
     parts: dict[str, np.ndarray]
-    stage: np.ndarray  # index of the stage that sets the pace
     update_s: np.ndarray  # from the last gradient on: the optimizer, gathering weights behind it
 
 
@@ -160,9 +159,7 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     busy = busy + parts["bubble"] + updates_last(update_s)
     doublings = np.maximum(0.0, np.log2(np.maximum(num_devices, 1.0) / 8.0))
     parts["straggler"] = batch.machine.constants.jitter * doublings * busy
-    return StepTimes(
-        total=busy + parts["straggler"], parts=parts, stage=span.run, update_s=updates_last(update_s)
-    )
+    return StepTimes(total=busy + parts["straggler"], parts=parts, update_s=updates_last(update_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

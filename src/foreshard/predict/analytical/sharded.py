@@ -39,17 +39,11 @@ class ShardedUnit:
         return replace(self, shard=replace(shard, scatter=scatter, copy_gradients=copies))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnDevice:
-    """Device seconds that sharding adds to the passes of a stage; `late` of backward, `first` the rest."""
+def on_device(units: Sequence[ShardedUnit], machine: Machine, shape: tuple[int, ...]) -> np.ndarray:
+    """Return device seconds that sharding adds to a forward, and to both parts of a backward: (3, *shape).
 
-    forward: Any
-    first: Any
-    late: Any
-
-
-def on_device(units: Sequence[ShardedUnit], machine: Machine) -> OnDevice:
-    """Return copies and slowed computation; collectives too where nothing runs beside them."""
+    They are copies and slowed computation; collectives too where nothing runs beside them.
+    """
     alone = 1.0 * (machine.traits.grad_overlap <= 0)
     forward, first, both = 0.0, 0.0, 0.0
     for unit in units:
@@ -62,7 +56,7 @@ def on_device(units: Sequence[ShardedUnit], machine: Machine) -> OnDevice:
         whole = slowed_s(again + shard.scatter, unit.backward, machine)
         moved = alone * (again + shard.scatter)
         both = both + unit.count * (copies + shard.copy_gradients + moved + whole)
-    return OnDevice(forward=forward, first=first, late=both - first)
+    return np.stack([np.zeros(shape) + seconds for seconds in (forward, first, both - first)])
 
 
 class Waits(NamedTuple):
@@ -74,8 +68,7 @@ class Waits(NamedTuple):
 
     forward: Any
     backward: Any
-    # of a forward, for the gradients of the backward before it
-    behind_backward: Any
+    behind_backward: Any  # of a forward, for the gradients of the backward before it
     # of a forward and of a backward, for the first weights of the pass after it
     after_forward: Any
     after_backward: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 from foreshard.graph.pipeline_schedules import BY_ORDER, PAIRED
 from foreshard.predict.analytical.sharded import ShardedUnit, Waits, on_device, waits
 from foreshard.predict.batch import Batch
-from foreshard.predict.machine import Machine
 from foreshard.predict.tasks.collectives import (
     ShardTimes,
     Sharing,
@@ -33,17 +31,12 @@ from foreshard.spec.prediction import TIME_PARTS
 class Messages:
     """Seconds of a run's messages between stages, one way, of one chunk and one micro-batch."""
 
-    # one message inside a link domain, and one that leaves it
-    near: Any
-    far: Any
-    # from the last stage of the run to the stage after it
-    after: Any
-    # to or from all neighbours of a stage, one after another
-    each: Any
-    # the longer of a stage's messages
-    widest: Any
-    # through the busier of a stage's two ports, to the network and to its link domain
-    port: Any
+    near: Any  # one message inside a link domain
+    far: Any  # one that leaves it
+    after: Any  # from the last stage of the run to the stage after it
+    each: Any  # to or from all neighbours of a stage, one after another
+    widest: Any  # the longer of a stage's messages
+    port: Any  # through the busier of a stage's two ports, to the network and to its link domain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +91,7 @@ def stage_times(batch: Batch) -> StageTimes:
     forward += batch.has_embedding * (ends.embedding_forward + ends.embedding_tensor / 2)
     forward += batch.has_head * (ends.head_forward + ends.head_tensor / 2)
     table = p.hidden * p.vocab / machine.rank.tp
-    matrices = batch.has_embedding + batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0))
-    params = params + matrices * table * (1.0 - p.head_frozen)
+    params = params + (batch.has_embedding + batch.own_head) * table * (1.0 - p.head_frozen)
     later += batch.has_embedding * ends.embedding_backward + batch.has_head * ends.head_backward / 2
     later += _reduce_tables(parts, batch, table, ends, dense)
     computed = np.asarray(sum(parts.values()))
@@ -109,8 +101,8 @@ def stage_times(batch: Batch) -> StageTimes:
     once = np.asarray(accumulates_whole(machine)) if last_units else np.zeros(shape, dtype=bool)
     units = [unit.accumulating(once) for unit in last_units] if once.any() else last_units
     if units:
-        beside = _beside(units, machine, shape)
-        beside_last = (_beside(last_units, machine, shape) if once.any() else beside).sum(0)
+        beside = on_device(units, machine, shape)
+        beside_last = (on_device(last_units, machine, shape) if once.any() else beside).sum(0)
     device = computed + beside.sum(0)
     between = 2.0 * machine.constants.host_micro_batch * (1.0 - (machine.traits.graphs >= 1.0))
     in_layers, host = host, host + p.num_chunks * between
@@ -162,12 +154,6 @@ def stage_times(batch: Batch) -> StageTimes:
         params=params,
         expert_params=experts,
     )
-
-
-def _beside(units: Sequence[ShardedUnit], machine: Machine, shape: tuple[int, ...]) -> np.ndarray:
-    """Return what sharding adds on the device to a forward, and to both parts of a backward: (3, *shape)."""
-    added = on_device(units, machine)
-    return np.stack([np.zeros(shape) + seconds for seconds in (added.forward, added.first, added.late)])
 
 
 def _chunk_seconds(
@@ -352,7 +338,7 @@ def _reduce_tables(
     if not np.count_nonzero(machine.rank.zero == 2):
         return 0.0
     first = batch.has_embedding * table
-    last = batch.has_head * (1.0 - p.tied * (batch.has_embedding > 0)) * table
+    last = batch.own_head * table
     tables = np.array((first, last)) * (1.0 - p.head_frozen)
     busy = np.array((np.zeros_like(last), ends.head_backward + np.zeros_like(last)))
     reduce = every_reduce_s(tables, 0.0, machine, busy, dense=dense).sum(0)

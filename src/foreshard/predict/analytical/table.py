@@ -15,7 +15,7 @@ import numpy as np
 
 from foreshard.catalog.training import TrainingConstants
 from foreshard.comm.fabric import Fabric, fabric_of
-from foreshard.cost.memory import StageLoad, stage_peak_bytes
+from foreshard.cost.memory import StageLoad, peaks_in_flight
 from foreshard.errors import SpecError
 from foreshard.graph.shapes import RankShape, layer_order, layer_shape
 from foreshard.predict.analytical.engine import step_times
@@ -184,7 +184,8 @@ class TableStages:
 
     def memory(self) -> TableMemory:
         """Return the peak bytes of the fullest rank of each plan."""
-        peak = stage_peak_bytes(self.load(), self._setup.framework)
+        load = self.load()
+        peak = next(peaks_in_flight(load, self._setup.framework, [load.in_flight]))
         fullest = (peak * (self.rows.multiplicity > 0)).max(0)
         capacity = float(self._node.device.capacity_bytes)
         return TableMemory(peak_bytes=fullest, fits=fullest <= capacity, capacity_bytes=capacity)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from foreshard.errors import SpecError
 from foreshard.predict.batch import Batch, PlannedRun
@@ -35,15 +34,6 @@ class EventStep:
     shared: SharedStep | None
 
 
-class EventTimes(NamedTuple):
-    """What the engine found of a step: `parts` sum to the (mean) step; the timeline has all ranks alike."""
-
-    parts: dict[str, float]
-    timeline: Timeline | None
-    collectives: tuple[CollectiveTimes, ...]
-    distribution: StepDistribution | None
-
-
 def event_times(
     case: PlannedRun,
     batch: Batch,
@@ -53,8 +43,10 @@ def event_times(
     noise: Noise | None = None,
     host_thread: bool = False,
     compiled: bool | None = None,
-) -> EventTimes:
-    """Return the times of a step.
+) -> tuple[dict[str, float], Timeline | None, tuple[CollectiveTimes, ...], StepDistribution | None]:
+    """Return the parts of a step, when its tasks run, what sharing does to transfers, and how it varies.
+
+    The parts sum to the (mean) step; the timeline has all ranks alike.
 
     Parameters
     ----------
@@ -89,7 +81,7 @@ def event_times(
     if timeline:
         events = timeline_of(case, run.step, run.times, run.times.makespan_s * step_s / alike_s)
     classes = () if totals is None else totals.by_class(step_s)
-    return EventTimes(parts=parts, timeline=events, collectives=classes, distribution=distribution)
+    return parts, events, classes, distribution
 
 
 def _distribution(

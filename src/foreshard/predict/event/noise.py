@@ -51,31 +51,16 @@ class _Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NoisyStep:
-    """A step that was simulated with ranks alike, and who runs its tasks.
-
-    Attributes
-    ----------
-    replicated : ReplicatedProgram
-    times : TaskTimes
-        With ranks alike.
-    computed_s : ndarray, shape (T,)
-        Of the seconds of each task those that jitter and slow ranks lengthen.
-    work : ndarray of int, shape (T,)
-        Number of the pass that a task is a piece of: its pieces are slow together.
-    shared : SharedStep, optional
-        The same step where its transfers share a network.
-    compiled : bool, optional
-        As in `sim.contention.run`.
-    """
+    """A step that was simulated with ranks alike, and who runs its tasks."""
 
     case: PlannedRun
     replicated: ReplicatedProgram
     passes: dict[int, _Passes]
-    times: TaskTimes
-    computed_s: np.ndarray
-    work: np.ndarray
-    shared: SharedStep | None = None
-    compiled: bool | None = None
+    times: TaskTimes  # with ranks alike
+    computed_s: np.ndarray  # seconds of each task that jitter and slow ranks lengthen; shape (tasks,)
+    work: np.ndarray  # the pass that a task is a piece of: its pieces are slow together; shape (tasks,)
+    shared: SharedStep | None = None  # the same step where its transfers share a network
+    compiled: bool | None = None  # as in `sim.contention.run`
 
     @classmethod
     def of(

@@ -14,7 +14,7 @@ import numpy as np
 
 from foreshard.graph.pipeline_schedules import Op
 from foreshard.graph.program import Kind, Program
-from foreshard.predict.graph.lowering import LoweredGroup, Step
+from foreshard.predict.graph.lowering import Step
 from foreshard.sim.critical_path import TaskTimes
 
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -23,25 +23,13 @@ _DATA = (Kind.PARAMETER_GATHER, Kind.GRADIENT_REDUCE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive tasks of one kind and place on the critical path.
+    """Consecutive tasks of one kind and place on the critical path."""
 
-    Attributes
-    ----------
-    kind : str
-        forward, backward, backward_input, backward_weight, send_forward, send_backward, parameter_gather,
-        gradient_reduce or optimizer; wait where a task waits without another running.
-    group, stage : int
-    micro_batches : tuple of int
-        First and last, (-1, -1) where a task is of none.
-    parts_s : dict of str to float
-        Its seconds by part of the step.
-    """
-
-    kind: str
+    kind: str  # of `graph.program.Kind` in small letters; wait where a task waits without another running
     group: int
     stage: int
-    micro_batches: tuple[int, int]
-    parts_s: dict[str, float]
+    micro_batches: tuple[int, int]  # first and last, (-1, -1) where a task is of none
+    parts_s: dict[str, float]  # its seconds by part of the step
 
     @property
     def seconds(self) -> float:
@@ -116,7 +104,7 @@ def _parts(step: Step, task: int, seconds: float) -> dict[str, float]:
     kind = Kind(int(program.kind[task]))
     if kind in _SENDS:
         return {"pipeline_comm": seconds}
-    lowered = _group_of(step, int(program.group[task]))
+    lowered = next(group for group in step.groups if group.prices.index == program.group[task])
     sharding = lowered.prices.sharding_part(int(program.stage[task]))
     if kind in _DATA:
         return {sharding: seconds}
@@ -134,7 +122,3 @@ def _parts(step: Step, task: int, seconds: float) -> dict[str, float]:
     if beside > 0.0:
         made[sharding] = made.get(sharding, 0.0) + beside
     return made
-
-
-def _group_of(step: Step, index: int) -> LoweredGroup:
-    return next(lowered for lowered in step.groups if lowered.prices.index == index)

@@ -13,20 +13,12 @@ from typing import Any
 import numpy as np
 
 from foreshard.errors import SpecError
+from foreshard.predict.explanation import PART_WORDS
 from foreshard.predict.graph.prices import GroupPrices, LayerUnits, outside_s
 from foreshard.predict.tasks.kernels import KERNELS
 
-CLASSES = {
-    "compute": "computation",
-    "recompute": "recomputation",
-    "tensor_comm": "tensor-parallel collectives",
-    "context_comm": "passing keys and values between context-parallel ranks",
-    "expert_comm": "sending tokens to experts",
-    "pipeline_comm": "messages between stages",
-    "data_comm": "gradient and weight collectives",
-    "optimizer": "the optimizer",
-    "host": "launches by the host",
-}
+CLASSES = {name: words for name, words in PART_WORDS.items() if name not in ("bubble", "straggler")}
+CLASSES |= {"optimizer": "the optimizer"}
 """Classes of tasks that an edit can make faster, by the part of a step that they are, and their words."""
 OVERLAPS = ("grad_overlap", "param_gather_overlap", "p2p_overlap")
 """Switches that only say what runs beside what, so that the tasks stay as they are priced."""

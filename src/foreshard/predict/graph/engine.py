@@ -31,28 +31,65 @@ _ROUNDING = 1e-12  # part of a step that sums of its times are off by at most
 
 @dataclass(frozen=True, slots=True)
 class PricedStep:
-    """A step whose tasks are priced, so that edits of them (`edits`) are executed without pricing again."""
+    """A step whose tasks are priced, so that edits of them (`edits`) are executed without pricing again.
+
+    Transfers run each by itself, or on `ports` that they share.
+    """
 
     batch: Batch
     prices: list[GroupPrices]
+    compiled: bool | None = False
+    ports: SharedPorts | None = None
 
     @classmethod
-    def of(cls, case: PlannedRun, batch: Batch, speeds: Mapping[str, float] | None = None) -> PricedStep:
+    def of(
+        cls,
+        case: PlannedRun,
+        batch: Batch,
+        speeds: Mapping[str, float] | None = None,
+        *,
+        compiled: bool | None = False,
+        ports: SharedPorts | None = None,
+    ) -> PricedStep:
         """Return the step of a plan; `speeds` of classes of kernels are priced, the others are edits."""
         speeds = speeds or {}
-        return cls(batch, sped_up(group_prices(case, batch, of_kernels(speeds)), speeds))
+        prices = sped_up(group_prices(case, batch, of_kernels(speeds)), speeds)
+        return cls(batch, prices, compiled, ports)
 
     def parts(self, prices: list[GroupPrices] | None = None) -> dict[str, float]:
         """Return the exposed seconds by part, of the step or of an edit of its prices."""
-        run = _Run(slowdown_beside(self.batch), False)
-        parts, _ = run.parts(self.prices if prices is None else prices)
+        parts, _ = self.folded(self.prices if prices is None else prices)
         parts["straggler"] = ranks_wait_s(self.batch, sum(parts.values()))
         return parts
 
-    def executed(self, prices: list[GroupPrices] | None = None) -> tuple[Step, TaskTimes]:
-        """Return the program of the step, or of an edit, and when its tasks run."""
-        step, times, _ = _Run(slowdown_beside(self.batch), False)(self.prices if prices is None else prices)
-        return step, times
+    def executed(self, prices: list[GroupPrices] | None = None) -> tuple[Step, TaskTimes, SharedStep | None]:
+        """Return the program of the step, or of an edit, and when its tasks run; third, on shared ports."""
+        step = lower(self.prices if prices is None else prices, slowdown_beside(self.batch))
+        if self.ports is None:
+            return step, critical_path.run(step.program, compiled=bool(self.compiled)), None
+        shared = self.ports.run(step, compiled=self.compiled)
+        return step, shared.run.times, shared
+
+    def folded(self, prices: list[GroupPrices]) -> tuple[dict[str, float], TransferTotals | None]:
+        """Return parts and totals of a step with ranks alike, folding the steady state of a very large one.
+
+        Past the warm-up every round of as many micro-batches as there are stages takes the same time, so
+        shorter runs tell a round's parts; where three of them are not in line, the whole is run. Several
+        groups are never folded: they meet at their ends.
+        """
+        first = prices[0]
+        rounds = first.num_micro_batches // first.num_stages
+        if len(prices) > 1 or rounds <= 2 * _ROUNDS[2] or first.num_tasks <= MAX_TASKS:
+            return step_parts(*self.executed(prices))
+        runs = [step_parts(*self.executed([first.without(rounds - kept)])) for kept in _ROUNDS]
+        few_s, some_s, more_s = (sum(parts.values()) for parts, _ in runs)
+        if abs((more_s - some_s) - (some_s - few_s)) > 1e-9 * more_s:
+            return step_parts(*self.executed(prices))
+        times = (rounds - _ROUNDS[2]) / (_ROUNDS[2] - _ROUNDS[1])
+        (some, before), (more, after) = runs[1:]
+        parts = {name: max(0.0, float(v + times * (v - some[name]))) for name, v in more.items()}
+        parts["compute"] += more_s + times * (more_s - some_s) - sum(parts.values())
+        return parts, None if before is None or after is None else after.beyond(before, times)
 
 
 def graph_times(
@@ -72,8 +109,7 @@ def graph_times(
     ------
     docs/derivations/step.md.
     """
-    run = _Run(slowdown_beside(batch), compiled)
-    return _times(run, case, batch, timeline, speeds or {})[:2]
+    return _times(PricedStep.of(case, batch, speeds, compiled=compiled), case, timeline)[:2]
 
 
 def shared_times(
@@ -84,24 +120,23 @@ def shared_times(
     The slowdown of computation beside collectives is that of `graph_times`; `compiled` as in
     `comm.flow.simulation.simulate`.
     """
-    run = _Run(slowdown_beside(batch), compiled, SharedPorts.of(case, batch))
-    parts, events, totals = _times(run, case, batch, timeline, {})
+    priced = PricedStep.of(case, batch, compiled=compiled, ports=SharedPorts.of(case, batch))
+    parts, events, totals = _times(priced, case, timeline)
     return parts, events, () if totals is None else totals.by_class(sum(parts.values()))
 
 
 def _times(
-    run: _Run, case: PlannedRun, batch: Batch, timeline: bool, speeds: Mapping[str, float]
+    priced: PricedStep, case: PlannedRun, timeline: bool
 ) -> tuple[dict[str, float], Timeline | None, TransferTotals | None]:
     """Return the parts of a step, when each task runs if asked, and what was measured of shared transfers."""
-    prices = sped_up(group_prices(case, batch, of_kernels(speeds)), speeds)
-    parts, totals = run.parts(prices)
+    parts, totals = priced.folded(priced.prices)
     makespan_s = sum(parts.values())
-    parts["straggler"] = ranks_wait_s(batch, makespan_s)
+    parts["straggler"] = ranks_wait_s(priced.batch, makespan_s)
     if not timeline:
         return parts, None, totals
     from foreshard.predict.graph.timeline import timeline_of
 
-    step, times, _ = run(prices)
+    step, times, _ = priced.executed()
     until_s = times.makespan_s * (sum(parts.values()) / makespan_s)
     return parts, timeline_of(case, step, times, until_s), totals
 
@@ -116,44 +151,6 @@ def ranks_wait_s(batch: Batch, makespan_s: float) -> float:
     num_devices = float(np.asarray(batch.pipeline.num_devices).flat[0])
     doublings = max(0.0, float(np.log2(max(num_devices, 1.0) / 8.0)))
     return float(batch.machine.constants.jitter) * doublings * makespan_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """How programs are lowered and executed: transfers each by themselves, or on ports that they share."""
-
-    contention: float
-    compiled: bool | None
-    ports: SharedPorts | None = None
-
-    def __call__(self, prices: list[GroupPrices]) -> tuple[Step, TaskTimes, SharedStep | None]:
-        """Return the program of a step and when its tasks run."""
-        step = lower(prices, self.contention)
-        if self.ports is None:
-            return step, critical_path.run(step.program, compiled=bool(self.compiled)), None
-        shared = self.ports.run(step, compiled=self.compiled)
-        return step, shared.run.times, shared
-
-    def parts(self, prices: list[GroupPrices]) -> tuple[dict[str, float], TransferTotals | None]:
-        """Return the parts of the step, folding the steady state of a very large program.
-
-        Past the warm-up every round of as many micro-batches as there are stages takes the same time, so
-        shorter runs tell a round's parts; where three of them are not in line, the whole is run. Several
-        groups are never folded: they meet at their ends.
-        """
-        first = prices[0]
-        rounds = first.num_micro_batches // first.num_stages
-        if len(prices) > 1 or rounds <= 2 * _ROUNDS[2] or first.num_tasks <= MAX_TASKS:
-            return step_parts(*self(prices))
-        runs = [step_parts(*self([first.without(rounds - kept)])) for kept in _ROUNDS]
-        few_s, some_s, more_s = (sum(parts.values()) for parts, _ in runs)
-        if abs((more_s - some_s) - (some_s - few_s)) > 1e-9 * more_s:
-            return step_parts(*self(prices))
-        times = (rounds - _ROUNDS[2]) / (_ROUNDS[2] - _ROUNDS[1])
-        (some, before), (more, after) = runs[1:]
-        parts = {name: max(0.0, float(v + times * (v - some[name]))) for name, v in more.items()}
-        parts["compute"] += more_s + times * (more_s - some_s) - sum(parts.values())
-        return parts, None if before is None or after is None else after.beyond(before, times)
 
 
 def step_parts(
@@ -173,7 +170,8 @@ def step_parts(
     if shared is not None:
         for name, added_s in shared.added_s(on_rank).items():
             parts[name] += added_s
-    gaps = _gaps(times.start_s[on_rank], times.end_s[on_rank], times.makespan_s)
+    busy_until_s = np.append(0.0, times.end_s[on_rank])
+    gaps = np.stack([busy_until_s, np.append(times.start_s[on_rank], times.makespan_s)], axis=1)
     messages = _messages(lowered, stage)
     data = np.array(lowered.data[stage], dtype=np.int64)
     hidden = _covered(gaps, times, messages)
@@ -222,11 +220,6 @@ def _messages(lowered: LoweredGroup, stage: int) -> np.ndarray:
     is_send = (shape.kind == Kind.SEND_FORWARD) | (shape.kind == Kind.SEND_BACKWARD)
     mine = (to == stage) | ((shape.stage == stage) & (not lowered.prices.overlap_p2p))
     return lowered.first[is_send & mine]
-
-
-def _gaps(start_s: np.ndarray, end_s: np.ndarray, until_s: float) -> np.ndarray:
-    """Return the idle intervals of a stream up to `until_s`, shape (gaps, 2)."""
-    return np.stack([np.append(0.0, end_s), np.append(start_s, until_s)], axis=1)
 
 
 def _covered(gaps: np.ndarray, times: TaskTimes, tasks: np.ndarray) -> float:

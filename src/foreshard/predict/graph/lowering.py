@@ -29,8 +29,7 @@ class LoweredGroup:
     # first and last piece of each task of `shape`; shape (tasks of the shape,)
     first: np.ndarray
     last: np.ndarray
-    # per stage its tasks on the data stream
-    data: list[list[int]] = field(default_factory=list)
+    data: list[list[int]] = field(default_factory=list)  # per stage its tasks on the data stream
     ends: list[list[int]] = field(default_factory=list)  # per stage: tasks that the optimizer waits for
     optimizer: list[int] = field(default_factory=list)
     # per stage its pieces and their launches on the thread of the host, where that is a stream of its own

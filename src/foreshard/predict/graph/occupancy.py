@@ -32,8 +32,7 @@ _HIDING = ("tp_overlap", "expert_overlap", "tensor_async")
 class Occupancy:
     """Seconds that tasks occupy the links (row 0) and the NIC (row 1) of the ranks they run on."""
 
-    # of transfers, 0 for ops; shape (2, tasks)
-    transfer_s: np.ndarray
+    transfer_s: np.ndarray  # of transfers, 0 for ops; shape (2, tasks)
     # of the collectives inside ops, a dict by group: parts by (4, stages, chunks, 2) each
     op_s: dict[int, dict[str, np.ndarray]]
 

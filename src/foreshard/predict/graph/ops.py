@@ -14,7 +14,11 @@ from foreshard.spec.prediction import TIME_PARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSeconds:
-    """What the seconds of ops are made of: the arguments of `with_host`."""
+    """Seconds that ops are made of: of the device by part, and of the host, both (4, stages, chunks).
+
+    `outside` is what sharded weights add to a forward and its backward, shape (stages, chunks, 2); `short`
+    are the samples of the last micro-batch over those of the others, shape (stages, 1).
+    """
 
     device: dict[str, np.ndarray]
     host: np.ndarray
@@ -23,8 +27,20 @@ class OpSeconds:
     sharpness: float
 
     def parts(self) -> dict[str, np.ndarray]:
-        """Return the seconds of each op by part, shape (4, stages, chunks, 2)."""
-        return with_host(self.device, self.host, self.outside, self.short, self.sharpness)
+        """Return the seconds of each op by part, of any micro-batch and of the last: (4, stages, chunks, 2).
+
+        The host runs ahead from op to op, so what counts is its time over the device's for a forward and its
+        backward, with what sharded weights add to them.
+        """
+        scale = np.stack([np.ones_like(self.short), self.short], axis=-1)  # (stages, 1, 2)
+        parts = {name: value[..., None] * scale for name, value in self.device.items()}
+        busy = sum(parts.values())
+        pair = [Op.FORWARD, Op.BACKWARD]
+        computed = busy[pair].sum(0)
+        device_s = computed + self.outside
+        added = joined_s(device_s, self.host[pair].sum(0)[..., None], self.sharpness) - device_s
+        parts["host"] += busy / np.maximum(computed, 1e-12) * added
+        return parts
 
     def sped_up(self, speeds: Mapping[str, float]) -> OpSeconds:
         """Return the ops with the tasks of some parts so many times as fast; `outside` stays."""
@@ -69,22 +85,3 @@ def op_parts(
     device["host"][Op.FORWARD] = sums["offload_forward"]
     back = sums["host_backward"] + between
     return device, np.stack([sums["host_forward"] + between, back, back / 2, back / 2])
-
-
-def with_host(
-    device: dict[str, np.ndarray], host: np.ndarray, outside: np.ndarray, short: np.ndarray, sharpness: float
-) -> dict[str, np.ndarray]:
-    """Add the axis of the last micro-batch, scaled by its samples, and what the host adds to each op.
-
-    The host runs ahead from op to op, so what counts is its time over the device's for a forward and its
-    backward, with what sharded weights add to them: `outside`, shape (stages, chunks, 2).
-    """
-    scale = np.stack([np.ones_like(short), short], axis=-1)  # (stages, 1, 2)
-    parts = {name: value[..., None] * scale for name, value in device.items()}
-    busy = sum(parts.values())
-    pair = [Op.FORWARD, Op.BACKWARD]
-    computed = busy[pair].sum(0)
-    device_s = computed + outside
-    added = joined_s(device_s, host[pair].sum(0)[..., None], sharpness) - device_s
-    parts["host"] += busy / np.maximum(computed, 1e-12) * added
-    return parts

@@ -159,16 +159,14 @@ class StepNetwork:
         here, there = self._ports[group, stage], self._ports[group, to]
         if self._crosses[group][boundary] and not here.over_pcie:
             link_s = min(link_s, 0.0)  # from the device to its NIC, past the links to its neighbours
-        fabric, rack = self.machines[group][stage].link, self._rack(group, stage)
+        fabric = self.machines[group][stage].link
+        rack = self._case.cluster.node_group_of(self._ranks[group, stage]).rack
         crossed = {
             self._links[index][rack != self._case.cluster.links[index].between[0]]: count
             for index, count in crossed_by(self._case, (group, stage), to).items()
         }
         sides = [(here, OUT), (there, IN)]
         return self._moved(sides, (group, stage, "messages"), fabric, link_s, nic_s, crossed)
-
-    def _rack(self, group: int, stage: int) -> str | None:
-        return self._case.cluster.node_group_of(self._ranks[group, stage]).rack
 
     def _moved(
         self,

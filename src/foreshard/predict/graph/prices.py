@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from foreshard.graph.pipeline_schedules import ZERO_BUBBLE, Op
-from foreshard.predict.batch import Batch, PlannedRun, short_samples
+from foreshard.predict.batch import PLACED, Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import OpSeconds, op_parts
 from foreshard.predict.machine import Machine
 from foreshard.predict.placement import crosses_node, link_domains, nic_senders
@@ -94,8 +94,7 @@ class GroupPrices:
     # [stage][chunk]
     units: list[list[LayerUnits]]
     spans: list[list[tuple[int, int]]]
-    # per stage, every field a number
-    machines: list[Machine]
+    machines: list[Machine]  # per stage, every field a number
     send_s: np.ndarray  # of a message over each boundary, one way
     crosses: np.ndarray  # per boundary, the last joins the ends: whether messages leave a link domain
     optimizer_s: np.ndarray
@@ -222,13 +221,6 @@ def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
     )
 
 
-def _machine_at(batch: Batch, row: int, column: int) -> Machine:
-    shape, machine = batch.multiplicity.shape, batch.machine
-    names = ("kernels", "fabric", "sync", "link", "traits", "rank")
-    places = {name: _at(getattr(machine, name), row, column, shape) for name in names}
-    return replace(machine, **places)
-
-
 def _chunk_units(model: Model, span: tuple[int, int], kinds: dict[Any, int]) -> list[int]:
     """Units of the layers [start, stop): kinds of blocks, and the ends."""
     last = model.num_layers
@@ -258,7 +250,11 @@ class _GroupPricer:
             name: float(np.asarray(getattr(batch.pipeline, name))[0, g]) for name in batch.pipeline.__slots__
         }
         self.layers = {name: value[rows, g] for name, value in table.items()}  # (stages, kinds)
-        one = {row: _machine_at(batch, row, g) for row in dict.fromkeys(rows)}
+        shape, machine = batch.multiplicity.shape, batch.machine
+        one = {
+            row: replace(machine, **{name: _at(getattr(machine, name), row, g, shape) for name in PLACED})
+            for row in dict.fromkeys(rows)
+        }
         ends = {row: self._ends(machine) for row, machine in one.items()}
         self.machines = [one[row] for row in rows]
         self.ends = [ends[row] for row in rows]
@@ -330,12 +326,14 @@ class _GroupPricer:
         sums = {name: np.einsum("sck,sk->sc", counts, value) for name, value in self.layers.items()}
         ends = {name: np.array([end[name] for end in self.ends])[:, None] for name in self.ends[0]}
         ends |= self._table_reduces()
-        device, host = op_parts(sums, ends, first, last, self._host_between())
+        launched = np.array([float(machine.traits.graphs) < 1.0 for machine in self.machines])
+        between = self.constants.host_micro_batch * launched[:, None]  # the host's seconds outside the layers
+        device, host = op_parts(sums, ends, first, last, between)
         return OpSeconds(
             device=device,
             host=host,
             outside=outside_s(priced, self.machines, device),
-            short=self._short(),
+            short=np.array([short_samples(self.group, stage) for stage in self.group.stages])[:, None],
             sharpness=self.constants.host_sharpness,
         )
 
@@ -356,15 +354,6 @@ class _GroupPricer:
             )
         reduces = np.array(rows, dtype=float)
         return {f"{end}_reduce": reduces[:, i, None] for i, end in enumerate(_ENDS)}
-
-    def _host_between(self) -> np.ndarray:
-        """Return host seconds of an op outside its layers, shape (stages, 1)."""
-        launched = np.array([float(machine.traits.graphs) < 1.0 for machine in self.machines])
-        return self.constants.host_micro_batch * launched[:, None]
-
-    def _short(self) -> np.ndarray:
-        """Return the samples of the last micro-batch over those of the others, shape (stages, 1)."""
-        return np.array([short_samples(self.group, stage) for stage in self.group.stages])[:, None]
 
     def _table_again(self, s: int) -> float:
         """Return whether the embedding is gathered again before its backward; one that is the head stays.

@@ -5,7 +5,7 @@ An op holds many layers; its parts are drawn one after another, each as long as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,21 +38,25 @@ def timeline_of(case: PlannedRun, step: Step, times: TaskTimes, step_time_s: flo
     What follows the last task up to `step_time_s` is waiting for stragglers.
     """
     events: list[Event] = []
+    places: dict[tuple[int, int], int] = {}
     for lowered in step.groups:
         stages = case.plan.groups[lowered.prices.index].stages
         ranks = [stage.ranks[0] for stage in stages]
         events += _pipeline_events(step, lowered, times, ranks)
         events += _once_events(step, lowered, times, ranks)
-        for s, rank in enumerate(ranks):
-            if step_time_s > times.makespan_s:
-                place: dict[str, Any] = {
-                    "rank": rank,
-                    "group": lowered.prices.index,
-                    "stage": s,
-                    "stream": "compute",
-                }
-                span: dict[str, Any] = {"start_s": times.makespan_s, "end_s": step_time_s}
-                events.append(Event(name="wait for stragglers", part="straggler", **place, **span))
+        places |= {(lowered.prices.index, s): rank for s, rank in enumerate(ranks)}
+    return whole_timeline(events, places, times.makespan_s, step_time_s)
+
+
+def whole_timeline(
+    events: list[Event], ranks: Mapping[tuple[int, int], int], makespan_s: float, step_time_s: float
+) -> Timeline:
+    """Return a step in order of start; from its last task on, the rank of each (group, stage) waits."""
+    if step_time_s > makespan_s:
+        for (group, stage), rank in ranks.items():
+            place: dict[str, Any] = {"rank": rank, "group": group, "stage": stage, "stream": "compute"}
+            span: dict[str, Any] = {"start_s": makespan_s, "end_s": step_time_s}
+            events.append(Event(name="wait for stragglers", part="straggler", **place, **span))
     events.sort(key=lambda event: (event.start_s, event.rank))
     return Timeline(events=tuple(events), step_time_s=step_time_s)
 

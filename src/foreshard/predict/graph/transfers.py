@@ -47,23 +47,12 @@ and what of the delay is computation."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedStep:
-    """A step whose transfers shared the network.
-
-    Attributes
-    ----------
-    run : ContendedRun
-    phases : Phases
-    label : ndarray of int, shape (P,)
-        Place of each phase's transfer in `COLLECTIVES`, -1 for none.
-    transfer_s : ndarray, shape (P,)
-        Seconds of the transfer by the closed form.
-    network : SharedNetwork
-    """
+    """A step whose transfers shared the network."""
 
     run: ContendedRun
     phases: Phases
-    label: np.ndarray
-    transfer_s: np.ndarray
+    label: np.ndarray  # place of each phase's transfer in `COLLECTIVES`, -1 for none; shape (phases,)
+    transfer_s: np.ndarray  # of each transfer by the closed form; shape (phases,)
     network: SharedNetwork
 
     @property
@@ -108,21 +97,12 @@ class SharedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransferTotals:
-    """Seconds of the transfers of one rank by class of `COLLECTIVES`, and of all resources.
+    """Seconds of the transfers of one rank by class of `COLLECTIVES`, and of all resources."""
 
-    Attributes
-    ----------
-    alone_s, shared_s : ndarray, shape (classes,)
-    passes : ndarray of bool, shape (classes, resources)
-    busy_s : ndarray, shape (resources,)
-        Seconds that each resource carries its bytes of a step at full capacity.
-    resources : tuple of str
-    """
-
-    alone_s: np.ndarray
+    alone_s: np.ndarray  # shape (classes,)
     shared_s: np.ndarray
-    passes: np.ndarray
-    busy_s: np.ndarray
+    passes: np.ndarray  # whether a class passes a resource; shape (classes, resources)
+    busy_s: np.ndarray  # that each resource carries its bytes of a step at full capacity; shape (resources,)
     resources: tuple[str, ...]
 
     def beyond(self, before: TransferTotals, times: float) -> TransferTotals:

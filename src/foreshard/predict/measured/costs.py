@@ -146,8 +146,7 @@ class MeasuredCosts:
     machine: str = ""
     precision: str = "fp32"  # that layers computed in
     largest: int = 8  # samples of the largest micro-batch that was timed
-    # parameters that several layers share: each of the layers counts it in its own bytes
-    tied: Shared = ()
+    tied: Shared = ()  # parameters that several layers share: each of the layers counts it in its own bytes
     # mapping of device name to mapping of degree to tuple of LayerCost: a rank's part of the layers where so
     # many compute them together; '' for those without a table
     parts: Mapping[str, Mapping[int, tuple[LayerCost, ...]]] = field(default_factory=dict)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from foreshard.catalog.kernels import kernel_evidence
 from foreshard.catalog.training import Calibration
 from foreshard.cost.money import money
 from foreshard.errors import SpecError
@@ -15,7 +13,14 @@ from foreshard.predict.measured.costs import MeasuredCosts
 from foreshard.predict.measured.lowering import MeasuredStep, lower_measured
 from foreshard.predict.measured.memory import measured_memory
 from foreshard.predict.measured.noise import step_distribution
-from foreshard.predict.step import ENGINES, calibrated_words, check_noise, observed_words, scaled_parts
+from foreshard.predict.step import (
+    ENGINES,
+    calibrated_words,
+    check_noise,
+    observed_words,
+    scaled_parts,
+    weakest_evidence,
+)
 from foreshard.sim import contention, critical_path
 from foreshard.sim.contention import Phases, SharedNetwork
 from foreshard.spec.cluster import Cluster
@@ -156,7 +161,7 @@ def predict_measured(
         energy_j_per_step=None,
         goodput=None,
         run_time_s=total,
-        bottleneck=_bottleneck(parts, critical),
+        bottleneck=f"{max(parts, key=lambda part: parts[part])} on rank {critical.rank}",
         plan=plan,
         model=costs.model,
         cluster=cluster.name,
@@ -267,8 +272,7 @@ def _evidence(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> str:
     """Return what the seconds rest on: timed layers, or the weakest of the devices' kernel curves."""
     if not costs.by_formula:
         return f"layers timed on {costs.machine or 'this machine'}"
-    found = {kernel_evidence(cluster.device_of(rank), costs.precision) for rank in plan.ranks}
-    return next((weakest for weakest in ("datasheet", "architecture") if weakest in found), "fitted")
+    return weakest_evidence((cluster.device_of(rank) for rank in plan.ranks), costs.precision)
 
 
 def step_seconds(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> float:
@@ -288,7 +292,9 @@ def _rank_times(step: MeasuredStep, times: critical_path.TaskTimes) -> list[Rank
         done_s = float(times.end_s[list(tasks.gradients.values())].max())
         busy_s = sum(tasks.work_s.values())
         synced_s, end_s = float(times.start_s[tasks.optimizer]), float(times.end_s[tasks.optimizer])
-        waiting_s, sync_s = _gap(done_s, busy_s), synced_s - done_s
+        waiting_s, sync_s = done_s - busy_s, synced_s - done_s
+        if abs(waiting_s) < 1e-12 * done_s:  # rounding of sums is not time
+            waiting_s = 0.0
         if tasks.alone:  # a stage alone waits for nothing but its values
             waiting_s, sync_s = 0.0, sync_s + waiting_s
         found.append(
@@ -302,16 +308,6 @@ def _rank_times(step: MeasuredStep, times: critical_path.TaskTimes) -> list[Rank
             )
         )
     return found
-
-
-def _gap(end_s: float, busy_s: float) -> float:
-    """Return the time not busy; rounding of sums is not time."""
-    return 0.0 if abs(end_s - busy_s) < 1e-12 * end_s else end_s - busy_s
-
-
-def _bottleneck(parts: Mapping[str, float], critical: RankTimes) -> str:
-    name = max(parts, key=lambda part: parts[part])
-    return f"{name} on rank {critical.rank}"
 
 
 def _assumptions(costs: MeasuredCosts, cluster: Cluster, plan: Plan) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ vary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -75,7 +74,8 @@ def _factors(
     work_s = {rank: sum(step.ranks[rank].work_s.values()) for rank in passes.ranks}
     longest_s = max(work_s.values()) or 1.0
     slowest = np.zeros(steps)
-    for block in _blocks(passes.ranks, step.ranks[passes.ranks[0]].stage.tp):
+    tp = step.ranks[passes.ranks[0]].stage.tp  # ranks that meet in every pass
+    for block in (passes.ranks[lo : lo + tp] for lo in range(0, len(passes.ranks), tp)):
         of_block = np.zeros(steps)
         weight = [work_s[rank] / longest_s * noise.slow.get(rank, 1.0) for rank in block]
         at_once = max(1, _MAX_DRAWS // (steps * len(block)))
@@ -85,8 +85,3 @@ def _factors(
             of_block += (drawn * weight).max(axis=2).sum(axis=1)
         slowest = np.maximum(slowest, of_block / passes.count)
     return slowest
-
-
-def _blocks(ranks: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Return the ranks of a stage by those that meet in every pass."""
-    return [ranks[lo : lo + size] for lo in range(0, len(ranks), size)]

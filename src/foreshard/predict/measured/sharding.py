@@ -24,21 +24,11 @@ from foreshard.spec.plan import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTasks:
-    """Tasks of a stage with ZeRO 3.
+    """Tasks of a stage with ZeRO 3."""
 
-    Attributes
-    ----------
-    passes : tuple of int
-        That compute, in order.
-    gradients : dict of int to int
-        The last backward of each layer.
-    reduced : int
-        The last reduction; the last backward where no layer has parameters.
-    """
-
-    passes: tuple[int, ...]
-    gradients: dict[int, int]
-    reduced: int
+    passes: tuple[int, ...]  # that compute, in order
+    gradients: dict[int, int]  # the last backward of each layer
+    reduced: int  # the last reduction; the last backward where no layer has parameters
 
 
 def add_sharded(

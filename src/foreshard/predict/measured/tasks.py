@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from foreshard.graph.program import Kind
 from foreshard.predict.graph.critical import Stretch, stretches
+from foreshard.predict.graph.timeline import whole_timeline
 from foreshard.predict.measured.lowering import MeasuredStep, RankTasks
 from foreshard.sim.critical_path import TaskTimes
 from foreshard.spec.plan import Plan
@@ -51,23 +52,7 @@ def timeline(
     first = {
         (g, s): stage.ranks[0] for g, group in enumerate(plan.groups) for s, stage in enumerate(group.stages)
     }
-    events = list(_events(step, first, times))
-    if step_time_s > times.makespan_s:
-        events += [
-            Event(
-                rank=rank,
-                group=g,
-                stage=s,
-                stream="compute",
-                name="wait for stragglers",
-                part="straggler",
-                start_s=times.makespan_s,
-                end_s=step_time_s,
-            )
-            for (g, s), rank in first.items()
-        ]
-    events.sort(key=lambda event: (event.start_s, event.rank))
-    return Timeline(events=tuple(events), step_time_s=step_time_s)
+    return whole_timeline(list(_events(step, first, times)), first, times.makespan_s, step_time_s)
 
 
 def _events(step: MeasuredStep, first: dict[tuple[int, int], int], times: TaskTimes) -> Iterator[Event]:

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from foreshard.catalog.frameworks import load_framework
-from foreshard.catalog.kernels import kernel_model
+from foreshard.catalog.kernels import KernelModel, kernel_model
 from foreshard.catalog.stacks import attention_constants
 from foreshard.catalog.training import TrainingConstants, training_constants
 from foreshard.cost.elementwise import stream_s
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.memory import optimizer_state_bytes
 from foreshard.cost.operations import operations_s
 from foreshard.cost.recurrences import RecurrentKernels, recurrence_kernels

@@ -392,13 +392,11 @@ def across_groups_s(params: Any, experts: Any, machine: Machine) -> Any:
     return np.where(once, total, 0.0) * machine.constants.data_comm
 
 
-def sync_times(
-    params: Any, ranks: Any, stride: Any, machine: Machine, *, own_stride: Any = None
-) -> tuple[Any, Any]:
+def sync_times(params: Any, ranks: Any, stride: Any, own_stride: Any, machine: Machine) -> tuple[Any, Any]:
     """Return seconds of reducing gradients over replicas, and of gathering updated weights after.
 
     `params` are the trained parameters of this rank; `ranks` and `stride` its replicas and their distance in
-    cluster order, `own_stride` that inside the own group of the plan where it differs.
+    cluster order, `own_stride` that inside the own group of the plan.
 
     Source
     ------
@@ -411,8 +409,7 @@ def sync_times(
     grads = traits.grad_reduce_bytes * params
     shard = np.where(rank.zero >= 1, shards_of(ranks, rank), 1.0)
     across = all_reduce_s(grads / shard, ranks / shard, stride * shard, machine.sync)
-    near = stride if own_stride is None else own_stride
-    cut = all_gather(shard, near, machine.fabric)
+    cut = all_gather(shard, own_stride, machine.fabric)
     reduce = (cut.time_s(grads) * (1.0 + traits.reduce_whole) + across) * factor
     return np.where(rank.zero == 2, 0.0, reduce), cut.time_s(traits.param_bytes * params) * factor
 
@@ -429,7 +426,7 @@ def gradient_sync_s(params: Any, expert_params: Any, machine: Machine) -> tuple[
         (expert_params, expert_replicas(rank), rank.expert_stride, rank.own_expert_stride),
     ):
         if np.count_nonzero(held):
-            more = sync_times(held, ranks, stride, machine, own_stride=own)
+            more = sync_times(held, ranks, stride, own, machine)
             reduce, gather = reduce + more[0], gather + more[1]
     return reduce, gather
 

@@ -64,9 +64,7 @@ class LayerTimes:
     expert_recompute: Any
     host_forward: Any
     host_backward: Any
-    offload_forward: (
-        Any  # saved activations on their way to the host and back, where compute does not hide them
-    )
+    offload_forward: Any  # saved activations to the host and back, where compute does not hide them
     offload_backward: Any
     reduce_backward: Any  # gradients reduced every micro-batch (ZeRO 2), where compute does not hide them
     # the whole forward where the host counts the tokens of every expert before it gets to the next layer
@@ -126,16 +124,13 @@ def layer_times(
     if speeds:
         matmul, memory_bound = speeds.get("matmul", 1.0), speeds.get("memory_bound", 1.0)
         linear = linear.sped_up(matmul)
-        adapter, adapter_back = (value / matmul for value in (adapter, adapter_back))
-        attention, attention_back = (
-            value / speeds.get("attention", 1.0) for value in (attention, attention_back)
-        )
-        stream, stream_back, norms, expert_act = (
-            value / memory_bound for value in (stream, stream_back, norms, expert_act)
-        )
-        expert, expert_input, expert_weight = (
-            value / speeds.get("experts", 1.0) for value in (expert, expert_input, expert_weight)
-        )
+        of_attention, of_experts = speeds.get("attention", 1.0), speeds.get("experts", 1.0)
+        adapter, adapter_back = adapter / matmul, adapter_back / matmul
+        attention, attention_back = attention / of_attention, attention_back / of_attention
+        streams = stream, stream_back, norms, expert_act
+        stream, stream_back, norms, expert_act = (value / memory_bound for value in streams)
+        products = expert, expert_input, expert_weight
+        expert, expert_input, expert_weight = (value / of_experts for value in products)
     cast = cast_s(layer, machine) / memory_bound
     dense = layer.dense_params / rank.tp
     experts = layer.expert_params / np.maximum(1.0, rank.ep * rank.etp)
@@ -172,10 +167,8 @@ def layer_times(
     # What one computation hides of others and of its pass's exchanges shows once, as the longest of them.
     waits = regions * (tensor + tensor_back) + context + context_back + offload_forward + offload_backward
     busy = forward + backward_input + backward_weight + waits + reduce
-    sent_again, computed_again = (
-        np.maximum(again.full, again.moe),
-        again.full * forward + (1.0 - again.full) * redo,
-    )
+    sent_again = np.maximum(again.full, again.moe)
+    computed_again = again.full * forward + (1.0 - again.full) * redo
     sent = sent * paired_exchange(sent, 2.0 + sent_again, busy + computed_again, machine)
     shown, shown_back = (beside_shared(sent, busy * linear.shared, machine) for busy in (1.0, 2.0))
     counts = (np.asarray(layer.num_experts) > 0) * (1.0 - machine.traits.prefetches)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from foreshard.catalog.kernels import KernelModel
 from foreshard.cost.attention import (
     flash_attention_backward_s,
     flash_attention_forward_s,
@@ -15,7 +16,6 @@ from foreshard.cost.attention import (
 from foreshard.cost.elementwise import stream_rate, stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.cost.kernels import KernelModel
 from foreshard.cost.state_space_scan import scan_s
 from foreshard.graph.shapes import LayerShape
 from foreshard.predict.machine import (
