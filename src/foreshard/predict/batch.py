@@ -6,7 +6,7 @@ has length 1 on axis 0, so a homogeneous plan prices its layers once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from foreshard.predict.placement import (
     boundaries,
     crosses_node,
     domain_block,
+    first_of_equals,
     layer_replicas,
     link_domains,
     nic_senders,
@@ -315,8 +316,10 @@ def rank_shape(
     )
 
 
-def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRow]:
-    """Return the runs of equal stages of a plan, group by group, in stage order."""
+def stage_rows(
+    case: PlannedRun, *, fidelity: str = "zero-shot", some: Collection[int] | None = None
+) -> list[StageRow]:
+    """Return the runs of equal stages of a plan, or of some of its groups, in stage order."""
     model, plan, nodes = case.model, case.plan, case.cluster.nodes
     setup = case.setup(fidelity)
     kinds = {block: i for i, (block, _) in enumerate(model.block_kinds())}
@@ -326,7 +329,8 @@ def stage_rows(case: PlannedRun, *, fidelity: str = "zero-shot") -> list[StageRo
     joined, senders = _joined_fabric(case, setup), nic_senders(case.cluster, plan)
     rows: list[StageRow] = []
     last: Any = None
-    for g, group in enumerate(plan.groups):
+    for g in range(len(plan.groups)) if some is None else some:
+        group = plan.groups[g]
         for s, stage in enumerate(group.stages):
             counts, ends = layer_counts(model, stage, kinds), stage_ends(model, stage)
             workers = stage_workers(case.cluster, group, stage)
@@ -412,16 +416,25 @@ def _pipeline(case: PlannedRun, setup: RunSetup, group: Group, domains: np.ndarr
 
 
 def build_batch(
-    cases: Sequence[PlannedRun], constants: TrainingConstants, *, fidelity: str = "zero-shot"
+    cases: Sequence[PlannedRun],
+    constants: TrainingConstants,
+    *,
+    fidelity: str = "zero-shot",
+    distinct: bool = False,
 ) -> Batch:
-    """Return the arrays of all pipelines of all cases, priced at a fidelity."""
-    pipelines, stages, places, kinds, orders = [], [], [], [], []
+    """Return the arrays of all pipelines of all cases, or of distinct ones of each, priced at a fidelity."""
+    pipelines, stages, places, kinds, orders, num_groups = [], [], [], [], [], []
     for case in cases:
-        rows, setup = stage_rows(case, fidelity=fidelity), case.setup(fidelity)
+        own: Sequence[int] = range(len(case.plan.groups))
+        if distinct and len(own) > 1:
+            own = sorted(set(first_of_equals(case.cluster, case.plan)))
+        rows, setup = stage_rows(case, fidelity=fidelity, some=own), case.setup(fidelity)
+        num_groups.append(len(own))
         domains = link_domains(case.cluster)
         case_kinds = [layer_shape(block) for block, _ in case.model.block_kinds()]
         case_order = layer_order(case.model.block_order())
-        for g, group in enumerate(case.plan.groups):
+        for g in own:
+            group = case.plan.groups[g]
             pipelines.append(_pipeline(case, setup, group, domains))
             stages.append([row for row in rows if row.group == g])
             places.append(_boundaries(group, stages[-1], domains))
@@ -459,7 +472,7 @@ def build_batch(
         ).T,
         boundaries=stacked([row + row[-1:] * (depth - len(row)) for row in places], Boundaries),
         pipeline=pipeline,
-        num_groups=tuple(len(case.plan.groups) for case in cases),
+        num_groups=tuple(num_groups),
     )
 
 

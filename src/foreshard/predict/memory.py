@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import chain
 
 import numpy as np
 
@@ -13,7 +15,13 @@ from foreshard.graph.pipeline_schedules import BY_ORDER, held_chunks
 from foreshard.graph.shapes import RankShape
 from foreshard.predict.batch import PlannedRun, layer_counts, rank_shape, stage_ends, stage_recompute
 from foreshard.predict.memory_interval import fits_probability, memory_interval
-from foreshard.predict.placement import Worker, layer_replicas, stage_workers, sync_width
+from foreshard.predict.placement import (
+    Worker,
+    first_of_equals,
+    layer_replicas,
+    stage_workers,
+    sync_width,
+)
 from foreshard.predict.run_setup import stacked
 from foreshard.spec.plan import Group, Stage
 from foreshard.spec.prediction import MEMORY_PARTS, Memory
@@ -53,11 +61,11 @@ class _Row:
     replicas: float  # ranks over all groups that hold the same dense weights, apart from cp
 
 
-def _rows(case: PlannedRun) -> list[_Row]:
+def _rows(case: PlannedRun, groups: Iterable[int]) -> list[_Row]:
     replicas = layer_replicas(case.plan, case.model.num_layers)
     return [
         _Row(g=g, s=s, group=group, stage=stage, worker=worker, replicas=sync_width(stage, replicas))
-        for g, group in enumerate(case.plan.groups)
+        for g, group in ((g, case.plan.groups[g]) for g in groups)
         for s, stage in enumerate(group.stages)
         for worker in stage_workers(case.cluster, group, stage)
     ]
@@ -100,16 +108,18 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
     Ranks of one stage that differ in device or samples are priced apart; the fullest stands for the stage.
     The parts have one row per stage, group by group.
     """
-    rows = _rows(case)
+    first = first_of_equals(case.cluster, case.plan)
+    rows = _rows(case, dict.fromkeys(first))
     parts = stage_memory(_load(case, rows), case.framework)
     capacity = np.array([case.cluster.nodes[row.worker.node_group].device.capacity_bytes for row in rows])
     fullest_first = np.argsort(-(parts.peak / capacity), kind="stable")
     chosen: dict[tuple[int, int], int] = {}
     for i in fullest_first.tolist():
         chosen.setdefault((rows[i].g, rows[i].s), i)
-    table: list[list[float]] = [[0.0] * len(group.stages) for group in case.plan.groups]
-    for (g, s), i in chosen.items():
-        table[g][s] = float(parts.peak[i])
+    of_stages = [
+        [chosen[like, s] for s in range(len(group.stages))]
+        for like, group in zip(first, case.plan.groups, strict=True)
+    ]
     fullest = int(fullest_first[0])
     breakdown = {name: float(getattr(parts, name)[fullest]) for name in MEMORY_PARTS}
     allocated = float(parts.allocated[fullest])
@@ -126,11 +136,11 @@ def plan_memory(case: PlannedRun) -> tuple[Memory, MemoryParts]:
         capacity_bytes=room,
         fits=bool(np.all(parts.peak <= capacity)) and fits_hosts,
         breakdown_bytes=breakdown,
-        per_stage_peak_bytes=tuple(tuple(row) for row in table),
+        per_stage_peak_bytes=tuple(tuple(float(parts.peak[i]) for i in own) for own in of_stages),
         peak_interval_bytes=memory_interval(case.framework, peak),
         peak_allocated_interval_bytes=memory_interval(case.framework, allocated, figure="allocated"),
         fits_probability=fits_probability(case.framework, peak, room),
         host_peak_bytes=float(host.max()),
     )
-    of_stages = [chosen[where] for where in sorted(chosen)]
-    return memory, MemoryParts(**{f.name: getattr(parts, f.name)[of_stages] for f in fields(MemoryParts)})
+    every = list(chain.from_iterable(of_stages))
+    return memory, MemoryParts(**{f.name: getattr(parts, f.name)[every] for f in fields(MemoryParts)})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -131,6 +132,32 @@ def nic_senders(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
         each += [0] * (count - len(each))
         most = [int(max(each[s - 1], each[s])) for s in range(count)]
         found.append(most if len(cluster.nodes) > 1 else [max(most)] * count)
+    return found
+
+
+def first_of_equals(cluster: Cluster, plan: Plan) -> list[int]:
+    """Return for each group of a plan the first one that is the same but for the numbers of its ranks."""
+    domains, senders = link_domains(cluster), nic_senders(cluster, plan)
+    nodes = np.repeat(
+        np.arange(cluster.num_nodes), [n.per_node for n in cluster.nodes for _ in range(n.count)]
+    )
+    first: dict[Any, int] = {}
+    found = []
+    for g, group in enumerate(plan.groups):
+        ranks = np.array([rank for stage in group.stages for rank in stage.ranks])
+        places = (
+            np.unique(domains[ranks], return_inverse=True)[1],
+            np.unique(nodes[ranks], return_inverse=True)[1],
+        )
+        kinds = tuple(
+            tuple(dict.fromkeys(id(cluster.node_group_of(rank)) for rank in stage.ranks))
+            for stage in group.stages
+        )
+        bare = replace(
+            group, stages=tuple(replace(stage, ranks=(len(stage.ranks),)) for stage in group.stages)
+        )
+        same = bare, kinds, *(place.tobytes() for place in places), tuple(senders[g]) if senders else ()
+        found.append(first.setdefault(same, g))
     return found
 
 

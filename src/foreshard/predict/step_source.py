@@ -73,7 +73,7 @@ class FormulaSteps:
         """Return the time of a step of each plan, all of them priced together."""
         if not plans:
             return []
-        batch = build_batch([self._case(plan) for plan in plans], self.constants)
+        batch = build_batch([self._case(plan) for plan in plans], self.constants, distinct=True)
         times, first, found = step_times(batch, joined=True), 0, []
         for count in batch.num_groups:
             found.append(sum(slowest_parts(times, first, count).values()))

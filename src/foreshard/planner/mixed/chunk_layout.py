@@ -20,7 +20,8 @@ from foreshard.planner.request import PlanRequest
 from foreshard.planner.solver.time_budget import ENDLESS, TimeBudget
 from foreshard.predict.batch import PlannedRun, build_batch
 from foreshard.predict.graph.lowering import durations_of, shape_of
-from foreshard.predict.graph.prices import GroupPrices, first_of_equals, group_prices
+from foreshard.predict.graph.prices import GroupPrices, group_prices
+from foreshard.predict.placement import first_of_equals
 from foreshard.sim import critical_path
 from foreshard.spec.plan import Group, Plan
 
@@ -55,7 +56,7 @@ def laid_out(request: PlanRequest, plan: Plan, budget: TimeBudget = ENDLESS) -> 
         framework=request.framework,
         costs=request.costs,
     )
-    first = first_of_equals(case)
+    first = first_of_equals(case.cluster, case.plan)
     priced = {one.index: one for one in group_prices(case, build_batch([case], request.constants))}
     pipelines = {index: _Pipeline(price) for index, price in priced.items()}
     sizes = {index: _best_sizes(pipeline, budget) for index, pipeline in pipelines.items()}

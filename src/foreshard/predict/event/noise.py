@@ -17,8 +17,8 @@ from foreshard.graph.program import Kind
 from foreshard.predict.batch import PlannedRun
 from foreshard.predict.event.jitter import slowest_of
 from foreshard.predict.graph.lowering import LoweredGroup, Step
-from foreshard.predict.graph.prices import first_of_equals
 from foreshard.predict.graph.transfers import SharedStep
+from foreshard.predict.placement import first_of_equals
 from foreshard.sim.contended_replicas import contended_end_s, num_copies
 from foreshard.sim.contention import MAX_PHASES
 from foreshard.sim.critical_path import TaskTimes
@@ -73,7 +73,7 @@ class NoisyStep:
         compiled: bool | None = None,
     ) -> NoisyStep:
         """Return the step of a plan."""
-        first = first_of_equals(case)
+        first = first_of_equals(case.cluster, case.plan)
         passes = {
             lowered.prices.index: _passes(
                 case.plan.groups[lowered.prices.index],

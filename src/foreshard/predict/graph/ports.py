@@ -20,7 +20,8 @@ from foreshard.comm.jobs.background import IN, OUT, BackgroundLoad
 from foreshard.comm.jobs.job import TrainingJob
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import PlannedRun, crossed_by, crossed_by_gradients
-from foreshard.predict.graph.prices import GroupPrices, first_of_equals
+from foreshard.predict.graph.prices import GroupPrices
+from foreshard.predict.placement import first_of_equals
 from foreshard.sim.contention import Burst, OtherJob, SharedNetwork
 
 _SLOWER = 1.0 - 1e-9
@@ -223,7 +224,7 @@ def _slower(case: PlannedRun, slow_link: Mapping[int, float]) -> dict[tuple[int,
     found: dict[tuple[int, int], float] = {}
     if not slow_link:
         return found
-    for group, like in zip(case.plan.groups, first_of_equals(case), strict=True):
+    for group, like in zip(case.plan.groups, first_of_equals(case.cluster, case.plan), strict=True):
         for s, stage in enumerate(group.stages):
             slower = [factor for rank, factor in slow_link.items() if rank in stage.ranks]
             found[like, s] = max([*slower, found.get((like, s), 1.0)])

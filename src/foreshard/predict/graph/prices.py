@@ -17,7 +17,7 @@ from foreshard.graph.pipeline_schedules import ZERO_BUBBLE, Op
 from foreshard.predict.batch import PLACED, Batch, PlannedRun, short_samples
 from foreshard.predict.graph.ops import OpSeconds, op_parts
 from foreshard.predict.machine import Machine
-from foreshard.predict.placement import crosses_node, link_domains, nic_senders
+from foreshard.predict.placement import crosses_node, first_of_equals, link_domains
 from foreshard.predict.tasks.collectives import (
     ShardTimes,
     accumulates_whole,
@@ -176,36 +176,12 @@ def group_prices(
         name: np.stack([np.broadcast_to(getattr(times, name), shape) for times in layers], axis=-1)
         for name in _LAYER_FIELDS
     }
-    distinct = dict.fromkeys(first_of_equals(case))
+    distinct = dict.fromkeys(first_of_equals(case.cluster, case.plan))
     # Runs of equal stages follow each other, so their lengths tell the row of every stage.
     row_of = {
         g: np.repeat(np.arange(shape[0]), batch.multiplicity[:, g].astype(int)).tolist() for g in distinct
     }
     return [_GroupPricer(case, batch, g, row_of[g], table, kinds, speeds).prices() for g in distinct]
-
-
-def first_of_equals(case: PlannedRun) -> list[int]:
-    """Return for each group of the plan the first one that is the same but for the numbers of its ranks."""
-    domains, senders = link_domains(case.cluster), nic_senders(case.cluster, case.plan)
-    first: dict[Any, int] = {}
-    return [
-        first.setdefault((_identity(case, group, domains), tuple(senders[g]) if senders else ()), g)
-        for g, group in enumerate(case.plan.groups)
-    ]
-
-
-def _identity(case: PlannedRun, group: Group, domains: np.ndarray) -> Any:
-    """Return what makes two groups the same but for the numbers of their ranks."""
-    cluster = case.cluster
-    stages = []
-    for i, stage in enumerate(group.stages):
-        mixed = len(cluster.nodes) > 1
-        nodes = tuple(dict.fromkeys(id(cluster.node_group_of(r)) for r in stage.ranks)) if mixed else ()
-        following = group.stages[(i + 1) % len(group.stages)]
-        stages.append(
-            (replace(stage, ranks=()), len(stage.ranks), nodes, crosses_node(stage, following, domains))
-        )
-    return group.share, group.micro_batch, group.schedule, group.sp, tuple(stages)
 
 
 def _at(item: T, row: int, column: int, shape: tuple[int, int]) -> T:
