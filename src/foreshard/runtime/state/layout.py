@@ -26,7 +26,6 @@ class Seat:
     samples of that part together.
     """
 
-    rank: int
     group: int
     stage: int
     inner: int
@@ -73,7 +72,7 @@ def layout_of(plan: Plan) -> RankLayout:
     """Return the layout of a plan, if the runtime can run every feature of it."""
     _check_supported(plan)
     seats = {
-        rank: Seat(rank=rank, group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
+        rank: Seat(group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
         for g, group in enumerate(plan.groups)
         for s, stage in enumerate(group.stages)
         for i, rank in enumerate(stage.ranks)
@@ -129,6 +128,16 @@ def micro_batches(group: Group) -> tuple[tuple[int, int], ...]:
     """Return each micro-batch of a step as positions within the group's share; the last may be short."""
     size = group.micro_batch
     return tuple((lo, min(lo + size, group.share)) for lo in range(0, group.share, size))
+
+
+def ranks_of(ranks: Sequence[int], inner: int, degree: int) -> tuple[int, ...]:
+    """Return the ranks of a stage that compute the same samples together."""
+    return tuple(ranks[inner * degree : (inner + 1) * degree])
+
+
+def sends_parts(group: Group, one: Stage, other: Stage) -> bool:
+    """Return whether messages between two stages are parts of the sequence, one for each pair of ranks."""
+    return group.sp and one.tp == other.tp > 1
 
 
 def _check_supported(plan: Plan) -> None:
@@ -251,7 +260,6 @@ def receiver_counts(plan: Plan) -> tuple[int, ...]:
     for group in plan.groups:
         count = len(group.stages)
         for virtual in range(count * group.num_chunks - 1):
-            degrees = group.stages[virtual % count].tp, group.stages[(virtual + 1) % count].tp
-            parts = group.sp and degrees[0] == degrees[1] > 1
-            found |= {1} if parts else set(degrees)
+            ends = group.stages[virtual % count], group.stages[(virtual + 1) % count]
+            found |= {1} if sends_parts(group, *ends) else {stage.tp for stage in ends}
     return tuple(sorted(found))

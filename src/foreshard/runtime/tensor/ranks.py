@@ -8,7 +8,6 @@ over the sequence: it is gathered before a product, and the sum is scattered aft
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,29 +198,3 @@ class TensorRanks:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def peers_of(
-    ranks: Sequence[int], index: int, degree: int, *, sends: bool, parts: bool = False
-) -> Sequence[int]:
-    """Return the tensor-parallel ranks on the other side of a boundary that a rank sends to or receives from.
-
-    All ranks of a side have the same tensor: every receiver gets it once. If they have as many `parts`
-    instead, each goes to its counterpart. `ranks` are those of the other side that compute together; `index`
-    and `degree` are the place of this rank on its side, and how many there are.
-
-    Examples
-    --------
-    >>> peers_of([4, 5], 0, 1, sends=True), peers_of([4, 5], 3, 4, sends=True)
-    ([4, 5], [])
-    >>> peers_of([4, 5], 3, 4, sends=False)
-    [5]
-    """
-    if sends and not parts:
-        return [rank for other, rank in enumerate(ranks) if other % degree == index]
-    return [ranks[index % len(ranks)]]
-
-
-def ranks_of(ranks: Sequence[int], inner: int, degree: int) -> tuple[int, ...]:
-    """Return the ranks of a stage that compute the same samples together."""
-    return tuple(ranks[inner * degree : (inner + 1) * degree])
