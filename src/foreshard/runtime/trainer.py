@@ -33,7 +33,7 @@ from foreshard.runtime.run_settings import Options
 from foreshard.runtime.stage_messages import StageMessageSchedules
 from foreshard.runtime.stage_runtime import StageRuntime
 from foreshard.runtime.state.layout import RankLayout, layout_of
-from foreshard.runtime.state.migration import Moved, migrate, moves_of
+from foreshard.runtime.state.migration import migrate, moves_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import Parameters, parameters_of
 from foreshard.runtime.state.rank_state import RankState
@@ -77,19 +77,11 @@ class Trainer:
         self.parameters = parameters_of(job)
         self.state = self._new_state()
         self.update = Update(job, context.options, context.clock)
-        self.last_moved: Moved | None = None
         self._progress = TrainingProgress()
         self._checkpoints = Checkpoints(context)
         self._probe = Probe(job, self.rank, context.clock, context.device)
-        options = context.options
-        self._sums = BucketSums(
-            options.collectives,  # those of the plan where none is named, once it is known
-            options.compress,
-            context.on_event,
-            order=options.bucket_order,
-            warm_up=options.compress_after,
-        )
-        self._messages = StageMessageSchedules(options.stage_messages, context.on_event)
+        self._sums = BucketSums(context.options, context.on_event)
+        self._messages = StageMessageSchedules(context.options.stage_messages, context.on_event)
         self._feed: Feed | None = None
         self._stopped = False
         self._evaluated = (-1, -1)
@@ -267,16 +259,11 @@ class Trainer:
     def _adopt_plan(self, number: int) -> None:
         plan = self._world.take_plan(number)
         began_s = time.perf_counter()
-        self._arrange(plan, self._sharding(self._layout).shards_by_rank(self._world.ranks))
+        bytes_in = self._arrange(plan, self._sharding(self._layout).shards_by_rank(self._world.ranks))
         if self._world.leads:
             self.context.membership.plan_adopted(plan.to_dict())
-        self.context.on_event(
-            "adopted",
-            f"plan {number}",
-            step=self.step,
-            wall_s=time.perf_counter() - began_s,
-            bytes_in=self.last_moved.bytes_in if self.last_moved else 0,
-        )
+        wall_s = time.perf_counter() - began_s
+        self.context.on_event("adopted", f"plan {number}", step=self.step, wall_s=wall_s, bytes_in=bytes_in)
 
     def release(self) -> None:
         """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
@@ -406,16 +393,16 @@ class Trainer:
 
     # -- a place in the plan --------------------------------------------------------------------------------
 
-    def _arrange(self, plan: Plan, held: Mapping[int, Shards]) -> None:
-        """Move the shards that have to move, and take this rank's place in a plan."""
+    def _arrange(self, plan: Plan, held: Mapping[int, Shards]) -> int:
+        """Take this rank's place in a plan, with the shards that have to move; return the bytes received."""
         self.context.phase("migration")
-        world, layout = self._world, layout_of(plan)
+        world, layout, bytes_in = self._world, layout_of(plan), 0
         sharding = self._sharding(layout)
         moves, _ = moves_of(held, sharding.shards_by_rank(world.ranks), self.parameters.weight)
         with self._timed("build", layout):
             self.state.build(layout)
         if world.group is not None:
-            self.last_moved = migrate(self.state, moves, world.group, world.ranks, self.context.clock)
+            bytes_in = migrate(self.state, moves, world.group, world.ranks, self.context.clock)
             world.barrier()
         with self._timed("arrange", layout):
             self._layout = layout
@@ -431,6 +418,7 @@ class Trainer:
             )
             self._sums.plan_connected()
             self._feed = self._stage.feed
+        return bytes_in
 
     @contextmanager
     def _timed(self, name: str, layout: RankLayout) -> Iterator[None]:

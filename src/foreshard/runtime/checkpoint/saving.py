@@ -136,9 +136,8 @@ class Checkpoints:
             lead=world.leads,
         )
         self._is_open = True
-        (self._attempt.write_behind if behind else self._attempt.write)(
-            context.ledger.flush if context.ledger is not None else lambda: None
-        )
+        before = context.ledger.flush if context.ledger is not None else lambda: None
+        self._attempt.write(before, behind=behind)
         if not behind:
             self.complete(world)
 

@@ -33,14 +33,6 @@ class ItemMove:
     shards: tuple[ShardKey, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """The cost of a migration for a rank."""
-
-    bytes_in: int
-    seconds: float
-
-
 def moves_of(
     held: Mapping[int, Shards],
     wanted: Mapping[int, Shards],
@@ -75,12 +67,12 @@ def _in_common_slices(
 
 def migrate(
     state: RankState, moves: Sequence[ItemMove], group: Any, ranks: Sequence[int], clock: Clock
-) -> Moved:
-    """Send and receive the shards of the moves; the layers received must have been built.
+) -> int:
+    """Send and receive the shards of the moves, and return the bytes received; their layers must be built.
 
     What was held before is untouched when a peer is lost.
     """
-    place, began_s = {rank: i for i, rank in enumerate(ranks)}, clock.now()
+    place = {rank: i for i, rank in enumerate(ranks)}
     state.keep_optimizer_state()
     sending: list[tuple[Any, Tensor]] = []
     bytes_in = 0
@@ -101,7 +93,7 @@ def migrate(
         work.wait()
     for key, tensor in received:
         state.put(key, tensor)
-    return Moved(bytes_in=bytes_in, seconds=clock.now() - began_s)
+    return bytes_in
 
 
 def _payload(state: RankState, move: ItemMove) -> tuple[list[list[Any]], Tensor]:
