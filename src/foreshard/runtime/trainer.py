@@ -83,7 +83,8 @@ class Trainer:
         self._sums = BucketSums(context.options, context.on_event)
         self._messages = StageMessageSchedules(context.options.stage_messages, context.on_event)
         self._feed: Feed | None = None
-        self._stopped = False
+        self.is_stopped = False
+        """Whether all ranks have agreed to end before the last step."""
         self._evaluated = (-1, -1)
         self._memory_bytes: dict[int, float | None] = {}
         self._generation: Generation | None = None
@@ -100,11 +101,6 @@ class Trainer:
     def plan(self) -> Plan:
         """The plan that is run."""
         return self._layout.plan
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether all ranks have agreed to end before the last step."""
-        return self._stopped
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -211,8 +207,8 @@ class Trainer:
     def _after_step(self, done: StepDone) -> None:
         if self._world.is_new_plan(done.vote.plan_number):
             self._adopt_plan(done.vote.plan_number)
-        self._stopped = done.vote.stops
-        leaves = done.vote.boundary and not self._stopped
+        self.is_stopped = done.vote.stops
+        leaves = done.vote.boundary and not self.is_stopped
         if done.vote.written or leaves:
             self._checkpoints.complete(self._world)
         if leaves:
@@ -224,7 +220,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Evaluate if it is due; again in a new generation, where ranks were cut off in it or are new."""
         every, now = self.context.options.eval_every, (self._world.number, self.step)
-        if not every or not self.step or self.step % every or self._stopped or self._evaluated == now:
+        if not every or not self.step or self.step % every or self.is_stopped or self._evaluated == now:
             return
         self._evaluated = now
         self.context.phase("evaluation")
@@ -286,7 +282,7 @@ class Trainer:
             plan=self.plan,
             step=self.step,
             scale=self.update.scale,
-            behind=options.save_async and not self._stopped and self.step != options.save_at,
+            behind=options.save_async and not self.is_stopped and self.step != options.save_at,
         )
 
     # -- membership -----------------------------------------------------------------------------------------
@@ -302,7 +298,7 @@ class Trainer:
         self.context.phase("rebuild")
         first, self._generation = self._generation is None, generation
         self._checkpoints.drop()
-        self._stopped = False  # a rank that is new has not heard of it: agree again
+        self.is_stopped = False  # a rank that is new has not heard of it: agree again
         world = self._world = WorldGroup(self.context.membership, generation)
         self._check(generation.plan)
         status = self._progress.status(self.state, self.context.memory_bytes, self.update.scale)
@@ -342,9 +338,8 @@ class Trainer:
 
     def _summed_by(self, plan: Plan) -> GradientSums:
         """Return how gradients are summed under a plan: as the run's options say, else as the plan does."""
-        options = self.context.options
-        flags = (options.collectives, options.compress, options.bucket_bytes)
-        return gradient_sums(plan, *flags, file="the plan")
+        run = self.context.options
+        return gradient_sums(plan, run.collectives, run.compress, run.bucket_bytes, file="the plan")
 
     def _roll_forward(self, recovery: Recovery) -> dict[int, Shards]:
         """Finish a step that others have committed, and return what every rank then holds."""
@@ -445,10 +440,8 @@ def check_adapters(plan: Plan, job: Job, parameters: Parameters) -> None:
     if said is not None and (said[0], set(said[1])) != (wanted[0], set(wanted[1])):
         what, fix = f"the job has adapters {job.lora}", "Plan for the adapters of the job"
     elif said is None:
-        what, fix = (
-            "the job states no adapters",
-            f'Add them to its model(), with lora = "{plan.lora}" beside it',
-        )
+        what = "the job states no adapters"
+        fix = f'Add them to its model(), with lora = "{plan.lora}" beside it'
     elif not parameters.has_frozen:
         what, fix = "the job trains all weights of its model", "Freeze those beside the adapters"
     else:
