@@ -427,12 +427,7 @@ class Trainer:
 
 
 def check_adapters(plan: Plan, job: Job, parameters: Parameters) -> None:
-    """Raise for a plan with adapters where the job trains all weights, or says that it has other adapters.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise SpecError for a plan with adapters of which the job has none, or others than it says."""
     if plan.lora is None:
         return
     wanted = adapters_of(plan.lora, key="lora")

@@ -147,9 +147,7 @@ class BucketSums:
         if schedule is None and self._make is None:
             return BackendSum(group)
         peers = group.in_background()
-        order = None
-        if self._urgency is not None:
-            order = AgreedOrder(peers, peers.place, len(peers.ranks), buckets, self._urgency)
+        order = None if self._urgency is None else AgreedOrder(peers, buckets, self._urgency)
         all_reduce = None if schedule is None else ScheduledAllReduce(schedule, group.place, peers)
         if self._make is None:
             assert all_reduce is not None

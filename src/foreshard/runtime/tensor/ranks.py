@@ -57,16 +57,14 @@ class TensorRanks:
 
         self.disconnect()
         self._tensors = tensors
-        place, size = group.place, len(group.ranks)
+        place, size, number = group.place, len(group.ranks), next(_number)
         self.index, self.degree, self._ranks, self._peers = place, size, group.ranks, group
         kinds = dist.ProcessGroup.BackendType
         kind = kinds.NCCL if group.uses_nccl else kinds.GLOO
-        whole = TypedGroup(group, kind, torch.device(device.type))
-        number = next(_number)
-        name = GroupName(f"foreshard-tensor-{number}")
-        whole._set_group_name(name)
-        self._name = name
-        torch._C._distributed_c10d._register_process_group(name, whole)
+        self._group = TypedGroup(group, kind, torch.device(device.type))
+        self._name = GroupName(f"foreshard-tensor-{number}")
+        self._group._set_group_name(self._name)
+        torch._C._distributed_c10d._register_process_group(self._name, self._group)
         if (size, place) not in self._meshes:
             # Without a default group, ranks are counted within this mesh. No two meshes of a process may be
             # equal: torch caches operations by mesh, and would use another mesh's group.
@@ -74,8 +72,8 @@ class TensorRanks:
                 device.type, list(range(size)), _init_backend=False, _rank=place
             )
             self._meshes[size, place]._thread_id = number
-        self._group, self._mesh = whole, self._meshes[size, place]
-        self._mesh._dim_group_names = [name]
+        self._mesh = self._meshes[size, place]
+        self._mesh._dim_group_names = [self._name]
 
     def disconnect(self) -> None:
         """Let go of the group."""
