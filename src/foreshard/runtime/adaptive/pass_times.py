@@ -49,11 +49,6 @@ class PassTimes:
         pass_s = np.array([np.diff(upto[name], axis=0) for name in names])
         return cls(sizes=sizes, pass_s=pass_s, speed=speed)
 
-    @classmethod
-    def proportional(cls, each_s: np.ndarray) -> PassTimes:
-        """Return passes of so many seconds a sample, shape (ranks, layers), at speed 1."""
-        return cls(sizes=(1,), pass_s=each_s[:, :, None], speed=np.ones(len(each_s)))
-
     def layer_s(self, size: int) -> np.ndarray:
         """Return seconds per sample of every layer on every rank."""
         return between_sizes(size, self.sizes, self.pass_s) / size

@@ -190,7 +190,7 @@ class Steering:
         events: list[Event] = []
         size, speeds = done.running.groups[0].micro_batch, self.policy.estimates.state().speed
         for rank, seconds in sorted(done.idle_s.items()):
-            relative = self._known.relative(rank, (0, PROBED_LAYERS), size, size, seconds)
+            relative = self._known.passes.sample_s(rank, (0, PROBED_LAYERS), size, size) / seconds
             if not self._known.knows_layers:
                 relative = self._probed.setdefault(rank, seconds * float(speeds[rank])) / seconds
             if abs(relative / float(speeds[rank]) - 1.0) > _SAME_SPEED:
@@ -207,9 +207,8 @@ class Steering:
                 for rank, size in zip(stage.ranks, counts_of(stage, group.micro_batch), strict=True):
                     if done.stage_s.get(rank, 0.0) > 0.0 and size:
                         share = group.share if len(stage.ranks) == 1 else size
-                        found[rank] = self._known.relative(
-                            rank, stage.layers[0], share, size, done.stage_s[rank]
-                        )
+                        nominal_s = self._known.passes.sample_s(rank, stage.layers[0], share, size)
+                        found[rank] = nominal_s / done.stage_s[rank]
         return found
 
     def _order(self, command: Command, generation: int) -> None:

@@ -43,26 +43,15 @@ def moves_of(
     The shards of a layer come from one rank as far as one has them; a shard is the finest slice that either
     side distinguishes. Weights are in proportion to bytes.
     """
-    held, wanted = _in_common_slices(held, wanted)
+    counts = common_slice_counts(shard for side in (held, wanted) for own in side.values() for shard in own)
     found, missing = moves_between(
-        held,
-        wanted,
+        {rank: frozenset(finer(own, counts)) for rank, own in held.items()},
+        {rank: frozenset(finer(own, counts)) for rank, own in wanted.items()},
         layer_of=lambda shard: shard[1],
         order=lambda shard: (shard[1], shard[0] != "value", shard),
         weight=weight,
     )
     return [ItemMove(source=s, target=t, shards=tuple(own)) for (s, t), own in found.items()], missing
-
-
-def _in_common_slices(
-    held: Mapping[int, Shards], wanted: Mapping[int, Shards]
-) -> tuple[Mapping[int, Shards], Mapping[int, Shards]]:
-    """Return both with every parameter in the same number of slices."""
-    counts = common_slice_counts(shard for side in (held, wanted) for own in side.values() for shard in own)
-    if not counts:
-        return held, wanted
-    made = [{rank: frozenset(finer(own, counts)) for rank, own in side.items()} for side in (held, wanted)]
-    return made[0], made[1]
 
 
 def migrate(
