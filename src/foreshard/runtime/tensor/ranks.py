@@ -45,7 +45,6 @@ class TensorRanks:
         self._group: TypedGroup | None = None
         self._name: Any = None
         self._peers: PeerGroup | None = None
-        self._ranks: tuple[int, ...] = ()
         self._last_input: tuple[Tensor, int, DTensor] | None = None
 
     def connect(self, group: PeerGroup, device: torch.device) -> None:
@@ -58,7 +57,7 @@ class TensorRanks:
         self.disconnect()
         self._tensors = tensors
         place, size, number = group.place, len(group.ranks), next(_number)
-        self.index, self.degree, self._ranks, self._peers = place, size, group.ranks, group
+        self.index, self.degree, self._peers = place, size, group
         kinds = dist.ProcessGroup.BackendType
         kind = kinds.NCCL if group.uses_nccl else kinds.GLOO
         self._group = TypedGroup(group, kind, torch.device(device.type))
@@ -80,7 +79,7 @@ class TensorRanks:
         if self._group is not None:
             torch._C._distributed_c10d._unregister_process_group(self._name)
         self._group = self._mesh = self._last_input = self._peers = None
-        self.index, self.degree, self._ranks = 0, 1, ()
+        self.index, self.degree = 0, 1
 
     # -- tensor parallelism ---------------------------------------------------------------------------------
 
@@ -173,7 +172,7 @@ class TensorRanks:
             return
         sizes, self.bytes_summed = self.bytes_summed, []
         latest(self._peers, now := torch.tensor([clock.now()], dtype=torch.float64))
-        links_s = sum(part * clock.all_reduce_s(size, self._ranks) for size, part in sizes)
+        links_s = sum(part * clock.all_reduce_s(size, self._peers.ranks) for size, part in sizes)
         clock.advance_to(float(now[0]) + links_s)
 
     def _count_backward(self, tensor: Tensor, size: int, part: float = 1.0) -> None:
