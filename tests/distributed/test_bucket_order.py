@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from foreshard.runtime.trainer import Options
 from foreshard.spec.plan import Plan
 
 REPLICAS = PLANS["uneven replicas"]
+OWNER: Any = SimpleNamespace(place=0, ranks=(0,))
+"""The group of one that has nobody to tell."""
 
 
 def buckets_of(layers: list[int]) -> list[Bucket]:
@@ -42,7 +45,7 @@ def test_the_order_is_that_of_the_scheduler_s_model(seed: int) -> None:
     seconds = [draw.randrange(1, 6) for _ in made]
     ready = sorted((draw.randrange(20), number) for number in range(len(made)))
     urgency = [min(bucket.layers) for bucket in made]
-    order = AgreedOrder(None, 0, 1, made, lambda bucket: min(bucket.layers))
+    order = AgreedOrder(OWNER, made, lambda bucket: min(bucket.layers))
     found, now, added = [], 0, 0
     while len(found) < len(made):
         while added < len(ready) and ready[added][0] <= now:
@@ -106,7 +109,7 @@ def test_all_ranks_send_what_the_next_forward_needs_first(
 
 
 def test_a_failure_ends_all_waiting() -> None:
-    order = AgreedOrder(None, 0, 1, buckets_of([0, 1]), lambda bucket: 0)
+    order = AgreedOrder(OWNER, buckets_of([0, 1]), lambda bucket: 0)
     first, second = order._buckets
     waits = order.add(first)
     order.fail(RuntimeError("gone"))

@@ -30,15 +30,13 @@ _TAIL_BYTES = 65536
 
 
 class LabHardware(Hardware):
-    """The device that a rank of a lab stands for."""
+    """The device that a rank of a lab, which a file states, stands for."""
 
-    def __init__(self, settings: RunSettings, rank: int):
-        assert settings.emulated is not None
-        self._lab, self._rank, self._step = load_lab(settings.emulated), rank, [0]
-        self.clock = self._lab.make_clock(self._step)
-        self.cluster = self._lab.cluster()
+    def __init__(self, lab: Lab, rank: int, file: str):
+        self._lab, self._rank, self._step = lab, rank, [0]
+        self.clock, self.cluster = lab.make_clock(self._step), lab.cluster()
         limit_bytes = self.memory_bytes()
-        self._memory = None if limit_bytes is None else DeviceMemory(rank, limit_bytes, settings.emulated)
+        self._memory = None if limit_bytes is None else DeviceMemory(rank, limit_bytes, file)
 
     def memory_bytes(self) -> float | None:
         """Return the memory that the lab states for the rank."""
@@ -49,48 +47,39 @@ class LabHardware(Hardware):
         return nullcontext() if self._memory is None else self._memory.within(state)
 
     def await_turn(self, metrics: Path, steps: int) -> None:
-        """Stay away until the lab lets the rank join."""
-        await_turn(self._lab, self._rank, metrics, steps)
+        """Stay away while the lab says so; come to the door during the step before this rank is there.
+
+        The process ends when all steps are done without it.
+        """
+        while self._lab.has_absences:
+            step = steps_told(metrics)
+            if self._lab.there_at(step + (step > 0), self._rank):
+                return
+            if step >= steps:
+                raise SystemExit(0)
+            time.sleep(_LOOK_S)
 
     def before_step(self, step: int, membership: Membership) -> bool:
-        """Set clock and speed of the step; die, or wait for who is due, where the lab says so."""
-        self._step[0], come = step, True
-        if self._lab.has_absences:
-            come = come_and_go(self._lab, self._rank, step, membership, waits=self.clock.virtual)
+        """Set clock and speed of the step; die, or wait for who is due at the next, where the lab says so."""
+        lab, self._step[0], come = self._lab, step, True
+        if lab.has_absences:
+            if not lab.there_at(step, self._rank):
+                os.kill(os.getpid(), signal.SIGKILL)
+            come = self._all_come(step, membership)
         if hasattr(self.clock, "slow"):
-            self.clock.slow = self._lab.slow_at(step, self._rank)
+            self.clock.slow = lab.slow_at(step, self._rank)
         return come
 
-
-def await_turn(lab: Lab, rank: int, metrics: Path, steps: int) -> None:
-    """Stay away while the lab says so; come to the door during the step before this rank is there.
-
-    The process ends when all steps are done without it.
-    """
-    while lab.has_absences:
-        step = steps_told(metrics)
-        if lab.there_at(step + (step > 0), rank):
-            return
-        if step >= steps:
-            raise SystemExit(0)
-        time.sleep(_LOOK_S)
-
-
-def come_and_go(lab: Lab, rank: int, step: int, membership: Membership, *, waits: bool) -> bool:
-    """Die where the lab says so; if asked, wait until who is due at the next step is at the door.
-
-    Returns whether everybody who is due has come.
-    """
-    if not lab.there_at(step, rank):
-        os.kill(os.getpid(), signal.SIGKILL)
-    ranks = range(len(lab.slow))
-    due = any(lab.there_at(step + 1, other) and not lab.there_at(step, other) for other in ranks)
-    until = time.monotonic() + PATIENCE_S
-    while step > 0 and due and waits and not membership.wanted():
-        if time.monotonic() > until:
-            return False
-        time.sleep(_LOOK_S)
-    return True
+    def _all_come(self, step: int, membership: Membership) -> bool:
+        """Wait until who is due at the next step is at the door, where time is virtual; return whether."""
+        there, ranks = self._lab.there_at, range(len(self._lab.slow))
+        due = any(there(step + 1, other) and not there(step, other) for other in ranks)
+        until = time.monotonic() + PATIENCE_S
+        while step > 0 and due and self.clock.virtual and not membership.wanted():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
 
 def steps_told(metrics: Path) -> int:
@@ -105,7 +94,12 @@ def steps_told(metrics: Path) -> int:
 
 def start() -> NoReturn:
     """Be the rank that the environment describes, to the end of the process."""
-    worker.exit_with(worker.main(LabHardware))
+    worker.exit_with(worker.main(_hardware))
+
+
+def _hardware(settings: RunSettings, rank: int) -> LabHardware:
+    assert settings.emulated is not None
+    return LabHardware(load_lab(settings.emulated), rank, settings.emulated)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class LabNetwork:
             self._build()
             self.apply(0)
             self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-            _enter_namespace(os.open(_NAMES / self._hub, os.O_RDONLY), close=True)
+            _enter_namespace(os.open(_NAMES / self._hub, os.O_RDONLY))
         except BaseException:
             self.__exit__()
             raise
@@ -77,12 +77,12 @@ class LabNetwork:
 
     def __exit__(self, *error: object) -> None:
         if self._home is not None:
-            _enter_namespace(self._home, close=True)
+            _enter_namespace(self._home)
             self._home = None
         for group in self._groups.values():
             _remove_group(group)
         if self._groups:
-            _remove_group(_parent(next(iter(self._groups.values()))))
+            _remove_group(next(iter(self._groups.values())).parent)
         self._groups.clear()
         for space in (self._hub, *map(self._space, self._hosts)):
             if (_NAMES / space).exists():
@@ -146,7 +146,7 @@ class LabNetwork:
             self._plug(host)
         for rank in self._ranks:
             self._groups[rank] = _make_group(self._name, rank)
-        _weigh(_parent(self._groups[0]), float(len(self._ranks)))
+        _weigh(self._groups[0].parent, float(len(self._ranks)))
 
     def _plug(self, host: int) -> None:
         space, end = self._space(host), f"v{host}"
@@ -175,7 +175,7 @@ def missing() -> str | None:
         group = _make_group(name, 0)
         _cap(group, 0.5)
         _remove_group(group)
-        _remove_group(_parent(group))
+        _remove_group(group.parent)
     except (ForeshardError, OSError) as error:
         return f"the kernel refused: {error}"
     finally:
@@ -264,10 +264,6 @@ def _weigh(group: Path, weight: float) -> None:
     (group / "cpu.shares").write_text(str(max(2, round(1024 * weight))))
 
 
-def _parent(group: Path) -> Path:
-    return group.parent
-
-
 def _remove_group(group: Path) -> None:
     """Remove an empty control group; its last process may still be on its way out."""
     for _ in range(100):
@@ -286,17 +282,16 @@ def _lives(name: str) -> bool:
     return not pid.isdigit() or Path(f"/proc/{pid}").exists()
 
 
-def _enter_namespace(handle: int, *, close: bool) -> None:
-    """Move this thread, and what it starts from now on, to a network namespace."""
+def _enter_namespace(handle: int) -> None:
+    """Move this thread, and what it starts from now on, to a network namespace, and close its handle."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
         if library.setns(handle, _NET) != 0:
             code = ctypes.get_errno()
             raise ForeshardError(f"cannot enter the namespace: {os.strerror(code)}", key="setns")
     finally:
-        if close:
-            with contextlib.suppress(OSError):
-                os.close(handle)
+        with contextlib.suppress(OSError):
+            os.close(handle)
 
 
 def _call(*words: str) -> None:

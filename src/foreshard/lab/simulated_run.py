@@ -27,7 +27,7 @@ from foreshard.runtime.adaptive.controller_config import ControllerConfig
 from foreshard.runtime.adaptive.idle_probe import PROBE_EVERY
 from foreshard.runtime.adaptive.steering import Steering, SteppedRun, own_samples
 from foreshard.runtime.membership.plan_repair import repaired
-from foreshard.spec.online import RUN_POLICIES
+from foreshard.spec.online import RUN_POLICIES, Command
 from foreshard.spec.plan import Plan
 from foreshard.spec.plan_file import load_plan
 
@@ -119,15 +119,11 @@ class _Play:
         config.check()
         self._world, self._config = world, config
         self._state = cluster_state(world.cluster)[0]
-        self._orders: list[Plan] = []
-        self._steering = Steering(config, lambda command: self._ordered(command.plan)) if steered else None
+        self._orders: list[Command] = []
+        self._steering = Steering(config, self._orders.append) if steered else None
         self._due: dict[int, Plan] = {}
         self._refused = 0
         self._decided, self._number, self._there = config.plan, 0, tuple(range(len(world.lab.slow)))
-
-    def _ordered(self, plan: Plan | None) -> None:
-        if plan is not None:
-            self._orders.append(plan)
 
     def run(self, steps: int) -> SimulatedRun:
         """Play all steps."""
@@ -213,9 +209,10 @@ class _Play:
             clock_s=clock_s,
         )
         self._steering.stepped(done)
-        if self._orders:
-            self._due[step + _DELAY] = self._orders[-1]
-            self._orders.clear()
+        for command in self._orders:
+            if command.plan is not None:
+                self._due[step + _DELAY] = command.plan
+        self._orders.clear()
 
 
 def _structure(plan: Plan) -> list[Any]:

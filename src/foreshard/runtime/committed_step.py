@@ -42,14 +42,13 @@ class TrainingProgress:
     """How far a rank has come.
 
     It trains `step` next; `reduced` says that its gradients of that step are summed, in the generation
-    `trained_in`, and only the vote is missing. `vote` and `last` are of the last step, `reported` is the last
-    one that this rank wrote to the run's metrics; -1 for none.
+    `trained_in`, and only the vote is missing. `last` is the last step, `reported` the last one that this
+    rank wrote to the run's metrics; -1 for none.
     """
 
     step: int = 0
     reduced: bool = False
     trained_in: int = 0
-    vote: Vote | None = None
     last: StepDone | None = None
     reported: int = -1
 
@@ -63,7 +62,7 @@ class TrainingProgress:
             time_s=None,
             vote=vote,
         )
-        self.step, self.vote, self.reduced = self.step + 1, vote, False
+        self.step, self.reduced = self.step + 1, False
 
     def done(self, time_s: float | None) -> StepDone:
         """Return the last step with its time."""
@@ -75,7 +74,7 @@ class TrainingProgress:
         return Status(
             step=self.step,
             reduced=self.reduced,
-            vote=self.vote,
+            vote=None if self.last is None else self.last.vote,
             reported=self.reported,
             last=-1 if self.last is None else self.last.step,
             held=state.held,

@@ -6,7 +6,7 @@ from forwards to backwards. What a kernel needs for itself, and what is made aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,6 @@ from foreshard.errors import InfeasibleError
 from foreshard.quantity import memory
 from foreshard.runtime.state.rank_state import RankState
 
-_LESS_MEMORY = "Give it fewer layers or samples at once, recompute, shard states (zero), or state more memory"
-
 
 def does_not_fit(rank: int, bytes_held: float, limit_bytes: float, parts: str, file: str) -> InfeasibleError:
     """Return the error of a rank that holds more memory than is stated."""
@@ -28,7 +26,7 @@ def does_not_fit(rank: int, bytes_held: float, limit_bytes: float, parts: str, f
         key="ranks.memory",
         value=limit_bytes,
         rule=f"The device of rank {rank} has {memory(limit_bytes)}",
-        fix=_LESS_MEMORY,
+        fix="Give it fewer layers or samples at once, recompute, shard states (zero), or state more memory",
     )
 
 
@@ -50,7 +48,7 @@ class DeviceMemory:
     @contextmanager
     def within(self, state: RankState) -> Iterator[None]:
         """Raise where a step of the body makes the rank hold more than its device has."""
-        own = _storages(_tensors_of(state))
+        own = dict(map(_storage_of, _tensors_of(state)))
         self._state_bytes = sum(own.values())
         if state.buckets is self._buckets:
             self._check(self.most_saved_bytes)
@@ -117,10 +115,6 @@ def _tensors_of(state: RankState) -> Iterator[Tensor]:
     if state.optimizer is not None:
         for entries in state.optimizer.state.values():
             yield from (value for value in entries.values() if isinstance(value, Tensor))
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    return dict(map(_storage_of, tensors))
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int]:

@@ -68,12 +68,7 @@ def gradient_sums(
 
 
 def check_sums(plan: Plan, sums: GradientSums, *, virtual: bool = False, resumes: bool = False) -> None:
-    """Refuse names that do not exist, and plans, clocks and starts with which gradients are not summed so.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise SpecError for unknown names, and plans, clocks and starts that do not sum gradients so."""
     collectives, compress = sums.collectives, sums.compress
     if collectives is not None and all_reduce_selection(collectives) is None:
         collectives = None
@@ -114,12 +109,7 @@ def check_sums(plan: Plan, sums: GradientSums, *, virtual: bool = False, resumes
 
 
 def check_order(plan: Plan, sums: GradientSums, order: str | None) -> None:
-    """Refuse orders that do not exist, and plans and sums to which they do not apply.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise SpecError for orders that do not exist, and plans and sums to which they do not apply."""
     if order is None or bucket_urgency(order) is None:
         return
     selected = sums.collectives is not None and all_reduce_selection(sums.collectives) is not None
@@ -135,12 +125,7 @@ def check_order(plan: Plan, sums: GradientSums, order: str | None) -> None:
 
 
 def check_warm_up(sums: GradientSums, steps: int) -> None:
-    """Refuse steps before a compression that there is none of.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise SpecError for steps before a compression that there is none of."""
     if steps and sums.compress is None:
         rule = "It says for how many steps gradients are not compressed yet"
         fix = "Add --compress METHOD, or leave it out"

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ def launch(
     ranks, test_bed = local if local is not None else of_torchrun("WORLD_SIZE"), emulation or Emulation()
     _check_ranks(plan, ranks, "--local" if local is not None else "WORLD_SIZE")
     folder = Path(out).resolve()
-    options = _policy_options(policy, budgets, cluster=cluster, costs=costs, model=model, test_bed=test_bed)
+    named = {"cluster": cluster, "costs": costs, "model": model}
+    options = _policy_options(policy, budgets, named, test_bed)
     if options is not None:
         from foreshard.runtime.adaptive.controller_config import config_of
 
@@ -133,11 +134,10 @@ def launch(
         policy=options,
     )
     with _writing_in(folder):
-        agent = (
-            _local(plan, work, local, interface, port, test_bed)
-            if local is not None
-            else _under_torchrun(plan, work, interface, port, secret_file, test_bed)
-        )
+        if local is not None:
+            agent = _local(plan, work, local, port, test_bed)
+        else:
+            agent = _under_torchrun(plan, work, port, secret_file, test_bed)
     agent.max_starts = max_starts or (MAX_STARTS if max_starts_per_hour is None else sys.maxsize)
     agent.max_starts_per_hour = max_starts_per_hour
     watches = [watch for watch in (progress, test_bed.watch) if watch is not None]
@@ -189,15 +189,12 @@ def _check_resumed(folder: Path, plan: Plan, seed: int) -> None:
 
 
 def _policy_options(
-    policy: str,
-    budgets: Sequence[str],
-    *,
-    cluster: str | None,
-    costs: str | None,
-    model: str | None,
-    test_bed: Emulation,
+    policy: str, budgets: Sequence[str], named: Mapping[str, str | None], test_bed: Emulation
 ) -> dict[str, Any] | None:
-    """Return the options from which ranks build the policy, or None for a plan that stays."""
+    """Return the options from which ranks build the policy, or None for a plan that stays.
+
+    `named` are its cluster, costs and model, by name or file.
+    """
     if policy == "static":
         if budgets:
             raise SpecError(
@@ -208,7 +205,7 @@ def _policy_options(
                 fix="Add --policy lyapunov",
             )
         return None
-    if cluster is None and test_bed.cluster is None:
+    if named["cluster"] is None and test_bed.cluster is None:
         raise SpecError(
             f"--policy {policy} without a cluster",
             key="--policy",
@@ -216,15 +213,11 @@ def _policy_options(
             rule="A policy starts from the devices, links and prices of the ranks",
             fix="Add --cluster CLUSTER, or --lab LAB.toml",
         )
-    named = {"cluster": cluster, "costs": costs, "model": model}
-    return {"policy": policy, "budgets": list(budgets)} | {
-        key: _absolute(name) for key, name in named.items()
+    absolute = {  # of files; names of the catalog stay as they are
+        key: str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+        for key, name in named.items()
     }
-
-
-def _absolute(name: str | None) -> str | None:
-    """Return the absolute path of a file, and other names (of the catalog) as they are."""
-    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+    return {"policy": policy, "budgets": list(budgets), **absolute}
 
 
 def _of_ranks(name: str | None) -> str | None:
@@ -233,16 +226,9 @@ def _of_ranks(name: str | None) -> str | None:
     return str(Path(name).resolve()) if name is not None and is_file else name
 
 
-def _local(
-    plan: Plan,
-    work: RunSettings,
-    local: int,
-    interface: str | None,
-    port: int,
-    test_bed: Emulation,
-) -> Agent:
+def _local(plan: Plan, work: RunSettings, local: int, port: int, test_bed: Emulation) -> Agent:
     secret = make_secret(Path(work.out) / "secret")
-    address = test_bed.address or interface or "127.0.0.1"
+    address = test_bed.address or work.interface or "127.0.0.1"
     return Agent(
         out=Path(work.out),
         plan=plan,
@@ -259,12 +245,7 @@ def _local(
 
 
 def _under_torchrun(
-    plan: Plan,
-    work: RunSettings,
-    interface: str | None,
-    port: int,
-    secret_file: str | None,
-    test_bed: Emulation,
+    plan: Plan, work: RunSettings, port: int, secret_file: str | None, test_bed: Emulation
 ) -> Agent:
     """Return the agent of one rank of torchrun.
 
@@ -276,11 +257,11 @@ def _under_torchrun(
     several_hosts = size > of_torchrun("LOCAL_WORLD_SIZE", size)
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     secret = _torchrun_secret(Path(work.out) / "secret", secret_file, rank, several_hosts)
-    own = interface or _address_towards(master, several_hosts)
+    own = work.interface or _address_towards(master, several_hosts)
     running = running_rendezvous(Path(work.out), secret.read_bytes().strip()) if rank == 0 else None
     if running is None:
         _open(Path(work.out), work.resume, plan, size)
-    address = master if interface is None or rank else interface
+    address = master if work.interface is None or rank else work.interface
     return Agent(
         out=Path(work.out),
         plan=plan,
@@ -321,9 +302,9 @@ def of_torchrun(name: str, default: int | None = None) -> int:
 
 def _torchrun_secret(shared: Path, secret_file: str | None, rank: int, several_hosts: bool) -> Path:
     """Return the file with the run's secret: the given one, or one that rank 0 makes in the run's folder."""
-    in_environment = VARIABLE in os.environ
     if secret_file is not None:
         return checked_secret(Path(secret_file), "--secret-file")
+    in_environment = VARIABLE in os.environ
     if several_hosts and not in_environment:
         raise SpecError(
             "no shared secret",

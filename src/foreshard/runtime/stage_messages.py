@@ -18,12 +18,7 @@ _KEY = KEYS["broadcast"]
 
 
 def check_stage_messages(plan: Plan, name: str | None, *, virtual: bool = False) -> None:
-    """Refuse names that do not exist, and plans and clocks whose stages do not send so.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise SpecError for names that do not exist, and plans and clocks whose stages do not send so."""
     selection = None if name is None else schedule_selection("broadcast", name)
     if selection is None:
         return
@@ -43,13 +38,8 @@ class StageMessageSchedules:
     """The broadcasts of a run, which its first plan suits (`check_stage_messages`).
 
     Later plans follow losses and changes. Where the broadcast is then none for the ranks that share a
-    message, all messages go by the backend, which an event says.
-
-    Parameters
-    ----------
-    name : str, optional
-        As `schedule_selection` reads a broadcast.
-    on_event : OnEvent
+    message, all messages go by the backend, which an event says. Names are those that `schedule_selection`
+    reads as a broadcast.
     """
 
     def __init__(self, name: str | None, on_event: OnEvent):
@@ -59,12 +49,7 @@ class StageMessageSchedules:
     def connect(self, plan: Plan, *, on_devices: bool, says: bool) -> ScheduleFor | None:
         """Return the schedule of a message by its number of ranks; None for the backend's messages.
 
-        All ranks come to the same. `says` tells whether this one reports.
-
-        Raises
-        ------
-        SpecError
-            On accelerators over NCCL.
+        All ranks come to the same, on accelerators (NCCL) to a SpecError; `says` whether this one reports.
         """
         selection, made = self._selection, dict[int, Schedule]()
         if selection is None:

@@ -18,11 +18,10 @@ from foreshard.runtime.job.user_code import in_file
 from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.membership.world_group import WorldGroup
 from foreshard.runtime.stage_messages import StageMessageSchedules
-from foreshard.runtime.state.layout import RankLayout, shares_updates
+from foreshard.runtime.state.layout import RankLayout, ranks_of, shares_updates
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding, shard_peers
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.zero import ZeroExchange
-from foreshard.runtime.tensor.ranks import ranks_of
 from foreshard.runtime.trainer_context import TrainerContext
 from foreshard.spec.plan import Plan
 

@@ -33,7 +33,7 @@ from foreshard.runtime.run_settings import Options
 from foreshard.runtime.stage_messages import StageMessageSchedules
 from foreshard.runtime.stage_runtime import StageRuntime
 from foreshard.runtime.state.layout import RankLayout, layout_of
-from foreshard.runtime.state.migration import Moved, migrate, moves_of
+from foreshard.runtime.state.migration import migrate, moves_of
 from foreshard.runtime.state.optimizer_sharding import OptimizerSharding
 from foreshard.runtime.state.parameters import Parameters, parameters_of
 from foreshard.runtime.state.rank_state import RankState
@@ -77,21 +77,14 @@ class Trainer:
         self.parameters = parameters_of(job)
         self.state = self._new_state()
         self.update = Update(job, context.options, context.clock)
-        self.last_moved: Moved | None = None
         self._progress = TrainingProgress()
         self._checkpoints = Checkpoints(context)
         self._probe = Probe(job, self.rank, context.clock, context.device)
-        options = context.options
-        self._sums = BucketSums(
-            options.collectives,  # those of the plan where none is named, once it is known
-            options.compress,
-            context.on_event,
-            order=options.bucket_order,
-            warm_up=options.compress_after,
-        )
-        self._messages = StageMessageSchedules(options.stage_messages, context.on_event)
+        self._sums = BucketSums(context.options, context.on_event)
+        self._messages = StageMessageSchedules(context.options.stage_messages, context.on_event)
         self._feed: Feed | None = None
-        self._stopped = False
+        self.is_stopped = False
+        """Whether all ranks have agreed to end before the last step."""
         self._evaluated = (-1, -1)
         self._memory_bytes: dict[int, float | None] = {}
         self._generation: Generation | None = None
@@ -108,11 +101,6 @@ class Trainer:
     def plan(self) -> Plan:
         """The plan that is run."""
         return self._layout.plan
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether all ranks have agreed to end before the last step."""
-        return self._stopped
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -219,8 +207,8 @@ class Trainer:
     def _after_step(self, done: StepDone) -> None:
         if self._world.is_new_plan(done.vote.plan_number):
             self._adopt_plan(done.vote.plan_number)
-        self._stopped = done.vote.stops
-        leaves = done.vote.boundary and not self._stopped
+        self.is_stopped = done.vote.stops
+        leaves = done.vote.boundary and not self.is_stopped
         if done.vote.written or leaves:
             self._checkpoints.complete(self._world)
         if leaves:
@@ -232,7 +220,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Evaluate if it is due; again in a new generation, where ranks were cut off in it or are new."""
         every, now = self.context.options.eval_every, (self._world.number, self.step)
-        if not every or not self.step or self.step % every or self._stopped or self._evaluated == now:
+        if not every or not self.step or self.step % every or self.is_stopped or self._evaluated == now:
             return
         self._evaluated = now
         self.context.phase("evaluation")
@@ -267,16 +255,11 @@ class Trainer:
     def _adopt_plan(self, number: int) -> None:
         plan = self._world.take_plan(number)
         began_s = time.perf_counter()
-        self._arrange(plan, self._sharding(self._layout).shards_by_rank(self._world.ranks))
+        bytes_in = self._arrange(plan, self._sharding(self._layout).shards_by_rank(self._world.ranks))
         if self._world.leads:
             self.context.membership.plan_adopted(plan.to_dict())
-        self.context.on_event(
-            "adopted",
-            f"plan {number}",
-            step=self.step,
-            wall_s=time.perf_counter() - began_s,
-            bytes_in=self.last_moved.bytes_in if self.last_moved else 0,
-        )
+        wall_s = time.perf_counter() - began_s
+        self.context.on_event("adopted", f"plan {number}", step=self.step, wall_s=wall_s, bytes_in=bytes_in)
 
     def release(self) -> None:
         """Let go of all process groups: only then do peers that wait for this rank learn that it has left."""
@@ -299,7 +282,7 @@ class Trainer:
             plan=self.plan,
             step=self.step,
             scale=self.update.scale,
-            behind=options.save_async and not self._stopped and self.step != options.save_at,
+            behind=options.save_async and not self.is_stopped and self.step != options.save_at,
         )
 
     # -- membership -----------------------------------------------------------------------------------------
@@ -315,7 +298,7 @@ class Trainer:
         self.context.phase("rebuild")
         first, self._generation = self._generation is None, generation
         self._checkpoints.drop()
-        self._stopped = False  # a rank that is new has not heard of it: agree again
+        self.is_stopped = False  # a rank that is new has not heard of it: agree again
         world = self._world = WorldGroup(self.context.membership, generation)
         self._check(generation.plan)
         status = self._progress.status(self.state, self.context.memory_bytes, self.update.scale)
@@ -355,9 +338,8 @@ class Trainer:
 
     def _summed_by(self, plan: Plan) -> GradientSums:
         """Return how gradients are summed under a plan: as the run's options say, else as the plan does."""
-        options = self.context.options
-        flags = (options.collectives, options.compress, options.bucket_bytes)
-        return gradient_sums(plan, *flags, file="the plan")
+        run = self.context.options
+        return gradient_sums(plan, run.collectives, run.compress, run.bucket_bytes, file="the plan")
 
     def _roll_forward(self, recovery: Recovery) -> dict[int, Shards]:
         """Finish a step that others have committed, and return what every rank then holds."""
@@ -406,16 +388,16 @@ class Trainer:
 
     # -- a place in the plan --------------------------------------------------------------------------------
 
-    def _arrange(self, plan: Plan, held: Mapping[int, Shards]) -> None:
-        """Move the shards that have to move, and take this rank's place in a plan."""
+    def _arrange(self, plan: Plan, held: Mapping[int, Shards]) -> int:
+        """Take this rank's place in a plan, with the shards that have to move; return the bytes received."""
         self.context.phase("migration")
-        world, layout = self._world, layout_of(plan)
+        world, layout, bytes_in = self._world, layout_of(plan), 0
         sharding = self._sharding(layout)
         moves, _ = moves_of(held, sharding.shards_by_rank(world.ranks), self.parameters.weight)
         with self._timed("build", layout):
             self.state.build(layout)
         if world.group is not None:
-            self.last_moved = migrate(self.state, moves, world.group, world.ranks, self.context.clock)
+            bytes_in = migrate(self.state, moves, world.group, world.ranks, self.context.clock)
             world.barrier()
         with self._timed("arrange", layout):
             self._layout = layout
@@ -431,6 +413,7 @@ class Trainer:
             )
             self._sums.plan_connected()
             self._feed = self._stage.feed
+        return bytes_in
 
     @contextmanager
     def _timed(self, name: str, layout: RankLayout) -> Iterator[None]:
@@ -444,12 +427,7 @@ class Trainer:
 
 
 def check_adapters(plan: Plan, job: Job, parameters: Parameters) -> None:
-    """Raise for a plan with adapters where the job trains all weights, or says that it has other adapters.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise SpecError for a plan with adapters of which the job has none, or others than it says."""
     if plan.lora is None:
         return
     wanted = adapters_of(plan.lora, key="lora")
@@ -457,10 +435,8 @@ def check_adapters(plan: Plan, job: Job, parameters: Parameters) -> None:
     if said is not None and (said[0], set(said[1])) != (wanted[0], set(wanted[1])):
         what, fix = f"the job has adapters {job.lora}", "Plan for the adapters of the job"
     elif said is None:
-        what, fix = (
-            "the job states no adapters",
-            f'Add them to its model(), with lora = "{plan.lora}" beside it',
-        )
+        what = "the job states no adapters"
+        fix = f'Add them to its model(), with lora = "{plan.lora}" beside it'
     elif not parameters.has_frozen:
         what, fix = "the job trains all weights of its model", "Freeze those beside the adapters"
     else:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -92,11 +94,9 @@ class RankWorker:
                 fix="Define it, or leave out --eval-every; see docs/runtime_jobs.md",
             )
         # before there are threads and connections: they are forked
-        self.readers = (
-            Readers(self.job.dataset, work.readers, seed=work.seed, path=self.job.path)
-            if work.readers
-            else None
-        )
+        self.readers = None
+        if work.readers:
+            self.readers = Readers(self.job.dataset, work.readers, seed=work.seed, path=self.job.path)
         with self.progress.waiting():
             hardware.await_turn(self.out / "metrics.jsonl", work.steps)
         self._stragglers, self._stragglers_of = StragglerDetector(), -1
@@ -128,23 +128,21 @@ class RankWorker:
         from foreshard.runtime.adaptive.controller_config import config_of
         from foreshard.runtime.adaptive.steering import Steering
 
+        parameters = self.trainer.parameters
         config = config_of(
             work.policy,
             load_plan(str(self.out / "plan.json")),
             self.hardware.cluster,
             steps=work.steps,
             out=self.out,
-            parameter_bytes=self._parameter_bytes(),
+            parameter_bytes=[
+                (8.0 if work.double else 4.0) * sum(parameters.of([layer]).values())
+                for layer in range(self.job.num_layers)  # tied ones count in all their layers
+            ],
             # flags would win over what the plan says of sums
             steers_sums=not (self.clock.virtual or work.collectives or work.bucket_bytes or work.compress),
         )
         return Steering(config, self.trainer.propose, self.metrics.event)
-
-    def _parameter_bytes(self) -> list[float]:
-        """Return the bytes of each layer's trained parameters; tied ones count in all their layers."""
-        width = 8.0 if self.work.double else 4.0
-        parameters = self.trainer.parameters
-        return [width * sum(parameters.of([i]).values()) for i in range(self.job.num_layers)]
 
     def _make_ledger(self) -> Ledger:
         samples = Feed(
@@ -197,7 +195,8 @@ class RankWorker:
         """Train until the steps are done, by all ranks."""
         while True:
             self._train()
-            self._write_trace()
+            if self.trace is not None:
+                self._write_trace(self.trace)
             flush_all([self.ledger.file], _LAST_LINES_S)
             self.metrics.flush()
             if self.steering is not None:
@@ -255,9 +254,8 @@ class RankWorker:
         try:
             running = repaired(plan, self.membership.generation.ranks)
             if self.trainer.plan != running:  # not proposed yet, or the proposal went with its generation
-                self.trainer.propose(
-                    Command(kind="regroup", plan=running, reason="asked for by the operator")
-                )
+                command = Command(kind="regroup", plan=running, reason="asked for by the operator")
+                self.trainer.propose(command)
                 return
             self.membership.plan_adopted(plan.to_dict())
             kind, text = "adopted by request", "the plan that was asked for is adopted"
@@ -351,12 +349,10 @@ class RankWorker:
 
         warnings.showwarning = log  # type: ignore[assignment]
 
-    def _write_trace(self) -> None:
-        if self.trace is None:
-            return
-        self.trace.close(self.clock.now())
+    def _write_trace(self, trace: TraceRecorder) -> None:
+        trace.close(self.clock.now())
         try:
-            self.trace.write(self.out / "trace" / f"rank-{self.rank}.json.gz")
+            trace.write(self.out / "trace" / f"rank-{self.rank}.json.gz")
         except OSError as error:
             reason = error.strerror or str(error)
             self.metrics.event("trace given up", reason, step=self.trainer.step)
@@ -384,14 +380,11 @@ def phase_hook(rank: int) -> Callable[[str], None]:
     path = os.environ.get("FORESHARD_FAULT")
     if not path:
         return lambda name: None
-    fault = json.loads(Path(path).read_text()).get(str(rank))
-    seen = {"count": 0}
+    fault, times = json.loads(Path(path).read_text()).get(str(rank)), itertools.count(1)
 
     def hook(name: str) -> None:
-        if fault is not None and name == fault["phase"]:
-            seen["count"] += 1
-            if seen["count"] == fault["nth"]:
-                os.kill(os.getpid(), 9)
+        if fault is not None and name == fault["phase"] and next(times) == fault["nth"]:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
 

@@ -81,5 +81,4 @@ def _bounds(count: int, parts: int) -> list[tuple[int, int]]:
     >>> _bounds(5, 2)
     [(0, 2), (2, 5)]
     """
-    ends = [count * part // parts for part in range(parts + 1)]
-    return list(pairwise(ends))
+    return list(pairwise(count * part // parts for part in range(parts + 1)))

@@ -33,6 +33,7 @@ def test_bytes_by_hand():
 def test_bytes_are_those_that_ranks_send(name):
     """The collectives that a compressor calls carry what the cost model counts."""
     torch = pytest.importorskip("torch")
+    from foreshard.transport.compression.compressor import WarmUp
     from foreshard.transport.compression.registry import compressor_of
 
     class Counting:
@@ -55,7 +56,7 @@ def test_bytes_are_those_that_ranks_send(name):
 
     method, ranks = compression_method(name), Counting()
     shapes = ((64, 96), (64,), (3, 3))
-    compressor_of(method)(shapes).sum(torch.randn(64 * 96 + 64 + 9), ranks)
+    compressor_of(method)(shapes, WarmUp()).sum(torch.randn(64 * 96 + 64 + 9), ranks)
     wire = wire_bytes(method, shapes, 4)
     found = (ranks.summed, ranks.gathered, ranks.exchanged, ranks.steps)
     assert found == (wire.summed, wire.gathered, wire.exchanged, wire.steps)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,10 @@ LAB = Lab(
         Change(at_step=7, rank=1, there=False),
     ),
 )
+
+
+def hardware(rank, lab=LAB):
+    return lab_rank.LabHardware(lab, rank, "lab.toml")
 
 
 class Door:
@@ -60,32 +65,32 @@ def test_a_rank_waits_for_the_step_before_it_is_there(tmp_path, monkeypatch):
         told(tmp_path, 2 + len(slept))
 
     monkeypatch.setattr(lab_rank.time, "sleep", sleep)
-    lab_rank.await_turn(LAB, 2, path, 50)
+    hardware(2).await_turn(path, 50)
     assert lab_rank.steps_told(path) == 4, "step 4 runs, it is there from step 5 on"
-    lab_rank.await_turn(LAB, 0, path, 50)
+    hardware(0).await_turn(path, 50)
 
 
 def test_a_rank_that_never_comes_back_ends_with_the_run(tmp_path):
     with pytest.raises(SystemExit) as ended:
-        lab_rank.await_turn(LAB, 1, told(tmp_path, 20), 20)
+        hardware(1).await_turn(told(tmp_path, 20), 20)
     assert ended.value.code == 0
 
 
 def test_a_step_waits_for_who_is_due_at_the_next(monkeypatch):
     monkeypatch.setattr(lab_rank.time, "sleep", lambda seconds: None)
     door = Door(after=3)
-    assert lab_rank.come_and_go(LAB, 0, 4, door, waits=True) and door.asked == 4
-    for step, waits in ((3, True), (5, True), (4, False)):
+    assert hardware(0).before_step(4, door) and door.asked == 4
+    for step, clock in ((3, "table"), (5, "table"), (4, "wall")):
         door = Door(after=3)
-        assert lab_rank.come_and_go(LAB, 0, step, door, waits=waits) and door.asked == 0
+        assert hardware(0, replace(LAB, clock=clock)).before_step(step, door) and door.asked == 0
     monkeypatch.setattr(lab_rank, "PATIENCE_S", 0.0)
-    assert not lab_rank.come_and_go(LAB, 0, 4, Door(after=10**9), waits=True)
+    assert not hardware(0).before_step(4, Door(after=10**9))
 
 
 def test_a_rank_kills_itself_where_the_lab_says_so(monkeypatch):
     killed = []
     monkeypatch.setattr(lab_rank.os, "kill", lambda pid, how: killed.append((pid, how)))
-    lab_rank.come_and_go(LAB, 1, 6, Door(0), waits=True)
+    hardware(1).before_step(6, Door(0))
     assert killed == []
-    lab_rank.come_and_go(LAB, 1, 7, Door(0), waits=True)
+    hardware(1).before_step(7, Door(0))
     assert killed == [(os.getpid(), signal.SIGKILL)]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshard.errors import ForeshardError
-from foreshard.runtime.records.ledger import Ledger, audit, counting_lines, merge
+from foreshard.runtime.records.ledger import Ledger, audit, counting_lines, ledger_lines, merge
 
 BATCH, RANKS, STEPS = 6, 3, 5
 SPANS = (range(0, 1), range(1, 4), range(4, 6))
@@ -89,7 +89,7 @@ def test_a_lost_sample_is_found(fates: list, committers: list[int], victim: int)
     """Whichever it is: it is taken out of the line that counted it."""
     with folder() as paths:
         run(paths, fates, committers)
-        kept = {json.dumps(line) for line in counting_lines(paths)}
+        kept = {json.dumps(line) for line in counting_lines(ledger_lines(paths))}
 
         def without(lines: list[dict]) -> list[dict]:
             for line in lines:
@@ -112,7 +112,9 @@ def test_a_repeated_sample_is_found(fates: list, committers: list[int], victim: 
     with folder() as paths:
         run(paths, fates, committers)
         step = victim // BATCH
-        generation = next(line["generation"] for line in counting_lines(paths) if line["step"] == step)
+        generation = next(
+            line["generation"] for line in counting_lines(ledger_lines(paths)) if line["step"] == step
+        )
         Ledger(paths[rank], rank, index).trained(step, generation, [range(victim, victim + 1)])
         found = check(paths)
         assert (found.lost, found.repeated) == ((), (victim,))

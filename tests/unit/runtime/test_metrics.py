@@ -126,8 +126,12 @@ def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypat
         def flush(self):
             told.append("flush")
 
+        def close(self):
+            told.append("close")
+
+    opened = SimpleNamespace(SummaryWriter=lambda folder: made.append(folder) or Board())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", opened)
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
-    monkeypatch.setattr(trackers.TensorBoard, "_opened", lambda board, step: made.append(board) or Board())
     leads = Metrics(tmp_path, 0, trackers=["tensorboard"])
     Metrics(tmp_path, 1, trackers=["tensorboard"])
     assert made == []
@@ -135,6 +139,8 @@ def test_tensorboard_gets_the_numbers_of_the_rank_that_leads(tmp_path, monkeypat
     assert len(made) == 1
     assert ("loss_metrics/global_avg_loss", 2.5, 4) in told and told[-1] == "flush"
     assert not [item for item in told if item[0] in ("clock", "time", "step")]
+    leads.close()
+    assert told[-1] == "close"
 
 
 def test_weights_and_biases_gets_the_steps_of_the_leaders_before(tmp_path, monkeypatch):
@@ -147,6 +153,9 @@ def test_weights_and_biases_gets_the_steps_of_the_leaders_before(tmp_path, monke
 
         def log(self, values):
             logged.append((values["step"], values.get("loss"), values.get("eval/loss")))
+
+        def finish(self):
+            logged.append("finished")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: Run()))
     monkeypatch.setattr(trackers, "find_spec", lambda name: name)

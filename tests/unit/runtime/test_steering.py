@@ -135,14 +135,6 @@ def test_a_successor_knows_what_the_log_knows(config):
     assert second.policy.step == first.policy.step
 
 
-def test_a_step_cut_in_two_measures_nothing(config):
-    steering = Steering(config, lambda command: None)
-    steering.stepped(
-        SteppedRun(step=0, time_s=None, running=config.plan, ranks=range(4), stage_s={}, generation=1)
-    )
-    assert steering.policy.queues.steps == 0
-
-
 def test_steps_that_a_run_does_again_are_paid_again(config):
     steering = Steering(replace(config, budgets=("usd_per_h=3",)), lambda command: None)
     for step in (*range(6), *range(2, 8)):

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist
 
 from foreshard.comm.compression.methods import compression_method
-from foreshard.transport.compression.compressor import SumRanks
+from foreshard.transport.compression.compressor import SumRanks, WarmUp
 from foreshard.transport.compression.registry import compressor_of
 
 SHAPES = ((24, 18), (7,), (10, 3, 4), (3, 3))
@@ -36,7 +36,7 @@ def summed(method, gradients, steps=1):
 
     def run(rank):
         ranks = SumRanks(members[rank], rank, size)
-        made, found = compressor_of(compression_method(method))(SHAPES), []
+        made, found = compressor_of(compression_method(method))(SHAPES, WarmUp()), []
         for step in range(steps):
             flat = gradients[rank][step].clone()
             made.sum(flat, ranks)

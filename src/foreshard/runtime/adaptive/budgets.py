@@ -21,13 +21,8 @@ def budget_of(text: str) -> Budget:
     """Return a budget from ``usd_per_h=3.5``, ``energy_j_per_step=900`` or ``duty:2=0.5``."""
     name, _ = budget_words(text)
     if name not in NAMES and not name.startswith("duty:"):
-        raise SpecError(
-            f"unknown budget {name!r}",
-            key="--budget",
-            value=text,
-            rule=_RULE,
-            fix="Write it like usd_per_h=3.5",
-        )
+        what, fix = f"unknown budget {name!r}", "Write it like usd_per_h=3.5"
+        raise SpecError(what, key="--budget", value=text, rule=_RULE, fix=fix)
     table = budget_table(text)
     assert table.limit is not None
     return Budget(name=table.name, kind=table.kind, limit=table.limit, per=table.per, worker=table.rank)

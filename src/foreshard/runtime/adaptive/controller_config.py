@@ -23,7 +23,7 @@ from foreshard.runtime.adaptive.pass_times import StepTiming
 from foreshard.runtime.adaptive.stage_balancer import StageBalancer
 from foreshard.runtime.adaptive.starting_costs import StartingCosts, starting_costs
 from foreshard.spec.cluster import Cluster
-from foreshard.spec.online import Command, Event
+from foreshard.spec.online import Policy
 from foreshard.spec.plan import Group, Plan
 
 _LONGEST_PIPELINE = 4
@@ -32,7 +32,7 @@ _LEAST_PIECES = 64
 """Pieces that the batch is shared out in, if it has as many samples: shares are then 1.6 % apart."""
 
 
-class RunPolicy(Protocol):
+class RunPolicy(Policy, Protocol):
     """A policy as a run uses it."""
 
     chain: Chain
@@ -43,16 +43,10 @@ class RunPolicy(Protocol):
     @property
     def reconfigurations(self) -> int:
         """Changes of layers, groups or ranks so far."""
-        ...
 
     @property
     def estimates(self) -> Estimates | LastMeasured:
         """The cluster as the policy believes it is."""
-        ...
-
-    def on(self, event: Event) -> Sequence[Command]:
-        """Take a fact in; return what to do about it."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,11 +49,6 @@ class PassTimes:
         pass_s = np.array([np.diff(upto[name], axis=0) for name in names])
         return cls(sizes=sizes, pass_s=pass_s, speed=speed)
 
-    @classmethod
-    def proportional(cls, each_s: np.ndarray) -> PassTimes:
-        """Return passes of so many seconds a sample, shape (ranks, layers), at speed 1."""
-        return cls(sizes=(1,), pass_s=each_s[:, :, None], speed=np.ones(len(each_s)))
-
     def layer_s(self, size: int) -> np.ndarray:
         """Return seconds per sample of every layer on every rank."""
         return between_sizes(size, self.sizes, self.pass_s) / size
@@ -63,6 +58,10 @@ class PassTimes:
         whole, rest = divmod(share, size)
         whole_s = whole * self._seconds(rank, span, size) if whole else 0.0
         return (whole_s + (self._seconds(rank, span, rest) if rest else 0.0)) / share
+
+    def pass_seconds(self, rank: int, span: Span, samples: int, speed: np.ndarray) -> float:
+        """Return the seconds of a micro-batch through layers [first, stop), at speeds by rank."""
+        return samples * self.sample_s(rank, span, samples, samples) / float(speed[rank])
 
     def _seconds(self, rank: int, span: Span, samples: int) -> float:
         """Return the nominal seconds of a micro-batch through layers [first, stop)."""
@@ -84,10 +83,7 @@ class PassTimes:
 
         def step_s(size: int) -> float:
             def pass_s(samples: int) -> list[float]:
-                return [
-                    samples * self.sample_s(rank, span, samples, samples) / float(self.speed[rank])
-                    for rank, span in stages
-                ]
+                return [self.pass_seconds(rank, span, samples, self.speed) for rank, span in stages]
 
             whole, rest = divmod(share, size)
             first = pass_s(size)
@@ -121,9 +117,7 @@ class StepTiming:
         hops = hop_s(self._chain, state, stages, self._most).tolist()
         for stage, message_s in zip(structure.groups, hops, strict=True):
             passing = [
-                size
-                * self._passes.sample_s(rank, (stage.cuts[0], stage.cuts[1]), size, size)
-                / float(state.speed[rank])
+                self._passes.pass_seconds(rank, (stage.cuts[0], stage.cuts[1]), size, state.speed)
                 for rank, size in zip(stage.workers, taken, strict=False)
             ]
             periods.append(max(passing) + message_s)
@@ -143,9 +137,9 @@ class StepTiming:
         return float(pace.fill_s + whole * pace.period_s) + last
 
     def _periods(self, state: State, stages: Sequence[tuple[int, tuple[int, int]]], size: int) -> np.ndarray:
-        passes, found = self._passes, np.zeros(len(stages))
+        found = np.zeros(len(stages))
         for k, (rank, span) in enumerate(stages):
-            found[k] = size * passes.sample_s(rank, span, size, size) / float(state.speed[rank])
+            found[k] = self._passes.pass_seconds(rank, span, size, state.speed)
             if k:
                 before = stages[k - 1][0]
                 rate = float(state.bandwidth_bytes_per_s[before, rank])

@@ -39,16 +39,16 @@ class StageBalancer:
         self.step = max(self.step, event.step)
         before = self.plan
         if isinstance(event, RankLost | DeviceSeen):
-            self._there = (
-                self._there | {event.rank} if isinstance(event, DeviceSeen) else self._there - {event.rank}
-            )
+            there, one = self._there, {event.rank}
+            self._there = there | one if isinstance(event, DeviceSeen) else there - one
             try:
                 self.plan = repaired(self._first, self._there)
             except InfeasibleError as error:
                 return (Command(kind="keep", reason=str(error)),)
         if isinstance(event, StepMeasured):
             self.queues.record(max(event.time_s, 0.0), {})
-            self._see(event)
+            for rank, relative in event.relative_speed.items():
+                self.estimates.see_speed(rank, relative)
         groups = [
             replace(group, stages=tuple(self._stage(stage, group.micro_batch) for stage in group.stages))
             for group in self.plan.groups
@@ -62,10 +62,6 @@ class StageBalancer:
         kind = "regroup" if regrouped else "re-share"
         return (Command(kind=kind, plan=self.plan, reason="samples inside stages follow the speeds"),)
 
-    def _see(self, event: StepMeasured) -> None:
-        for rank, relative in event.relative_speed.items():
-            self.estimates.see_speed(rank, relative)
-
     def _nominal_s(self, rank: int, stage: Stage) -> float:
         return sum(
             float(self.chain.before_s[rank, hi] - self.chain.before_s[rank, lo]) for lo, hi in stage.layers
@@ -77,15 +73,11 @@ class StageBalancer:
             return stage
         speed = self.estimates.state().speed
         rate = np.array([self._nominal_s(rank, stage) / float(speed[rank]) for rank in stage.ranks])
-        few = micro_batch < len(rate)
-        # Without a sample nobody is measured.
-        best = (
-            whole_shares(np.zeros(len(rate)), rate, micro_batch, 1).shares
-            if few
-            else fastest_split(rate, micro_batch)
-        )
-        shares = counted(best)
+        if micro_batch < len(rate):
+            best = whole_shares(np.zeros(len(rate)), rate, micro_batch, 1).shares
+        else:  # without a sample nobody is measured
+            best = fastest_split(rate, micro_batch)
         now = np.array(stage.rank_shares or (micro_batch / len(rate),) * len(rate), float)
         if (rate * best).max() >= (1.0 - _DEAD_ZONE) * (rate * now).max():
             return stage
-        return replace(stage, rank_shares=shares)
+        return replace(stage, rank_shares=counted(best))

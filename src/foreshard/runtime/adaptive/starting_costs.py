@@ -50,10 +50,6 @@ class StartingCosts:
         """Return the layers for micro-batches of a size."""
         return replace(self.sizes, layer_s=self.passes.layer_s(size))
 
-    def relative(self, rank: int, span: tuple[int, int], share: int, size: int, seconds: float) -> float:
-        """Return nominal over measured seconds per sample of a rank's passes."""
-        return self.passes.sample_s(rank, span, share, size) / seconds
-
     def learned(self, measured: Mapping[int, float]) -> StartingCosts:
         """Return the costs with unmeasured ranks at the speeds of the first steps, of the ranks that worked.
 
@@ -104,7 +100,7 @@ def starting_costs(
         _check_layers(layers, predicted.num_layers, model.name if model else "")
     sizes = predicted or _unknown_sizes(layers, cluster, parameter_bytes or (0.0,) * layers)
     return StartingCosts(
-        passes=PassTimes.proportional(sizes.layer_s),
+        passes=PassTimes(sizes=(1,), pass_s=sizes.layer_s[:, :, None], speed=np.ones(len(sizes.layer_s))),
         sizes=sizes,
         cluster=state,
         unmeasured=frozenset(ranks),

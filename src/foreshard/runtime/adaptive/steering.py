@@ -36,14 +36,14 @@ _KEPT_BYTES = 16 << 20
 class SteppedRun:
     """A step as the ranks measured it.
 
-    A step that a change of ranks cut in two has no time: it measures nothing. `ranks` are all that are there.
+    `ranks` are all that are there.
     `stage_s` are seconds per sample by rank, `idle_s` those of the first layers on ranks without samples;
     `link_s` is the mean message (bytes, seconds) of links that were timed. `clock_s` is when the step ended:
     the change before it is paid for too.
     """
 
     step: int
-    time_s: float | None
+    time_s: float
     running: Plan
     ranks: Sequence[int]
     stage_s: Mapping[int, float]
@@ -133,16 +133,15 @@ class Steering:
         wanted = self._config.as_run(policy.plan, self._known)
         untouched = policy.step < 0 or _same(done.running, self._config.plan)
         if not untouched and not _same(done.running, wanted) and self._proposed != (done.generation, wanted):
-            self._order(
-                Command(kind="regroup", plan=policy.plan, reason="ranks have changed"), done.generation
-            )
+            command = Command(kind="regroup", plan=policy.plan, reason="ranks have changed")
+            self._order(command, done.generation)
 
     def _learn(self, done: SteppedRun) -> bool:
         """Keep one of the first steps; return whether enough is known to begin.
 
         The first of all steps warms up: it finds memory that nobody has touched and code not yet compiled.
         """
-        measured = [self._relative(step) for step in self._learning if step.time_s is not None][1:]
+        measured = [self._relative(step) for step in self._learning][1:]
         if len(measured) < LEARNED_STEPS:
             self._learning.append(done)
             return False
@@ -165,24 +164,16 @@ class Steering:
         events += [DeviceSeen(step=step, rank=rank) for rank in sorted(set(done.ranks) - self._there)]
         self._there = frozenset(done.ranks)
         events += self._idle(step, done)
-        if done.time_s is not None:
-            time_s = self._elapsed(done.time_s, done.clock_s)
-            work_s = {
-                rank: done.stage_s.get(rank, 0.0) * own for rank, own in own_samples(done.running).items()
-            }
-            costs = {
-                budget.name: spent(budget, self._known.cluster, done.running, time_s, work_s)
-                for budget in policy.queues.budgets
-            }
-            events.append(
-                StepMeasured(
-                    step=step,
-                    time_s=time_s,
-                    relative_speed=self._relative(done),
-                    link_s=done.link_s,
-                    costs=costs,
-                )
-            )
+        time_s = self._elapsed(done.time_s, done.clock_s)
+        work_s = {rank: done.stage_s.get(rank, 0.0) * own for rank, own in own_samples(done.running).items()}
+        costs = {
+            budget.name: spent(budget, self._known.cluster, done.running, time_s, work_s)
+            for budget in policy.queues.budgets
+        }
+        speeds = self._relative(done)
+        events.append(
+            StepMeasured(step=step, time_s=time_s, relative_speed=speeds, link_s=done.link_s, costs=costs)
+        )
         return [command for event in events for command in logged(policy.on, event, self._log)]
 
     def _elapsed(self, time_s: float, clock_s: float | None) -> float:
@@ -199,7 +190,7 @@ class Steering:
         events: list[Event] = []
         size, speeds = done.running.groups[0].micro_batch, self.policy.estimates.state().speed
         for rank, seconds in sorted(done.idle_s.items()):
-            relative = self._known.relative(rank, (0, PROBED_LAYERS), size, size, seconds)
+            relative = self._known.passes.sample_s(rank, (0, PROBED_LAYERS), size, size) / seconds
             if not self._known.knows_layers:
                 relative = self._probed.setdefault(rank, seconds * float(speeds[rank])) / seconds
             if abs(relative / float(speeds[rank]) - 1.0) > _SAME_SPEED:
@@ -216,9 +207,8 @@ class Steering:
                 for rank, size in zip(stage.ranks, counts_of(stage, group.micro_batch), strict=True):
                     if done.stage_s.get(rank, 0.0) > 0.0 and size:
                         share = group.share if len(stage.ranks) == 1 else size
-                        found[rank] = self._known.relative(
-                            rank, stage.layers[0], share, size, done.stage_s[rank]
-                        )
+                        nominal_s = self._known.passes.sample_s(rank, stage.layers[0], share, size)
+                        found[rank] = nominal_s / done.stage_s[rank]
         return found
 
     def _order(self, command: Command, generation: int) -> None:

@@ -90,18 +90,20 @@ class Attempt:
         self._faults = [_fault_of(_clear, self._part) if lead else None]
         _sums(group, 0.0)
 
-    def write(self, before: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's tensors, after `before`, whose OSError fails the checkpoint."""
-        self._faults.append(_fault_of(before) or self._fault_of_write())
+    def write(self, before: Callable[[], None] = lambda: None, *, behind: bool = False) -> None:
+        """Write this rank's tensors, after `before`, whose OSError fails the checkpoint.
 
-    def write_behind(self, before: Callable[[], None] = lambda: None) -> None:
-        """Copy this rank's tensors to host memory, and write the copies while training goes on."""
+        `behind` copies them to host memory first, and writes the copies while training goes on.
+        """
         fault = _fault_of(before)
-        self._tensors = {name: t.detach().to("cpu", copy=True) for name, t in self._tensors.items()}
 
         def write() -> None:
-            self._faults.append(fault or self._fault_of_write())
+            self._faults.append(fault or _fault_of(_write_part, self._part, self._name, self._tensors))
 
+        if not behind:
+            write()
+            return
+        self._tensors = {name: t.detach().to("cpu", copy=True) for name, t in self._tensors.items()}
         self._thread = threading.Thread(target=write, daemon=True, name="checkpoint")
         self._thread.start()
 
@@ -137,9 +139,6 @@ class Attempt:
         shortage = _shortage(self._folder, int(all_bytes or self._num_bytes))
         text = f"step {self.step} is not saved: {reason}{shortage}"
         raise CheckpointFault(text, int(all_bytes or self._num_bytes))
-
-    def _fault_of_write(self) -> str | None:
-        return _fault_of(_write_part, self._part, self._name, self._tensors)
 
 
 def _clear(part: Path) -> None:

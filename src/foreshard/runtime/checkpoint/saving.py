@@ -72,13 +72,10 @@ class Checkpoints:
             steps = [] if self._folder is None else [s for s in steps_in(self._folder) if s not in self._bad]
             step = round(world.of_leader(steps[0] if steps else -1.0))
             if step < 0 and damaged:
-                raise SpecError(
-                    f"every checkpoint is damaged: {damaged}",
-                    file=str(self._folder),
-                    key="checkpoint",
-                    rule="A run continues from a checkpoint whose files are as they were written",
-                    fix="Put back a copy, or remove the folder to begin again",
-                )
+                what = f"every checkpoint is damaged: {damaged}"
+                rule = "A run continues from a checkpoint whose files are as they were written"
+                fix = "Put back a copy, or remove the folder to begin again"
+                raise SpecError(what, file=str(self._folder), key="checkpoint", rule=rule, fix=fix)
             if step < 0 or self._folder is None:
                 return None
             place = world.ranks.index(world.rank)
@@ -109,9 +106,7 @@ class Checkpoints:
         context.phase("checkpoint")
         self.complete(world)
         state.keep_optimizer_state()
-        tensors = {
-            tensor_name(*key): tensor for shard in sorted(mine) for key, tensor in state.tensors_of(shard)
-        }
+        pairs = [pair for shard in sorted(mine) for pair in state.tensors_of(shard)]
         cuts = {f"{layer}.{name}": cut.to_dict() for (layer, name), cut in state.parameters.cuts.items()}
         meta = {
             "plan": plan.to_dict(),
@@ -129,16 +124,15 @@ class Checkpoints:
         self._attempt = Attempt(
             self._folder,
             step=step,
-            tensors=tensors,
+            tensors={tensor_name(*key): tensor for key, tensor in pairs},
             meta=meta,
             rank=world.rank,
             group=world.group,
             lead=world.leads,
         )
         self._is_open = True
-        (self._attempt.write_behind if behind else self._attempt.write)(
-            context.ledger.flush if context.ledger is not None else lambda: None
-        )
+        before = context.ledger.flush if context.ledger is not None else lambda: None
+        self._attempt.write(before, behind=behind)
         if not behind:
             self.complete(world)
 

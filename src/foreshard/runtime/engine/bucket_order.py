@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Condition
-from typing import Any
 
 import torch
 
 from foreshard.runtime.engine.bucket_urgency import Urgency
+from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.state.buckets import Bucket
 
 _TAG = (1 << 30) - 1  # of no send of a schedule
@@ -24,18 +24,15 @@ class AgreedOrder:
 
     Parameters
     ----------
-    group : process group
-        With `send` and `recv`, used by the thread that sums alone.
-    place : int
-        Of this rank in the group.
-    size : int
+    group : PeerGroup
+        Of the owners, used by the thread that sums alone.
     buckets : sequence of Bucket
         Of the owners, in the order in which a backward completes them.
     urgency : Urgency
     """
 
-    def __init__(self, group: Any, place: int, size: int, buckets: Sequence[Bucket], urgency: Urgency):
-        self._group, self._place, self._size = group, place, size
+    def __init__(self, group: PeerGroup, buckets: Sequence[Bucket], urgency: Urgency):
+        self._group = group
         self._number = {id(bucket): number for number, bucket in enumerate(buckets)}
         self._urgency = [urgency(bucket) for bucket in buckets]
         self._buckets = list(buckets)
@@ -64,7 +61,7 @@ class AgreedOrder:
         PeerLost
             When the first owner is gone, or the sums are broken off.
         """
-        if self._place:
+        if self._group.place:
             told = torch.empty(1, dtype=torch.int64)
             self._group.recv([told], 0, _TAG).wait()
             number = int(told)
@@ -74,7 +71,7 @@ class AgreedOrder:
                 self._check_open()
                 number = heapq.heappop(self._waiting)[1]
             told = torch.tensor([number])
-            for work in [self._group.send([told], other, _TAG) for other in range(1, self._size)]:
+            for work in [self._group.send([told], other, _TAG) for other in range(1, len(self._group.ranks))]:
                 work.wait()
         with self._changed:
             self._changed.wait_for(lambda: number in self._ready or self._failure is not None)

@@ -15,6 +15,7 @@ from foreshard.runtime.engine.bucket_urgency import bucket_urgency
 from foreshard.runtime.membership.peer_group import PeerGroup
 from foreshard.runtime.membership.wire import PeerLost
 from foreshard.runtime.records.durable_jsonl import OnEvent
+from foreshard.runtime.run_settings import Options
 from foreshard.runtime.state.buckets import Bucket
 from foreshard.transport.all_reduce import AllReduce, ScheduledAllReduce
 from foreshard.transport.compression.compressor import Compressor, SumRanks, WarmUp
@@ -115,41 +116,22 @@ class BucketSums:
     owners are then too few or too many for it, the backend sums; what compression has left out until then is
     dropped. Both are said as events.
 
-    Parameters
-    ----------
-    collectives : str, optional
-        As `schedule_selection` reads an all-reduce.
-    compress : str, optional
-        As in `compression_method`.
-    on_event : OnEvent
-    order : str, optional
-        As in `bucket_urgency`.
-    warm_up : int
-        Steps at the start that are not compressed.
-
-    Attributes
-    ----------
-    warm_up : WarmUp
-        Whose step the trainer sets.
+    The trainer sets the step of `warm_up`.
     """
 
-    def __init__(
-        self,
-        collectives: str | None,
-        compress: str | None,
-        on_event: OnEvent,
-        order: str | None = None,
-        warm_up: int = 0,
-    ):
-        self.warm_up = WarmUp(warm_up)
-        self._urgency = None if order is None else bucket_urgency(order)
-        self._selection = None if collectives is None else all_reduce_selection(collectives)
-        self._make = None if compress is None else compressor_of(compression_method(compress))
+    def __init__(self, options: Options, on_event: OnEvent):
+        self.warm_up = WarmUp(options.compress_after)
+        self._urgency = None if options.bucket_order is None else bucket_urgency(options.bucket_order)
+        self._selection: ScheduleSelection | None = None
+        self._make = None if options.compress is None else compressor_of(compression_method(options.compress))
         self._on_event = on_event
         self._is_first_plan = True
 
     def select(self, collectives: str | None) -> None:
-        """Sum the plan that is connected next by this algorithm; None for the backend's all-reduce."""
+        """Sum the plan that is connected next by this algorithm; None for the backend's all-reduce.
+
+        `collectives` is as `schedule_selection` reads an all-reduce.
+        """
         self._selection = None if collectives is None else all_reduce_selection(collectives)
 
     def plan_connected(self) -> None:
@@ -165,21 +147,16 @@ class BucketSums:
         if schedule is None and self._make is None:
             return BackendSum(group)
         peers = group.in_background()
+        order = None if self._urgency is None else AgreedOrder(peers, buckets, self._urgency)
         all_reduce = None if schedule is None else ScheduledAllReduce(schedule, group.place, peers)
         if self._make is None:
             assert all_reduce is not None
-            return BackgroundSum(group, _whole(all_reduce), self._agreed(peers, buckets))
+            return BackgroundSum(group, _whole(all_reduce), order)
         if not self._is_first_plan and group.place == 0:
             text = f"ranks {list(group.ranks)} compress anew: what was left out of their gradients is dropped"
             self._on_event("compression", text)
         ranks = SumRanks(peers, group.place, len(group.ranks), all_reduce)
-        sums = _compressed(self._make, ranks, self.warm_up)
-        return BackgroundSum(group, sums, self._agreed(peers, buckets))
-
-    def _agreed(self, peers: PeerGroup, buckets: Sequence[Bucket]) -> AgreedOrder | None:
-        if self._urgency is None:
-            return None
-        return AgreedOrder(peers, peers.place, len(peers.ranks), buckets, self._urgency)
+        return BackgroundSum(group, _compressed(self._make, ranks, self.warm_up), order)
 
     def _schedule(self, group: PeerGroup, selection: ScheduleSelection) -> Schedule | None:
         """Return the schedule of the owners; None where there is none, after the first plan."""

@@ -34,10 +34,6 @@ def bucket_urgency(text: str) -> Urgency | None:
     ----------
     text : str
         ``backward``, ``forward`` (what the next forward needs first), or the path of a `LayerOrderFile`.
-
-    Raises
-    ------
-    SpecError
     """
     if text == BACKWARD:
         return None

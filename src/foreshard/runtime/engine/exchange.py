@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch import Tensor
 
 from foreshard.errors import SpecError
 from foreshard.runtime.engine.clock import Clock
-from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
-from foreshard.runtime.tensor.ranks import peers_of, ranks_of
-from foreshard.spec.plan import Group, Stage
+from foreshard.runtime.state.layout import RankLayout, Seat, micro_batches, ranks_of, samples_of, sends_parts
+from foreshard.spec.plan import Group
 from foreshard.transport.stage_message import ScheduleFor, StageMessages
 
 _DTYPES = (
@@ -55,6 +55,15 @@ class Peers:
     ranks: tuple[int, ...]
     beside: tuple[int, ...]
     span: Span
+
+    def targets_of(self, rank: int) -> list[int]:
+        """Return the peers that a rank sends to: every one of them gets the tensors once."""
+        first, count = self.beside.index(rank), len(self.beside)
+        return list(self.ranks[first::count])
+
+    def source_of(self, rank: int) -> int:
+        """Return the peer that a rank receives from."""
+        return self.ranks[self.beside.index(rank) % len(self.ranks)]
 
 
 class Exchange:
@@ -98,8 +107,7 @@ class Exchange:
         """
         for some, lo, hi in _overlaps(mine, peers):
             rows = [t.detach()[lo - mine[0] : hi - mine[0]].contiguous() for t in tensors]
-            index = some.beside.index(self._rank)
-            targets = peers_of(some.ranks, index, len(some.beside), sends=True)
+            targets = some.targets_of(self._rank)
             for target in targets:
                 self._send_shapes(rows, target, hi - lo, route, tag)
             for number, row in enumerate(rows):
@@ -182,7 +190,7 @@ class Exchange:
     def _receive_part(
         self, some: Peers, count: int, route: int, tag: int, device: torch.device
     ) -> list[Tensor]:
-        (source,) = peers_of(some.ranks, some.beside.index(self._rank), len(some.beside), sends=False)
+        source = some.source_of(self._rank)
         key = (source, count, route)
         if not self._fixed or key not in self._known_shapes:
             header = torch.empty(_HEADER, dtype=torch.int64)
@@ -284,6 +292,20 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(rows))
 
 
+def peers_at(group: Group, seat: Seat, virtual: int, count: int) -> list[Peers]:
+    """Return the ranks of a virtual stage with which a seat exchanges a micro-batch of so many samples."""
+    own, other = group.stages[seat.stage], group.stages[virtual % len(group.stages)]
+    beside = ranks_of(own.ranks, seat.inner, own.tp)
+    found = []
+    for inner, span in enumerate(samples_of(other, count)):
+        ranks = ranks_of(other.ranks, inner, other.tp)
+        if sends_parts(group, own, other):  # each has a part of its own, which its counterpart needs
+            found.append(Peers(ranks=ranks[seat.tensor :][:1], beside=beside[seat.tensor :][:1], span=span))
+        else:
+            found.append(Peers(ranks=ranks, beside=beside, span=span))
+    return found
+
+
 def channels_of(layout: RankLayout) -> list[Channel]:
     """Return the channels of all ranks, in the one order in which ranks open them.
 
@@ -291,41 +313,13 @@ def channels_of(layout: RankLayout) -> list[Channel]:
     in a circle.
     """
     found: set[Channel] = set()
-    for group in layout.plan.groups:
-        for source, target in _forward_pairs(group):
-            found |= {(source, target, False), (target, source, True)}
+    for rank, seat in layout.seats.items():
+        group, stage = layout.group_of(rank), layout.stage_of(rank)
+        step, stop = len(group.stages), len(group.stages) * group.num_chunks
+        sizes = {hi - lo for lo, hi in micro_batches(group)}
+        for virtual, way, size in product(range(seat.stage, stop, step), (-1, 1), sizes):
+            if 0 <= virtual + way < stop:
+                peers = peers_at(group, seat, virtual + way, size)
+                for some, _, _ in _overlaps(samples_of(stage, size)[seat.inner], peers):
+                    found.update((rank, target, way < 0) for target in some.targets_of(rank))
     return sorted(found)
-
-
-def _forward_pairs(group: Group) -> Iterator[tuple[int, int]]:
-    """Yield the ranks of neighbouring virtual stages that hold the same samples of some micro-batch."""
-    count = len(group.stages)
-    for virtual in range(count * group.num_chunks - 1):
-        ends = group.stages[virtual % count], group.stages[(virtual + 1) % count]
-        for lo, hi in set(micro_batches(group)):
-            for source, target in _shared_samples(*ends, hi - lo):
-                yield from _tensor_pairs(group, *ends, source, target)
-
-
-def _shared_samples(before: Stage, after: Stage, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the data-parallel parts of two stages that have samples in common."""
-    for source, (lo, hi) in enumerate(samples_of(before, count)):
-        for target, (first, last) in enumerate(samples_of(after, count)):
-            if max(lo, first) < min(hi, last):
-                yield source, target
-
-
-def _tensor_pairs(
-    group: Group, before: Stage, after: Stage, source: int, target: int
-) -> Iterator[tuple[int, int]]:
-    parts = group.sp and before.tp == after.tp > 1
-    senders, receivers = (
-        ranks_of(before.ranks, source, before.tp),
-        ranks_of(after.ranks, target, after.tp),
-    )
-    for index, sender in enumerate(senders):
-        for receiver in peers_of(receivers, index, before.tp, sends=True, parts=parts):
-            yield sender, receiver
-    for index, receiver in enumerate(receivers):  # gradients go back the same way between other ranks
-        for sender in peers_of(senders, index, after.tp, sends=True, parts=parts):
-            yield sender, receiver

@@ -18,18 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 from foreshard.graph.pipeline_schedules import Op, stage_order
 from foreshard.profile.batches import as_tuple, computing_in, handed, loss_input, moved
-from foreshard.runtime.engine.exchange import Exchange, Peers, Span, check_sendable
+from foreshard.runtime.engine.exchange import Exchange, Peers, Span, check_sendable, peers_at
 from foreshard.runtime.engine.gradient_sync import GradientSync
 from foreshard.runtime.engine.randomness import Windows, sample_randomness
 from foreshard.runtime.engine.split_backward import DelayedWeightGradient, input_half, weight_half
 from foreshard.runtime.job.data import Feed
 from foreshard.runtime.job.user_code import user_code
-from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of
+from foreshard.runtime.state.layout import RankLayout, micro_batches, samples_of, sends_parts
 from foreshard.runtime.state.rank_state import RankState
 from foreshard.runtime.state.zero import ZeroExchange
-from foreshard.runtime.tensor.ranks import ranks_of
 from foreshard.runtime.trainer_context import TrainerContext
-from foreshard.spec.plan import Stage
 
 
 @dataclass(slots=True)
@@ -356,29 +354,15 @@ class Executor:
         return (target * len(self.batches) + batch) * 2 + (source > target)
 
     def _peers(self, virtual: int, batch: int) -> list[Peers]:
-        stage = self._stage(virtual)
         lo, hi = self.batches[batch]
-        found = []
-        for inner, span in enumerate(samples_of(stage, hi - lo)):
-            ranks = ranks_of(stage.ranks, inner, stage.tp)
-            beside = ranks_of(self.stage.ranks, self.seat.inner, self.stage.tp)
-            if self._sends_parts(virtual):  # each has a part of its own, which its counterpart needs
-                ranks, beside = (ranks[self.seat.tensor],), (self.rank,)
-            found.append(Peers(ranks=ranks, beside=beside, span=span))
-        return found
+        return peers_at(self.group, self.seat, virtual, hi - lo)
 
     def _cuts_sequence_at(self, chunk: int, side: int, *, whole: bool) -> bool:
         """Return whether the sequence is whole in messages on a side of a chunk, but cut inside the chunk."""
         beside = self._virtual(chunk) + side
         is_inside = self.tensor.sequence and 0 <= beside < self.num_virtual
-        return is_inside and (whole or not self._sends_parts(beside))
-
-    def _sends_parts(self, virtual: int) -> bool:
-        """Return whether messages to and from a virtual stage are parts of the sequence."""
-        return self.tensor.sequence and self._stage(virtual).tp == self.stage.tp
-
-    def _stage(self, virtual: int) -> Stage:
-        return self.group.stages[virtual % len(self.group.stages)]
+        other = self.group.stages[beside % len(self.group.stages)]
+        return is_inside and (whole or not sends_parts(self.group, self.stage, other))
 
     def _virtual(self, chunk: int) -> int:
         return chunk * len(self.group.stages) + self.seat.stage

@@ -23,6 +23,7 @@ from foreshard.runtime.job.readers import Readers
 from foreshard.runtime.job.seeding import generators_kept, seed_generators
 from foreshard.runtime.job.user_code import user_code
 
+_NOT_EMPTY = "A dataset has at least one sample"
 _KEPT_STEPS = 4
 """Steps of an iterable's samples that are kept: a step may be trained again, in other micro-batches."""
 
@@ -56,8 +57,9 @@ def shuffled(index: int, size: int, seed: int) -> int:
 class Feed:
     """Batches of a dataset by position; the dataset is not empty, and can be read more than once.
 
-    The p-th sample of an iterable is the p-th that it yields; every epoch restarts it. So many batches are
-    read ahead in another thread (`prefetch`, 0 for none); samples are read by `readers` if there are any.
+    `size` is its number of samples, None for an iterable, whose p-th sample is the p-th that it yields; every
+    epoch restarts it. So many batches are read ahead in another thread (`prefetch`, 0 for none); samples are
+    read by `readers` if there are any.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class Feed:
         path: str | None = None,
         readers: Readers | None = None,
     ):
-        self.readers = readers
-        self.dataset, self.collate, self.global_batch, self.seed = dataset, collate, global_batch, seed
+        self.dataset, self.collate, self.readers = dataset, collate, readers
+        self.global_batch, self.seed = global_batch, seed
         self._path, self._depth = path, prefetch
-        self._size = size_of(dataset, path)
+        self.size = size_of(dataset, path)
         self._stream: Iterator[Any] | None = None
         self._next = 0
         self._kept: OrderedDict[int, Any] = OrderedDict()
@@ -83,17 +85,12 @@ class Feed:
         self._coming: deque[range] = deque()
         self._lock = threading.Lock()
 
-    @property
-    def size(self) -> int | None:
-        """Number of samples of the dataset; None for an iterable."""
-        return self._size
-
     def index(self, position: int) -> int:
         """Return which sample of the dataset is at a position; for an iterable the position itself."""
-        if self._size is None:
+        if self.size is None:
             return position
-        epoch, place = divmod(position, self._size)
-        return shuffled(place, self._size, key_of(self.seed) ^ epoch)
+        epoch, place = divmod(position, self.size)
+        return shuffled(place, self.size, key_of(self.seed) ^ epoch)
 
     def batch(self, positions: range) -> Any:
         """Return the samples at the positions, collated."""
@@ -152,7 +149,7 @@ class Feed:
                 return self.collate(samples)
 
     def _sample(self, position: int) -> Any:
-        if self._size is None:
+        if self.size is None:
             return self._streamed(position)
         seed_generators(self.seed, position, 0)
         return self.dataset[self.index(position)]
@@ -179,12 +176,8 @@ class Feed:
                 count += 1
                 yield sample
             if not count:
-                raise SpecError(
-                    "the dataset yields nothing",
-                    file=self._path,
-                    key="dataset",
-                    rule="A dataset has at least one sample",
-                    fix="Let its __iter__ restart every time",
+                raise _refused(
+                    "yields nothing", _NOT_EMPTY, "Let its __iter__ restart every time", self._path
                 )
 
 
@@ -195,20 +188,14 @@ def size_of(dataset: Any, path: str | None) -> int | None:
         with user_code("dataset", path):
             size = len(dataset)
         if size == 0:
-            raise SpecError(
-                "the dataset is empty",
-                file=path,
-                key="dataset",
-                rule="A dataset has at least one sample",
-                fix="See what dataset() reads",
-            )
+            raise _refused("is empty", _NOT_EMPTY, "See what dataset() reads", path)
         return size
     if isinstance(dataset, Iterator):
-        raise SpecError(
-            f"the dataset is a {type(dataset).__name__}, which can be read once",
-            file=path,
-            key="dataset",
-            rule="A dataset gives the same samples every time it is read",
-            fix="Return an object whose __iter__ restarts",
-        )
+        what = f"is a {type(dataset).__name__}, which can be read once"
+        rule = "A dataset gives the same samples every time it is read"
+        raise _refused(what, rule, "Return an object whose __iter__ restarts", path)
     return None
+
+
+def _refused(what: str, rule: str, fix: str, path: str | None) -> SpecError:
+    return SpecError(f"the dataset {what}", file=path, key="dataset", rule=rule, fix=fix)

@@ -34,12 +34,8 @@ def split(model: nn.Module) -> list[nn.Module]:
     _check_config(getattr(model, "config", None))
     parts = parts_of(model)
     number = len(getattr(parts.inner(model), parts.blocks))
-    layers: list[nn.Module] = [
-        EmbeddingLayer(model, parts),
-        *[BlockLayer(model, parts, at) for at in range(number)],
-        HeadLayer(model, parts),
-    ]
-    return layers
+    blocks = [BlockLayer(model, parts, at) for at in range(number)]
+    return [EmbeddingLayer(model, parts), *blocks, HeadLayer(model, parts)]
 
 
 class _ModelLayer(SequenceLayer):
@@ -98,7 +94,10 @@ class EmbeddingLayer(_ModelLayer):
         self.__dict__["_places"] = places[0] if len(places) == 1 else None
         plain = type(self.words) is nn.Embedding
         self.tensor_plan = TensorPlan(roles={"words": "words"} if plain else {}, draws_by_head=True)
-        self.by_token = self._is_by_token()
+        ids = tokens(self.words, (1, 2 * _PART))
+        self.by_token = _is_by_token(
+            self, lambda lo, hi: self._on_part(ids[:, lo:hi], lo, hi), lambda: self._through(ids=ids)
+        )
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
         """Return the vectors, and the mask if there is one."""
@@ -126,25 +125,14 @@ class EmbeddingLayer(_ModelLayer):
         hidden = self.words(ids)
         if self.__dict__["_places"] is not None:
             hidden = hidden + self.places(torch.arange(lo, hi, device=ids.device).unsqueeze(0))
-        own, self.__dict__["_shell"] = self.__dict__["_shell"], self._without_places()
+        shells, parts, own = self.__dict__["_shell"]
+        done = (parts.words, self.__dict__["_places"])
+        left = {name: attribute for name, attribute in own.items() if name not in done}
+        self.__dict__["_shell"] = shells, parts, left
         try:
             return self._through(stream=hidden)
         finally:
-            self.__dict__["_shell"] = own
-
-    def _without_places(self) -> Any:
-        shells, parts, own = self.__dict__["_shell"]
-        done = (parts.words, self.__dict__["_places"])
-        return shells, parts, {name: attribute for name, attribute in own.items() if name not in done}
-
-    def _is_by_token(self) -> bool:
-        """Return whether parts of a sequence give parts of the vectors."""
-        ids = tokens(self.words, (1, 2 * _PART))
-
-        def on_part(lo: int, hi: int) -> Tensor:
-            return self._on_part(ids[:, lo:hi], lo, hi)
-
-        return _is_by_token(self, on_part, lambda: self._through(ids=ids))
+            self.__dict__["_shell"] = shells, parts, own
 
 
 class BlockLayer(_ModelLayer):
@@ -239,12 +227,8 @@ def _check_config(config: Any) -> None:
     if config is None:
         return
     if getattr(config, "add_cross_attention", False):
-        raise SpecError(
-            "a model with cross attention cannot be split",
-            key="add_cross_attention",
-            value=True,
-            rule="Its blocks take one sequence",
-        )
+        what, rule = "a model with cross attention cannot be split", "Its blocks take one sequence"
+        raise SpecError(what, key="add_cross_attention", value=True, rule=rule)
     if getattr(config, "layerdrop", 0.0):
         raise SpecError(
             "a model that leaves out whole blocks at random cannot be split",

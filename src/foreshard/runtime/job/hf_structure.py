@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,11 +36,11 @@ class Parts:
     path: tuple[str, ...]
     blocks: str
     words: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    fixed: tuple[str, ...]
     head: str
-    in_tuple: bool
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    in_tuple: bool = False
     channels: int = 0
 
     def inner(self, model: nn.Module) -> Any:
@@ -105,10 +105,8 @@ def around(
     chain[0]._modules[parts.head] = head if head is not None else Unused()
     holding: Any = chain[-1]._modules
     holding[parts.blocks] = list(stubs)
-    for name in (*parts.before, *parts.after):
+    for name in (*parts.before, *parts.after, *parts.fixed):
         holding[name] = modules.get(name, Unused())
-    for name in parts.fixed:
-        holding[name] = modules[name] if name in modules else Unused()
     return chain[0], chain[-1]
 
 
@@ -117,16 +115,15 @@ def parts_of(model: nn.Module) -> Parts:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None:
         raise _refused(
-            f"a {type(model).__name__} that is no nn.Sequential", None, "it is not of transformers"
+            f"a {type(model).__name__} that is no nn.Sequential", kind, "it is not of transformers"
         )
-    path, blocks, words, head = _found(model, kind)
-    reason: str | None = None
+    reasons = []
     for in_tuple in (False, True):
         try:
-            return _probed(model, kind, path, blocks, words, head, in_tuple)
+            return _probed(model, replace(_found(model), in_tuple=in_tuple))
         except _Unlike as error:
-            reason = reason or str(error)
-    raise _refused(f"a model of type {kind}", kind, reason or "")
+            reasons.append(str(error))
+    raise _refused(f"a model of type {kind}", kind, reasons[0])
 
 
 class _Unlike(Exception):
@@ -143,7 +140,7 @@ def _refused(what: str, kind: str | None, why: str) -> SpecError:
     )
 
 
-def _found(model: Any, kind: str) -> tuple[tuple[str, ...], str, str, str]:
+def _found(model: Any) -> Parts:
     """Return where the blocks, the embedding of words and the head are."""
     number = getattr(model.config, "num_hidden_layers", None)
     lists = [
@@ -151,25 +148,25 @@ def _found(model: Any, kind: str) -> tuple[tuple[str, ...], str, str, str]:
     ]
     lists = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(lists) != 1:
-        raise _refused(f"a model of type {kind}", kind, f"it has {len(lists)} lists of {number} blocks")
+        raise _Unlike(f"it has {len(lists)} lists of {number} blocks")
     *path, blocks = lists[0].split(".")
     scores = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     heads = [name for name, part in model.named_children() if part is scores and scores is not None]
     embedding = model.get_input_embeddings()
     words = [name for name, part in model.get_submodule(".".join(path)).named_children() if part is embedding]
     if not (path and heads and words):
-        raise _refused(f"a model of type {kind}", kind, "it has no head, or no embedding beside its blocks")
+        raise _Unlike("it has no head, or no embedding beside its blocks")
     outer = [model, *(model.get_submodule(".".join(path[:n])) for n in range(1, len(path)))]
     for at, (part, name) in enumerate(zip(outer, path, strict=True)):
         allowed = {name, heads[0]} if at == 0 else {name}
         odd = [n for n, p in part._modules.items() if n not in allowed and p is not None and _has_state(p)]
         if odd:
-            raise _refused(f"a model of type {kind}", kind, f"it has other parts: {', '.join(sorted(odd))}")
+            raise _Unlike(f"it has other parts: {', '.join(sorted(odd))}")
     for part in (*outer, model.get_submodule(".".join(path))):
         own = [name for name, value in (part._parameters | part._buffers).items() if value is not None]
         if own:
-            raise _refused(f"a model of type {kind}", kind, f"{type(part).__name__} has {', '.join(own)}")
-    return tuple(path), blocks, words[0], heads[0]
+            raise _Unlike(f"{type(part).__name__} has {', '.join(own)}")
+    return Parts(path=tuple(path), blocks=blocks, words=words[0], head=heads[0])
 
 
 def _has_state(part: nn.Module) -> bool:
@@ -221,31 +218,20 @@ def _checked(value: Any) -> list[Tensor]:
     return []
 
 
-def _probed(
-    model: Any, kind: str, path: tuple[str, ...], blocks: str, words: str, head: str, in_tuple: bool
-) -> Parts:
-    inner = model.get_submodule(".".join(path))
-    others = {n: _with_values(p) for n, p in inner._modules.items() if n != blocks and p is not None}
-    scorer = _with_values(getattr(model, head))
+def _probed(model: Any, parts: Parts) -> Parts:
+    inner = parts.inner(model)
+    others = {n: _with_values(p) for n, p in inner._modules.items() if n != parts.blocks and p is not None}
+    scorer = _with_values(getattr(model, parts.head))
     holding = {n: p for n, p in others.items() if any(True for _ in p.parameters())}
     fixed = tuple(n for n, p in others.items() if n not in holding and not isinstance(p, nn.Dropout))
     drops = tuple(n for n, p in others.items() if n not in holding and n not in fixed)
-    parts = Parts(
-        path=path,
-        blocks=blocks,
-        words=words,
-        before=(*holding, *drops),
-        after=(),
-        fixed=fixed,
-        head=head,
-        in_tuple=in_tuple,
-    )
-    own: list[nn.Module] = list(getattr(inner, blocks))
-    ids = tokens(holding[words], (2, _TOKENS))
+    parts = replace(parts, before=(*holding, *drops), fixed=fixed)
+    own: list[nn.Module] = list(getattr(inner, parts.blocks))
+    ids = tokens(holding[parts.words], (2, _TOKENS))
     calls = []
     for padded in (False, True):
         probe = _Probe()
-        stubs = [BlockStub(block, in_tuple, probe.called) for block in own]
+        stubs = [BlockStub(block, parts.in_tuple, probe.called) for block in own]
         whole, _ = around(model, parts, stubs, others, scorer)
         handles = [part.register_forward_hook(probe.hook(name)) for name, part in holding.items()]
         try:
@@ -255,7 +241,7 @@ def _probed(
                 handle.remove()
         _check_flow(probe, scores, len(own), holding)
         again = _Probe()
-        stubs = [BlockStub(block, in_tuple, again.called) for block in own]
+        stubs = [BlockStub(block, parts.in_tuple, again.called) for block in own]
         _, alone = around(model, parts, stubs, {name: others[name] for name in fixed})
         _run(alone, probe.seen[0][0].detach(), padded)
         if not _are_alike(probe.given, again.given):
@@ -264,23 +250,14 @@ def _probed(
     if calls[0].early != calls[1].early or calls[0].late != calls[1].late:
         raise _Unlike("a mask changes which parts it uses")
     before = tuple(name for name in holding if name in calls[0].early)
-    return Parts(
-        path=path,
-        blocks=blocks,
-        words=words,
-        before=(*before, *drops),
-        after=tuple(name for name in holding if name not in before),
-        fixed=fixed,
-        head=head,
-        in_tuple=in_tuple,
-        channels=calls[0].seen[0][0].shape[-1],
-    )
+    after = tuple(name for name in holding if name not in before)
+    channels = calls[0].seen[0][0].shape[-1]
+    return replace(parts, before=(*before, *drops), after=after, channels=channels)
 
 
 def _are_alike(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
-    pairs = list(zip(one, other, strict=False))
-    return len(one) == len(other) and all(
-        len(mine) == len(theirs) and all(map(torch.equal, mine, theirs)) for mine, theirs in pairs
+    return [len(each) for each in one] == [len(each) for each in other] and all(
+        all(map(torch.equal, mine, theirs)) for mine, theirs in zip(one, other, strict=True)
     )
 
 

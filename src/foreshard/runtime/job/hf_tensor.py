@@ -28,17 +28,15 @@ _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_he
 
 
 class _NoPlan(Exception):
-    """A part of the block is not known."""
+    """The block cannot be cut, or a part of it is not known."""
 
 
 def plan_of_block(block: nn.Module, config: Any) -> TensorPlan:
     """Return the plan of a block; refused for blocks whose ranks would need each other's heads."""
     try:
-        return (
-            _PLANS[config.model_type](config)
-            if config.model_type in _PLANS
-            else _plan_by_parts(block, config)
-        )
+        if config.model_type in _PLANS:
+            return _PLANS[config.model_type](config)
+        return _plan_by_parts(block, config)
     except _NoPlan as error:
         return TensorPlan(refused=str(error))
 
@@ -118,43 +116,31 @@ def _heads(config: Any) -> dict[str, int]:
     return {"attention heads": config.num_attention_heads, "key-value heads": keys}
 
 
-def _plan(roles: dict[str, str]) -> Callable[[Any], TensorPlan]:
+def _plan(roles: dict[str, str], *divided: tuple[str, str]) -> Callable[[Any], TensorPlan]:
+    """Return what makes the plan of a model's blocks, of names in a block: roles, and numbers to divide."""
     named = {f"block.{name}": role for name, role in roles.items()}
-    return lambda config: TensorPlan(roles=named, units=_heads(config), draws_by_head=True)
+    numbers = tuple((f"block.{name}", attribute) for name, attribute in divided)
+    return lambda config: TensorPlan(roles=named, units=_heads(config), divided=numbers, draws_by_head=True)
 
 
 def _stablelm(config: Any) -> TensorPlan:
     if getattr(config, "qk_layernorm", False):
-        return TensorPlan(refused="every head of a stablelm with qk_layernorm has a norm of its own")
-    numbers = tuple(("block.self_attn", name) for name in ("num_heads", "num_key_value_heads"))
-    plan = _plan(_ATTENTION | _GATED)(config)
-    return TensorPlan(roles=plan.roles, units=plan.units, divided=numbers, draws_by_head=True)
+        raise _NoPlan("every head of a stablelm with qk_layernorm has a norm of its own")
+    numbers = ("self_attn", "num_heads"), ("self_attn", "num_key_value_heads")
+    return _plan(_ATTENTION | _GATED, *numbers)(config)
 
 
 def _olmo(config: Any) -> TensorPlan:
     if getattr(config, "clip_qkv", None) is not None:
-        return TensorPlan(refused="an olmo with clip_qkv changes queries, keys and values in place")
+        raise _NoPlan("an olmo with clip_qkv changes queries, keys and values in place")
     return _plan(_ATTENTION | _GATED)(config)
 
 
 def _phi3(config: Any) -> TensorPlan:
-    heads = _heads(config)
-    fused = ",".join(str(heads[name]) for name in ("attention heads", *["key-value heads"] * 2))
-    roles = {"self_attn.qkv_proj": f"column:{fused}", "self_attn.o_proj": "row", **_FUSED_GATE}
-    numbers = ("num_key_value_heads", "config.num_attention_heads")
-    return TensorPlan(
-        roles={f"block.{name}": role for name, role in roles.items()},
-        units=heads,
-        draws_by_head=True,
-        divided=tuple(("block.self_attn", name) for name in numbers),
-    )
-
-
-def _gpt2(config: Any) -> TensorPlan:
-    roles = {"attn.c_attn": "column:3", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"}
-    plan = _plan(roles)(config)
-    numbers = (("block.attn", "split_size"), ("block.attn", "num_heads"))
-    return TensorPlan(roles=plan.roles, units=plan.units, divided=numbers, draws_by_head=True)
+    queries, keys = _heads(config).values()
+    fused = {"self_attn.qkv_proj": f"column:{queries},{keys},{keys}", "self_attn.o_proj": "row"}
+    numbers = ("self_attn", "num_key_value_heads"), ("self_attn", "config.num_attention_heads")
+    return _plan(fused | _FUSED_GATE, *numbers)(config)
 
 
 _PLANS: dict[str, Callable[[Any], TensorPlan]] = {
@@ -163,7 +149,11 @@ _PLANS: dict[str, Callable[[Any], TensorPlan]] = {
     "glm": _plan(_ATTENTION | _FUSED_GATE),
     "glm4": _plan(_ATTENTION | _FUSED_GATE),
     "phi3": _phi3,
-    "gpt2": _gpt2,
+    "gpt2": _plan(
+        {"attn.c_attn": "column:3", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
+        ("attn", "split_size"),
+        ("attn", "num_heads"),
+    ),
     "gpt_neox": _plan(
         {
             "attention.query_key_value": "column",

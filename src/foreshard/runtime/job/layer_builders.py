@@ -24,37 +24,23 @@ SEEDING = threading.RLock()
 def builders_of(layers: Sequence[Any], seed: int, tied: Tied) -> tuple[list[Builder], Tied]:
     """Return a builder for each layer of a model, and the groups of tied names."""
     if not layers:
-        raise SpecError(
-            "model() gave no layers",
-            key="model",
-            rule="A model has a layer or more",
-            fix="Return a list of layers",
-        )
+        raise _refused("model() gave no layers", "A model has a layer or more", "Return a list of layers")
     if all(isinstance(layer, nn.Module) for layer in layers):
         if tied:
-            raise SpecError(
-                "tied names parameters of modules",
-                key="tied",
-                rule="Modules are tied by holding one parameter",
-                fix="Leave tied out, or give callables",
-            )
-        return [_copier(layer) for layer in layers], tied_parameters(layers)
+            rule, fix = "Modules are tied by holding one parameter", "Leave tied out, or give callables"
+            raise SpecError("tied names parameters of modules", key="tied", rule=rule, fix=fix)
+        return [functools.partial(copy.deepcopy, layer) for layer in layers], tied_parameters(layers)
     if all(callable(layer) and not isinstance(layer, nn.Module) for layer in layers):
         builders = [_seeded(layer, seed, index) for index, layer in enumerate(layers)]
         return _with_tied(builders, tied), tied
     odd = next((each for each in layers if not callable(each)), None)
     if odd is not None:
-        raise SpecError(
-            f"model() gave a {type(odd).__name__} among its layers",
-            key="model",
-            rule="A layer is a module, or a callable that gives one",
-            fix="See examples/jobs/gpt_job.py",
-        )
-    raise SpecError(
+        rule = "A layer is a module, or a callable that gives one"
+        raise _refused(f"model() gave a {type(odd).__name__} among its layers", rule)
+    raise _refused(
         "model() gave modules and callables mixed",
-        key="model",
-        rule="The list holds modules only or callables that give modules only",
-        fix="Write lambda: before each module, or before none; a function is wrapped in a module",
+        "The list holds modules only or callables that give modules only",
+        "Write lambda: before each module, or before none; a function is wrapped in a module",
     )
 
 
@@ -69,16 +55,12 @@ def layers_of(model: Any, path: str | None = None) -> list[Any]:
     if isinstance(model, Iterable):
         with user_code("model", path):
             return list(model)
-    raise SpecError(
-        f"model() gave {type(model).__name__}",
-        key="model",
-        rule="It returns a list of layers, an nn.Sequential, or a model of transformers",
-        fix="See examples/jobs/gpt_job.py",
-    )
+    rule = "It returns a list of layers, an nn.Sequential, or a model of transformers"
+    raise _refused(f"model() gave {type(model).__name__}", rule)
 
 
-def _copier(layer: nn.Module) -> Builder:
-    return lambda: copy.deepcopy(layer)
+def _refused(what: str, rule: str, fix: str = "See examples/jobs/gpt_job.py") -> SpecError:
+    return SpecError(what, key="model", rule=rule, fix=fix)
 
 
 def _seeded(build: Builder, seed: int, index: int) -> Builder:
@@ -87,12 +69,8 @@ def _seeded(build: Builder, seed: int, index: int) -> Builder:
             torch.manual_seed(seed * 1_000_003 + index)
             layer = build()
         if not isinstance(layer, nn.Module):
-            raise SpecError(
-                f"layer {index} gave {type(layer).__name__}",
-                key="model",
-                rule="A callable of the list gives a module",
-                fix="Return the module it builds",
-            )
+            what, rule = f"layer {index} gave {type(layer).__name__}", "A callable of the list gives a module"
+            raise _refused(what, rule, "Return the module it builds")
         return layer
 
     return built

@@ -83,10 +83,7 @@ def _group_left(group: Group, alive: frozenset[int]) -> Group | None:
     else:
         layers = _layers_left(group.stages, there)
     left = [replace(stages[i], layers=layers[n]) for n, i in enumerate(there)]
-    size = group.micro_batch
-    if any(stage.rank_shares is not None for stage in left):
-        left = [_rescaled(stage, size) for stage in left]
-    return replace(group, stages=tuple(left))
+    return replace(group, stages=tuple(_rescaled(stage, group.micro_batch) for stage in left))
 
 
 def _schedulable(group: Group) -> Group:

@@ -182,8 +182,8 @@ def audit(paths: Iterable[Path], *, global_batch: int, steps: int, size: int | N
 
     No sample may come twice in an epoch of `size`, which is given where ranks have not written it.
     """
-    lines = _lines(paths)
-    counted = _counting(lines)
+    lines = ledger_lines(paths)
+    counted = counting_lines(lines)
     spans = [(lo, hi) for line in counted for lo, hi in line["positions"]]
     times = np.zeros(max([steps * global_batch, *(hi for _, hi in spans)]), dtype=np.int64)
     for lo, hi in spans:
@@ -216,12 +216,7 @@ def _misread(lines: Iterable[dict[str, Any]], size: int | None) -> tuple[int, ..
     return tuple(sorted(odd))
 
 
-def counting_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the lines of samples whose step counts in the end, by step and position."""
-    return _counting(_lines(paths))
-
-
-def _lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+def ledger_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the lines of ledgers that say which samples a step trained, or whether it counts.
 
     A damaged line says nothing: its samples are lost, unless another rank trained them.
@@ -239,7 +234,8 @@ def _is_span(line: dict[str, Any]) -> bool:
     return len(pairs) == len(spans) and all(type(number) is int and number >= 0 for number in numbers)
 
 
-def _counting(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def counting_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of samples whose step counts in the end, by step and position."""
     commits = {(line["commit"], line["generation"]) for line in lines if "commit" in line}
     rollbacks = {(line["rollback"], line["generation"]) for line in lines if "rollback" in line}
 
@@ -254,5 +250,5 @@ def _counting(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def merge(paths: Iterable[Path], out: Path) -> None:
     """Write the lines that count into one file, in order."""
     with out.open("w") as file:
-        for line in counting_lines(paths):
+        for line in counting_lines(ledger_lines(paths)):
             file.write(json.dumps(line) + "\n")

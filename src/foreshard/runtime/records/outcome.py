@@ -11,7 +11,7 @@ from foreshard.errors import ForeshardError
 from foreshard.runtime.checkpoint.folders import latest
 from foreshard.runtime.membership.supervisor_state import load_state
 from foreshard.runtime.records.durable_jsonl import whole_lines
-from foreshard.runtime.records.ledger import Audit, audit, merge
+from foreshard.runtime.records.ledger import audit, merge
 from foreshard.runtime.records.metrics import STEP_LINE
 from foreshard.spec.plan_file import parse_plan
 
@@ -82,7 +82,26 @@ def outcome_of(out: Path, *, global_batch: int, steps: int, restarts: int) -> Ru
         ) from None
     checked = audit(ledgers, global_batch=global_batch, steps=steps)
     lines = kept_steps(out / "metrics.jsonl")
-    return _outcome(out, lines, checked, restarts)
+    first, last = (lines[0], lines[-1]) if lines else ({}, {})
+    times = settled_times(lines)
+    return RunOutcome(
+        out=str(out),
+        steps=checked.steps,
+        first_loss=first.get("loss_metrics/global_avg_loss"),
+        last_loss=last.get("loss_metrics/global_avg_loss"),
+        median_step_s=median(times) if times else None,
+        mean_step_s=sum(times) / len(times) if times else None,
+        clock=last.get("clock", ""),
+        restarts=restarts,
+        generations=len({line["generation"] for line in lines}),
+        samples=checked.samples,
+        lost=len(checked.lost),
+        repeated=len(checked.repeated),
+        misread=len(checked.misread),
+        budgets=_budgets(last),
+        absent=_absent(out),
+        damaged_lines=_damaged_lines(out / "metrics.jsonl"),
+    )
 
 
 def steps_done(out: Path) -> int:
@@ -105,28 +124,6 @@ def kept_steps(path: Path) -> list[dict[str, Any]]:
         if line["generation"] >= before["generation"]:  # lines that waited for a disk may come late
             found[line["step"]] = line
     return [found[step] for step in sorted(found)]
-
-
-def _outcome(out: Path, lines: list[dict[str, Any]], checked: Audit, restarts: int) -> RunOutcome:
-    times = settled_times(lines)
-    return RunOutcome(
-        out=str(out),
-        steps=checked.steps,
-        first_loss=lines[0]["loss_metrics/global_avg_loss"] if lines else None,
-        last_loss=lines[-1]["loss_metrics/global_avg_loss"] if lines else None,
-        median_step_s=median(times) if times else None,
-        mean_step_s=sum(times) / len(times) if times else None,
-        clock=lines[-1]["clock"] if lines else "",
-        restarts=restarts,
-        generations=len({line["generation"] for line in lines}),
-        samples=checked.samples,
-        lost=len(checked.lost),
-        repeated=len(checked.repeated),
-        misread=len(checked.misread),
-        budgets=_budgets(lines[-1]) if lines else {},
-        absent=_absent(out),
-        damaged_lines=_damaged_lines(out / "metrics.jsonl"),
-    )
 
 
 def _damaged_lines(path: Path) -> int:
@@ -153,10 +150,6 @@ def _budgets(line: dict[str, Any]) -> dict[str, dict[str, float]]:
 def settled_times(lines: list[dict[str, Any]]) -> list[float]:
     """Return step times without the first step of each generation, unless there are no others."""
     timed = [line for line in lines if line["time_metrics/end_to_end(s)"] is not None]
-    seen: set[int] = set()
-    settled = []
-    for line in timed:
-        if line["generation"] in seen:
-            settled.append(line["time_metrics/end_to_end(s)"])
-        seen.add(line["generation"])
-    return settled or [line["time_metrics/end_to_end(s)"] for line in timed]
+    first: dict[int, dict[str, Any]] = {}
+    settled = [line for line in timed if first.setdefault(line["generation"], line) is not line]
+    return [line["time_metrics/end_to_end(s)"] for line in settled or timed]

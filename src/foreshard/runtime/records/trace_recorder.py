@@ -36,8 +36,6 @@ class TraceRecorder:
     """
 
     def __init__(self, rank: int, *, clock: str = "wall", epoch_s: float = 0.0, capacity: int = CAPACITY):
-        if capacity < 1:
-            raise SpecError(f"{capacity} is not valid", key="capacity", value=capacity, rule="Must be >= 1")
         self.rank, self.clock, self.epoch_s = rank, clock, epoch_s
         self._ring: list[Span | None] = [None] * capacity
         self._capacity, self._count = capacity, 0
@@ -58,7 +56,7 @@ class TraceRecorder:
 
     def begin_step(self, step: int, plan: Plan, now_s: float) -> None:
         """Begin a step under a plan."""
-        self._close_step(now_s)
+        self.close(now_s)
         self._step, self._began_s = step, now_s
         if plan is not self._plan:
             self._plan = plan
@@ -75,10 +73,6 @@ class TraceRecorder:
 
     def close(self, now_s: float) -> None:
         """End the phase and the step that have begun."""
-        self.phase("forward", now_s)
-        self._close_step(now_s)
-
-    def _close_step(self, now_s: float) -> None:
         self.phase("forward", now_s)
         if self._began_s is not None:
             self._put(_STEP, f"ProfilerStep#{self._step}", -1, -1, self._began_s, now_s)
@@ -110,11 +104,11 @@ class TraceRecorder:
         for number, span in enumerate(sorted(kept, key=lambda s: s[4]), start=1):
             track, name, chunk, batch, start_s, end_s, step, place = span
             args: dict[str, Any] = {"step": step}
+            category = "user_annotation"
             if track == _COMPUTE:
+                category = "kernel"
                 args |= {"stream": track, "device": self.rank, "correlation": number, "part": "compute"}
-                args |= {"chunk": chunk, "micro_batch": batch}
-                args |= self._places[place].of_chunk(chunk)
-            category = "kernel" if track == _COMPUTE else "user_annotation"
+                args |= {"chunk": chunk, "micro_batch": batch, **self._places[place].of_chunk(chunk)}
             yield time_slice(name, category, (self.rank, track), start_s, end_s, args)
 
 
@@ -133,14 +127,10 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> int:
         raise SpecError("no trace of any rank", file=str(out), key="trace", fix="Run with --trace")
     clocks = sorted({trace["otherData"]["clock"] for trace in found})
     if len(clocks) > 1:
-        raise SpecError(
-            "traces of different clocks",
-            file=str(out),
-            key="clock",
-            value=", ".join(clocks),
-            rule="The ranks of a run share a clock",
-        )
-    begin_us = _begin_us(found)
+        what, rule = "traces of different clocks", "The ranks of a run share a clock"
+        raise SpecError(what, file=str(out), key="clock", value=", ".join(clocks), rule=rule)
+    timed = ((event, trace) for trace in found for event in trace["traceEvents"] if event["ph"] != "M")
+    begin_us = min((event["ts"] + trace["baseTimeNanoseconds"] / 1e3 for event, trace in timed), default=0.0)
     events = [_shifted(event, trace, begin_us) for trace in found for event in trace["traceEvents"]]
     events.sort(key=lambda e: (e["ph"] != "M", e["ts"], e["pid"]))
     events += list(_arrows(events))
@@ -194,16 +184,6 @@ def _place_of(plan: Plan, rank: int) -> _Place:
     return _Place()
 
 
-def _begin_us(traces: Sequence[dict[str, Any]]) -> float:
-    starts = [
-        event["ts"] + trace["baseTimeNanoseconds"] / 1e3
-        for trace in traces
-        for event in trace["traceEvents"]
-        if event["ph"] != "M"
-    ]
-    return min(starts, default=0.0)
-
-
 def _shifted(event: dict[str, Any], trace: dict[str, Any], begin_us: float) -> dict[str, Any]:
     if event["ph"] == "M":
         return event
@@ -224,10 +204,9 @@ def _arrows(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for (step, group, batch, virtual, direction), sources in ends.items():
         for source in sources:
             for target in ends.get((step, group, batch, virtual + direction, direction), ()):
-                if target["pid"] == source["pid"]:
-                    continue
-                number += 1
-                yield from arrow(number, source, target)
+                if target["pid"] != source["pid"]:
+                    number += 1
+                    yield from arrow(number, source, target)
 
 
 def _read(path: Path) -> dict[str, Any]:

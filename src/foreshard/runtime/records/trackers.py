@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,9 @@ from typing import Any, ClassVar
 from foreshard.errors import ExtraMissingError
 from foreshard.runtime.records.durable_jsonl import whole_lines
 
+Write = Callable[[int, Mapping[str, float]], None]
+"""Writes the numbers of a step, by name."""
+
 
 class Tracker(ABC):
     """Takes a run's numbers; it is opened at the first of them, and has to be installed."""
@@ -23,7 +26,10 @@ class Tracker(ABC):
     name: ClassVar[str]
 
     def __init__(self, out: Path):
-        self._out, self._board = out, None
+        self._out = out
+        self._write: Write | None = None
+        self.close: Callable[[], None] = lambda: None
+        """Writes what is held."""
         if find_spec(self.name) is None:
             raise ExtraMissingError(
                 f"{self.name} is not installed", key=f"--{self.name}", fix=f"pip install {self.name}"
@@ -31,25 +37,13 @@ class Tracker(ABC):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
-        self._board = self._board or self._opened(step)
-        self._write(self._board, step, values)
-
-    def close(self) -> None:
-        """Write what is held."""
-        if self._board is not None:
-            self._finish(self._board)
+        if self._write is None:
+            self._write, self.close = self._open(step)
+        self._write(step, values)
 
     @abstractmethod
-    def _opened(self, step: int) -> Any:
-        """Return what numbers are written to, from this step on."""
-
-    @abstractmethod
-    def _write(self, board: Any, step: int, values: Mapping[str, float]) -> None:
-        """Write numbers."""
-
-    @abstractmethod
-    def _finish(self, board: Any) -> None:
-        """Close it."""
+    def _open(self, step: int) -> tuple[Write, Callable[[], None]]:
+        """Return what writes the numbers of steps, from this one on, and what ends it."""
 
 
 class TensorBoard(Tracker):
@@ -57,18 +51,17 @@ class TensorBoard(Tracker):
 
     name = "tensorboard"
 
-    def _opened(self, step: int) -> Any:
+    def _open(self, step: int) -> tuple[Write, Callable[[], None]]:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self._out / self.name))
+        board = SummaryWriter(str(self._out / self.name))
 
-    def _write(self, board: Any, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            board.add_scalar(name, value, step)
-        board.flush()
+        def write(step: int, values: Mapping[str, float]) -> None:
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
+            board.flush()
 
-    def _finish(self, board: Any) -> None:
-        board.close()
+        return write, board.close
 
 
 class WeightsAndBiases(Tracker):
@@ -81,7 +74,7 @@ class WeightsAndBiases(Tracker):
 
     name = "wandb"
 
-    def _opened(self, step: int) -> Any:
+    def _open(self, step: int) -> tuple[Write, Callable[[], None]]:
         board = import_module(self.name).init(
             project="foreshard",
             name=self._out.name,
@@ -90,18 +83,16 @@ class WeightsAndBiases(Tracker):
             mode="offline",
         )
         board.define_metric("*", step_metric="step")
+
+        def write(step: int, values: Mapping[str, float]) -> None:
+            board.log({"step": step, **values})
+
         for file in ("metrics.jsonl", "evaluations.jsonl"):
             there = whole_lines(self._out / file, {"step": int})
             lines = {line["step"]: line for line in there if line["step"] < step}
             for before in sorted(lines):
-                self._write(board, before, numbers(lines[before]))
-        return board
-
-    def _write(self, board: Any, step: int, values: Mapping[str, float]) -> None:
-        board.log({"step": step, **values})
-
-    def _finish(self, board: Any) -> None:
-        board.finish()
+                write(before, numbers(lines[before]))
+        return write, board.finish
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:

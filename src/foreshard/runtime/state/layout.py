@@ -26,7 +26,6 @@ class Seat:
     samples of that part together.
     """
 
-    rank: int
     group: int
     stage: int
     inner: int
@@ -73,7 +72,7 @@ def layout_of(plan: Plan) -> RankLayout:
     """Return the layout of a plan, if the runtime can run every feature of it."""
     _check_supported(plan)
     seats = {
-        rank: Seat(rank=rank, group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
+        rank: Seat(group=g, stage=s, inner=i // stage.tp, tensor=i % stage.tp)
         for g, group in enumerate(plan.groups)
         for s, stage in enumerate(group.stages)
         for i, rank in enumerate(stage.ranks)
@@ -131,30 +130,39 @@ def micro_batches(group: Group) -> tuple[tuple[int, int], ...]:
     return tuple((lo, min(lo + size, group.share)) for lo in range(0, group.share, size))
 
 
+def ranks_of(ranks: Sequence[int], inner: int, degree: int) -> tuple[int, ...]:
+    """Return the ranks of a stage that compute the same samples together."""
+    return tuple(ranks[inner * degree : (inner + 1) * degree])
+
+
+def sends_parts(group: Group, one: Stage, other: Stage) -> bool:
+    """Return whether messages between two stages are parts of the sequence, one for each pair of ranks."""
+    return group.sp and one.tp == other.tp > 1
+
+
 def _check_supported(plan: Plan) -> None:
     """Raise for features that the runtime does not run: none is approximated in silence."""
     if plan.precision not in RUN_PRECISIONS:
         raise _unsupported("precision", plan.precision, f"the runtime trains in {', '.join(RUN_PRECISIONS)}")
-    if plan.attention is not None:
-        raise _unsupported("attention", plan.attention, "the layers of the job call their own attention")
-    if plan.fp8_recipe is not None:
-        raise _unsupported("fp8_recipe", plan.fp8_recipe, "the runtime has no 8-bit products")
-    if plan.dispatcher is not None:
-        raise _unsupported("dispatcher", plan.dispatcher, "the runtime sends no tokens to experts")
-    if stated := plan.overrides.stated():
-        raise _unsupported("overrides", stated, "the runtime keeps its own dtypes and launches")
-    if plan.compile:
-        raise _unsupported("compile", plan.compile, "the runtime compiles no layers of the job")
-    for key, value in (("prefetch", plan.prefetch), ("wrap", plan.wrap)):
-        if value not in (None, 1):
-            raise _unsupported(key, value, "the runtime gathers layer by layer, one ahead")
+    never = {
+        "attention": (plan.attention, "the layers of the job call their own attention"),
+        "fp8_recipe": (plan.fp8_recipe, "the runtime has no 8-bit products"),
+        "dispatcher": (plan.dispatcher, "the runtime sends no tokens to experts"),
+        "overrides": (plan.overrides.stated() or None, "the runtime keeps its own dtypes and launches"),
+        "compile": (plan.compile or None, "the runtime compiles no layers of the job"),
+    }
+    for key, (value, reason) in never.items():
+        if value is not None:
+            raise _unsupported(key, value, reason)
+    for key, size in (("prefetch", plan.prefetch), ("wrap", plan.wrap)):
+        if size not in (None, 1):
+            raise _unsupported(key, size, "the runtime gathers layer by layer, one ahead")
     _check_overlap(plan)
     for g, group in enumerate(plan.groups):
         where = f"groups[{g}]"
         if group.schedule not in RUN_SCHEDULES:
-            raise _unsupported(
-                f"{where}.schedule", group.schedule, f"the runtime runs {', '.join(RUN_SCHEDULES)}"
-            )
+            reason = f"the runtime runs {', '.join(RUN_SCHEDULES)}"
+            raise _unsupported(f"{where}.schedule", group.schedule, reason)
         if group.schedule == "interleaved" or group.num_chunks > 1:
             try:
                 _order_of(group)
@@ -180,55 +188,33 @@ def _check_overlap(plan: Plan) -> None:
     for name, value in acting(plan, plan.comm).items():
         if rule := done.get((name, value)):
             fix = f"State {str(not value).lower()}, or leave it out; flags of foreshard plan do too"
-            raise SpecError(
-                f"{name} {str(value).lower()} is not run",
-                key=f"comm.{name}",
-                value=value,
-                rule=f"In the runtime {rule}",
-                fix=fix,
-            )
+            what = f"{name} {str(value).lower()} is not run"
+            raise SpecError(what, key=f"comm.{name}", value=value, rule=f"In the runtime {rule}", fix=fix)
 
 
 def _check_stage(stage: Stage, where: str) -> None:
     for name in ("cp", "ep", "etp"):
         if getattr(stage, name) != 1:
-            raise _unsupported(
-                f"{where}.{name}",
-                getattr(stage, name),
-                "the runtime runs stages of data- and tensor-parallel ranks",
-            )
+            reason = "the runtime runs stages of data- and tensor-parallel ranks"
+            raise _unsupported(f"{where}.{name}", getattr(stage, name), reason)
     if len(stage.ranks) % stage.tp:
-        raise SpecError(
-            f"tp {stage.tp} does not divide {len(stage.ranks)} ranks",
-            key=f"{where}.tp",
-            value=stage.tp,
-            rule="Every data-parallel part of a stage has tp ranks",
-            fix=f"Give the stage a multiple of {stage.tp} ranks",
-        )
+        rule = "Every data-parallel part of a stage has tp ranks"
+        fix = f"Give the stage a multiple of {stage.tp} ranks"
+        what = f"tp {stage.tp} does not divide {len(stage.ranks)} ranks"
+        raise SpecError(what, key=f"{where}.tp", value=stage.tp, rule=rule, fix=fix)
     if stage.offload != "none":
         raise _unsupported(f"{where}.offload", stage.offload, "the runtime keeps everything on the device")
     if stage.recompute.startswith("selective"):
-        raise _unsupported(
-            f"{where}.recompute",
-            stage.recompute,
-            "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N",
-        )
+        reason = "the runtime recomputes whole layers: none, full[:uniform:N|:block:N], every-N"
+        raise _unsupported(f"{where}.recompute", stage.recompute, reason)
     if stage.shard_size not in (None, stage.inner_dp):
-        raise _unsupported(
-            f"{where}.shard_size",
-            stage.shard_size,
-            "the runtime shards over all data-parallel parts of a stage",
-        )
+        reason = "the runtime shards over all data-parallel parts of a stage"
+        raise _unsupported(f"{where}.shard_size", stage.shard_size, reason)
 
 
-def _unsupported(key: str, value: object, rule: str) -> SpecError:
-    return SpecError(
-        f"{value!r} is not supported",
-        key=key,
-        value=value,
-        rule=rule,
-        fix="Change the plan, or export it to a framework (foreshard export)",
-    )
+def _unsupported(key: str, value: object, reason: str) -> SpecError:
+    fix = "Change the plan, or export it to a framework (foreshard export)"
+    return SpecError(f"{value!r} is not supported", key=key, value=value, rule=reason, fix=fix)
 
 
 def shares_updates(stage: Stage) -> bool:
@@ -251,7 +237,6 @@ def receiver_counts(plan: Plan) -> tuple[int, ...]:
     for group in plan.groups:
         count = len(group.stages)
         for virtual in range(count * group.num_chunks - 1):
-            degrees = group.stages[virtual % count].tp, group.stages[(virtual + 1) % count].tp
-            parts = group.sp and degrees[0] == degrees[1] > 1
-            found |= {1} if parts else set(degrees)
+            ends = group.stages[virtual % count], group.stages[(virtual + 1) % count]
+            found |= {1} if sends_parts(group, *ends) else {stage.tp for stage in ends}
     return tuple(sorted(found))

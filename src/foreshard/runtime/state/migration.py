@@ -33,14 +33,6 @@ class ItemMove:
     shards: tuple[ShardKey, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """The cost of a migration for a rank."""
-
-    bytes_in: int
-    seconds: float
-
-
 def moves_of(
     held: Mapping[int, Shards],
     wanted: Mapping[int, Shards],
@@ -51,10 +43,10 @@ def moves_of(
     The shards of a layer come from one rank as far as one has them; a shard is the finest slice that either
     side distinguishes. Weights are in proportion to bytes.
     """
-    held, wanted = _in_common_slices(held, wanted)
+    counts = common_slice_counts(shard for side in (held, wanted) for own in side.values() for shard in own)
     found, missing = moves_between(
-        held,
-        wanted,
+        {rank: frozenset(finer(own, counts)) for rank, own in held.items()},
+        {rank: frozenset(finer(own, counts)) for rank, own in wanted.items()},
         layer_of=lambda shard: shard[1],
         order=lambda shard: (shard[1], shard[0] != "value", shard),
         weight=weight,
@@ -62,25 +54,14 @@ def moves_of(
     return [ItemMove(source=s, target=t, shards=tuple(own)) for (s, t), own in found.items()], missing
 
 
-def _in_common_slices(
-    held: Mapping[int, Shards], wanted: Mapping[int, Shards]
-) -> tuple[Mapping[int, Shards], Mapping[int, Shards]]:
-    """Return both with every parameter in the same number of slices."""
-    counts = common_slice_counts(shard for side in (held, wanted) for own in side.values() for shard in own)
-    if not counts:
-        return held, wanted
-    made = [{rank: frozenset(finer(own, counts)) for rank, own in side.items()} for side in (held, wanted)]
-    return made[0], made[1]
-
-
 def migrate(
     state: RankState, moves: Sequence[ItemMove], group: Any, ranks: Sequence[int], clock: Clock
-) -> Moved:
-    """Send and receive the shards of the moves; the layers received must have been built.
+) -> int:
+    """Send and receive the shards of the moves, and return the bytes received; their layers must be built.
 
     What was held before is untouched when a peer is lost.
     """
-    place, began_s = {rank: i for i, rank in enumerate(ranks)}, clock.now()
+    place = {rank: i for i, rank in enumerate(ranks)}
     state.keep_optimizer_state()
     sending: list[tuple[Any, Tensor]] = []
     bytes_in = 0
@@ -101,7 +82,7 @@ def migrate(
         work.wait()
     for key, tensor in received:
         state.put(key, tensor)
-    return Moved(bytes_in=bytes_in, seconds=clock.now() - began_s)
+    return bytes_in
 
 
 def _payload(state: RankState, move: ItemMove) -> tuple[list[list[Any]], Tensor]:

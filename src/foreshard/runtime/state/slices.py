@@ -118,10 +118,7 @@ def finer(shards: Iterable[ShardKey], counts: Mapping[ParameterKey, int]) -> Ite
     for kind, layer, name in shards:
         whole, index, num = parse_name(name)
         each = counts.get((layer, whole), num) // num
-        if each == 1:
-            yield kind, layer, name
-        else:
-            yield from ((kind, layer, slice_name(whole, index * each + i, num * each)) for i in range(each))
+        yield from ((kind, layer, slice_name(whole, index * each + i, num * each)) for i in range(each))
 
 
 def common_slice_counts(shards: Iterable[ShardKey]) -> dict[ParameterKey, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,21 +41,22 @@ class ZeroExchange:
         users: Mapping[ParameterKey, Sequence[int]],
     ):
         self._group, self._level, self._place = group, stage.zero, list(ranks).index(rank)
-        self._all = _by_updater(ranks, updaters, parameters, list(parameters))
+        sharded = partial(_by_updater, ranks, updaters, parameters)
+        self._all = sharded(list(parameters))
         self._chunks: list[Sharded] = []
         self._by_layer: list[dict[bool, list[_LayerValues]]] = []
         self._coming: deque[_LayerValues] = deque()
         self._under_way: list[_Broadcast] = []
         for lo, hi in stage.layers:
             used = [key for key in parameters if any(lo <= layer < hi for layer in users[key])]
-            self._chunks.append(_by_updater(ranks, updaters, parameters, used))
+            self._chunks.append(sharded(used))
             orders: dict[bool, list[_LayerValues]] = {}
             for backward, layers in ((False, range(lo, hi)), (True, range(hi - 1, lo - 1, -1))):
                 left, orders[backward] = set(used), []
                 for layer in layers:  # a tied parameter comes with the first of its layers
                     own = [key for key in used if key in left and layer in users[key]]
                     left.difference_update(own)
-                    orders[backward].append((layer, _by_updater(ranks, updaters, parameters, own)))
+                    orders[backward].append((layer, sharded(own)))
             self._by_layer.append(orders)
         if self._level >= 3:
             self._free(self._all)
@@ -112,24 +114,18 @@ class ZeroExchange:
     def _finish(self, broadcast: _Broadcast) -> None:
         work, flat, parameters = broadcast
         work.wait()
-        if parameters:
-            for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
-                restore_storage(parameter)
-                parameter.data.copy_(values)
+        for parameter, values in _with_values(parameters, flat):
+            restore_storage(parameter)
+            parameter.data.copy_(values)
 
     def _reduce(self, sharded: Sharded) -> None:
         """Add the gradients of the other ranks to the bucket of the keeper."""
         for place, parameters in sharded:
             mine = place == self._place
-            parts = [
-                torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-                if mine or p.grad is None
-                else p.grad.reshape(-1)
-                for p in parameters
-            ]
-            flat = torch.cat(parts)
+            parts = (torch.zeros_like(p) if mine or p.grad is None else p.grad for p in parameters)
+            flat = torch.cat([part.reshape(-1) for part in parts])
             self._group.reduce(flat, place).wait()
-            for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
+            for parameter, values in _with_values(parameters, flat):
                 if mine:
                     assert parameter.grad is not None
                     parameter.grad += values
@@ -160,15 +156,13 @@ def _by_updater(
     found = []
     for place, rank in enumerate(ranks):
         for dtype in sorted({parameters[key].dtype for key in keys}, key=str):
-            chosen = [
-                parameters[k] for k in sorted(keys) if updaters[k] == rank and parameters[k].dtype == dtype
-            ]
-            if chosen:
+            own = [parameters[key] for key in sorted(keys) if updaters[key] == rank]
+            if chosen := [parameter for parameter in own if parameter.dtype == dtype]:
                 found.append((place, chosen))
     return found
 
 
-def _split(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the values of each parameter, in its shape."""
-    parts = flat.split([p.numel() for p in parameters])
-    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+def _with_values(parameters: Sequence[nn.Parameter], flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter with its values, in its shape, of what lies flat one after another."""
+    parts = flat.split([p.numel() for p in parameters]) if parameters else ()
+    return ((p, part.view(p.shape)) for p, part in zip(parameters, parts, strict=True))

@@ -32,43 +32,25 @@ def check_split(layout: RankLayout, parameters: Parameters) -> None:
 
 def check_degree(splits: Mapping[int, LayerSplit], degree: int, key: str, *, of: str = "") -> None:
     """Raise where a degree does not suit every layer that can be cut, or there is no such layer."""
+
+    def refused(what: str, rule: str, fix: str) -> SpecError:
+        return SpecError(what, key=key, value=degree, rule=rule, fix=fix)
+
     if not splits:
-        raise SpecError(
-            f"no layer {of}has a tensor plan",
-            key=key,
-            value=degree,
-            rule="tp cuts weights of layers with a tensor_plan, and of models of transformers",
-            fix="Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1",
-        )
+        rule = "tp cuts weights of layers with a tensor_plan, and of models of transformers"
+        fix = "Define tensor_plan in the job (docs/runtime_jobs.md), or set tp to 1"
+        raise refused(f"no layer {of}has a tensor plan", rule, fix)
     for layer, split in splits.items():
-        _check_layer(layer, split, degree, key)
-
-
-def _check_layer(layer: int, split: LayerSplit, degree: int, key: str) -> None:
-    if split.plan.refused is not None:
-        raise SpecError(
-            f"layer {layer} cannot be cut: {split.plan.refused}",
-            key=key,
-            value=degree,
-            rule="tp cuts what every rank can compute alone",
-            fix="Set tp to 1",
-        )
-    for what, count in split.plan.units.items():
-        if count % degree:
-            raise SpecError(
-                f"tp {degree} does not divide {count} {what} of layer {layer}",
-                key=key,
-                value=degree,
-                rule=f"tp divides the {what}",
-                fix=f"Use a divisor of {count}",
-            )
-    for name, cut in split.cuts.items():
-        if not cut.divides(split.shapes[name], split.degree(name, degree)):
-            size = split.shapes[name][cut.dim]
-            raise SpecError(
-                f"tp {degree} does not divide {name} of layer {layer}: {size} in {len(cut.blocks)} block(s)",
-                key=key,
-                value=degree,
-                rule="tp divides every block of a weight that is cut",
-                fix="Use a smaller tp, or another tensor_plan",
-            )
+        if split.plan.refused is not None:
+            what = f"layer {layer} cannot be cut: {split.plan.refused}"
+            raise refused(what, "tp cuts what every rank can compute alone", "Set tp to 1")
+        for name, count in split.plan.units.items():
+            if count % degree:
+                what = f"tp {degree} does not divide {count} {name} of layer {layer}"
+                raise refused(what, f"tp divides the {name}", f"Use a divisor of {count}")
+        for name, cut in split.cuts.items():
+            if not cut.divides(split.shapes[name], split.degree(name, degree)):
+                size = f"{split.shapes[name][cut.dim]} in {len(cut.blocks)} block(s)"
+                what = f"tp {degree} does not divide {name} of layer {layer}: {size}"
+                fix = "Use a smaller tp, or another tensor_plan"
+                raise refused(what, "tp divides every block of a weight that is cut", fix)

@@ -36,18 +36,16 @@ class TensorDraws:
     def windows(self, layer: int, given: Sequence[Any]) -> Windows | None:
         """Return the windows of a layer's draws; None where all draws are whole."""
         if self._ranks.sequence:
-            return self._by_head_or_token
+            return self._by_dimensions(_HEADS, _STREAM)
         if self._ranks.degree == 1 or layer not in self._splits:
             return None
         if self._splits[layer].plan.draws_by_head:
-            return self._by_head
+            return self._by_dimensions(_HEADS)
         return lambda number, shape: self._by_shape(layer, given, number, shape)
 
-    def _by_head(self, number: int, shape: Shape) -> Window | None:
-        return self._window(shape, 1) if len(shape) == _HEADS else None
-
-    def _by_head_or_token(self, number: int, shape: Shape) -> Window | None:
-        return self._window(shape, 1) if len(shape) in (_HEADS, _STREAM) else None
+    def _by_dimensions(self, *cut: int) -> Windows:
+        """Return the windows where tensors of these numbers of dimensions are cut, along the second."""
+        return lambda number, shape: self._window(shape, 1) if len(shape) in cut else None
 
     def _window(self, shape: Shape, dim: int) -> Window:
         whole = [*shape[:dim], shape[dim] * self._ranks.degree, *shape[dim + 1 :]]
@@ -80,13 +78,9 @@ class TensorDraws:
         """Return the shapes that a whole layer draws for, in order."""
         kinds = tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in given)
         if (layer, kinds) not in self._seen:
-            with (
-                torch.device("meta"),
-                user_code(f"layer {layer} as a whole", self._job.path),
-                torch.no_grad(),
-            ):
+            part, mode = f"layer {layer} as a whole", _Recording(len(given[0]))
+            with torch.device("meta"), user_code(part, self._job.path), torch.no_grad():
                 module = self._job.layer(layer).to("meta")
-                mode = _Recording(len(given[0]))
                 with mode:
                     module(*(v.to("meta") if isinstance(v, Tensor) else v for v in given))
             self._seen[layer, kinds] = mode.shapes

@@ -8,7 +8,6 @@ over the sequence: it is gathered before a product, and the sum is scattered aft
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +45,6 @@ class TensorRanks:
         self._group: TypedGroup | None = None
         self._name: Any = None
         self._peers: PeerGroup | None = None
-        self._ranks: tuple[int, ...] = ()
         self._last_input: tuple[Tensor, int, DTensor] | None = None
 
     def connect(self, group: PeerGroup, device: torch.device) -> None:
@@ -58,16 +56,14 @@ class TensorRanks:
 
         self.disconnect()
         self._tensors = tensors
-        place, size = group.place, len(group.ranks)
-        self.index, self.degree, self._ranks, self._peers = place, size, group.ranks, group
+        place, size, number = group.place, len(group.ranks), next(_number)
+        self.index, self.degree, self._peers = place, size, group
         kinds = dist.ProcessGroup.BackendType
         kind = kinds.NCCL if group.uses_nccl else kinds.GLOO
-        whole = TypedGroup(group, kind, torch.device(device.type))
-        number = next(_number)
-        name = GroupName(f"foreshard-tensor-{number}")
-        whole._set_group_name(name)
-        self._name = name
-        torch._C._distributed_c10d._register_process_group(name, whole)
+        self._group = TypedGroup(group, kind, torch.device(device.type))
+        self._name = GroupName(f"foreshard-tensor-{number}")
+        self._group._set_group_name(self._name)
+        torch._C._distributed_c10d._register_process_group(self._name, self._group)
         if (size, place) not in self._meshes:
             # Without a default group, ranks are counted within this mesh. No two meshes of a process may be
             # equal: torch caches operations by mesh, and would use another mesh's group.
@@ -75,15 +71,15 @@ class TensorRanks:
                 device.type, list(range(size)), _init_backend=False, _rank=place
             )
             self._meshes[size, place]._thread_id = number
-        self._group, self._mesh = whole, self._meshes[size, place]
-        self._mesh._dim_group_names = [name]
+        self._mesh = self._meshes[size, place]
+        self._mesh._dim_group_names = [self._name]
 
     def disconnect(self) -> None:
         """Let go of the group."""
         if self._group is not None:
             torch._C._distributed_c10d._unregister_process_group(self._name)
         self._group = self._mesh = self._last_input = self._peers = None
-        self.index, self.degree, self._ranks = 0, 1, ()
+        self.index, self.degree = 0, 1
 
     # -- tensor parallelism ---------------------------------------------------------------------------------
 
@@ -176,7 +172,7 @@ class TensorRanks:
             return
         sizes, self.bytes_summed = self.bytes_summed, []
         latest(self._peers, now := torch.tensor([clock.now()], dtype=torch.float64))
-        links_s = sum(part * clock.all_reduce_s(size, self._ranks) for size, part in sizes)
+        links_s = sum(part * clock.all_reduce_s(size, self._peers.ranks) for size, part in sizes)
         clock.advance_to(float(now[0]) + links_s)
 
     def _count_backward(self, tensor: Tensor, size: int, part: float = 1.0) -> None:
@@ -199,29 +195,3 @@ class TensorRanks:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def peers_of(
-    ranks: Sequence[int], index: int, degree: int, *, sends: bool, parts: bool = False
-) -> Sequence[int]:
-    """Return the tensor-parallel ranks on the other side of a boundary that a rank sends to or receives from.
-
-    All ranks of a side have the same tensor: every receiver gets it once. If they have as many `parts`
-    instead, each goes to its counterpart. `ranks` are those of the other side that compute together; `index`
-    and `degree` are the place of this rank on its side, and how many there are.
-
-    Examples
-    --------
-    >>> peers_of([4, 5], 0, 1, sends=True), peers_of([4, 5], 3, 4, sends=True)
-    ([4, 5], [])
-    >>> peers_of([4, 5], 3, 4, sends=False)
-    [5]
-    """
-    if sends and not parts:
-        return [rank for other, rank in enumerate(ranks) if other % degree == index]
-    return [ranks[index % len(ranks)]]
-
-
-def ranks_of(ranks: Sequence[int], inner: int, degree: int) -> tuple[int, ...]:
-    """Return the ranks of a stage that compute the same samples together."""
-    return tuple(ranks[inner * degree : (inner + 1) * degree])

@@ -131,8 +131,11 @@ def check_declared(declared: Mapping[str, str], names: Collection[str]) -> None:
 
 
 def _no_module(who: str, wanted: str) -> SpecError:
-    rule = "A plan names modules of the layers"
-    return SpecError(f"{who} module {wanted!r}", key="tensor_plan", value=wanted, rule=rule)
+    return _unfit(f"{who} module {wanted!r}", wanted, "A plan names modules of the layers")
+
+
+def _unfit(what: str, value: str, rule: str, fix: str | None = None) -> SpecError:
+    return SpecError(what, key="tensor_plan", value=value, rule=rule, fix=fix)
 
 
 def _uncut(
@@ -274,7 +277,7 @@ def _parse_role(role: Any) -> tuple[str, tuple[int, ...]]:
     sizes = rest.split(",") if rest else ["1"]
     plain = kind in ("row", "shared", "gather", "words") and not rest
     if not plain and (kind != "column" or not all(size.strip().isdecimal() and int(size) for size in sizes)):
-        raise SpecError(f"{role!r} is no role", key="tensor_plan", value=str(role), rule=RULE)
+        raise _unfit(f"{role!r} is no role", str(role), RULE)
     numbers = tuple(int(size) for size in sizes)
     return kind, (1,) * numbers[0] if len(numbers) == 1 else numbers
 
@@ -304,13 +307,9 @@ def _cuts(
 def _check_embedding(part: nn.Module, name: str) -> None:
     plain = type(part) is nn.Embedding and not (part._forward_hooks or part._forward_pre_hooks)
     if not plain or part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
-        raise SpecError(
-            f"{name} is a {type(part).__name__}: its rows cannot be cut",
-            key="tensor_plan",
-            value=name,
-            rule="An nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
-            fix=f"Leave {name} out of the plan",
-        )
+        what = f"{name} is a {type(part).__name__}: its rows cannot be cut"
+        rule = "An nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks"
+        raise _unfit(what, name, rule, f"Leave {name} out of the plan")
 
 
 def _outputs_first(part: nn.Module, name: str) -> bool:
@@ -322,12 +321,9 @@ def _outputs_first(part: nn.Module, name: str) -> bool:
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" and not hooked:
         return False
     what = "a module with hooks" if hooked else f"a {kind.__name__}"
-    raise SpecError(
-        f"{name} is {what}: it cannot be cut",
-        key="tensor_plan",
-        value=name,
-        rule="What is cut is a plain nn.Linear, or the Conv1D of transformers",
-        fix=f"Leave {name} out of the plan, or use nn.Linear",
+    rule = "What is cut is a plain nn.Linear, or the Conv1D of transformers"
+    raise _unfit(
+        f"{name} is {what}: it cannot be cut", name, rule, f"Leave {name} out of the plan, or use nn.Linear"
     )
 
 

@@ -96,8 +96,8 @@ class Compressor(ABC):
 
     sends_momenta = False
 
-    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None):
-        self.shapes, self.warm_up = shapes, warm_up or WarmUp()
+    def __init__(self, shapes: Shapes, warm_up: WarmUp):
+        self.shapes, self.warm_up = shapes, warm_up
         self.error: Tensor | None = None
         self._factor: float | None = None  # of momentum, as all ranks have agreed
         self._momentum: Tensor | None = None  # of this rank's gradients

@@ -15,18 +15,12 @@ class LowRank(Compressor):
     A parameter of more than two dimensions is a matrix of its first one by the rest. Both all-reduces of a
     bucket carry all of its matrices. The right factor of a step is the start of the next.
 
-    Parameters
-    ----------
-    shapes : Shapes
-    warm_up : WarmUp, optional
-    rank : int
-
     Source
     ------
     Vogels, Karimireddy, Jaggi 2019, "PowerSGD", algorithm 1.
     """
 
-    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None, *, rank: int):
+    def __init__(self, shapes: Shapes, warm_up: WarmUp, *, rank: int):
         super().__init__(shapes, warm_up)
         self._rank = rank
         self._right: dict[int, Tensor] = {}

@@ -55,17 +55,10 @@ class EightBit(Compressor):
     """A reduce-scatter and an all-gather of 8-bit numbers, with a scale for every `BLOCK` of them.
 
     A rank quantizes its gradient once for all others, sums the part that it owns in full precision, and
-    quantizes the sum. What that leaves out is its own error too.
-
-    Parameters
-    ----------
-    shapes : Shapes
-    warm_up : WarmUp, optional
-    kind : torch.dtype
-        int8 or float8_e4m3fn.
+    quantizes the sum. What that leaves out is its own error too. `kind` is int8 or float8_e4m3fn.
     """
 
-    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None, *, kind: torch.dtype):
+    def __init__(self, shapes: Shapes, warm_up: WarmUp, *, kind: torch.dtype):
         super().__init__(shapes, warm_up)
         self._kind = kind
 

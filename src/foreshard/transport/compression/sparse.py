@@ -11,17 +11,10 @@ from foreshard.transport.compression.compressor import Compressor, Shapes, SumRa
 
 
 class TopK(Compressor):
-    """Sums the largest entries of each rank's bucket.
+    """Sums the largest entries of each rank's bucket, a `fraction` of all: above 0 and at most 1.
 
     Every rank gathers those of all others, so that what arrives grows with the number of ranks. After a
     warm-up the fraction falls from 1 over as many steps again.
-
-    Parameters
-    ----------
-    shapes : Shapes
-    warm_up : WarmUp, optional
-    fraction : float
-        Of the entries, above 0 and at most 1.
 
     Source
     ------
@@ -30,7 +23,7 @@ class TopK(Compressor):
 
     sends_momenta = True
 
-    def __init__(self, shapes: Shapes, warm_up: WarmUp | None = None, *, fraction: float):
+    def __init__(self, shapes: Shapes, warm_up: WarmUp, *, fraction: float):
         super().__init__(shapes, warm_up)
         self._fraction = fraction
 
