@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -128,20 +128,6 @@ class TargetCurve:
         powers = {2**i for i in range(math.ceil(math.log2(low)), max(0, high).bit_length())}
         ends = {low, max(low, high)} if self.worst_error is not None or not powers else set()
         return tuple(sorted(powers | ends))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what ``--to-target --json`` prints of the curve."""
-        return {
-            "name": self.name,
-            "target": self.target,
-            "source": self.source,
-            "min_samples": self.min_samples,
-            "critical_batch": self.critical_batch,
-            "samples_of": self.samples_of,
-            "batches": list(self.batches),
-            "worst_error": self.worst_error,
-            "notes": list(self.notes),
-        }
 
 
 def task_names() -> tuple[str, ...]:

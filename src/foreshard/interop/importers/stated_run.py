@@ -126,11 +126,14 @@ class ConfigTable:
 
     def cannot(self, name: str, what: str) -> SpecError:
         """Return the error of a setting that no plan expresses, to be raised."""
-        rule = "A plan states degrees, batch, precision, recompute, sharding, offload and overlap"
-        fix = "Predict the run without it, and say so beside the answer"
-        value = self.values.get(name)
-        what = f"no plan expresses {what}"
-        return SpecError(what, file=self.file, key=self.key(name), value=value, rule=rule, fix=fix)
+        return inexpressible(what, file=self.file, key=self.key(name), value=self.values.get(name))
+
+
+def inexpressible(what: str, *, file: str, key: str, value: Any) -> SpecError:
+    """Return the error of a setting that no plan expresses."""
+    rule = "A plan states degrees, batch, precision, recompute, sharding, offload and overlap"
+    fix = "Predict the run without it, and say so beside the answer"
+    return SpecError(f"no plan expresses {what}", file=file, key=key, value=value, rule=rule, fix=fix)
 
 
 def unread(*found: str) -> tuple[str, ...]:

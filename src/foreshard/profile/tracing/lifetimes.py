@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from foreshard.profile.tracing.operations import tensors_of
+from foreshard.profile.tracing.operations import storage_of, tensors_of
 
 
 @dataclass(slots=True)
@@ -35,14 +35,14 @@ class Lifetimes:
 
     def add(self, at: int, read: Any, made: Any) -> None:
         """Add the operation of that number."""
-        before = {_number(tensor) for tensor in _dense(read)}
+        before = {storage_of(tensor) for tensor in _dense(read)}
         for storage in before:
             if storage in self._current:
                 self.read[self._current[storage]] = at
             else:
                 self.last[storage] = at
         for tensor in _dense(made):
-            storage = _number(tensor)
+            storage = storage_of(tensor)
             again = self._current.get(storage)
             if storage in before or (again is not None and self.made[again] == at):
                 continue  # a view, written in place, or two results of one storage
@@ -71,7 +71,7 @@ class Lifetimes:
             Of parameters: they stay, and are counted elsewhere.
         """
         count = len(layers)
-        own = {self._current.get(_number(tensor)) for tensor in _dense(list(gradients))}
+        own = {self._current.get(storage_of(tensor)) for tensor in _dense(list(gradients))}
         change = np.zeros(count + 1)
         for i, (size, first, last) in enumerate(zip(self.num_bytes, self.made, self.read, strict=True)):
             if i not in own:
@@ -94,7 +94,3 @@ class Lifetimes:
 def _dense(values: Any) -> list[Any]:
     """Return the tensors of some values that have a storage; sparse gradients have none."""
     return [tensor for tensor in tensors_of(values) if tensor.layout is torch.strided]
-
-
-def _number(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -10,8 +10,8 @@ import torch
 
 from foreshard.profile.tracing.attention import ATTENTION
 from foreshard.profile.tracing.constants import place_of
-from foreshard.profile.tracing.operations import Call, calls_of
-from foreshard.profile.tracing.recorder import Applied, Recorder, storage_of
+from foreshard.profile.tracing.operations import Call, calls_of, storage_of
+from foreshard.profile.tracing.recorder import Applied, Recorder
 from foreshard.profile.tracing.split_dims import SplitDim, local_tensor
 from foreshard.profile.tracing.split_rules import RULES, by_element
 from foreshard.profile.tracing.splitting import Splitting, Unsummed

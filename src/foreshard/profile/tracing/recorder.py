@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from foreshard.profile.tracing.constants import Constants
 from foreshard.profile.tracing.lifetimes import Lifetimes
-from foreshard.profile.tracing.operations import Call, calls_of, laid_out, tensors_of
+from foreshard.profile.tracing.operations import Call, calls_of, laid_out, storage_of, tensors_of
 from foreshard.profile.tracing.repeats import Repeats
 
 
@@ -213,11 +213,6 @@ class Recorder:
                 self.output_gradients.append((self._alias(gradient), out))
 
         out.register_hook(turn)
-
-
-def storage_of(tensor: Any) -> int:
-    """Return a number that tensors of the same memory share."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Operations(TorchDispatchMode):

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshard.profile.tracing.constants import place_of
-from foreshard.profile.tracing.operations import tensors_of
-from foreshard.profile.tracing.recorder import Applied, storage_of
+from foreshard.profile.tracing.operations import storage_of, tensors_of
+from foreshard.profile.tracing.recorder import Applied
 from foreshard.profile.tracing.split_dims import FinerError, SplitDim, UnsplitError, joined
 
 

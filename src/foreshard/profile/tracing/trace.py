@@ -19,9 +19,9 @@ from foreshard.errors import SpecError
 from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
 from foreshard.profile.tracing.dropout import FusedDropout
-from foreshard.profile.tracing.operations import Call, channels_last, is_channels_last
+from foreshard.profile.tracing.operations import Call, channels_last, is_channels_last, storage_of
 from foreshard.profile.tracing.rank_part import RankPart, all_of, part_of
-from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
+from foreshard.profile.tracing.recorder import End, Recorder, recording
 from foreshard.profile.tracing.recurrent import FusedRecurrence
 from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule, TracedPart
 from foreshard.units import number_of
