@@ -239,8 +239,9 @@ def _nic_latency_s(table: NodesTable, instance: Instance | None, assumptions: li
     if transport is None:
         assumptions.append(f"NIC latency {quantity.seconds(DEFAULT_NIC_LATENCY_S)}, not stated")
         return DEFAULT_NIC_LATENCY_S
-    assumptions.append(f"NIC latency {quantity.seconds(transport.latency_s)} of {transport.name}")
-    return transport.latency_s
+    name, latency_s = transport
+    assumptions.append(f"NIC latency {quantity.seconds(latency_s)} of {name}")
+    return latency_s
 
 
 def _price(

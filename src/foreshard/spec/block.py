@@ -35,6 +35,15 @@ WIDE_GROUPS = ("attention", "latent", "mlp", "experts")
 layer and that of its experts, of dense, shared and state-space MLPs, of routed experts."""
 
 
+def heads_of(num_heads: int, width: int, num_kv_heads: int | None = None) -> dict[str, int]:
+    """Return the fields of a block whose heads of queries, keys and values are equally wide.
+
+    Without `num_kv_heads` there are as many of keys and values as of queries.
+    """
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    return {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": width, "value_head_dim": width}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """One kind of transformer block: attention followed by a dense or an expert MLP.
