@@ -7,6 +7,7 @@ multiply-add.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 ACTIVATION_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom", "gpt_oss", "xielu")
 """Activations that transformers spells, as it names them; the first is a kernel of torch."""
@@ -35,7 +36,7 @@ WIDE_GROUPS = ("attention", "latent", "mlp", "experts")
 layer and that of its experts, of dense, shared and state-space MLPs, of routed experts."""
 
 
-def heads_of(num_heads: int, width: int, num_kv_heads: int | None = None) -> dict[str, int]:
+def heads_of(num_heads: int, width: int, num_kv_heads: int | None = None) -> dict[str, Any]:
     """Return the fields of a block whose heads of queries, keys and values are equally wide.
 
     Without `num_kv_heads` there are as many of keys and values as of queries.

@@ -81,25 +81,15 @@ class Money:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTimes:
-    """Transfers of one class on the critical rank, by themselves and on a network that all transfers share.
+    """Transfers of one class on the critical rank, by themselves and on a network that all share."""
 
-    Attributes
-    ----------
-    collective : str
-        A communication part of `TIME_PARTS`; of data parallelism gradient_reduce and parameter_gather.
-    closed_form_s, flow_s : float
-        Seconds of them all, hidden ones too.
-    busiest_resource : str
-        Of those that they pass, the one that the whole step keeps busiest.
-    utilisation : float
-        Of that resource, over the step.
-    """
-
+    # a communication part of `TIME_PARTS`; of data parallelism gradient_reduce and parameter_gather
     collective: str
+    # closed_form_s and flow_s: seconds of them all, hidden ones too
     closed_form_s: float
     flow_s: float
-    busiest_resource: str
-    utilisation: float
+    busiest_resource: str  # of those that they pass, the one that the whole step keeps busiest
+    utilisation: float  # of that resource, over the step
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a prediction's JSON object."""

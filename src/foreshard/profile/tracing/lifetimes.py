@@ -18,18 +18,13 @@ class Lifetimes:
 
     A gradient lives from the operation that makes it to the last one that reads it. Storages of the forward
     live on while a trace runs, so that no other takes their number.
-
-    Attributes
-    ----------
-    num_bytes, made, read : list of float, of int, of int
-        Of each storage that the backward makes.
-    last : dict of int to int
-        The last operation that reads a storage of the forward.
     """
 
+    # num_bytes, made, read: of each storage that the backward makes
     num_bytes: list[float] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
+    # the last operation that reads a storage of the forward
     last: dict[int, int] = field(default_factory=dict)
     _current: dict[int, int] = field(default_factory=dict)
 
