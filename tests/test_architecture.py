@@ -114,13 +114,21 @@ def named_in_strings(path: Path) -> set[str]:
     """Return the modules a file names in strings: started by `-m`, or looked up by `import_module`.
 
     A looked-up name is an f-string such as ``import_module(f"foreshard.cli.{verb}")``; the strings of that
-    file, a table of verbs for example, say which modules that may be.
+    file, a table of verbs for example, or names of tables in the folder ``data`` beside it, as MODULE or
+    MODULE.FUNCTION, say which modules that may be.
     """
     texts = {
         node.value
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
+    for table in path.parent.glob("data/*.toml"):
+        heads = re.findall(r"^\[.*\]", table.read_text(encoding="utf-8"), re.MULTILINE)
+        texts |= {
+            part
+            for name in re.findall(r"[\w.]+", " ".join(heads))
+            for part in (name, name.rpartition(".")[0])
+        }
     found = texts & MODULES.keys()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:

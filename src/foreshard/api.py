@@ -1086,7 +1086,8 @@ def trace(
     """
     if not is_traced(model):
         return None
-    how: dict[str, Any] = {"precision": precision, "degrees": sorted({*degrees} - {1}), "training": training}
+    parts = tuple(sorted({*degrees} - {1}))
+    how: dict[str, Any] = {"precision": precision, "degrees": parts, "training": training}
     if (name := network_name(model)) is not None:
         return trace_network(name, where=model, **how)
     with ExitStack() as loaded:  # what the module imports as it runs is found too

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from foreshard.catalog.targets import TargetCurve
 from foreshard.errors import ForeshardError
+from foreshard.spec.codec import plain
 from foreshard.spec.prediction import Prediction
 
 Answer = TypeVar("Answer")
@@ -83,7 +84,7 @@ class TargetRuns(Generic[Answer]):
     def to_dict(self) -> dict[str, Any]:
         """Return the object ``to_target`` of ``plan --json`` and ``predict --json``."""
         return {
-            **self.curve.to_dict(),
+            **plain(self.curve),
             "objective": self.objective,
             "best_global_batch": None if self.chosen.why else self.chosen.global_batch,
             "runs": [asdict(run) for run in self.runs],

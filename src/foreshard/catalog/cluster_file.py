@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -12,12 +12,10 @@ from typing import Annotated, Any, Literal
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import SpecError, did_you_mean
 from foreshard.spec import codec
-from foreshard.spec.cluster import Cluster, Link, Network, NodeGroup
+from foreshard.spec.cluster import MAX_DEVICES, Cluster, Link, Network, NodeGroup
 from foreshard.spec.codec import Range, Size, Unit
 from foreshard.spec.device import Device
 
-# Ten times the largest training run published (about 100,000 devices); more is a slip of the pen.
-MAX_DEVICES = 2**20
 # The standard TOML reader needs seconds per 10 MB; a cluster of MAX_DEVICES distinct nodes is no file.
 MAX_TOML_BYTES = 4 * 2**20
 
@@ -25,7 +23,6 @@ Rate = Annotated[float, Unit("bytes_per_s"), Range(1.0, 1e15)]
 Latency = Annotated[float, Unit("s"), Range(0.0, 60.0)]
 Power = Annotated[float, Unit("w"), Range(0.0, 1e6)]
 Name = Annotated[str, Size(1, 200)]
-Kind = Literal["flat", "fat-tree", "rail", "leaf-spine", "torus", "dragonfly", "graph"]
 PeakName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 Peak = Annotated[float, Unit("flops_per_s"), Range(1e6, 1e20)]
 Bytes = Annotated[float, Unit("bytes"), Range(2.0**20, 1e16)]
@@ -70,16 +67,6 @@ class NodesTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkTable:
-    """The ``[network]`` table."""
-
-    kind: Kind = "flat"
-    oversubscription: Annotated[float, Range(1.0, 1e4)] = 1.0
-    nodes_per_leaf: Annotated[int, Range(1, MAX_DEVICES)] = 1
-    spines: Annotated[int, Range(1, 4096)] = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
     """One ``[[links]]`` table."""
 
@@ -119,7 +106,7 @@ class ClusterFile:
 
     name: str | None = None
     nodes: Annotated[tuple[NodesTable, ...], Size(1)]
-    network: NetworkTable = NetworkTable()
+    network: Network = field(default_factory=Network)
     links: tuple[LinkTable, ...] = ()
     devices: tuple[DeviceTable, ...] = ()
 
@@ -182,12 +169,7 @@ def network_of(table: ClusterFile, file: str) -> Network:
             rule="Links join the one spine of each rack",
             fix="Leave spines out, or the links",
         )
-    return Network(
-        kind=network.kind,
-        oversubscription=network.oversubscription,
-        nodes_per_leaf=network.nodes_per_leaf,
-        spines=network.spines,
-    )
+    return network
 
 
 def links_of(table: ClusterFile, file: str) -> tuple[Link, ...]:

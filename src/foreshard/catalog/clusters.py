@@ -10,7 +10,6 @@ from typing import Any
 
 from foreshard import quantity
 from foreshard.catalog.cluster_file import (
-    MAX_DEVICES,
     ClusterFile,
     NodesTable,
     cluster_tables,
@@ -31,7 +30,7 @@ from foreshard.catalog.instances import (
 from foreshard.catalog.shorthand import nic_rate, read_shorthand
 from foreshard.catalog.transports import transport_of
 from foreshard.errors import SpecError
-from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.cluster import MAX_DEVICES, Cluster, NodeGroup
 from foreshard.spec.device import Device
 
 # How many times above or below those of every instance a NIC rate is doubted: a rate of one of two, four or
@@ -239,8 +238,9 @@ def _nic_latency_s(table: NodesTable, instance: Instance | None, assumptions: li
     if transport is None:
         assumptions.append(f"NIC latency {quantity.seconds(DEFAULT_NIC_LATENCY_S)}, not stated")
         return DEFAULT_NIC_LATENCY_S
-    assumptions.append(f"NIC latency {quantity.seconds(transport.latency_s)} of {transport.name}")
-    return transport.latency_s
+    name, latency_s = transport
+    assumptions.append(f"NIC latency {quantity.seconds(latency_s)} of {name}")
+    return latency_s
 
 
 def _price(

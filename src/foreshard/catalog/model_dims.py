@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foreshard.errors import SpecError
+from foreshard.spec.block import heads_of
 from foreshard.spec.model import Block, Model, decoder
 
 MAX_LAYERS = 4096  # the deepest models of the catalog have some hundred
@@ -69,13 +70,9 @@ def model_from_dims(
         rule = "Key/value heads divide heads, heads divide hidden, top-k is at most the experts"
         raise SpecError(what, key="n_heads", value=n_heads, rule=rule)
     chosen = _style(style or ("llama" if gated else "gpt"))
-    width = head_dim or hidden // n_heads
     attention = {
         "hidden": hidden,
-        "num_heads": n_heads,
-        "num_kv_heads": n_kv_heads,
-        "head_dim": width,
-        "value_head_dim": width,
+        **heads_of(n_heads, head_dim or hidden // n_heads, n_kv_heads),
         "gated": gated,
         "num_norms": num_norms,
         "other_params": relative_positions * hidden**2,

@@ -9,7 +9,7 @@ from typing import Annotated
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.instances import instances
 from foreshard.errors import SpecError, unknown
-from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.cluster import Cluster
 from foreshard.spec.codec import Range, Size, decode, parse_toml, read_text
 
 _MAX_BYTES = 2**20
@@ -48,21 +48,22 @@ class Prices:
     of_device: Mapping[str, PriceEntry] = field(default_factory=dict)
     of_instance: Mapping[str, PriceEntry] = field(default_factory=dict)
 
-    def of_node(self, group: NodeGroup) -> tuple[float, PriceEntry] | None:
+    def of_node(self, device: str, instance: str | None, per_node: int) -> tuple[float, PriceEntry] | None:
         """Return the price of a node and its entry, of its instance before its device; None without one."""
-        entry = self.of_instance.get(group.instance or "")
+        entry = self.of_instance.get(instance or "")
         if entry is not None and entry.usd_per_h is not None:
             return entry.usd_per_h, entry
-        entry = self.of_device.get(group.device.name)
+        entry = self.of_device.get(device)
         if entry is not None and entry.usd_per_device_h is not None:
-            return entry.usd_per_device_h * group.per_node, entry
+            return entry.usd_per_device_h * per_node, entry
         return None
 
     def on(self, cluster: Cluster) -> Cluster:
         """Return the cluster at these prices; what a cluster file states itself stays."""
         nodes, said = [], []
         for group in cluster.nodes:
-            found = None if group.usd_per_h is not None and group.price_date is None else self.of_node(group)
+            stated = group.usd_per_h is not None and group.price_date is None
+            found = None if stated else self.of_node(group.device.name, group.instance, group.per_node)
             if found is None:
                 nodes.append(group)
                 continue
@@ -80,15 +81,8 @@ class Prices:
 
     def of_rental(self) -> dict[str, float]:
         """Return the price of a node of every instance that has one, by its own or by its device's."""
-        found = {}
-        for name, one in instances().items():
-            entry = self.of_instance.get(name)
-            by_device = self.of_device.get(one.device)
-            if entry is not None and entry.usd_per_h is not None:
-                found[name] = entry.usd_per_h
-            elif by_device is not None and by_device.usd_per_device_h is not None:
-                found[name] = by_device.usd_per_device_h * one.per_node
-        return found
+        found = {one.name: self.of_node(one.device, one.name, one.per_node) for one in instances().values()}
+        return {name: price[0] for name, price in found.items() if price is not None}
 
 
 def load_prices(path: str) -> Prices:

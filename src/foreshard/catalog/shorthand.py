@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from foreshard import units
-from foreshard.catalog.cluster_file import MAX_DEVICES
 from foreshard.catalog.devices import near_devices, resolve_device, why_unresolvable
 from foreshard.catalog.instances import (
     Instance,
@@ -18,6 +17,7 @@ from foreshard.catalog.instances import (
     usual_node_size,
 )
 from foreshard.errors import SpecError
+from foreshard.spec.cluster import MAX_DEVICES
 from foreshard.spec.device import Device
 
 _BY = r"\s*[xX×*]\s*"  # between the numbers of a term

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -53,32 +53,16 @@ class TargetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetCurve:
-    """Samples to a target as a function of the global batch.
-
-    Attributes
-    ----------
-    name, target, source : str
-    min_samples : float
-        Samples that small batches need.
-    critical_batch : float
-        Samples of the batch that needs twice as many.
-    samples_of : int, optional
-        Tokens of a counted sample; None where samples are no sequences.
-    batches : tuple of float
-        Least and greatest batch that the curve is known for.
-    worst_error : float, optional
-        Greatest relative error of the law at the measured batches.
-    notes : tuple of str
-    """
+    """Samples to a target as a function of the global batch."""
 
     name: str
     target: str
     source: str
-    min_samples: float
-    critical_batch: float
-    samples_of: int | None = None
-    batches: tuple[float, float]
-    worst_error: float | None = None
+    min_samples: float  # samples that small batches need
+    critical_batch: float  # samples of the batch that needs twice as many
+    samples_of: int | None = None  # tokens of a counted sample; None where samples are no sequences
+    batches: tuple[float, float]  # least and greatest batch that the curve is known for
+    worst_error: float | None = None  # greatest relative error of the law at the measured batches
     notes: tuple[str, ...] = ()
 
     def samples(self, batch: float) -> float:
@@ -128,20 +112,6 @@ class TargetCurve:
         powers = {2**i for i in range(math.ceil(math.log2(low)), max(0, high).bit_length())}
         ends = {low, max(low, high)} if self.worst_error is not None or not powers else set()
         return tuple(sorted(powers | ends))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what ``--to-target --json`` prints of the curve."""
-        return {
-            "name": self.name,
-            "target": self.target,
-            "source": self.source,
-            "min_samples": self.min_samples,
-            "critical_batch": self.critical_batch,
-            "samples_of": self.samples_of,
-            "batches": list(self.batches),
-            "worst_error": self.worst_error,
-            "notes": list(self.notes),
-        }
 
 
 def task_names() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from foreshard.catalog.model_dims import DEFAULT_SEQ_LEN
 from foreshard.errors import SpecError
+from foreshard.spec.block import heads_of
 from foreshard.spec.model import Block, Model, decoder
 
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
@@ -93,10 +94,7 @@ def _block(module: Any, where: str) -> Block:
     head_dim = getattr(attention, "head_dim", None) or hidden // heads
     block = Block(
         hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=_kv_heads(attention, projections, hidden, heads, head_dim),
-        head_dim=head_dim,
-        value_head_dim=head_dim,
+        **heads_of(heads, head_dim, _kv_heads(attention, projections, hidden, heads, head_dim)),
         causal=getattr(attention, "is_causal", True) is not False,
         num_norms=0,
         **_mlp(module, mlp, hidden, where),

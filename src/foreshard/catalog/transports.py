@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from foreshard.catalog.shipped import shipped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transport:
-    """A transport and one hop of a collective over it, software included."""
+def transport_of(network: str) -> tuple[str, float] | None:
+    """Return the transport that a network's name tells, and one hop of a collective over it in seconds.
 
-    name: str
-    latency_s: float
-    source: str
-
-
-def transport_of(network: str) -> Transport | None:
-    """Return the transport that a network's name tells; None for the default (RDMA) and unknown names.
+    Software is included. None for the default (RDMA) and unknown names.
 
     Examples
     --------
-    >>> transport_of("EFA v2 32x100").latency_s, transport_of("InfiniBand NDR 8x400")
-    (7.5e-05, None)
+    >>> transport_of("EFA v2 32x100"), transport_of("InfiniBand NDR 8x400")
+    (('EFA', 7.5e-05), None)
     """
     for row in shipped("transports.toml")["transports"]:
         if re.search(row["pattern"], network, re.IGNORECASE):
-            return Transport(name=row["name"], latency_s=row["latency_us"] * 1e-6, source=row["source"])
+            return row["name"], row["latency_us"] * 1e-6
     return None

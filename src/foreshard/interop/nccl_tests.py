@@ -35,14 +35,12 @@ _REFIT = "foreshard comm import FILE CLUSTER --fit OUT.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclTestRow:
-    """One size of one test, out of place unless named otherwise."""
+    """One size of one test, out of place."""
 
     size_bytes: int
     time_s: float
     algbw_bytes_per_s: float
     busbw_bytes_per_s: float
-    in_place_time_s: float | None
-    num_wrong: int | None  # elements that differ from what they must be; None where not checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +189,6 @@ def _row(columns: list[str], words: list[str]) -> NcclTestRow | None:
     if len(words) != len(columns) or "time" not in columns:
         return None
     place = columns.index("time")
-    again = columns.index("time", place + 1) if "time" in columns[place + 1 :] else None
     try:
         time, algbw, busbw = (_finite(word) for word in words[place : place + 3])
         return NcclTestRow(
@@ -199,8 +196,6 @@ def _row(columns: list[str], words: list[str]) -> NcclTestRow | None:
             time_s=time * _MICRO,
             algbw_bytes_per_s=algbw * _GIGA,
             busbw_bytes_per_s=busbw * _GIGA,
-            in_place_time_s=_finite(words[again]) * _MICRO if again is not None else None,
-            num_wrong=_wrong(words[place + 3]) if place + 3 < len(words) else None,
         )
     except ValueError:
         return None
@@ -212,8 +207,3 @@ def _finite(word: str) -> float:
     if not 0.0 <= value < _MOST:
         raise ValueError(word)
     return value
-
-
-def _wrong(word: str) -> int | None:
-    """Return the number of wrong elements; old releases print a largest error instead, or N/A."""
-    return int(word) if word.isdecimal() else None

@@ -24,7 +24,7 @@ from foreshard.cost.tables import ATTENTION, COLUMNS
 from foreshard.cost.tables import SIZES as PRODUCT
 from foreshard.errors import SpecError
 from foreshard.file_replacement import replace_file
-from foreshard.profile.layer_times import processor_name
+from foreshard.profile.layer_times import processor_name, require_device
 
 KINDS = ("product", "experts", "attention", "stream")
 """Kinds of kernels that are timed; attention forward and backward."""
@@ -75,9 +75,7 @@ def bench_on(device: str, dtype: str, threads: int = 1) -> Bench:
     SpecError
         Where there is no GPU.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        rule, fix = "The device is on this machine", "Use --device cpu, or profile where the GPU is"
-        raise SpecError("no CUDA device here", key="--device", value=device, rule=rule, fix=fix)
+    require_device(device)
     torch.set_num_threads(threads)
 
     def values(*shape: int, gradient: bool = False) -> torch.Tensor:

@@ -119,6 +119,13 @@ def fingerprint(job: Trainable, device: torch.device) -> dict[str, Any]:
     }
 
 
+def require_device(device: str) -> None:
+    """Refuse the GPU where there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        rule, fix = "The device is on this machine", "Use --device cpu, or profile where the GPU is"
+        raise SpecError("no CUDA device here", key="--device", value=device, rule=rule, fix=fix)
+
+
 def processor_name() -> str:
     """Return what the processor calls itself."""
     try:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from foreshard.errors import SpecError
 from foreshard.profile.heap import keep_heap
-from foreshard.profile.layer_times import profile_layers, write_profile
+from foreshard.profile.layer_times import profile_layers, require_device, write_profile
 from foreshard.profile.link_times import TimedRanks, local_links, time_links, torchrun_ranks
 from foreshard.profile.timed_chain import Through, TimedPart, Trainable
 
@@ -45,10 +44,7 @@ def record(
     tensor parallelism that are timed as well. `local` ranks will share this machine: it is kept as busy, and
     `links` are timed between as many. `dtype` is fp32, bf16 or fp16, by autocast.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        rule = "The device is on this machine"
-        fix = "Use --device cpu, or profile where the GPU is"
-        raise SpecError("no CUDA device here", key="--device", value=device, rule=rule, fix=fix)
+    require_device(device)
     torch.set_num_threads(threads)
     if device == "cpu":
         keep_heap()  # as a worker does

@@ -72,61 +72,38 @@ def range_sd(constant: str) -> float:
     return math.log(entry["high"] / entry["low"]) / 4.0
 
 
-def _alone(constant: str) -> ConstantTerm:
-    """Return the term of one constant, under its name and meaning."""
-    meaning = term_metadata()[constant]["meaning"]
-    return ConstantTerm(name=constant, meaning=meaning, constants=(constant,), sd=range_sd(constant))
+def _term(name: str, meaning: str = "", constants: tuple[str, ...] = (), *, of: str = "") -> ConstantTerm:
+    """Return a term whose error bar is that of a constant: the first of its own unless it is `of` another."""
+    own = constants or (name,)
+    said = meaning or term_metadata()[name]["meaning"]
+    return ConstantTerm(name=name, meaning=said, constants=own, sd=range_sd(of or own[0]))
 
 
 _HOST = tuple(
     name
     for name in term_metadata()
-    if name.startswith("host_")
-    and name not in ("host_sharpness", "host_arm")
-    and name not in ("host_backward", "host_tensor")
+    if name.startswith("host_") and name not in ("host_sharpness", "host_arm", "host_backward", "host_tensor")
+)
+_PRODUCTS = ("gemm_derate", "gemm_derate_8bit", "gemm_derate_4bit")
+_ATTENTION = ("flash_forward", "flash_backward", "unfused")
+_STREAMS = (
+    "eager_traffic",
+    "fused_traffic",
+    "cast_traffic",
+    "cast_blocks",
+    "grad_accumulate",
+    "loss_traffic",
 )
 TERMS = (
-    ConstantTerm(
-        name="products",
-        meaning="matrix products in training over isolated ones",
-        constants=("gemm_derate", "gemm_derate_8bit", "gemm_derate_4bit"),
-        sd=range_sd("gemm_derate"),
-    ),
-    ConstantTerm(
-        name="attention",
-        meaning="attention in training over isolated kernels",
-        constants=("flash_forward", "flash_backward", "unfused"),
-        sd=range_sd("flash_forward"),
-    ),
-    ConstantTerm(
-        name="memory_bound",
-        meaning="traffic of kernels that stream memory",
-        constants=(
-            "eager_traffic",
-            "fused_traffic",
-            "cast_traffic",
-            "cast_blocks",
-            "grad_accumulate",
-            "loss_traffic",
-        ),
-        sd=range_sd("fused_traffic"),
-    ),
-    ConstantTerm(
-        name="experts",
-        meaning="grouped products of experts over other products",
-        constants=("expert_products",),
-        sd=range_sd("expert_products"),
-    ),
-    ConstantTerm(name="host", meaning="host seconds of launches", constants=_HOST, sd=range_sd("host_eager")),
-    _alone("tensor_comm"),
-    ConstantTerm(
-        name="pipeline_comm",
-        meaning="messages between stages in training over isolated",
-        constants=("pipeline_comm",),
-        sd=range_sd("pipeline_comm"),
-    ),
-    _alone("data_comm"),
-    _alone("expert_comm"),
+    _term("products", "matrix products in training over isolated ones", _PRODUCTS),
+    _term("attention", "attention in training over isolated kernels", _ATTENTION),
+    _term("memory_bound", "traffic of kernels that stream memory", _STREAMS, of="fused_traffic"),
+    _term("experts", "grouped products of experts over other products", ("expert_products",)),
+    _term("host", "host seconds of launches", _HOST, of="host_eager"),
+    _term("tensor_comm"),
+    _term("pipeline_comm", "messages between stages in training over isolated"),
+    _term("data_comm"),
+    _term("expert_comm"),
     ConstantTerm(
         name="fixed",
         meaning="seconds of a step outside layers, and of the optimizer per layer",

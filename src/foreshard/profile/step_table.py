@@ -20,23 +20,13 @@ COLUMNS = (*_NEEDED, *_COUNTS, *_WORDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One measured step.
+    """One measured step."""
 
-    Attributes
-    ----------
-    place : str
-        File and line.
-    model, cluster : str
-        As on the command line.
-    options : dict
-        Degrees and options that are given; `plan` is the path of a file.
-    step_time_s : float
-    """
-
-    place: str
+    place: str  # file and line
+    # model and cluster: as on the command line
     model: str
     cluster: str
-    options: dict[str, Any]
+    options: dict[str, Any]  # degrees and options that are given; `plan` is the path of a file
     step_time_s: float
 
 

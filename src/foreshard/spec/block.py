@@ -7,6 +7,7 @@ multiply-add.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 ACTIVATION_FORMULAS = ("", "gelu_new", "gelu_fast", "bloom", "gpt_oss", "xielu")
 """Activations that transformers spells, as it names them; the first is a kernel of torch."""
@@ -33,6 +34,15 @@ also on queries and keys that rotary positions have turned."""
 WIDE_GROUPS = ("attention", "latent", "mlp", "experts")
 """Products that a recipe may keep in 16 bit beside narrower ones: those of attention, between the width of a
 layer and that of its experts, of dense, shared and state-space MLPs, of routed experts."""
+
+
+def heads_of(num_heads: int, width: int, num_kv_heads: int | None = None) -> dict[str, Any]:
+    """Return the fields of a block whose heads of queries, keys and values are equally wide.
+
+    Without `num_kv_heads` there are as many of keys and values as of queries.
+    """
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    return {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": width, "value_head_dim": width}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
 
-from foreshard.spec.codec import check_amount
+from foreshard.spec.codec import Range, check_amount
 from foreshard.spec.device import Device
 from foreshard.units import number_of
 
+# Ten times the largest training run published (about 100,000 devices); more is a slip of the pen.
+MAX_DEVICES = 2**20
+NetworkKind = Literal["flat", "fat-tree", "rail", "leaf-spine", "torus", "dragonfly", "graph"]
 _ONE_CARD_BYTES_PER_S = 12.5e9
 """A network card is made for up to so much: no node has several of less together."""
 
@@ -67,12 +70,15 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The fabric between nodes: its kind, the ratio of edge to core bandwidth (>= 1), and its switches."""
+    """The fabric between nodes: its kind, the ratio of edge to core bandwidth, and its switches.
 
-    kind: str = "flat"
-    oversubscription: float = 1.0
-    nodes_per_leaf: int = 1
-    spines: int = 1
+    It is also the ``[network]`` table of a cluster file.
+    """
+
+    kind: NetworkKind = "flat"
+    oversubscription: Annotated[float, Range(1.0, 1e4)] = 1.0
+    nodes_per_leaf: Annotated[int, Range(1, MAX_DEVICES)] = 1
+    spines: Annotated[int, Range(1, 4096)] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,6 +232,15 @@ def decode(cls: type[T], data: Any, *, file: str | None = None, key: str = "") -
     return _Decoder(file).value(cls, data, key)
 
 
+def plain(value: Any) -> Any:
+    """Return what JSON holds of a value: dataclasses and mappings as objects, tuples as lists."""
+    if is_dataclass(value):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 @cache
 def _hints(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls, include_extras=True)

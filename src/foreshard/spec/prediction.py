@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from foreshard.spec.codec import plain
 from foreshard.spec.plan import Plan
 from foreshard.spec.shown import Shown
 from foreshard.spec.variation import RunEfficiency, StepDistribution
@@ -66,14 +67,6 @@ class Memory:
         counts = {"reserved": self.peak_reserved_bytes, "device": self.peak_bytes}
         return counts.get(kind, self.peak_allocated_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of the contract."""
-        out = asdict(self)
-        out["per_stage_peak_bytes"] = [list(row) for row in self.per_stage_peak_bytes]
-        for name in ("peak_interval_bytes", "peak_allocated_interval_bytes"):
-            out[name] = None if out[name] is None else list(out[name])
-        return out
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Money:
@@ -88,25 +81,15 @@ class Money:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTimes:
-    """Transfers of one class on the critical rank, by themselves and on a network that all transfers share.
+    """Transfers of one class on the critical rank, by themselves and on a network that all share."""
 
-    Attributes
-    ----------
-    collective : str
-        A communication part of `TIME_PARTS`; of data parallelism gradient_reduce and parameter_gather.
-    closed_form_s, flow_s : float
-        Seconds of them all, hidden ones too.
-    busiest_resource : str
-        Of those that they pass, the one that the whole step keeps busiest.
-    utilisation : float
-        Of that resource, over the step.
-    """
-
+    # a communication part of `TIME_PARTS`; of data parallelism gradient_reduce and parameter_gather
     collective: str
+    # closed_form_s and flow_s: seconds of them all, hidden ones too
     closed_form_s: float
     flow_s: float
-    busiest_resource: str
-    utilisation: float
+    busiest_resource: str  # of those that they pass, the one that the whole step keeps busiest
+    utilisation: float  # of that resource, over the step
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a prediction's JSON object."""
@@ -169,21 +152,10 @@ class Prediction(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the contract."""
-        out = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "memory", "cost")}
-        out["energy_j_total"] = self.energy_j_total
-        out["step_time_interval_s"] = list(self.step_time_interval_s)
-        out["step_time_intervals_s"] = {
-            f"{level:g}": list(ends) for level, ends in self.step_time_intervals_s.items()
-        }
-        out["assumptions"] = list(self.assumptions)
-        out["time_breakdown_s"] = dict(self.time_breakdown_s)
-        out["explain"] = dict(self.explain)
-        out["cost_sources"] = dict(self.cost_sources)
+        apart = ("plan", "memory", "cost")
+        out = {name: plain(getattr(self, name)) for name in self.__slots__ if name not in apart}
+        levels = self.step_time_intervals_s.items()
+        out["step_time_intervals_s"] = {f"{level:g}": list(ends) for level, ends in levels}
         out["collectives"] = [one.to_dict() for one in self.collectives]
-        varied = self.step_time_distribution
-        out["step_time_distribution"] = None if varied is None else asdict(varied)
-        out["run"] = None if self.run is None else asdict(self.run)
-        out["memory"] = self.memory.to_dict()
-        out["cost"] = asdict(self.cost)
-        out["plan"] = self.plan.to_dict()
-        return out
+        out |= {"energy_j_total": self.energy_j_total, "memory": plain(self.memory)}
+        return out | {"cost": plain(self.cost), "plan": self.plan.to_dict()}

@@ -82,98 +82,55 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLayer:
-    """A part of the chain: one tensor goes in, one comes out.
+    """A part of the chain: one tensor goes in, one comes out."""
 
-    Attributes
-    ----------
-    name : str
-        The last module in it.
-    forward, backward : tuple of Operation
-    parameters, frozen, buffers : int
-        Elements: of parameters that get a gradient, of those that do not, of buffers.
-    saved_bytes : Growth
-        Kept from forward to backward.
-    boundary_bytes : Growth
-        Handed to the next layer.
-    beside_bytes : Growth
-        Most that the backward holds beyond what was kept, of gradients and of what it makes on the way.
-    modules : tuple of str
-        The largest modules that ran and whose parameters are all of this layer, by name.
-    sums_forward, sums_backward : tuple of Growth
-        Bytes of each sum over the ranks that compute the layer together.
-    unsummed : int
-        Elements of parameters that each of these ranks holds whole, but of whose gradients a summand.
-    splits_boundary : bool
-        Whether each of them hands on a part.
-    """
-
-    name: str
+    name: str  # the last module in it
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
+    # elements: of parameters that get a gradient, of those that do not, of buffers
     parameters: int
     frozen: int
     buffers: int
-    saved_bytes: Growth
-    boundary_bytes: Growth
+    saved_bytes: Growth  # kept from forward to backward
+    boundary_bytes: Growth  # handed to the next layer
+    # most that the backward holds beyond what was kept, of gradients and of what it makes on the way
     beside_bytes: Growth = Growth(0.0, 0.0)
+    # the largest modules that ran and whose parameters are all of this layer, by name
     modules: tuple[str, ...] = ()
+    # sums_forward and sums_backward: bytes of each sum over the ranks that compute the layer together
     sums_forward: tuple[Growth, ...] = ()
     sums_backward: tuple[Growth, ...] = ()
+    # elements of parameters that each of these ranks holds whole, but of whose gradients a summand
     unsummed: int = 0
-    splits_boundary: bool = False
+    splits_boundary: bool = False  # whether each of them hands on a part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedPart:
-    """What each rank does and holds where several compute every layer together.
-
-    Attributes
-    ----------
-    layers : tuple of TracedLayer
-    tied : Tied
-        As `TracedModule.tied`, of a rank.
-    split : tuple of str
-        Parameters that the ranks share out.
-    whole : mapping of str to str
-        Weights of products that each rank holds whole, and why.
-    """
+    """What each rank does and holds where several compute every layer together."""
 
     layers: tuple[TracedLayer, ...]
-    tied: Tied
-    split: tuple[str, ...]
-    whole: Mapping[str, str]
+    tied: Tied  # as `TracedModule.tied`, of a rank
+    split: tuple[str, ...]  # parameters that the ranks share out
+    whole: Mapping[str, str]  # weights of products that each rank holds whole, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModule:
-    """A module, traced in one precision.
-
-    Attributes
-    ----------
-    tied : Tied
-        Each of the layers counts the elements.
-    parts : mapping of int to TracedPart
-        By the number of ranks that compute every layer together.
-    casts_weights : bool
-        Whether each step casts all weights to 16 bit besides its operations.
-    weight_bytes : int
-        Of an element of parameters without a gradient, and of buffers, from one step to the next.
-    cudnn : int
-        Release of NVIDIA's library of convolutions that runs it.
-    reads_images : bool
-        Whether an input is an image or a volume: numbers in four dimensions or more.
-    """
+    """A module, traced in one precision."""
 
     name: str
     layers: tuple[TracedLayer, ...]
     precision: str
     source: str
-    tied: Tied = ()
-    casts_weights: bool = True
+    tied: Tied = ()  # each of the layers counts the elements
+    casts_weights: bool = True  # whether each step casts all weights to 16 bit besides its operations
+    # of an element of parameters without a gradient, and of buffers, from one step to the next
     weight_bytes: int = 4
-    cudnn: int = 9
-    reads_images: bool = False
+    cudnn: int = 9  # release of NVIDIA's library of convolutions that runs it
+    reads_images: bool = False  # whether an input is an image or a volume: numbers in four dimensions or more
     assumptions: tuple[str, ...] = ()
+    # by the number of ranks that compute every layer together
     parts: Mapping[int, TracedPart] = field(default_factory=dict)
 
     @property

@@ -119,34 +119,22 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDistribution:
-    """Seconds of a step of which the ranks differ, the slowest of them waited for.
+    """Seconds of a step of which the ranks differ, the slowest of them waited for."""
 
-    Attributes
-    ----------
-    mean_s, p50_s, p90_s, p99_s : float
-        Over the steps drawn; the mean is the expected maximum over the ranks.
-    alike_s : float
-        Of the same step with all ranks and links alike.
-    jitter_s, slow_ranks_s, slow_links_s : float
-        What each adds to the mean, the others present: they and `alike_s` sum to it.
-    steps : int
-        How many were drawn.
-    seed : int
-    contention : {'none', 'every step', 'once'}
-        As in `CONTENTIONS`.
-    """
-
+    # mean_s, p50_s, p90_s, p99_s: over the steps drawn; the mean is the expected maximum over the ranks
     mean_s: float
     p50_s: float
     p90_s: float
     p99_s: float
-    alike_s: float
+    alike_s: float  # of the same step with all ranks and links alike
+    # jitter_s, slow_ranks_s, slow_links_s: what each adds to the mean, the others present: they and `alike_s`
+    # sum to it
     jitter_s: float
     slow_ranks_s: float
     slow_links_s: float
-    steps: int
+    steps: int  # how many were drawn
     seed: int
-    contention: str = "none"
+    contention: str = "none"  # one of `CONTENTIONS`
 
     @classmethod
     def of(
@@ -264,34 +252,22 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEfficiency:
-    """What becomes of the time of a run.
+    """What becomes of the time of a run."""
 
-    Attributes
-    ----------
-    goodput : float
-        Seconds of the predicted steps over seconds of the run.
-    failures_per_day, mtbf_s : float, float or None
-        Of the whole run.
-    checkpoint_every_s, checkpoint_every_steps : float or None, int or None
-        Seconds of steps, and steps, between checkpoints.
-    young_daly_every_s : float or None
-        The same by Daly's estimate.
-    checkpoint_s, load_s, restart_s : float or None
-        Saving once; loading after a failure; the whole restart, loading counted.
-    checkpoint_bytes : float
-    lost : mapping of str to float
-        Parts of the run's time: `loading_data`, `checkpoints`, `lost_steps` (done again), `restarts`. With
-        goodput they sum to 1.
-    """
-
-    goodput: float
+    goodput: float  # seconds of the predicted steps over seconds of the run
+    # failures_per_day and mtbf_s: of the whole run
     failures_per_day: float
     mtbf_s: float | None
+    # checkpoint_every_s and checkpoint_every_steps: seconds of steps, and steps, between checkpoints
     checkpoint_every_s: float | None
     checkpoint_every_steps: int | None
-    young_daly_every_s: float | None
+    young_daly_every_s: float | None  # the same by Daly's estimate
+    # checkpoint_s, load_s, restart_s: saving once; loading after a failure; the whole restart, loading
+    # counted
     checkpoint_s: float | None
     load_s: float | None
     restart_s: float | None
     checkpoint_bytes: float
+    # parts of the run's time: `loading_data`, `checkpoints`, `lost_steps` (done again), `restarts`. With
+    # goodput they sum to 1.
     lost: dict[str, float]

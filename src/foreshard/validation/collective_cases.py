@@ -136,7 +136,7 @@ def _cluster(gpu: str, num_ranks: int, num_nodes: int, network: str) -> Cluster:
     transport = transport_of(network)
     if transport is None:
         return cluster
-    groups = (replace(group, nic_latency_s=transport.latency_s) for group in cluster.nodes)
+    groups = (replace(group, nic_latency_s=transport[1]) for group in cluster.nodes)
     return replace(cluster, nodes=tuple(groups))
 
 

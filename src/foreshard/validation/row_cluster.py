@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from foreshard.catalog.cluster_file import MAX_DEVICES
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.instances import usual_node_size
 from foreshard.errors import SpecError
-from foreshard.spec.cluster import Cluster, NodeGroup
+from foreshard.spec.cluster import MAX_DEVICES, Cluster, NodeGroup
 from foreshard.spec.device import Device
 from foreshard.validation.facts import integer
 from foreshard.validation.families import Family

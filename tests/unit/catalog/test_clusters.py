@@ -14,6 +14,7 @@ from foreshard.catalog.clusters import load_cluster, with_device, with_nic
 from foreshard.catalog.devices import devices
 from foreshard.catalog.instances import default_nic, default_price, instances, is_old
 from foreshard.errors import SpecError
+from foreshard.spec.cluster import Network
 
 MEASURED = Path(
     os.environ.get("FORESHARD_MEASURED", Path(__file__).resolve().parents[4] / "shared" / "measured" / "dev")
@@ -275,7 +276,7 @@ def test_the_schema_lists_exactly_the_keys_the_decoder_takes():
     tables = {
         "cluster": cluster_file.ClusterFile,
         "nodes": cluster_file.NodesTable,
-        "network": cluster_file.NetworkTable,
+        "network": Network,
         "links": cluster_file.LinkTable,
         "devices": cluster_file.DeviceTable,
     }

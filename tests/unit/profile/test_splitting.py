@@ -23,8 +23,8 @@ from foreshard.comm.collectives import all_reduce_s
 from foreshard.comm.fabric import fabric_between
 from foreshard.errors import SpecError
 from foreshard.profile.tracing import trace
+from foreshard.profile.tracing.operations import storage_of
 from foreshard.profile.tracing.rank_part import part_of
-from foreshard.profile.tracing.recorder import storage_of
 from foreshard.profile.tracing.split_dims import FinerError, SplitDim, UnsplitError, viewed
 from foreshard.profile.tracing.trace import trace_module
 from foreshard.spec.degrees import plan_from_degrees

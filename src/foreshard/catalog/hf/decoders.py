@@ -11,6 +11,7 @@ from typing import Any
 
 from foreshard.catalog.hf.numerics import enlarges, numerics_of, rotary_of
 from foreshard.catalog.hf.reader import Reader
+from foreshard.spec.block import heads_of
 from foreshard.spec.model import Block, Model, decoder
 
 Entry = Mapping[str, Any]
@@ -77,8 +78,7 @@ def attention_sizes(reader: Reader, entry: Entry) -> dict[str, Any]:
     width = usual or hidden // heads
     if keys:
         width = reader.size(*keys, default=width)
-    sizes = {"hidden": hidden, "num_heads": heads, "num_kv_heads": kv_heads}
-    return sizes | {"head_dim": width, "value_head_dim": width}
+    return {"hidden": hidden, **heads_of(heads, width, kv_heads)}
 
 
 def _latent_attention(reader: Reader) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from foreshard.catalog.hf.decoders import attention_sizes
 from foreshard.catalog.hf.reader import Reader
+from foreshard.spec.block import heads_of
 from foreshard.spec.model import Block, Model
 
 
@@ -118,10 +119,7 @@ def bart(reader: Reader) -> Model:
         decodes = side == "decoder"
         block = Block(
             hidden=hidden,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=hidden // heads,
-            value_head_dim=hidden // heads,
+            **heads_of(heads, hidden // heads),
             ffn=reader.size(f"{side}_ffn_dim"),
             gated=False,
             norm_params=2,
@@ -162,10 +160,7 @@ def t5(reader: Reader) -> Model:
     activation = reader.text("feed_forward_proj", default="relu")
     encoder = Block(
         hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width,
-        value_head_dim=width,
+        **heads_of(heads, width),
         ffn=reader.size("d_ff"),
         gated=activation.startswith("gated"),
         # transformers configuration_t5.py: gated-gelu is gelu_new

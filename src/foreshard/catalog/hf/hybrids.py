@@ -7,6 +7,7 @@ from typing import Any
 
 from foreshard.catalog.hf.reader import Reader
 from foreshard.errors import SpecError
+from foreshard.spec.block import heads_of
 from foreshard.spec.model import Block, Model, decoder
 
 
@@ -45,7 +46,7 @@ def hybrid_model(
     Nemotron-H (arXiv 2504.03624); Megatron-Bridge models/nemotronh/nemotron_h_provider.py.
     """
     only_norm: dict[str, Any] = {"hidden": hidden, "num_norms": 1}
-    no_attention: dict[str, Any] = {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "value_head_dim": 0}
+    no_attention: dict[str, Any] = heads_of(0, 0)
     blocks = {
         "M": Block(
             **only_norm,
@@ -58,10 +59,7 @@ def hybrid_model(
         ),
         "*": Block(
             **only_norm,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_head_dim=head_dim,
+            **heads_of(heads, head_dim, kv_heads),
             rotary=0.0,
             ffn=0,
             gated=False,

@@ -51,44 +51,34 @@ Block = tuple[int, int, int, int]
 """GPU, peer it sends to, peer it receives from, channel; -1 for no peer."""
 
 
-def msccl_xml(schedule: Schedule, *, protocol: str = "Simple", sizes: tuple[int, int] | None = None) -> str:
+def msccl_xml(schedule: Schedule) -> str:
     """Return a schedule as MSCCL XML.
 
     Parameters
     ----------
     schedule : Schedule
         Of equal chunks, between ranks only; no send.
-    protocol : {'Simple', 'LL', 'LL128'}
-    sizes : (int, int), bytes, optional
-        Smallest and largest size that MSCCL uses the schedule for; all unless given.
 
     Raises
     ------
     SpecError
         For what MSCCL cannot express, with the reason.
     """
-    _check(schedule, protocol)
-    if sizes is not None and not 0 <= sizes[0] <= sizes[1]:
-        raise SpecError(f"sizes {sizes}", key="sizes", value=str(sizes), rule="From 0, the smaller first")
+    _check(schedule)
     blocks = _Blocks(schedule)
     steps = blocks.steps()
     longest = max((len(one) for one in steps.values()), default=0)
     if longest > MAX_STEPS:
         raise _refused(f"a thread block has {longest} steps", f"A thread block has at most {MAX_STEPS} steps")
-    limits = "" if sizes is None else f' minBytes="{sizes[0]}" maxBytes="{sizes[1]}"'
-    return _text(schedule, protocol, limits, blocks, steps)
+    return _text(schedule, blocks, steps)
 
 
 def _refused(what: str, rule: str) -> SpecError:
     return SpecError(f"MSCCL cannot express the schedule: {what}", key="schedule", value=what, rule=rule)
 
 
-def _check(schedule: Schedule, protocol: str) -> None:
+def _check(schedule: Schedule) -> None:
     """Refuse what MSCCL cannot express."""
-    if protocol not in ("Simple", "LL", "LL128"):
-        raise SpecError(
-            f"unknown protocol {protocol!r}", key="protocol", value=protocol, rule="Known Simple, LL, LL128"
-        )
     if schedule.collective not in COLLECTIVE_NAMES:
         raise _refused(f"it is a {schedule.collective}", f"Collectives are {', '.join(COLLECTIVE_NAMES)}")
     require_ranks_only(schedule, "MSCCL")
@@ -315,10 +305,8 @@ def _with_nops(steps: Sequence[_Step]) -> list[_Step]:
     return made
 
 
-def _text(
-    schedule: Schedule, protocol: str, limits: str, blocks: _Blocks, steps: dict[Block, list[_Step]]
-) -> str:
-    """Return the XML of thread blocks; `limits` are attributes of the algorithm."""
+def _text(schedule: Schedule, blocks: _Blocks, steps: dict[Block, list[_Step]]) -> str:
+    """Return the XML of thread blocks."""
     number: dict[Block, int] = {}
     per_gpu: list[list[Block]] = [[] for _ in range(schedule.num_ranks)]
     for block in steps:
@@ -337,9 +325,9 @@ def _text(
         held = (size, size)
     channels = 1 + max((block[3] for block in steps), default=0)
     lines = [
-        f"<algo name={quoteattr(schedule.algorithm)} proto={quoteattr(protocol)} "
+        f'<algo name={quoteattr(schedule.algorithm)} proto="Simple" '
         f'nchannels="{channels}" nchunksperloop="{size}" ngpus="{schedule.num_ranks}" '
-        f'coll="{COLLECTIVE_NAMES[schedule.collective]}" inplace="{int(not blocks.is_exchange)}"{limits}>'
+        f'coll="{COLLECTIVE_NAMES[schedule.collective]}" inplace="{int(not blocks.is_exchange)}">'
     ]
     for gpu, some in enumerate(per_gpu):
         scratch = len(blocks.scratch[gpu])

@@ -2,18 +2,19 @@
 
 Decides how a plan is said in the words of another tool, and refuses what that tool cannot express, with
 every reason. A plan goes in, with model, cluster and prediction where the tool needs them; files and
-notes come out. A new exporter is one file and an entry of ``TARGETS`` below. Read ``exported.py`` first, then
-``megatron.py``.
+notes come out. A new exporter is one file and a table of ``data/targets.toml``. Read ``exported.py`` first,
+then ``megatron.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foreshard.catalog.frameworks import load_framework
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import unknown
 
 if TYPE_CHECKING:
@@ -43,66 +44,19 @@ class Target(NamedTuple):
     frameworks: tuple[str, ...] = ("",)
     runs: str | None = None
     choices: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    instead: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    instead: Mapping[str, Sequence[str]] = MappingProxyType({})
     same: tuple[str, ...] = ()
 
 
-_MEGATRON = ("megatron-core", "megatron-fsdp", "megatron-lm", "megatron-bridge", "nemo", "mlperf")
-_SHARDED = MappingProxyType({"zero": (2, 3)})  # FSDP shards weights too
+def _target(name: str, row: Mapping[str, Any]) -> Target:
+    stated = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    choices = {degree: tuple(known) for degree, known in row.get("choices", {}).items()}
+    return Target(name.partition("@")[0], **stated | {"choices": choices})
+
+
 TARGETS = {
-    "megatron": Target(
-        "megatron",
-        "Megatron",
-        "Megatron-LM core_v0.19.0",
-        "megatron_args.sh",
-        frameworks=_MEGATRON,
-        same=("megatron-core", "megatron-fsdp", "megatron-lm"),
-        instead=MappingProxyType({"cross_entropy": ("te", "native")}),  # its validate_args
-    ),
-    "torchtitan@0.2": Target(
-        "torchtitan",
-        "torchtitan",
-        "torchtitan 0.2.2",
-        "train.toml",
-        "export_toml",
-        ("torchtitan@0.2", "torchtitan@2024"),
-        "torchtitan@0.2",
-        _SHARDED,
-    ),
-    "torchtitan@0.3": Target(
-        "torchtitan",
-        "torchtitan",
-        "torchtitan 0.3.0",
-        "foreshard_recipe.py",
-        "export_recipe",
-        ("torchtitan@0.3",),
-        "torchtitan",
-        _SHARDED,
-    ),
-    "deepspeed": Target(
-        "deepspeed",
-        "DeepSpeed",
-        "DeepSpeed 0.19.8",
-        "ds_config.json",
-        frameworks=("deepspeed",),
-        runs="deepspeed",
-        choices={"tp": (1,), "pp": (1,), "cp": (1,), "ep": (1,)},
-    ),
-    "fsdp": Target(
-        "fsdp",
-        "accelerate",
-        "accelerate 1.15.0.dev0",
-        "accelerate.json",
-        runs="hf",
-        choices={"pp": (1,), "ep": (1,), "zero": (2, 3), "sp": (False,)},
-    ),
-    "nccl": Target("nccl", "NCCL", "NCCL ext-tuner/example 3ea7eed"),
-    "msccl": Target("msccl", "MSCCL", "msccl-tools 030a750"),
-    "slurm": Target("slurm", "Slurm", "Slurm 25.05", "train.sbatch"),
-    "skypilot": Target("skypilot", "SkyPilot", "SkyPilot 0.14", "task.yaml"),
+    name: _target(name, row) for name, row in shipped("targets.toml", "foreshard.interop.exporters").items()
 }
-
-
 _BESIDE = ("nccl", "msccl", "slurm", "skypilot")
 """Targets that start a plan or carry its collectives, and say nothing of the model."""
 _TRACED = "fsdp"  # the target that trains traced modules

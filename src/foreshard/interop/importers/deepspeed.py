@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.interop.importers.mappings import parsed
 from foreshard.interop.importers.stated_run import ConfigTable, StatedRun, unread
 
@@ -22,51 +23,12 @@ _READ = ("bfloat16", "optimizer", "scheduler", "gradient_accumulation_steps", "g
 _ELSEWHERE = ("pipeline", "moe", "compression_training", "curriculum_learning", "data_efficiency")
 
 
-_UNREAD: dict[str, dict[str, Any]] = {
-    "": {
-        "communication_data_type": None,
-        "prescale_gradients": False,
-        "sparse_gradients": False,
-        "amp": None,
-        "torch_autocast": None,
-        "compile": None,
-    },
-    "bf16": {
-        "immediate_grad_update": False,
-        "bf16_master_weights_and_grads": False,
-        "bf16_optimizer_states": False,
-    },
-    "fp16": {"fp16_master_weights_and_grads": False},
-    "zero_optimization": {
-        "zenflow": None,
-        "stage3_use_all_reduce_for_fetch_params": False,
-        "reduce_bucket_size": 5e8,
-        "allgather_bucket_size": 5e8,
-        "allgather_partitions": True,
-        "reduce_scatter": True,
-        "contiguous_gradients": True,
-        "round_robin_gradients": False,
-        "use_multi_rank_bucket_allreduce": True,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_prefetch_bucket_size": 5e7,
-        "stage3_param_persistence_threshold": 1e5,
-        "sub_group_size": 1e9,
-        "mics_shard_size": -1,
-        "zero_quantized_weights": False,
-        "zero_quantized_gradients": False,
-        "zero_quantized_nontrainable_weights": False,
-    },
-    "activation_checkpointing": {"partition_activations": False, "contiguous_memory_optimization": False},
-    "data_types": {"grad_accum_dtype": None},
-}
-"""Keys that change time or memory and no plan states, with their defaults.
+_UNREAD: dict[str, dict[str, Any]] = shipped("unread.json", "foreshard.interop.importers")["deepspeed"]
+"""Keys that change time or memory and no plan states, by table, with their defaults.
 
 Source: DeepSpeed 0.19.8 runtime/constants.py, runtime/precision_config.py, runtime/zero/config.py,
 runtime/activation_checkpointing/config.py.
 """
-
-
 _KEYS = {
     "tp": "tensor_parallel.autotp_size",
     "cp": "sequence_parallel_size",

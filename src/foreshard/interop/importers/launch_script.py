@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from foreshard.errors import SpecError, did_you_mean
+from foreshard.interop.importers.stated_run import inexpressible
 
 _ASSIGNED = re.compile(
     r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;#]*)", re.MULTILINE
@@ -67,11 +68,7 @@ class LaunchFlags:
 
     def cannot(self, flag: str, what: str) -> SpecError:
         """Return the error of a flag that no plan expresses, to be raised."""
-        rule = "A plan states degrees, batch, precision, recompute, sharding, offload and overlap"
-        fix = "Predict the run without it, and say so beside the answer"
-        return SpecError(
-            f"no plan expresses {what}", file=self.file, key=flag, value=flag, rule=rule, fix=fix
-        )
+        return inexpressible(what, file=self.file, key=flag, value=flag)
 
 
 def read_flags(text: str, file: str) -> LaunchFlags:

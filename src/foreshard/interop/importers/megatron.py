@@ -1,7 +1,8 @@
 """Flags of Megatron-LM's training entry points as a run.
 
 Source: NVIDIA/Megatron-LM core_v0.19.0, megatron/training/arguments.py (flags and defaults) and
-megatron/core/transformer/pipeline_parallel_layer_layout.py.
+megatron/core/transformer/pipeline_parallel_layer_layout.py. Flags that change time or memory and no plan
+states are in ``data/megatron_unread.toml``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.interop.importers.launch_script import LaunchFlags, read_flags
 from foreshard.interop.importers.stated_run import StatedRun
@@ -41,143 +43,10 @@ _STATES = {
 }
 """Dtypes of the precision-aware optimizer."""
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_UNREAD = {
-    "gradients of weights are made in 16 bit, then added": ("--no-gradient-accumulation-fusion",),
-    "tokens that experts drop, or padding of their input": (
-        "--moe-expert-capacity-factor",
-        "--moe-expert-rank-capacity-factor",
-        "--moe-pad-expert-input-to-capacity",
-        "--moe-token-dropping",
-        "--moe-router-padding-for-fp8",
-        "--moe-router-padding-for-quantization",
-    ),
-    "kernels that are fused or not, around experts": (
-        "--moe-permute-fusion",
-        "--moe-permute-fusion-into-hybridep",
-        "--moe-router-fusion",
-        "--moe-router-dtype",
-        "--moe-apply-probs-on-input",
-        "--moe-single-grouped-weight",
-        "--use-grouped-gemm-for-shared-expert",
-    ),
-    "processors that exchange tokens": (
-        "--moe-flex-dispatcher-num-sms",
-        "--moe-deepep-num-sms",
-        "--moe-hybridep-num-sms",
-        "--high-priority-a2a-comm-stream",
-        "--high-priority-stream-groups",
-    ),
-    "the dtype of tokens on their way": ("--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"),
-    "gradients of weights run apart from those of inputs": (
-        "--delay-wgrad-compute",
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        "--defer-embedding-wgrad-compute",
-        "--wgrad-deferral-limit",
-    ),
-    "when attention's memory is freed": ("--ep-overlap-early-attn-memory-release",),
-    "activations that are moved to the host, or shared by tensor ranks": (
-        "--fine-grained-activation-offloading",
-        "--offload-modules",
-        "--activation-offload-fraction",
-        "--distribute-saved-activations",
-        "--moe-paged-stash",
-        "--activation-func-fp8-input-store",
-    ),
-    "the optimizer on the host": (
-        "--optimizer-offload-fraction",
-        "--overlap-cpu-optimizer-d2h-h2d",
-        "--no-pin-cpu-grads",
-        "--no-pin-cpu-params",
-        "--use-torch-optimizer-for-cpu-offload",
-    ),
-    "sizes and layout of gradient buckets": (
-        "--ddp-bucket-size",
-        "--ddp-num-buckets",
-        "--ddp-pad-buckets-for-high-nccl-busbw",
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        "--ddp-param-name-patterns-for-fp32-local-accumulation",
-        "--no-align-param-gather",
-    ),
-    "buffers registered with NCCL": ("--use-nccl-ub", "--no-symmetric-registration"),
-    "buffers, dtypes and replicas of Megatron-FSDP": (
-        "--fsdp-double-buffer",
-        "--suggested-communication-unit-size",
-        "--outer-dp-sharding-strategy",
-        "--enable-full-sharding-in-hsdp",
-        "--megatron-fsdp-main-params-dtype",
-        "--megatron-fsdp-enable-fine-grained-param-gather",
-        "--megatron-fsdp-max-pool-double-buffer",
-    ),
-    "the update overlaps with the gather of weights": ("--overlap-param-gather-with-optimizer-step",),
-    "copies of weights in low precision": (
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        "--fp4-param-gather",
-        "--keep-fp8-transpose-cache",
-        "--no-parameter-transpose-cache",
-    ),
-    "layers and products that stay in 16 bit, or go below it": (
-        "--fp8-output-proj",
-        "--fp8-dot-product-attention",
-        "--fp8-multi-head-attention",
-        "--no-fp8-wgrad",
-        "--te-precision-config-file",
-    ),
-    "the kernel of attention": (
-        "--attention-backend",
-        "--flash-attention-version",
-        "--attention-softmax-in-fp32",
-        "--fp32-residual-connection",
-        "--transformer-impl",
-    ),
-    "kernels that are fused or not": (
-        "--no-masked-softmax-fusion",
-        "--no-bias-gelu-fusion",
-        "--no-bias-swiglu-fusion",
-        "--no-bias-dropout-fusion",
-        "--no-rope-fusion",
-        "--no-persist-layer-norm",
-        "--mla-down-proj-fusion",
-        "--use-transformer-engine-op-fuser",
-        "--fused-single-qkv-rope",
-        "--fused-residual-rmsnorm",
-        "--use-te-activation-func",
-        "--memory-efficient-layer-norm",
-        "--bias-activation-fusion",
-    ),
-    "which collectives of tensor parallelism are hidden": (
-        "--tp-comm-overlap-cfg",
-        "--no-tp-comm-bulk-dgrad",
-        "--no-tp-comm-bulk-wgrad",
-        "--no-tp-comm-overlap-ag",
-        "--no-tp-comm-overlap-rs",
-        "--no-tp-comm-split-ag",
-        "--no-tp-comm-split-rs",
-        "--tp-comm-overlap-rs-dgrad",
-        "--tp-comm-overlap-disable-qkv",
-        "--tp-comm-overlap-disable-fc1",
-        "--symmetric-ar-type",
-    ),
-    "how micro-batches are interleaved and sent": (
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        "--overlap-p2p-communication-warmup-flush",
-        "--variable-seq-lengths",
-        "--mtp-standalone",
-    ),
-    "context parallelism in two levels": ("--hierarchical-context-parallel-sizes",),
-    "weights cut over further ranks": (
-        "--tensor-parallel-num-weight-shards",
-        "--expert-tensor-parallel-num-weight-shards",
-    ),
-    "sequences that are packed or cut": ("--sft", "--reset-attention-mask", "--rl-use-sequence-packing"),
-    "weights that are not trained": ("--freeze-all-layers",),
-    "checks for NaN that are left out": ("--no-check-for-nan-in-loss-and-grad",),
-    "steps of Muon": ("--muon-num-ns-steps", "--muon-tp-mode", "--muon-no-split-qkv"),
-}
-"""Flags that change time or memory and no plan states, by what they change; --disable- is read as --no-."""
 _ATTENTIONS = {"fused": "cudnn", "unfused": "unfused", "local": "unfused"}
 """Kernels by --attention-backend; flash is one of several, which the device and what is installed choose."""
 _USUAL = {"--attention-backend": ("auto", *_ATTENTIONS), "--transformer-impl": ("transformer_engine",)}
-"""Values of them that are read, or that Megatron has without the flag (d98e8a6)."""
+"""Values of such flags that are read, or that Megatron has without the flag (d98e8a6)."""
 _PART = re.compile(r"\(([A-Za-z|]+)\)\*(\d+)|([A-Za-z])(?:\*(\d+))?|\|")
 
 
@@ -425,7 +294,8 @@ def _notes(flags: LaunchFlags) -> tuple[str, ...]:
         for flag, values in flags.values.items()
         if values not in [(usual,) for usual in _USUAL.get(flag, ())]
     }
-    for what, names in _UNREAD.items():
+    unread = shipped("megatron_unread.toml", "foreshard.interop.importers")
+    for what, names in unread.items():
         given = [stated[name] for name in names if name in stated]
         if given:
             notes.append(f"Not predicted: {', '.join(given)} ({what}).")

@@ -13,40 +13,21 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedRun:
-    """A run as degrees and options.
+    """A run as degrees and options."""
 
-    Attributes
-    ----------
-    choices : Mapping[str, Any]
-        Degrees and options by the names of `advise.request`; what the file leaves to model and cluster is not
-        in it.
-    keys : Mapping[str, str]
-        The file's key of a choice, which errors name.
-    num_blocks : int or None
-        Transformer blocks that the file states.
-    block_counts : tuple[int, ...] or None
-        Blocks of each virtual stage in the order in which a sample passes them, where the file cuts them.
-    passes : int or None
-        Micro-batches of a step on each rank.
-    shard_instances : int
-        Copies of the sharded states among the ranks of dp x cp; 1 where all ranks share one.
-    num_devices : int or None
-        Devices that the file states.
-    unstated : tuple[str, ...]
-        Options that files of this tool never state.
-    notes : tuple[str, ...]
-        What was assumed, and what the file sets that no plan states.
-    """
-
+    # degrees and options by the names of `advise.request`; what the file leaves to model and cluster is not
+    # in it
     choices: Mapping[str, Any] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    num_blocks: int | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)  # the file's key of a choice, which errors name
+    num_blocks: int | None = None  # transformer blocks that the file states
+    # blocks of each virtual stage in the order in which a sample passes them, where the file cuts them
     block_counts: tuple[int, ...] | None = None
-    passes: int | None = None
+    passes: int | None = None  # micro-batches of a step on each rank
+    # copies of the sharded states among the ranks of dp x cp; 1 where all ranks share one
     shard_instances: int = 1
-    num_devices: int | None = None
-    unstated: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    num_devices: int | None = None  # devices that the file states
+    unstated: tuple[str, ...] = ()  # options that files of this tool never state
+    notes: tuple[str, ...] = ()  # what was assumed, and what the file sets that no plan states
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +107,14 @@ class ConfigTable:
 
     def cannot(self, name: str, what: str) -> SpecError:
         """Return the error of a setting that no plan expresses, to be raised."""
-        rule = "A plan states degrees, batch, precision, recompute, sharding, offload and overlap"
-        fix = "Predict the run without it, and say so beside the answer"
-        value = self.values.get(name)
-        what = f"no plan expresses {what}"
-        return SpecError(what, file=self.file, key=self.key(name), value=value, rule=rule, fix=fix)
+        return inexpressible(what, file=self.file, key=self.key(name), value=self.values.get(name))
+
+
+def inexpressible(what: str, *, file: str, key: str, value: Any) -> SpecError:
+    """Return the error of a setting that no plan expresses."""
+    rule = "A plan states degrees, batch, precision, recompute, sharding, offload and overlap"
+    fix = "Predict the run without it, and say so beside the answer"
+    return SpecError(f"no plan expresses {what}", file=file, key=key, value=value, rule=rule, fix=fix)
 
 
 def unread(*found: str) -> tuple[str, ...]:

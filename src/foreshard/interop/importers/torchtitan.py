@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.interop.importers.mappings import parsed_toml
 from foreshard.interop.importers.stated_run import ConfigTable, StatedRun, unread
@@ -25,21 +26,8 @@ _LOOPED = ("interleaved", "zbv", "dualpipev")
 _MODES = ("none", "selective", "full")
 
 
-_UNREAD: dict[str, dict[str, Any]] = {
-    "optimizer": {"implementation": "fused", "early_step_in_backward": False},
-    "parallelism": {
-        "disable_loss_parallel": False,
-        "context_parallel_load_balancer": "headtail",
-        "context_parallel_rotate_method": "allgather",
-        "pipeline_parallel_first_stage_less_layers": 1,
-        "pipeline_parallel_last_stage_less_layers": 1,
-    },
-    "compile": {"components": ["model", "loss"]},
-    "debug": {"moe_force_load_balance": False},
-}
+_UNREAD: dict[str, dict[str, Any]] = shipped("unread.json", "foreshard.interop.importers")["torchtitan"]
 """Keys that change time or memory and no plan states, with their defaults (job_config.py of 0.2.2)."""
-
-
 _DEGREES = {
     "tp": "tensor_parallel_degree",
     "cp": "context_parallel_degree",

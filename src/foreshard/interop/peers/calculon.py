@@ -11,17 +11,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from foreshard.interop.peers.one_replica import OneReplica, one_replica, refuse_if
+from foreshard.interop.peers.one_replica import OneReplica, one_replica, recompute_word, refuse_if
 from foreshard.validation.predictors import RefusedRun, RunInputs, StepAnswer, StepPredictor
 
 SYSTEMS = {"a100-sxm-80gb": "a100_80g", "h100-sxm": "h100_80g_nvl8"}
-RECOMPUTE = {
-    "none": "none",
-    "selective": "attn_only",
-    "selective:core_attn": "attn_only",
-    "full": "full",
-    "full:uniform:1": "full",
-}
 
 
 def load(path: Path) -> StepPredictor:
@@ -90,7 +83,7 @@ def execution(run: RunInputs, found: OneReplica) -> dict[str, Any]:
     refuse_if(d.zero > 1, "ZeRO 2 or 3")
     refuse_if(d.zero == 1 and d.shard_size not in (1, d.dp), "shard groups")
     refuse_if(run.plan.precision not in ("bf16", "fp16"), f"precision {run.plan.precision}")
-    refuse_if(d.recompute not in RECOMPUTE, f"recompute {d.recompute}")
+    recompute = recompute_word(found, none="none", selective="attn_only", full="full")
     overlap = run.plan.comm.get("grad_overlap", run.framework.hides("grad_overlap", d.zero))
     return written(
         tp=d.tp,
@@ -99,7 +92,7 @@ def execution(run: RunInputs, found: OneReplica) -> dict[str, Any]:
         vpp=d.vpp,
         micro_batch=d.micro_batch,
         batch=run.plan.global_batch,
-        recompute=RECOMPUTE[d.recompute],
+        recompute=recompute,
         sharded=d.zero == 1,
         sp=d.sp,
         overlap=bool(overlap),

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from foreshard.interop.peers.one_replica import OneReplica, one_replica, refuse_if
+from foreshard.interop.peers.one_replica import OneReplica, one_replica, recompute_word, refuse_if
 from foreshard.validation.predictors import RefusedRun, RunInputs, StepAnswer, StepPredictor
 
 FLOPS_EFFICIENCY, MEMORY_EFFICIENCY = 0.5, 0.9
@@ -26,13 +26,6 @@ SYSTEMS = {
     "v100-sxm-16gb": "v100-sxm-16gb",
     "v100-sxm-32gb": "v100-sxm-32gb",
     "v100-sxm3-32gb": "v100-sxm-32gb",
-}
-RECOMPUTE = {
-    "none": "NONE",
-    "selective": "ATTN_COMPUTE",
-    "selective:core_attn": "ATTN_COMPUTE",
-    "full": "FULL",
-    "full:uniform:1": "FULL",
 }
 
 
@@ -52,7 +45,7 @@ def load(path: Path) -> StepPredictor:
         sizes = model_sizes(run, found)
         degrees = parallel_sizes(found)
         refuse_if(run.plan.precision not in ("bf16", "fp16"), f"precision {run.plan.precision}")
-        refuse_if(d.recompute not in RECOMPUTE, f"recompute {d.recompute}")
+        recompute = recompute_word(found, none="NONE", selective="ATTN_COMPUTE", full="FULL")
         gpu = json.loads((folder / f"{SYSTEMS[device]}.json").read_text(encoding="utf-8"))
         gpu["inter_node_bandwidth_in_GB_per_sec"] = found.nodes.nic_bytes_per_s / 1e9  # of a node, as there
         try:
@@ -68,7 +61,7 @@ def load(path: Path) -> StepPredictor:
                 batch_size_per_gpu=d.micro_batch,
                 gradient_accumulation_steps=d.num_micro_batches,
                 seq_len=run.plan.seq_len,
-                activation_recomputation=analysis.ActivationRecomputation[RECOMPUTE[d.recompute]],
+                activation_recomputation=analysis.ActivationRecomputation[recompute],
                 ds_zero=analysis.DSZeRO(d.zero),
             )
         except (AssertionError, ZeroDivisionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from foreshard.interop.exporters.uniform import Uniform, uniform
 from foreshard.spec.block import Block
@@ -42,6 +43,15 @@ def one_replica(run: RunInputs) -> OneReplica:
     refuse_if(degrees.offload != "none", "offload to the host")
     refuse_if(degrees.schedule not in ("1f1b", "interleaved"), f"schedule {degrees.schedule}")
     return OneReplica(degrees=degrees, block=block, nodes=run.cluster.nodes[0])
+
+
+def recompute_word(found: OneReplica, *, none: Any, selective: Any, full: Any) -> Any:
+    """Return what a tool calls the recompute rule: nothing again, scores of attention, or whole blocks."""
+    words = {"none": none, **dict.fromkeys(("selective", "selective:core_attn"), selective)}
+    words |= dict.fromkeys(("full", "full:uniform:1"), full)
+    rule = found.degrees.recompute
+    refuse_if(rule not in words, f"recompute {rule}")
+    return words[rule]
 
 
 def refuse_if(wrong: bool, what: str) -> None:

@@ -13,17 +13,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from foreshard.interop.peers.one_replica import OneReplica, one_replica, refuse_if
+from foreshard.interop.peers.one_replica import OneReplica, one_replica, recompute_word, refuse_if
 from foreshard.validation.predictors import RefusedRun, RunInputs, StepAnswer, StepPredictor
 
 SYSTEMS = {"a100-pcie-80gb": "a100_pcie", "b200-sxm": "b200_bf16_ceperm"}
-RECOMPUTE = {
-    "none": None,
-    "selective": "sdp_only",
-    "selective:core_attn": "sdp_only",
-    "full": "full_block",
-    "full:uniform:1": "full_block",
-}
 
 
 def load(path: Path) -> StepPredictor:
@@ -104,8 +97,7 @@ def strategy_of(run: RunInputs, found: OneReplica) -> dict[str, Any]:
     refuse_if(d.zero > 1, "ZeRO 2 or 3")
     refuse_if(d.zero == 1 and d.shard_size not in (1, d.num_replicas), "shard groups")
     refuse_if(run.plan.precision not in ("bf16", "fp16"), f"precision {run.plan.precision}")
-    refuse_if(d.recompute not in RECOMPUTE, f"recompute {d.recompute}")
-    granularity = RECOMPUTE[d.recompute]
+    granularity = recompute_word(found, none=None, selective="sdp_only", full="full_block")
     overlap = run.plan.comm.get("grad_overlap", run.framework.hides("grad_overlap", d.zero))
     return {
         "seq_len": run.plan.seq_len,

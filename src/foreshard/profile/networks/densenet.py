@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from foreshard.profile.networks.convolutions import classifies, with_norm
+
 
 def _normed_first(inside: int, outside: int, kernel: int) -> list[nn.Module]:
     convolution = nn.Conv2d(inside, outside, kernel, padding=kernel // 2, bias=False)
@@ -36,9 +38,7 @@ class Dense(nn.Module):
 def densenet(counts: Sequence[int], *, growth: int = 32, stem: int = 64) -> nn.Module:
     """Return a network of four dense blocks, halved in width and size between them, for 1,000 classes."""
     layers: list[nn.Module] = [
-        nn.Conv2d(3, stem, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(stem),
-        nn.ReLU(inplace=True),
+        *with_norm(3, stem, 7, 2, activation="relu"),
         nn.MaxPool2d(3, 2, 1),
     ]
     width = stem
@@ -48,5 +48,5 @@ def densenet(counts: Sequence[int], *, growth: int = 32, stem: int = 64) -> nn.M
         if i + 1 < len(counts):
             layers += [*_normed_first(width, width // 2, 1), nn.AvgPool2d(2)]
             width //= 2
-    layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(width, 1000))
+    layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, *classifies(width))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from foreshard.profile.networks.convolutions import classifies
+
 Step = tuple[int, int | tuple[int, int], int]  # channels, kernel, stride; "same" padding at stride 1
 
 
@@ -77,8 +79,7 @@ def googlenet() -> nn.Module:
         for sizes in blocks:
             layers.append(_google_block(inside, sizes))
             inside = sizes[0] + sizes[2] + sizes[4] + sizes[5]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(inside, 1000)]
-    return nn.Sequential(*layers, *head)
+    return nn.Sequential(*layers, *classifies(inside, dropped=0.2))
 
 
 def _pooled(inside: int, outside: int) -> nn.Sequential:
@@ -139,5 +140,4 @@ def inception_v3() -> nn.Module:
     blocks = [_square(192, 32), _square(256, 64), _square(288, 64), halve]
     blocks += [_factored(768, width) for width in (128, 160, 160, 192)]
     blocks += [halve_again, _wide(1280), _wide(2048)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(), nn.Linear(2048, 1000)]
-    return nn.Sequential(*stem, *blocks, *head)
+    return nn.Sequential(*stem, *blocks, *classifies(2048, dropped=0.5))

@@ -7,16 +7,7 @@ from collections import Counter
 
 from torch import Tensor, nn
 
-from foreshard.profile.networks.mobilenet import Squeezed
-
-
-def _normed(inside: int, outside: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [convolution, nn.BatchNorm2d(outside)]
-
-
-def _relu() -> nn.Module:
-    return nn.ReLU(inplace=True)
+from foreshard.profile.networks.convolutions import Squeezed, activated, classifies, with_norm
 
 
 class Grouped(nn.Module):
@@ -24,18 +15,16 @@ class Grouped(nn.Module):
 
     def __init__(self, inside: int, width: int, stride: int, group_width: int, squeezed: bool) -> None:
         super().__init__()
-        squeeze = [Squeezed(width, round(0.25 * inside), _relu, nn.Sigmoid())] if squeezed else []
+        squeeze = [Squeezed(width, round(0.25 * inside), "relu", nn.Sigmoid())] if squeezed else []
         self.path = nn.Sequential(
-            *_normed(inside, width, 1),
-            _relu(),
-            *_normed(width, width, 3, stride, width // group_width),
-            _relu(),
+            *with_norm(inside, width, 1, activation="relu"),
+            *with_norm(width, width, 3, stride, width // group_width, "relu"),
             *squeeze,
-            *_normed(width, width, 1),
+            *with_norm(width, width, 1),
         )
         same = stride == 1 and inside == width
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(inside, width, 1, stride))
-        self.out = _relu()
+        self.shortcut = nn.Identity() if same else nn.Sequential(*with_norm(inside, width, 1, stride))
+        self.out = activated("relu")
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output; shape (samples, channels, height, width)."""
@@ -61,10 +50,10 @@ def regnet(
     depth: int, first: int, slope: float, step: float, group_width: int, *, squeezed: bool = False
 ) -> nn.Module:
     """Return a RegNetX, with `squeezed` a RegNetY, for images of 3 channels and 1,000 classes."""
-    layers: list[nn.Module] = [*_normed(3, 32, 3, 2), _relu()]
+    layers: list[nn.Module] = with_norm(3, 32, 3, 2, activation="relu")
     inside = 32
     for width, count in _widths(depth, first, slope, step, group_width).items():
         for i in range(count):
             layers.append(Grouped(inside, width, 2 if i == 0 else 1, min(group_width, width), squeezed))
             inside = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+    return nn.Sequential(*layers, *classifies(inside))

@@ -9,13 +9,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-CLASSES = 1000
+from foreshard.profile.networks.convolutions import classifies, with_norm
+
 _STAGES = (64, 128, 256, 512)
-
-
-def _normed(inside: int, outside: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [convolution, nn.BatchNorm2d(outside)]
 
 
 class Residual(nn.Module):
@@ -25,7 +21,7 @@ class Residual(nn.Module):
         super().__init__()
         self.path = nn.Sequential(*path)
         same = stride == 1 and inside == outside
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(inside, outside, 1, stride))
+        self.shortcut = nn.Identity() if same else nn.Sequential(*with_norm(inside, outside, 1, stride))
         self.out = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,18 +31,16 @@ class Residual(nn.Module):
 
 
 def _basic(inside: int, width: int, stride: int) -> Residual:
-    path = [*_normed(inside, width, 3, stride), nn.ReLU(inplace=True), *_normed(width, width, 3)]
+    path = [*with_norm(inside, width, 3, stride, activation="relu"), *with_norm(width, width, 3)]
     return Residual(path, inside, width, stride)
 
 
 def _bottleneck(inside: int, width: int, stride: int, groups: int, group_width: int) -> Residual:
     middle = width * group_width // 64 * groups
     path = [
-        *_normed(inside, middle, 1),
-        nn.ReLU(inplace=True),
-        *_normed(middle, middle, 3, stride, groups),
-        nn.ReLU(inplace=True),
-        *_normed(middle, 4 * width, 1),
+        *with_norm(inside, middle, 1, activation="relu"),
+        *with_norm(middle, middle, 3, stride, groups, "relu"),
+        *with_norm(middle, 4 * width, 1),
     ]
     return Residual(path, inside, 4 * width, stride)
 
@@ -65,7 +59,7 @@ def resnet(
     groups, group_width : int
         Of the 3x3 convolution of a bottleneck, the width that of a group in the first stage.
     """
-    stem = [*_normed(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    stem = [*with_norm(3, 64, 7, 2, activation="relu"), nn.MaxPool2d(3, 2, 1)]
     blocks: list[nn.Module] = []
     inside = 64
     for stage, (width, count) in enumerate(zip(_STAGES, counts, strict=True)):
@@ -77,5 +71,4 @@ def resnet(
             else:
                 blocks.append(_bottleneck(inside, width, stride, groups, group_width))
                 inside = 4 * width
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, CLASSES)]
-    return nn.Sequential(*stem, *blocks, *head)
+    return nn.Sequential(*stem, *blocks, *classifies(inside))

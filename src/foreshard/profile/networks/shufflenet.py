@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-
-def _normed(inside: int, outside: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return [convolution, nn.BatchNorm2d(outside)]
+from foreshard.profile.networks.convolutions import classifies, with_norm
 
 
 class Shuffled(nn.Module):
@@ -20,14 +17,14 @@ class Shuffled(nn.Module):
         super().__init__()
         self.halves, half = stride == 1, outside // 2
         read = inside // 2 if self.halves else inside
-        short = [] if self.halves else [*_normed(inside, inside, 3, 2, inside), *_normed(inside, half, 1)]
-        self.short = nn.Sequential(*short, *([nn.ReLU(inplace=True)] if short else []))
+        self.short = nn.Sequential()
+        if not self.halves:
+            spread = with_norm(inside, inside, 3, 2, inside)
+            self.short = nn.Sequential(*spread, *with_norm(inside, half, 1, activation="relu"))
         self.path = nn.Sequential(
-            *_normed(read, half, 1),
-            nn.ReLU(inplace=True),
-            *_normed(half, half, 3, stride, half),
-            *_normed(half, half, 1),
-            nn.ReLU(inplace=True),
+            *with_norm(read, half, 1, activation="relu"),
+            *with_norm(half, half, 3, stride, half),
+            *with_norm(half, half, 1, activation="relu"),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,11 +40,11 @@ class Shuffled(nn.Module):
 
 def shufflenet(widths: Sequence[int]) -> nn.Module:
     """Return a ShuffleNet V2 of these widths (stages, then the last convolution) for 1,000 classes."""
-    layers: list[nn.Module] = [*_normed(3, 24, 3, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [*with_norm(3, 24, 3, 2, activation="relu"), nn.MaxPool2d(3, 2, 1)]
     inside = 24
     for outside, count in zip(widths, (4, 8, 4), strict=False):
         for i in range(count):
             layers.append(Shuffled(inside, outside, 2 if i == 0 else 1))
             inside = outside
-    layers += [*_normed(inside, widths[-1], 1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], 1000))
+    layers += with_norm(inside, widths[-1], 1, activation="relu")
+    return nn.Sequential(*layers, *classifies(widths[-1]))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foreshard.profile.networks.convolutions import classifies
+
 WINDOW = 7  # pixels of the side of a window
 
 
@@ -115,5 +117,4 @@ def swin(width: int, counts: Sequence[int], heads: Sequence[int]) -> nn.Module:
             layers.append(Merge(width))
             width *= 2
         layers += [WindowBlock(width, split, (i % 2) * (WINDOW // 2)) for i in range(count)]
-    layers += [nn.LayerNorm(width), ChannelsLast(back=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(width, 1000))
+    return nn.Sequential(*layers, nn.LayerNorm(width), ChannelsLast(back=True), *classifies(width))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,16 +13,17 @@ _MOST_PIXELS = 65_536  # of a side
 _KEPT = 64  # traces, of megabytes each
 
 
+@lru_cache(maxsize=_KEPT)
 def trace_network(
     name: str,
     *,
     side: int | None = None,
     precision: str = "bf16",
     channels_last: bool = False,
-    degrees: Sequence[int] = (),
+    degrees: tuple[int, ...] = (),
     training: bool = True,
-    changed: Mapping[str, Any] | None = None,
     where: str = "module",
+    **changed: Any,
 ) -> TracedModule:
     """Return a network as a chain of layers with their operations.
 
@@ -38,14 +38,14 @@ def trace_network(
     precision : {'fp32', 'tf32', 'fp16', 'bf16'}
     channels_last : bool
         Whether images and filters have their channels last.
-    degrees : sequence of int
+    degrees : tuple of int
         Numbers of ranks, above 1, that may compute each layer together.
     training : bool
         Whether it is trained, or runs forward alone.
-    changed : mapping, optional
-        Arguments of the network in place of its own.
     where : str
         Where it comes from, for messages.
+    **changed
+        Arguments of the network in place of its own.
 
     Raises
     ------
@@ -54,30 +54,6 @@ def trace_network(
     SpecError
         For a name or a side that the library does not make, and what cannot be traced.
     """
-    return _traced(
-        name,
-        side=side,
-        precision=precision,
-        channels_last=channels_last,
-        degrees=tuple(degrees),
-        training=training,
-        where=where,
-        changed=tuple((changed or {}).items()),
-    )
-
-
-@lru_cache(maxsize=_KEPT)
-def _traced(
-    name: str,
-    *,
-    side: int | None,
-    precision: str,
-    channels_last: bool,
-    degrees: tuple[int, ...],
-    training: bool,
-    where: str,
-    changed: tuple[tuple[str, Any], ...],
-) -> TracedModule:
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -88,7 +64,7 @@ def _traced(
     if side is not None and not 0 < side <= _MOST_PIXELS:
         rule = f"An image has 1 to {_MOST_PIXELS:,} pixels a side"
         raise SpecError(f"an image of {side} pixels a side", key="side", value=side, rule=rule)
-    module, inputs = network(name, side=side, **dict(changed))
+    module, inputs = network(name, side=side, **changed)
     if channels_last:
         volumes = any(parameter.ndim == 5 for parameter in module.parameters())
         module = module.to(memory_format=torch.channels_last_3d if volumes else torch.channels_last)

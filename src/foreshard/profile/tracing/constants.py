@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from foreshard.profile.tracing.operations import tensors_of
+from foreshard.profile.tracing.operations import storage_of, tensors_of
 
 aten = torch.ops.aten
 
@@ -123,5 +123,5 @@ def place_of(tensor: Any) -> tuple[Any, ...]:
     """Return what tensors that look alike at the same memory share."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
-    storage = int(tensor.untyped_storage()._cdata)
+    storage = storage_of(tensor)
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from foreshard.profile.tracing.operations import tensors_of
+from foreshard.profile.tracing.operations import storage_of, tensors_of
 
 
 @dataclass(slots=True)
@@ -18,31 +18,26 @@ class Lifetimes:
 
     A gradient lives from the operation that makes it to the last one that reads it. Storages of the forward
     live on while a trace runs, so that no other takes their number.
-
-    Attributes
-    ----------
-    num_bytes, made, read : list of float, of int, of int
-        Of each storage that the backward makes.
-    last : dict of int to int
-        The last operation that reads a storage of the forward.
     """
 
+    # num_bytes, made, read: of each storage that the backward makes
     num_bytes: list[float] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
+    # the last operation that reads a storage of the forward
     last: dict[int, int] = field(default_factory=dict)
     _current: dict[int, int] = field(default_factory=dict)
 
     def add(self, at: int, read: Any, made: Any) -> None:
         """Add the operation of that number."""
-        before = {_number(tensor) for tensor in _dense(read)}
+        before = {storage_of(tensor) for tensor in _dense(read)}
         for storage in before:
             if storage in self._current:
                 self.read[self._current[storage]] = at
             else:
                 self.last[storage] = at
         for tensor in _dense(made):
-            storage = _number(tensor)
+            storage = storage_of(tensor)
             again = self._current.get(storage)
             if storage in before or (again is not None and self.made[again] == at):
                 continue  # a view, written in place, or two results of one storage
@@ -71,7 +66,7 @@ class Lifetimes:
             Of parameters: they stay, and are counted elsewhere.
         """
         count = len(layers)
-        own = {self._current.get(_number(tensor)) for tensor in _dense(list(gradients))}
+        own = {self._current.get(storage_of(tensor)) for tensor in _dense(list(gradients))}
         change = np.zeros(count + 1)
         for i, (size, first, last) in enumerate(zip(self.num_bytes, self.made, self.read, strict=True)):
             if i not in own:
@@ -94,7 +89,3 @@ class Lifetimes:
 def _dense(values: Any) -> list[Any]:
     """Return the tensors of some values that have a storage; sparse gradients have none."""
     return [tensor for tensor in tensors_of(values) if tensor.layout is torch.strided]
-
-
-def _number(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -210,6 +210,11 @@ def nbytes(tensor: Any) -> float:
     return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
 
 
+def storage_of(tensor: Any) -> int:
+    """Return a number that tensors of the same memory share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def tensors_of(values: Any) -> list[torch.Tensor]:
     """Return the tensors among the arguments or results of an operation: in tuples and lists, or alone."""
     if isinstance(values, torch.Tensor):

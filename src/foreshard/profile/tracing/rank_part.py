@@ -10,8 +10,8 @@ import torch
 
 from foreshard.profile.tracing.attention import ATTENTION
 from foreshard.profile.tracing.constants import place_of
-from foreshard.profile.tracing.operations import Call, calls_of
-from foreshard.profile.tracing.recorder import Applied, Recorder, storage_of
+from foreshard.profile.tracing.operations import Call, calls_of, storage_of
+from foreshard.profile.tracing.recorder import Applied, Recorder
 from foreshard.profile.tracing.split_dims import SplitDim, local_tensor
 from foreshard.profile.tracing.split_rules import RULES, by_element
 from foreshard.profile.tracing.splitting import Splitting, Unsummed
@@ -21,25 +21,16 @@ _CONVOLUTIONS = {torch.ops.aten.convolution.default: 8, torch.ops.aten.convoluti
 
 @dataclass(slots=True, kw_only=True)
 class RankPart:
-    """Kernels, kept tensors and sums of one rank.
-
-    Attributes
-    ----------
-    recorder : Recorder
-    forward, backward : list of list of Call
-        Kernels of each operation.
-    sums_forward, sums_backward : list of (int, float)
-        (operation after which ranks sum what it makes, bytes).
-    splitting : Splitting, optional
-        How ranks hold each tensor; without one, each holds all of it.
-    """
+    """Kernels, kept tensors and sums of one rank."""
 
     recorder: Recorder
+    # forward and backward: kernels of each operation
     forward: list[list[Call]]
     backward: list[list[Call]]
+    # sums_forward and sums_backward: (operation after which ranks sum what it makes, bytes)
     sums_forward: list[tuple[int, float]] = field(default_factory=list)
     sums_backward: list[tuple[int, float]] = field(default_factory=list)
-    splitting: Splitting | None = None
+    splitting: Splitting | None = None  # how ranks hold each tensor; without one, each holds all of it
 
     def share(self, tensor: Any) -> float:
         """Return the share of a tensor that a rank holds."""

@@ -14,25 +14,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from foreshard.profile.tracing.constants import Constants
 from foreshard.profile.tracing.lifetimes import Lifetimes
-from foreshard.profile.tracing.operations import Call, calls_of, laid_out, tensors_of
+from foreshard.profile.tracing.operations import Call, calls_of, laid_out, storage_of, tensors_of
 from foreshard.profile.tracing.repeats import Repeats
 
 
 @dataclass(slots=True, kw_only=True)
 class End:
-    """A module that has returned one tensor.
-
-    Attributes
-    ----------
-    at : int
-        Forward operations before it.
-    out : tensor
-        Its output.
-    """
+    """A module that has returned one tensor."""
 
     name: str
-    at: int
-    out: Any
+    at: int  # forward operations before it
+    out: Any  # its output
 
     @property
     def storage(self) -> int:
@@ -47,87 +39,48 @@ class End:
 
 @dataclass(slots=True, kw_only=True)
 class Applied:
-    """An operation as it ran.
+    """An operation as it ran."""
 
-    Attributes
-    ----------
-    func : operator, or str
-        A name for what torch knows as several operations: attention, recurrent layers.
-    args, kwargs, out : what it read, and what it made
-    calls : list of Call
-        Its kernels.
-    """
-
-    func: Any
+    func: Any  # a name for what torch knows as several operations: attention, recurrent layers
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
-    calls: list[Call]
+    calls: list[Call]  # its kernels
 
 
 @dataclass(slots=True)
 class Recorder:
-    """What a forward and a backward did, in order.
+    """What a forward and a backward did, in order."""
 
-    Attributes
-    ----------
-    constants : frozenset of int
-        Storages of parameters and buffers.
-    channels_last : bool
-        Layout of the images.
-    keeps_backward : bool
-        Whether operations of the backward are kept with their tensors.
-    forward, backward : list of Applied
-        Operations. Tensors of the forward live on, so that no other takes the place of one whose storage is
-        compared. Of the backward there are aliases: torch copies a gradient that somebody else holds.
-    reads, writes : list of set of int
-        Storages of each forward operation.
-    ends : list of End
-    turns : list of (int, int)
-        (backward operations before, place of the end) where the gradient of a module's output is complete.
-    saved : list of (int, tensor)
-        (forward operations before, tensor) of what forward keeps for backward.
-    users : dict of int to list of int
-        Forward operations that read each parameter or buffer, by storage.
-    shapes : list of tuple
-        Of every tensor that forward operations make.
-    known : Constants
-        Values that do not follow from inputs or parameters.
-    repeats : Repeats
-        Operations seen before.
-    ran : set of str
-        Modules that were called.
-    gradients : dict of int to tensor
-        Of parameters, by storage.
-    output_gradients : list of (tensor, tensor)
-        Of what modules returned, and that.
-    sparse : bool
-        Whether a gradient is sparse.
-    lifetimes : Lifetimes
-        Of what the backward makes and reads; of the forward where none follows.
-    training : bool
-        Whether a backward follows.
-    """
-
-    constants: frozenset[int]
-    channels_last: bool = False
-    keeps_backward: bool = False
-    training: bool = True
+    constants: frozenset[int]  # storages of parameters and buffers
+    channels_last: bool = False  # layout of the images
+    keeps_backward: bool = False  # whether operations of the backward are kept with their tensors
+    training: bool = True  # whether a backward follows
+    # forward and backward: operations. Tensors of the forward live on, so that no other takes the place of
+    # one whose storage is compared. Of the backward there are aliases: torch copies a gradient that somebody
+    # else holds.
     forward: list[Applied] = field(default_factory=list)
     backward: list[Applied] = field(default_factory=list)
+    # reads and writes: storages of each forward operation
     reads: list[set[int]] = field(default_factory=list)
     writes: list[set[int]] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    # (backward operations before, place of the end) where the gradient of a module's output is complete
     turns: list[tuple[int, int]] = field(default_factory=list)
+    # (forward operations before, tensor) of what forward keeps for backward
     saved: list[tuple[int, Any]] = field(default_factory=list)
+    # forward operations that read each parameter or buffer, by storage
     users: dict[int, list[int]] = field(default_factory=dict)
+    # of every tensor that forward operations make
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    known: Constants = field(default_factory=Constants)
-    repeats: Repeats = field(default_factory=Repeats)
-    ran: set[str] = field(default_factory=set)
-    gradients: dict[int, Any] = field(default_factory=dict)
+    known: Constants = field(default_factory=Constants)  # values that do not follow from inputs or parameters
+    repeats: Repeats = field(default_factory=Repeats)  # operations seen before
+    ran: set[str] = field(default_factory=set)  # modules that were called
+    gradients: dict[int, Any] = field(default_factory=dict)  # of parameters, by storage
+    # of what modules returned, and that
     output_gradients: list[tuple[Any, Any]] = field(default_factory=list)
-    sparse: bool = False
+    sparse: bool = False  # whether a gradient is sparse
+    # of what the backward makes and reads; of the forward where none follows
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
     in_backward: bool = False
     _aliases: Any = field(default_factory=WeakTensorKeyDictionary)
@@ -213,11 +166,6 @@ class Recorder:
                 self.output_gradients.append((self._alias(gradient), out))
 
         out.register_hook(turn)
-
-
-def storage_of(tensor: Any) -> int:
-    """Return a number that tensors of the same memory share."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Operations(TorchDispatchMode):

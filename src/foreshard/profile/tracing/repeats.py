@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from foreshard.profile.tracing.operations import Call, tensors_of
+from foreshard.profile.tracing.operations import Call, storage_of, tensors_of
 
 _empty = torch.ops.aten.empty_strided.default
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -63,7 +63,7 @@ class Repeats:
         made = [value for value in values if value is not None]
         if any(tensor.layout is not torch.strided for tensor in made):
             return
-        storages = [tensor.untyped_storage()._cdata for tensor in (*made, *tensors_of(args))]
+        storages = [storage_of(tensor) for tensor in (*made, *tensors_of(args))]
         if len(set(storages[: len(made)])) < len(made) or set(storages[: len(made)]) & set(
             storages[len(made) :]
         ):

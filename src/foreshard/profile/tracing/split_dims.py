@@ -15,21 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitDim:
-    """Which dimension of a tensor is split.
-
-    Attributes
-    ----------
-    dim : int
-    outer, size : int
-        Factors of the dimension; the ranks share out `size`.
-    starts : frozenset of int
-        Storages of the weights that the split began with.
-    """
+    """Which dimension of a tensor is split."""
 
     dim: int
+    # outer and size: factors of the dimension; the ranks share out `size`
     outer: int
     size: int
-    starts: frozenset[int]
+    starts: frozenset[int]  # storages of the weights that the split began with
 
 
 class UnsplitError(Exception):

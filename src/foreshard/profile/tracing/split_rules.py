@@ -12,8 +12,8 @@ import torch
 
 from foreshard.profile.tracing.attention import ATTENTION
 from foreshard.profile.tracing.constants import place_of
-from foreshard.profile.tracing.operations import tensors_of
-from foreshard.profile.tracing.recorder import Applied, storage_of
+from foreshard.profile.tracing.operations import storage_of, tensors_of
+from foreshard.profile.tracing.recorder import Applied
 from foreshard.profile.tracing.recurrent import CELL, RECURRENCE
 from foreshard.profile.tracing.split_dims import SplitDim, UnsplitError, picked, viewed
 from foreshard.profile.tracing.splitting import Held, Rule, Splitting, name_of
@@ -35,10 +35,17 @@ def _starts(run: Splitting, step: Applied) -> frozenset[int]:
     return frozenset().union(*(split.starts for split in splits if split))
 
 
-def _only(run: Splitting, step: Applied) -> SplitDim:
-    split = run.split(step.args[0])
+def _only(run: Splitting, step: Applied, at: int = 0) -> SplitDim:
+    split = run.split(step.args[at])
     if split is None:
         raise UnsplitError("it needs the tensor whole", _starts(run, step))
+    return split
+
+
+def _before(split: SplitDim, dim: int) -> SplitDim:
+    """Return the split of a tensor that an operation needs whole from a dimension on."""
+    if split.dim >= dim:
+        raise UnsplitError("it needs the tensor whole", split.starts)
     return split
 
 
@@ -272,25 +279,18 @@ def _nll(run: Splitting, step: Applied) -> Held | Sequence[Held]:
 
 
 def _nll_backward(run: Splitting, step: Applied) -> Held:
-    split = run.split(step.args[1])
-    if split is None:
-        raise UnsplitError("it needs the tensor whole", _starts(run, step))
-    return split
+    return _only(run, step, 1)
 
 
 def _norm(run: Splitting, step: Applied) -> Held | Sequence[Held]:
     """Norms over the last dimensions: all dimensions before may be split."""
-    split, tensor = _only(run, step), step.args[0]
-    if split.dim >= tensor.dim() - len(step.args[1]):
-        raise UnsplitError("it needs the tensor whole", split.starts)
+    split = _before(_only(run, step), step.args[0].dim() - len(step.args[1]))
     return [split] * len(tensors_of(step.out))
 
 
 def _norm_backward(run: Splitting, step: Applied) -> Held | Sequence[Held]:
     gradient, tensor, shape = step.args[:3]
-    split = run.join((gradient, tensor), tensor.dim())
-    if split.dim >= tensor.dim() - len(shape):
-        raise UnsplitError("it needs the tensor whole", split.starts)
+    split = _before(run.join((gradient, tensor), tensor.dim()), tensor.dim() - len(shape))
     made = tensors_of(step.out)
     wanted = sum(map(bool, step.args[-1]))
     assert len(made) == wanted
@@ -384,19 +384,15 @@ def _spatial(run: Splitting, step: Applied) -> Held | Sequence[Held]:
     """Pool or resize the last two dimensions."""
     read = tensors_of((*step.args, *step.kwargs.values()))
     whole = [tensor for tensor in read if tensor.dim() == read[0].dim()]
-    split, made = run.join(whole, read[0].dim()), tensors_of(step.out)
-    if split.dim >= read[0].dim() - 2:
-        raise UnsplitError("it needs the tensor whole", split.starts)
-    return [split] * len(made)
+    split = _before(run.join(whole, read[0].dim()), read[0].dim() - 2)
+    return [split] * len(tensors_of(step.out))
 
 
 def _attention(run: Splitting, step: Applied) -> Held | Sequence[Held]:
     """Attention as one kernel: heads, or what is before them, are split in all that it reads."""
-    read, made = tensors_of(step.args), tensors_of(step.out)
-    split = run.join(read, read[0].dim())
-    if split.dim >= read[0].dim() - 2:
-        raise UnsplitError("it needs the tensor whole", split.starts)
-    return [split] * len(made)
+    read = tensors_of(step.args)
+    split = _before(run.join(read, read[0].dim()), read[0].dim() - 2)
+    return [split] * len(tensors_of(step.out))
 
 
 def _whole(run: Splitting, step: Applied) -> Held:
@@ -427,10 +423,7 @@ def _strided(run: Splitting, step: Applied) -> Held:
 
 
 def _triangle(run: Splitting, step: Applied) -> Held:
-    split = _only(run, step)
-    if split.dim >= step.out.dim() - 2:
-        raise UnsplitError("it needs the tensor whole", split.starts)
-    return split
+    return _before(_only(run, step), step.out.dim() - 2)
 
 
 _LIKE = frozenset(

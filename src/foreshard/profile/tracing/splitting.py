@@ -19,27 +19,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshard.profile.tracing.constants import place_of
-from foreshard.profile.tracing.operations import tensors_of
-from foreshard.profile.tracing.recorder import Applied, storage_of
+from foreshard.profile.tracing.operations import storage_of, tensors_of
+from foreshard.profile.tracing.recorder import Applied
 from foreshard.profile.tracing.split_dims import FinerError, SplitDim, UnsplitError, joined
 
 
 @dataclass(slots=True, eq=False)
 class Unsummed:
-    """A tensor of which every rank holds a summand.
-
-    Attributes
-    ----------
-    starts : frozenset of int
-    made : int
-        The operation that made it.
-    summed : bool
-        Whether the ranks have summed it since.
-    """
+    """A tensor of which every rank holds a summand."""
 
     starts: frozenset[int]
-    made: int
-    summed: bool = False
+    made: int  # the operation that made it
+    summed: bool = False  # whether the ranks have summed it since
 
 
 Held = SplitDim | Unsummed | None
@@ -49,61 +40,34 @@ Rule = Callable[["Splitting", Applied], Held | Sequence[Held]]
 
 @dataclass(slots=True, kw_only=True)
 class Weight:
-    """A parameter or buffer.
-
-    Attributes
-    ----------
-    given : tensor
-    dims : tuple of int or None
-        Which of its dimensions those of a view are; None: repeated.
-    """
+    """A parameter or buffer."""
 
     given: Any
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # which of its dimensions those of a view are; None: repeated
 
 
 @dataclass(slots=True)
 class Splitting:
-    """One pass after another over the operations of a trace, until all weights that can be split are.
+    """One pass after another over the operations of a trace, until all weights that can be split are."""
 
-    Attributes
-    ----------
-    steps : sequence of Applied
-        Of the forward, then of the backward.
-    num_forward : int
-    weights : sequence of tensor
-        Parameters and buffers.
-    fixed : callable
-        Whether values of a tensor follow from nothing given: tables of positions are not split.
-    gradient_of : mapping of place to tensor
-        What modules returned, by its gradient: ranks take their parts of gradients of what is split.
-    degree : int
-        Ranks that share out.
-    splits : dict of int to SplitDim
-        Of weights, by storage.
-    whole : dict of int to str
-        Weights that were tried in vain, and why, by storage.
-    sums : list of (int, float)
-        (step whose result is summed, bytes) of the sums over ranks.
-    held : list of dict of int to SplitDim
-        What of each step's tensors is split, by the tensor's id.
-    lookups : dict of (place, int) to SplitDim
-        Of tables that were read, by the index and the table's rows.
-    copied : dict of int to (SplitDim, tuple of int)
-        Of tensors that were copied into, and their shapes, by storage: torch writes gradients of views so.
-    """
-
-    steps: Sequence[Applied]
+    steps: Sequence[Applied]  # of the forward, then of the backward
     num_forward: int
-    weights: Sequence[Any]
+    weights: Sequence[Any]  # parameters and buffers
+    # whether values of a tensor follow from nothing given: tables of positions are not split
     fixed: Callable[[Any], bool]
+    # what modules returned, by its gradient: ranks take their parts of gradients of what is split
     gradient_of: Mapping[Any, Any]
-    degree: int
-    splits: dict[int, SplitDim] = field(default_factory=dict)
+    degree: int  # ranks that share out
+    splits: dict[int, SplitDim] = field(default_factory=dict)  # of weights, by storage
+    # weights that were tried in vain, and why, by storage
     whole: dict[int, str] = field(default_factory=dict)
+    # (step whose result is summed, bytes) of the sums over ranks
     sums: list[tuple[int, float]] = field(default_factory=list)
+    # what of each step's tensors is split, by the tensor's id
     held: list[dict[int, SplitDim]] = field(default_factory=list)
+    # of tables that were read, by the index and the table's rows
     lookups: dict[Any, SplitDim] = field(default_factory=dict)
+    # of tensors that were copied into, and their shapes, by storage: torch writes gradients of views so
     copied: dict[int, tuple[SplitDim, tuple[int, ...]]] = field(default_factory=dict)
     _parts: dict[int, int] = field(default_factory=dict)
     _followed: dict[int, int] = field(default_factory=dict)

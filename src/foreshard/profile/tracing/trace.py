@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from foreshard.catalog.shipped import shipped
 from foreshard.errors import SpecError
 from foreshard.profile.tracing.attention import FusedAttention
 from foreshard.profile.tracing.autocast import Autocast, regions_of_cuda
 from foreshard.profile.tracing.dropout import FusedDropout
-from foreshard.profile.tracing.operations import Call, channels_last, is_channels_last
+from foreshard.profile.tracing.operations import Call, channels_last, is_channels_last, storage_of
 from foreshard.profile.tracing.rank_part import RankPart, all_of, part_of
-from foreshard.profile.tracing.recorder import End, Recorder, recording, storage_of
+from foreshard.profile.tracing.recorder import End, Recorder, recording
 from foreshard.profile.tracing.recurrent import FusedRecurrence
 from foreshard.spec.traced_module import Growth, Operation, TracedLayer, TracedModule, TracedPart
 from foreshard.units import number_of
@@ -40,44 +41,6 @@ _ALIKE = (
 )
 _BATCHED = "Write loops over samples as one operation, keep no tensors between calls, or profile it as a job"
 _WAY_OUT = "Write it with fixed shapes and without branches on values, or profile it as a job"
-_REASONS = {  # what a message of torch says, the rule behind it, and the way out
-    "saved tensor hooks": (
-        "What a backward keeps is read by hooks, which torch.func.grad, vjp and jacrev do not take",
-        "Use torch.autograd.grad(..., create_graph=True) inside the module, or profile it as a job",
-    ),
-    "uninitialized parameter": (
-        "Parameters have shapes before a trace",
-        "Give lazy layers their sizes, or call the module once in the factory",
-    ),
-    **dict.fromkeys(
-        ("Unsupported dtype", "not implemented for 'BFloat16'", "not implemented for 'Half'"),
-        (
-            "Torch has no kernel of an operation in the precision of the trace",
-            "Use --dtype fp32, or compute it in 32 bit within the module, as in x.float()",
-        ),
-    ),
-    "Expected inputs of BF16 type": (
-        "Torch multiplies groups of rows in bf16 alone",
-        "Use --dtype bf16",
-    ),
-    "no fake impl or Meta kernel": (
-        "Torch says no shapes of an operation without values",
-        "Leave it out of the module and its loss, or profile it as a job",
-    ),
-    "pad_token_id in input_ids": (
-        "Without attention_mask, transformers looks for padding among the values",
-        "Give attention_mask among the inputs",
-    ),
-    "view size is not compatible": (
-        "What a convolution of channels-last weights or images makes has its channels last, as with cuDNN",
-        "Use reshape or flatten in place of view",
-    ),
-    "not compiled with CUDA": (
-        "A module is traced on the meta device, where there is no other",
-        "Make tensors on the device of the inputs, as in torch.zeros(3, device=x.device)",
-    ),
-}
-
 Loss = Callable[[Any], Any]
 
 
@@ -356,8 +319,10 @@ def _untraced(error: Exception, where: str) -> SpecError:
     message = str(error).partition("\n")[0][:200]
     what = f"the module does not run without values: {type(error).__name__}: {message}{_line_of(error)}"
     said = f"{error}{_line_of(error)}"
-    rule, fix = next((why for words, why in _REASONS.items() if words in said), (_RULE, _WAY_OUT))
-    return SpecError(what, file=where, key="model", rule=rule, fix=fix)
+    reasons = shipped("untraced.toml", "foreshard.profile.tracing")["reasons"]
+    known = (reason for reason in reasons if any(words in said for words in reason["says"]))
+    reason = next(known, {"rule": _RULE, "fix": _WAY_OUT})
+    return SpecError(what, file=where, key="model", rule=reason["rule"], fix=reason["fix"])
 
 
 def _line_of(error: Exception) -> str:

@@ -126,4 +126,4 @@ def _key(run: NetworkRun) -> Key:
 def _traced(key: Key) -> TracedModule:
     name, side, precision, channels_last, training, changed = key
     asked: dict[str, Any] = {"side": side, "precision": precision, "training": training}
-    return trace_network(name, channels_last=channels_last, changed=dict(changed), **asked)
+    return trace_network(name, channels_last=channels_last, **asked, **dict(changed))
