@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from foreshard.errors import SpecError
+from foreshard.spec.codec import Range, Size
 
 Kind = Literal["device", "switch", "nic", "cpu"]
+Name = Annotated[str, Size(1, 200)]  # of a vertex or a resource, where a file states it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +32,9 @@ class Vertex:
         Whether a switch adds up what arrives, and sends one arriving message to several places.
     """
 
-    name: str
+    name: Name
     kind: Kind
-    node: int = -1
+    node: Annotated[int, Range(-1, 2**31)] = -1
     can_reduce: bool = False
     can_multicast: bool = False
 

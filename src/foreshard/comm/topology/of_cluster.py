@@ -286,10 +286,5 @@ def _core(draft: Draft, cluster: Cluster, nodes: Sequence[_Node], name: str, nod
         return spines[0]
     kind = "rail" if network.kind == "rail" else "leaf"
     for i, ports in enumerate(leaves):
-        leaf = draft.switch(f"{name}.{kind}{i}")
-        for port in ports:
-            draft.plug(port, leaf)
-        uplink = sum(port.bytes_per_s for port in ports) / network.oversubscription
-        for spine in spines:
-            draft.join(leaf, spine, uplink / len(spines))
+        draft.leaf(f"{name}.{kind}{i}", ports, spines, oversubscription=network.oversubscription)
     return spines[0]

@@ -20,15 +20,15 @@ from foreshard.comm.topology import fabrics
 from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.importers.connected import connected
-from foreshard.comm.topology.machines import CUBE_MESH, lanes_of, machine, meshed, switched
+from foreshard.comm.topology.machines import CUBE_MESH, MACHINES, lanes_of, meshed, switched
 from foreshard.errors import SpecError, unknown
 from foreshard.spec import codec
 
 _MAX_VERTICES = 1024
 
 
-def teccl_topology(text: str, *, file: str | None = None, num_nodes: int = 2) -> Topology:
-    """Return the topology of a TE-CCL or TACCL file; a TACCL profile is of so many nodes on one switch.
+def teccl_topology(text: str, *, file: str | None = None) -> Topology:
+    """Return the topology of a TE-CCL or TACCL file; a TACCL profile is of two nodes on one switch.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def teccl_topology(text: str, *, file: str | None = None, num_nodes: int = 2) ->
     if "TopologyParams" in data:
         return connected(_of_name(data["TopologyParams"], file), file=file)
     if "gpus_per_node" in data:
-        return connected(_of_profile(data, num_nodes, file), file=file)
+        return connected(_of_profile(data, file), file=file)
     raise _neither(file)
 
 
@@ -103,7 +103,7 @@ def _of_name(params: Any, file: str | None) -> Topology:
     if name.lower() == "dgx2":
         return teccl_dgx2()
     if name.lower() == "dgx1":
-        return fabrics.one_machine(machine("dgx-1"), name="TE-CCL DGX1")
+        return fabrics.one_machine(MACHINES["dgx-1"], name="TE-CCL DGX1")
     raise unknown("topology", name, ("DGX1", "NDv2", "DGX2"), key="TopologyParams.name", file=file)
 
 
@@ -148,15 +148,14 @@ def teccl_ndv2(num_nodes: int) -> Topology:
     return draft.topology(f"TE-CCL NDv2 x{num_nodes}")
 
 
-def _of_profile(data: Mapping[str, Any], num_nodes: int, file: str | None) -> Topology:
-    """Return machines with the rates of a TACCL profile, on one switch."""
+def _of_profile(data: Mapping[str, Any], file: str | None) -> Topology:
+    """Return two machines with the rates of a TACCL profile, on one switch."""
     name = str(data.get("name", ""))
     num_devices, num_nics = (_count(data, key, file) for key in ("gpus_per_node", "nics_per_node"))
     lanes = data.get("node_invbws_list")
     if not isinstance(lanes, list) or not lanes:
         raise SpecError("no bandwidths", file=file, key="node_invbws_list", rule="It has at least one entry")
-    key = "node_invbws_list"
-    rates = [1e12 / _positive({key: inverse}, key, file) for inverse in lanes]
+    rates = [1e12 / _positive({"node_invbws_list": one}, "node_invbws_list", file) for one in lanes]
     nic = 1e12 / _positive(data, "remote_invbw", file)
     latency, remote = (_positive(data, key, file) * 1e-6 for key in ("alpha", "remote_alpha"))
     if name.lower().startswith("ndv2") and num_devices == len(CUBE_MESH):
@@ -180,7 +179,7 @@ def _of_profile(data: Mapping[str, Any], num_nodes: int, file: str | None) -> To
         )
     else:
         raise unknown("machine", name, ("NDv2", "DGX2"), key="name", file=file, rule="Machines are")
-    return fabrics.flat([build] * num_nodes, name=name)
+    return fabrics.flat([build] * 2, name=name)
 
 
 def _count(data: Mapping[str, Any], key: str, file: str | None) -> int:
