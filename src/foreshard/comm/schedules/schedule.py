@@ -121,7 +121,12 @@ class Schedule:
         found = None
         if self.num_sends >= _MANY_SENDS and is_worth_compiling(self.num_sends):
             found = _rounds_in_order(self.indptr, self.indices)
-        return _rounds_by_level(self.indptr, self.indices) if found is None else found
+        if found is None:
+            send = np.repeat(np.arange(self.num_sends), np.diff(self.indptr))
+            found = rounds_by_level(send, self.indices, self.num_sends)
+        if (found < 0).any():
+            raise ValueError("sends wait for each other in a circle")
+        return found
 
     def check_hosts_execute(self) -> None:
         """Raise SpecError if the schedule has sends into switches, which hosts cannot execute."""
@@ -180,25 +185,31 @@ def load_rounds() -> None:
     _rounds_in_order(np.zeros(2, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
-def _rounds_by_level(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the round of each send, all of a round at once, in whatever order sends are listed."""
-    left = np.diff(indptr)
-    follows = np.argsort(indices, kind="stable")
-    of = np.repeat(np.arange(len(left)), left)[follows]
-    first = np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=len(left)))])
-    found = np.full(len(left), -1)
+def rounds_by_level(sends: np.ndarray, before: np.ndarray, count: int) -> np.ndarray:
+    """Return the round of each of `count` sends, of which some wait for others, in whatever order listed.
+
+    All of a round are found at once. Sends in circles, and those behind them, have round -1.
+
+    Parameters
+    ----------
+    sends, before : ndarray of int, shape (waits,)
+        Send that waits, and what it waits for.
+    count : int
+    """
+    left = np.bincount(sends, minlength=count)
+    of = sends[np.argsort(before, kind="stable")]
+    first = np.concatenate([[0], np.cumsum(np.bincount(before, minlength=count))])
+    found = np.full(count, -1)
     ready, at = np.flatnonzero(left == 0), 0
     while len(ready):
         found[ready] = at
         each = first[ready + 1] - first[ready]
         ends = np.cumsum(each)
-        waiting, count = np.unique(
+        waiting, number = np.unique(
             of[np.repeat(first[ready] - ends + each, each) + np.arange(ends[-1])], return_counts=True
         )
-        left[waiting] -= count
+        left[waiting] -= number
         ready, at = waiting[left[waiting] == 0], at + 1
-    if (found < 0).any():
-        raise ValueError("sends wait for each other in a circle")
     return found
 
 

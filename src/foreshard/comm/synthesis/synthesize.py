@@ -102,7 +102,7 @@ def synthesize(
     attempts = attempts_at(collective, num_bytes, topology, seed, bound, budget.check)
     found, method, tried, is_interrupted = _search(attempts, bound, budget)
     schedule = replace(found.schedule(), overlaps=True)
-    if not found.is_listed and (faults := verify(schedule).faults):
+    if not found.is_listed and (faults := verify(schedule)):
         raise ForeshardError(f"the schedule that {method} made is wrong: {faults[0]}")
     return Synthesis(
         schedule=schedule,
