@@ -23,24 +23,13 @@ from foreshard.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowTimes:
-    """What a simulation found.
+    """Start and end of each task in seconds, shape (T,).
 
-    Attributes
-    ----------
-    start_s, end_s : ndarray, shape (T,)
-        A flow starts when it waits for nothing more: its latency passes first, then its bytes.
-    utilisation : ndarray, shape (R,)
-        Bytes on each resource over capacity x makespan.
-    num_flows, num_moments, num_solves : int
-        Tasks that move bytes; moments with one or more events; components whose rates were solved.
+    A flow starts when it waits for nothing more: its latency passes first, then its bytes.
     """
 
     start_s: np.ndarray
     end_s: np.ndarray
-    utilisation: np.ndarray
-    num_flows: int
-    num_moments: int
-    num_solves: int
 
     @property
     def makespan_s(self) -> float:
@@ -70,35 +59,21 @@ def simulate(program: FlowProgram, *, compiled: bool | None = None) -> FlowTimes
     kernel = loops("foreshard.comm.flow._kernel", compiled)
     start_s, end_s = np.zeros(program.num_tasks), np.full(program.num_tasks, -1.0)
     tasks, waits = kernel_tasks(program, kernel)
-    routes = _routes(program)
-    shift = _entry_shift(program.route_indptr)
-    slots = _empty_slots(program.num_slots)
-    shares = _empty_shares(program.num_resources, program.num_slots, shift)
-    done, moments, solves = kernel.execute(routes, tasks, slots, shares, shift, waits, start_s, end_s)
-    if done < program.num_tasks:
-        raise _circle(np.flatnonzero(end_s < 0.0))
-    makespan_s = float(end_s.max(initial=0.0))
-    capacity_bytes = program.capacity_bytes_per_s * makespan_s
-    busy = np.zeros(program.num_resources)
-    np.divide(program.resource_bytes, capacity_bytes, out=busy, where=capacity_bytes > 0.0)
-    return FlowTimes(
-        start_s=start_s,
-        end_s=end_s,
-        utilisation=busy,
-        num_flows=program.num_flows,
-        num_moments=int(moments),
-        num_solves=int(solves),
-    )
-
-
-def _routes(program: FlowProgram) -> Routes:
-    return Routes(
+    routes = Routes(
         program.capacity_bytes_per_s,
         program.route_indptr,
         program.route_resources,
         program.route_usage,
         program.rate_alone_bytes_per_s,
     )
+    # bits that number the resources of the longest route
+    shift = int(np.diff(program.route_indptr).max(initial=1) - 1).bit_length()
+    slots = _empty_slots(program.num_slots)
+    shares = _empty_shares(program.num_resources, program.num_slots, shift)
+    done = kernel.execute(routes, tasks, slots, shares, shift, waits, start_s, end_s)
+    if done < program.num_tasks:
+        raise _circle(np.flatnonzero(end_s < 0.0))
+    return FlowTimes(start_s=start_s, end_s=end_s)
 
 
 def kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
@@ -134,11 +109,6 @@ def _empty_slots(num_slots: int) -> Slots:
         heap=np.zeros(num_slots, dtype=np.int64),
         place=np.full(num_slots, -1),
     )
-
-
-def _entry_shift(route_indptr: np.ndarray) -> int:
-    """Return the bits that number the resources of the longest route."""
-    return int(np.diff(route_indptr).max(initial=1) - 1).bit_length()
 
 
 def _empty_shares(num_resources: int, num_slots: int, shift: int) -> Shares:
