@@ -195,7 +195,6 @@ def schedule_of_hops(
     collective: str,
     algorithm: str,
     parts: int,
-    root: int = 0,
 ) -> Schedule:
     """Return the schedule of chunks that take their hops on a network as it is, in an order."""
     waits = order.previous >= 0
@@ -203,7 +202,7 @@ def schedule_of_hops(
         collective=collective,
         algorithm=algorithm,
         num_ranks=hops.num_places,
-        chunks=tuple(chunks_of(collective, hops.num_places, parts, root=root)),
+        chunks=tuple(chunks_of(collective, hops.num_places, parts)),
         source=hops.source[order.hop],
         target=hops.target[order.hop],
         chunk=order.item,

@@ -216,10 +216,6 @@ def streamed(
         behind it.
     check : callable, optional
         Ends the search by an exception.
-
-    Returns
-    -------
-    HopOrder
     """
     chunk_bytes = num_bytes / len(packing.roots) / packing.trees_per_root / pieces
     items, arcs, parents = [], [], []
@@ -258,5 +254,4 @@ def schedule_of_trees(
         collective="broadcast" if len(packing.roots) == 1 else "all-gather",
         algorithm="spanning trees",
         parts=packing.trees_per_root * pieces,
-        root=packing.roots[0],
     )

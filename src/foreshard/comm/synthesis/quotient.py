@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import MUCH_FASTER
+from foreshard.comm.synthesis.arcs import speed_tiers
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.symmetry import Translations
 from foreshard.comm.topology.channel_routes import bottleneck_bytes_per_s, routes_from
@@ -142,10 +142,6 @@ def greedy_reception(
         Breaks ties.
     check : callable, optional
         Ends the search by an exception.
-
-    Returns
-    -------
-    Reception
     """
     return _Reception(shifts, num_bytes, parts, rng).run(check)
 
@@ -161,10 +157,8 @@ class _Reception:
         self.busy_s = shifts.occupancy_s_per_byte * bytes_
         self.transfer_s = shifts.transfer_s_per_byte * bytes_
         self.item_s = bytes_ / shifts.rate_bytes_per_s
-        # speeds in tiers: ways of one tier may take from each other
-        order = np.unique(self.transfer_s)
-        step = np.concatenate([[False], order[1:] > order[:-1] * MUCH_FASTER])
-        self.tier = np.cumsum(step)[np.searchsorted(order, self.transfer_s)]
+        # ways of one tier may take from each other
+        self.tier = speed_tiers(self.transfer_s)
         # before[w, s]: the item that rank 0 must hold so that its counterpart can send item s by way w
         every = np.arange(ranks)
         self.before = shifts.group.added(every[None, :], shifts.shift[:, None])

@@ -54,10 +54,6 @@ def translations_of(topology: Topology) -> Translations | None:
     Parameters
     ----------
     topology : Topology
-
-    Returns
-    -------
-    Translations or None
     """
     ranks = topology.num_ranks
     if topology.shared or ranks < 2:
