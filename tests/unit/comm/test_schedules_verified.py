@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from foreshard.comm.schedules.hierarchical import nested, two_level
+from foreshard.comm.schedules.hierarchical import two_level
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
 from foreshard.comm.schedules.ring import ring
 from foreshard.comm.schedules.schedule import Chunk, Schedule, ScheduleBuilder
@@ -136,8 +136,14 @@ def test_uneven_weights_change_sizes_and_not_sends(algorithm, collective):
     assert len({round(chunk.weight, 9) for chunk in schedule.chunks}) > 4
 
 
-def levels_of_rings(collective: str, num_ranks: int, root: int) -> Schedule:
-    return schedule_of(collective, "ring", num_ranks, root=root)
+def levels_of_rings(collective: str, sizes: tuple[int, ...], root: int, **options: int) -> Schedule:
+    """Return rings along each dimension, the first one innermost."""
+    if len(sizes) == 1:
+        return schedule_of(collective, "ring", sizes[0], root=root)
+    names = ("reduce-scatter", "all-gather") if collective == "all-reduce" else (collective,)
+    inner = [schedule_of(name, "ring", sizes[0], root=root % sizes[0]) for name in names]
+    outer = levels_of_rings(collective, sizes[1:], root // sizes[0])
+    return two_level(collective, inner, outer, **options)
 
 
 @pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter", "broadcast"])
@@ -145,7 +151,7 @@ def levels_of_rings(collective: str, num_ranks: int, root: int) -> Schedule:
 def test_three_dimensions(collective, sizes):
     rng = np.random.default_rng(5)
     for root in {0, 5 if collective == "broadcast" else 0}:
-        schedule = nested(collective, sizes, [levels_of_rings] * 3, root=root, parts=2)
+        schedule = levels_of_rings(collective, sizes, root, parts=2)
         assert verify(schedule) == ()
         assert is_right(schedule, rng)
 

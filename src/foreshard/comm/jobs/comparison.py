@@ -44,9 +44,7 @@ class PolicyOutcome:
     job_end_s: np.ndarray
 
 
-def simulated(
-    demands: Sequence[JobDemand], policy: str, *, compiled: bool | None = None
-) -> tuple[JobTimes, ...]:
+def simulated(demands: Sequence[JobDemand], policy: str) -> tuple[JobTimes, ...]:
     """Return when iterations run under a policy, which decides anew whenever a job starts or ends.
 
     A decision holds from each job's next iteration on.
@@ -56,7 +54,7 @@ def simulated(
     histories = [[(0, FlowSetting(choice=demand.hashed))] for demand in demands]
     decided_s = -1.0
     while True:
-        times = run_jobs(demands, histories, ramp=rule.ramp, compiled=compiled)
+        times = run_jobs(demands, histories, ramp=rule.ramp)
         moments = sorted({one.ready_s for one in times} | {float(one.end_s[-1]) for one in times})
         for now_s in moments:
             if now_s <= decided_s * (1.0 + SAME_TIME):
@@ -64,7 +62,7 @@ def simulated(
             decided_s = now_s
             running, firsts = _running(demands, histories, times, now_s)
             settings = decide(running)
-            if _changed(running, settings):
+            if any(job.setting != setting for job, setting in zip(running, settings, strict=True)):
                 _apply(histories, running, firsts, settings)
                 break
         else:
@@ -94,10 +92,6 @@ def _running(
     return running, firsts
 
 
-def _changed(running: Sequence[RunningJob], settings: Sequence[FlowSetting]) -> bool:
-    return any(job.setting != setting for job, setting in zip(running, settings, strict=True))
-
-
 def _apply(
     histories: Sequence[list[tuple[int, FlowSetting]]],
     running: Sequence[RunningJob],
@@ -112,14 +106,10 @@ def _apply(
         histories[job.index][:] = [*kept, (first, setting)]
 
 
-def compared(
-    demands: Sequence[JobDemand], policies: Sequence[str], *, compiled: bool | None = None
-) -> dict[str, PolicyOutcome]:
+def compared(demands: Sequence[JobDemand], policies: Sequence[str]) -> dict[str, PolicyOutcome]:
     """Return the outcome under each policy, by name, and that of the bound, named 'bound'."""
     bounds_s = np.array([demand.bound_s() for demand in demands])
-    found = {
-        name: _outcome(demands, simulated(demands, name, compiled=compiled), bounds_s) for name in policies
-    }
+    found = {name: _outcome(demands, simulated(demands, name), bounds_s) for name in policies}
     return found | {"bound": _outcome(demands, _bound_times(demands, bounds_s), bounds_s)}
 
 

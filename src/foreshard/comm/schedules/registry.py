@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from foreshard.comm.schedules import bruck, chains, exchange, halving, hierarchical, in_network, ring, trees
+from foreshard.comm.schedules import bruck, chains, exchange, halving, in_network, ring, trees
+from foreshard.comm.schedules.hierarchical import two_level
 from foreshard.comm.schedules.schedule import COLLECTIVES, Schedule
 from foreshard.errors import SpecError, unknown
 from foreshard.words import spelled
@@ -74,12 +75,14 @@ def _hierarchical(
     per_node: int,
     channels: int,
     parts: int | None = None,
+    root: int = 0,
     **options: Any,
 ) -> Schedule:
     """Return rings inside nodes and across them."""
-    make: list[hierarchical.Make] = [lambda name, size, root: _ring(name, size, root=root)] * 2
-    sizes = (per_node, num_ranks // per_node)
-    return hierarchical.nested(collective, sizes, make, channels=channels, parts=parts or channels, **options)
+    outer = _ring(collective, num_ranks // per_node, root=root // per_node)
+    names = ("reduce-scatter", "all-gather") if collective == "all-reduce" else (collective,)
+    inner = [_ring(name, per_node, root=root % per_node) for name in names]
+    return two_level(collective, inner, outer, channels=channels, parts=parts or channels, **options)
 
 
 def _without_collective(make: Callable[..., Schedule]) -> Callable[..., Schedule]:

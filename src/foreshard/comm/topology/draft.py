@@ -66,18 +66,10 @@ class Draft:
             Edge(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s, shared=shared)
         )
 
-    def join(
-        self,
-        one: int,
-        other: int,
-        bytes_per_s: float,
-        latency_s: float = 0.0,
-        *,
-        shared: tuple[int, ...] = (),
-    ) -> None:
+    def join(self, one: int, other: int, bytes_per_s: float, latency_s: float = 0.0) -> None:
         """Add two links, one each way, of the same bandwidth and latency."""
-        self.send(one, other, bytes_per_s, latency_s, shared=shared)
-        self.send(other, one, bytes_per_s, latency_s, shared=shared)
+        self.send(one, other, bytes_per_s, latency_s)
+        self.send(other, one, bytes_per_s, latency_s)
 
     def plug(self, port: Port, switch: int) -> None:
         """Join a port of a machine to a switch of the fabric."""
