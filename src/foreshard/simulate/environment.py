@@ -27,22 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Environment:
-    """A path with the prices of everything on it.
-
-    Attributes
-    ----------
-    work : Workload
-    path : Path
-    pause_s : float
-        Of a change of structure, besides the bytes that move.
-    apart : frozenset of int
-        Devices that budgets count one by one.
-    """
+    """A path with the prices of everything on it."""
 
     work: Workload
     path: Path
-    pause_s: float
-    apart: frozenset[int] = frozenset()
+    pause_s: float  # of a change of structure, besides the bytes that move
+    apart: frozenset[int] = frozenset()  # devices that budgets count one by one
     _memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:

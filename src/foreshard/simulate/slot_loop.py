@@ -26,23 +26,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOutcome:
-    """What some batches in a row took and cost: the mean of them, with the change before the first.
-
-    Attributes
-    ----------
-    condition, pattern : int
-    batches, of : int
-        How many, and how many the slot has.
-    time_s : float
-    costs : mapping of kind to cost
-    """
+    """What some batches in a row took and cost: the mean of them, with the change before the first."""
 
     condition: int
     pattern: int
+    # batches, of: how many, and how many the slot has
     batches: int
     of: int
     time_s: float
-    costs: Mapping[str, float]
+    costs: Mapping[str, float]  # by kind
 
 
 class Rule(Protocol):
@@ -59,30 +51,16 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One policy on one path.
+    """One policy on one path."""
 
-    Attributes
-    ----------
-    time_s : ndarray, shape (slots,)
-        Of each batch with the change before it.
-    change_s : ndarray, shape (slots,)
-        Of the changes alone.
-    costs : mapping of kind to ndarray, shape (slots,)
-    reconfigurations, reshares : int
-        Changes of structure; of shares alone. The first plan counts as neither.
-    forced : int
-        Reconfigurations because a device in use was taken away.
-    used : ndarray of int, shape (slots,)
-        Devices in use.
-    """
-
-    time_s: np.ndarray
-    change_s: np.ndarray
-    costs: Mapping[str, np.ndarray]
+    time_s: np.ndarray  # shape (slots,); of each batch with the change before it
+    change_s: np.ndarray  # shape (slots,); of the changes alone
+    costs: Mapping[str, np.ndarray]  # shape (slots,), by kind
+    # reconfigurations, reshares: changes of structure; of shares alone. The first plan counts as neither
     reconfigurations: int
     reshares: int
-    forced: int
-    used: np.ndarray
+    forced: int  # reconfigurations because a device in use was taken away
+    used: np.ndarray  # int, shape (slots,); devices in use
 
 
 def play(rule: Rule, environment: Environment, *, sees_now: bool, batches: int = 1) -> Run:

@@ -29,26 +29,16 @@ NUM_BUSIEST = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRun:
-    """What a schedule of a given size takes on a topology.
-
-    Attributes
-    ----------
-    seconds : float
-    lower_bound_s : float
-        No order and no sharing of the same sends over the same routes takes less, to rounding: the longest
-        path, or bytes over capacity of the resource where that is largest.
-    longest_path_s : float
-        Longest chain of sends that wait for each other, each as if alone on its route.
-    busiest : tuple of (int, float)
-        Resources with the highest utilisation, and that utilisation; up to `NUM_BUSIEST`, highest first.
-    num_sends, num_simulated : int
-        Sends of the schedule, and those simulated after folding.
-    """
+    """What a schedule of a given size takes on a topology."""
 
     seconds: float
+    # no order and no sharing of the same sends over the same routes takes less, to rounding: the longest
+    # path, or bytes over capacity of the resource where that is largest
     lower_bound_s: float
-    longest_path_s: float
+    longest_path_s: float  # longest chain of sends that wait for each other, each as if alone on its route
+    # resources with the highest utilisation, and that utilisation; up to `NUM_BUSIEST`, highest first
     busiest: tuple[tuple[int, float], ...]
+    # num_sends, num_simulated: sends of the schedule, and those simulated after folding
     num_sends: int
     num_simulated: int
 

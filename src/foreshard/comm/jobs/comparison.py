@@ -17,31 +17,19 @@ SAME_TIME = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyOutcome:
-    """What jobs took under a policy, or at least take without contention.
+    """What jobs took under a policy, or at least take without contention."""
 
-    Attributes
-    ----------
-    mean_iteration_s, p99_iteration_s : float
-        Over all iterations of all jobs.
-    mean_slowdown, p99_slowdown : float
-        Of iterations over the bound of their job: mean of the means of jobs, 99 % of all iterations.
-    makespan_s : float
-        End of the last job.
-    mean_completion_s : float
-        From arrival to end, over jobs.
-    job_iteration_s : ndarray, shape (jobs,)
-        Mean iteration of each job.
-    job_end_s : ndarray, shape (jobs,)
-    """
-
+    # mean_iteration_s, p99_iteration_s: over all iterations of all jobs
     mean_iteration_s: float
     p99_iteration_s: float
+    # mean_slowdown, p99_slowdown: of iterations over the bound of their job: mean of the means of jobs, 99 %
+    # of all iterations
     mean_slowdown: float
     p99_slowdown: float
-    makespan_s: float
-    mean_completion_s: float
-    job_iteration_s: np.ndarray
-    job_end_s: np.ndarray
+    makespan_s: float  # end of the last job
+    mean_completion_s: float  # from arrival to end, over jobs
+    job_iteration_s: np.ndarray  # shape (jobs,); mean iteration of each job
+    job_end_s: np.ndarray  # shape (jobs,)
 
 
 def simulated(demands: Sequence[JobDemand], policy: str) -> tuple[JobTimes, ...]:

@@ -22,23 +22,12 @@ _TRIAL_ITERATIONS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job that runs when a policy decides.
+    """A job that runs when a policy decides."""
 
-    Attributes
-    ----------
-    index : int
-        Of the job in the trace.
-    demand : JobDemand
-    setting : FlowSetting
-        As it is now.
-    ready_s : float
-        When its first iteration can start that the decision reaches.
-    """
-
-    index: int
+    index: int  # of the job in the trace
     demand: JobDemand
-    setting: FlowSetting
-    ready_s: float
+    setting: FlowSetting  # as it is now
+    ready_s: float  # when its first iteration can start that the decision reaches
 
 
 Decide = Callable[[Sequence[RunningJob]], Sequence[FlowSetting]]
@@ -46,22 +35,12 @@ Decide = Callable[[Sequence[RunningJob]], Sequence[FlowSetting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowPolicy:
-    """A policy of the fabric.
+    """A policy of the fabric."""
 
-    Attributes
-    ----------
-    about : str
-        What it does, in a few words.
-    decide : callable
-        Makes a function of the running jobs, called when a job starts or ends, that returns a setting for
-        each.
-    ramp : tuple of float
-        Weights of a flow while an iteration's bytes leave it.
-    """
-
-    about: str
+    about: str  # what it does, in a few words
+    # makes a function of the running jobs, called when a job starts or ends, that returns a setting for each
     decide: Callable[[], Decide]
-    ramp: Ramp = (1.0,)
+    ramp: Ramp = (1.0,)  # weights of a flow while an iteration's bytes leave it
 
 
 def _unchanged(running: Sequence[RunningJob]) -> list[FlowSetting]:

@@ -35,17 +35,10 @@ _SWEEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircleJob:
-    """A job on a circle.
+    """A job on a circle."""
 
-    Attributes
-    ----------
-    repeats : int
-        Iterations on the circle.
-    demand : ndarray, shape (resources, steps)
-        Mean part of each resource's capacity that it asks for, unshifted.
-    """
-
-    repeats: int
+    repeats: int  # iterations on the circle
+    # shape (resources, steps); mean part of each resource's capacity that it asks for, unshifted
     demand: np.ndarray
 
     @property
@@ -56,20 +49,11 @@ class CircleJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """Places of jobs on a circle.
+    """Places of jobs on a circle."""
 
-    Attributes
-    ----------
-    length_s : float
-    periods_s, shifts_s : tuple of float
-    excess : float
-        Mean over the circle of the demand above capacity, summed over resources.
-    """
-
-    length_s: float
     periods_s: tuple[float, ...]
     shifts_s: tuple[float, ...]
-    excess: float
+    excess: float  # mean over the circle of the demand above capacity, summed over resources
 
 
 def profile(demand: JobDemand, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
@@ -306,7 +290,6 @@ def _rotation(
     ]
     shifts = best_shifts(jobs, in_pairs=in_pairs)
     return Rotation(
-        length_s=length_s,
         periods_s=tuple((length_s / repeats).tolist()),
         shifts_s=tuple(shift * length_s / num_steps for shift in shifts),
         excess=excess(jobs, shifts),

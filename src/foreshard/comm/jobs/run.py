@@ -29,21 +29,11 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSetting:
-    """How a job's flows are treated.
+    """How a job's flows are treated."""
 
-    Attributes
-    ----------
-    choice : tuple of int
-        Path of each transfer.
-    priority : int
-        Flows of higher priority are served first.
-    pace : Pace, optional
-        Of the iterations from the one on that the setting holds from.
-    """
-
-    choice: Choice
-    priority: int = 0
-    pace: Pace | None = None
+    choice: Choice  # path of each transfer
+    priority: int = 0  # flows of higher priority are served first
+    pace: Pace | None = None  # of the iterations from the one on that the setting holds from
 
 
 History = Sequence[tuple[int, FlowSetting]]
@@ -52,16 +42,10 @@ History = Sequence[tuple[int, FlowSetting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobTimes:
-    """When a job ran.
+    """When a job ran."""
 
-    Attributes
-    ----------
-    ready_s : float
-        It had arrived and its ranks were free.
-    start_s, end_s : ndarray, shape (iterations,)
-    """
-
-    ready_s: float
+    ready_s: float  # it had arrived and its ranks were free
+    # start_s, end_s: shape (iterations,)
     start_s: np.ndarray
     end_s: np.ndarray
 

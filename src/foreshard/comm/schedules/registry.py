@@ -20,22 +20,13 @@ Weights = Sequence[float] | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """How schedules of one name are made.
+    """How schedules of one name are made."""
 
-    Attributes
-    ----------
-    make : callable
-        ``make(collective, num_ranks, **options)``.
-    collectives : tuple of str
-    options : frozenset of str
-        Of 'per_node', 'weights' and 'root', those it takes; all take parts and channels.
-    needs_nodes : bool
-        Whether `per_node` must divide the ranks into at least two nodes of at least two.
-    """
-
-    make: Callable[..., Schedule]
+    make: Callable[..., Schedule]  # ``make(collective, num_ranks, **options)``
     collectives: tuple[str, ...]
+    # of 'per_node', 'weights' and 'root', those it takes; all take parts and channels
     options: frozenset[str] = field(default_factory=frozenset)
+    # whether `per_node` must divide the ranks into at least two nodes of at least two
     needs_nodes: bool = False
 
 

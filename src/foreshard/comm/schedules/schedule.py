@@ -20,21 +20,11 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A part of the data that moves as one.
+    """A part of the data that moves as one."""
 
-    Attributes
-    ----------
-    weight : float
-        Part of the collective's size, at least 0.
-    sources : tuple of int
-        Ranks that hold it at first; where several do, what is wanted is their sum.
-    targets : tuple of int
-        Ranks that hold it, or the sum, at the end.
-    """
-
-    weight: float
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    weight: float  # part of the collective's size, at least 0
+    sources: tuple[int, ...]  # ranks that hold it at first; where several do, what is wanted is their sum
+    targets: tuple[int, ...]  # ranks that hold it, or the sum, at the end
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

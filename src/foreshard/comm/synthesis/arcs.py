@@ -16,26 +16,16 @@ MUCH_FASTER = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arc:
-    """A route from one device to another over links and switches only.
+    """A route from one device to another over links and switches only."""
 
-    Attributes
-    ----------
-    source, target : int
-        Ranks.
-    channel : int
-        Which of the routes between the two it is: sends of channel c take route c modulo their number.
-    links : tuple of int
-    resources : tuple of int
-        Links, then the shared resources they occupy.
-    latency_s, bytes_per_s : float
-        Sum over the links; the narrowest resource.
-    """
-
+    # source, target: ranks
     source: int
     target: int
+    # which of the routes between the two it is: sends of channel c take route c modulo their number
     channel: int
     links: tuple[int, ...]
-    resources: tuple[int, ...]
+    resources: tuple[int, ...]  # links, then the shared resources they occupy
+    # latency_s, bytes_per_s: sum over the links; the narrowest resource
     latency_s: float
     bytes_per_s: float
 

@@ -78,21 +78,11 @@ Make = Callable[[float, Check], ScheduleFound | None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleAttempt:
-    """One way to look for a schedule.
-
-    Attributes
-    ----------
-    method : str
-    work : float
-        In any unit of that method; in seconds where `KNOWN_PACE` has it.
-    finishing_s : float, seconds
-        For listing, verifying and simulating the schedule that it would make.
-    make : callable
-    """
+    """One way to look for a schedule."""
 
     method: str
-    work: float
-    finishing_s: float
+    work: float  # in any unit of that method; in seconds where `KNOWN_PACE` has it
+    finishing_s: float  # seconds; for listing, verifying and simulating the schedule that it would make
     make: Make
 
 

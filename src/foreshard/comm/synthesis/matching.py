@@ -16,19 +16,11 @@ from foreshard.comm.topology.graph import Topology
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """Who sends what to whom, in the order in which the transfers start.
-
-    Attributes
-    ----------
-    seconds : float
-    arc : ndarray of int, shape (transfers,)
-    item : ndarray of int, shape (transfers,)
-        Chunk.
-    """
+    """Who sends what to whom, in the order in which the transfers start."""
 
     seconds: float
-    arc: np.ndarray
-    item: np.ndarray
+    arc: np.ndarray  # int, shape (transfers,)
+    item: np.ndarray  # int, shape (transfers,); chunk
 
 
 def greedy_transfers(

@@ -18,27 +18,17 @@ from foreshard.comm.topology.graph import Topology
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shifts:
-    """Ways in which every rank sends to the one a fixed shift away, all ranks at once.
-
-    Attributes
-    ----------
-    topology : Topology
-    group : Translations
-    shift : ndarray of int, shape (ways,)
-        Target of rank 0.
-    first_channel, num_channels : ndarray of int, shape (ways,)
-        Equally wide routes between the two ranks.
-    occupancy_s_per_byte : ndarray, shape (ways, orbits)
-        Seconds for which a byte from every rank keeps each orbit of links busy.
-    transfer_s_per_byte, latency_s : ndarray, shape (ways,)
-    """
+    """Ways in which every rank sends to the one a fixed shift away, all ranks at once."""
 
     topology: Topology
     group: Translations
-    shift: np.ndarray
+    shift: np.ndarray  # int, shape (ways,); target of rank 0
+    # first_channel, num_channels: int, shape (ways,); equally wide routes between the two ranks
     first_channel: np.ndarray
     num_channels: np.ndarray
+    # shape (ways, orbits); seconds for which a byte from every rank keeps each orbit of links busy
     occupancy_s_per_byte: np.ndarray
+    # transfer_s_per_byte, latency_s: shape (ways,)
     transfer_s_per_byte: np.ndarray
     latency_s: np.ndarray
 
@@ -104,23 +94,12 @@ def _occupancy(topology: Topology, group: Translations, links: tuple[int, ...]) 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reception:
-    """What rank 0 receives in an all-gather, in the order in which the transfers start.
-
-    Attributes
-    ----------
-    seconds : float
-    parts : int
-        Chunks of each rank.
-    way : ndarray of int, shape (receptions,)
-        Of `Shifts`.
-    item : ndarray of int, shape (receptions,)
-        Rank whose data it is times `parts`, plus the part.
-    """
+    """What rank 0 receives in an all-gather, in the order in which the transfers start."""
 
     seconds: float
-    parts: int
-    way: np.ndarray
-    item: np.ndarray
+    parts: int  # chunks of each rank
+    way: np.ndarray  # int, shape (receptions,); of `Shifts`
+    item: np.ndarray  # int, shape (receptions,); rank whose data it is times `parts`, plus the part
 
 
 def greedy_reception(

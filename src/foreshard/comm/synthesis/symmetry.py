@@ -15,17 +15,10 @@ class Translations:
     """A commuting group of automorphisms with exactly one member that takes rank 0 to each rank.
 
     Ranks are numbers in a mixed radix; the member of rank g adds g's digits, without carry.
-
-    Attributes
-    ----------
-    radix : tuple of int
-        Digits' sizes, the fastest first; their product is the number of ranks.
-    link_orbit : ndarray of int, shape (links,)
-        Links that shifts take to each other have the same number.
     """
 
-    radix: tuple[int, ...]
-    link_orbit: np.ndarray
+    radix: tuple[int, ...]  # digits' sizes, the fastest first; their product is the number of ranks
+    link_orbit: np.ndarray  # int, shape (links,); links that shifts take to each other have the same number
 
     def added(self, ranks: np.ndarray, shift: np.ndarray) -> np.ndarray:
         """Return ranks shifted by others, with broadcasting."""

@@ -26,29 +26,14 @@ _BOUND_FRAC = 0.3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Synthesis:
-    """A schedule made for a topology and a size.
-
-    Attributes
-    ----------
-    schedule : Schedule
-    method : str
-        What found it.
-    seconds : float
-        By `seconds_of`: of an execution in which links serve their sends in order.
-    lower_bound_s : float
-        That no schedule takes fewer of.
-    wall_s : float
-        What the search took.
-    is_interrupted : bool
-        Whether Ctrl-C ended the search.
-    """
+    """A schedule made for a topology and a size."""
 
     schedule: Schedule
-    method: str
-    seconds: float
-    lower_bound_s: float
-    wall_s: float
-    is_interrupted: bool = False
+    method: str  # what found it
+    seconds: float  # by `seconds_of`: of an execution in which links serve their sends in order
+    lower_bound_s: float  # that no schedule takes fewer of
+    wall_s: float  # what the search took
+    is_interrupted: bool = False  # whether Ctrl-C ended the search
 
     @property
     def gap(self) -> float:

@@ -10,21 +10,11 @@ from foreshard.comm.topology.graph import Edge, Kind, SharedResource, Topology, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """A vertex of a machine that takes a cable of the fabric, and what that cable carries.
+    """A vertex of a machine that takes a cable of the fabric, and what that cable carries."""
 
-    Attributes
-    ----------
-    vertex : int
-        A NIC, or a device whose NIC is not modelled on its own.
-    bytes_per_s : float
-        One direction.
-    latency_s : float
-        From the vertex to the first switch of the fabric.
-    """
-
-    vertex: int
-    bytes_per_s: float
-    latency_s: float = 0.0
+    vertex: int  # a NIC, or a device whose NIC is not modelled on its own
+    bytes_per_s: float  # one direction
+    latency_s: float = 0.0  # from the vertex to the first switch of the fabric
 
 
 class Draft:
