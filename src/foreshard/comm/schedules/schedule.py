@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -203,15 +203,9 @@ def rounds_by_level(sends: np.ndarray, before: np.ndarray, count: int) -> np.nda
     return found
 
 
+@dataclass
 class ScheduleBuilder:
     """Collects sends one by one, with what each waits for.
-
-    Parameters
-    ----------
-    collective, algorithm : str
-    num_ranks : int
-    chunks : sequence of Chunk
-    switches : sequence of str, optional
 
     Examples
     --------
@@ -224,18 +218,13 @@ class ScheduleBuilder:
     [0, 1]
     """
 
-    def __init__(
-        self,
-        collective: str,
-        algorithm: str,
-        num_ranks: int,
-        chunks: Sequence[Chunk],
-        switches: Sequence[str] = (),
-    ) -> None:
-        self.collective, self.algorithm, self.num_ranks = collective, algorithm, num_ranks
-        self.chunks, self.switches = tuple(chunks), tuple(switches)
-        self._rows: list[tuple[int, int, int, bool, int]] = []
-        self._after: list[Sequence[int]] = []
+    collective: str
+    algorithm: str
+    num_ranks: int
+    chunks: Sequence[Chunk]
+    switches: Sequence[str] = ()
+    _rows: list[tuple[int, int, int, bool, int]] = field(default_factory=list)
+    _after: list[Sequence[int]] = field(default_factory=list)
 
     def send(
         self,
@@ -261,7 +250,7 @@ class ScheduleBuilder:
             collective=self.collective,
             algorithm=self.algorithm,
             num_ranks=self.num_ranks,
-            chunks=self.chunks,
+            chunks=tuple(self.chunks),
             source=columns[0],
             target=columns[1],
             chunk=columns[2],
@@ -269,7 +258,7 @@ class ScheduleBuilder:
             channel=columns[4],
             indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             indices=np.array(flat, dtype=np.int64),
-            switches=self.switches,
+            switches=tuple(self.switches),
         )
 
 

@@ -36,20 +36,12 @@ def teccl_topology(text: str, *, file: str | None = None) -> Topology:
         For none of the three kinds, or values out of range.
     """
     data = codec.parse_json(text, file=file)
-    if not isinstance(data, dict):
-        raise _neither(file)
-    if "capacity" in data:
-        return connected(_of_matrix(data, file), file=file)
-    if "TopologyParams" in data:
-        return connected(_of_name(data["TopologyParams"], file), file=file)
-    if "gpus_per_node" in data:
-        return connected(_of_profile(data, file), file=file)
-    raise _neither(file)
-
-
-def _neither(file: str | None) -> SpecError:
+    readers = {"capacity": _of_matrix, "TopologyParams": _of_name, "gpus_per_node": _of_profile}
+    for key, reader in readers.items():
+        if isinstance(data, dict) and key in data:
+            return connected(reader(data, file), file=file)
     rule = "The file has 'capacity', 'TopologyParams' or 'gpus_per_node'"
-    return SpecError("no topology of TE-CCL or TACCL", file=file, rule=rule)
+    raise SpecError("no topology of TE-CCL or TACCL", file=file, rule=rule)
 
 
 def _of_matrix(data: Mapping[str, Any], file: str | None) -> Topology:
@@ -91,9 +83,9 @@ def _matrix(data: Mapping[str, Any], key: str, file: str | None) -> list[list[fl
     return rows
 
 
-def _of_name(params: Any, file: str | None) -> Topology:
+def _of_name(data: Mapping[str, Any], file: str | None) -> Topology:
     """Return the topology that TE-CCL builds for a name and a number of chassis."""
-    params = params if isinstance(params, dict) else {}
+    params = data["TopologyParams"] if isinstance(data["TopologyParams"], dict) else {}
     name, chassis = str(params.get("name", "")), params.get("chassis", 1)
     if not isinstance(chassis, int) or not 1 <= chassis <= 512:
         rule = "It is a whole number of 1 to 512"
