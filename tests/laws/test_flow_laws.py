@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreshard.comm.flow.bounds import longest_path_s, resource_times_s
 from foreshard.comm.flow.program import FlowProgram, FlowProgramBuilder
-from foreshard.comm.flow.simulation import simulate
+from foreshard.comm.flow.simulation import longest_path_s, simulate
 from foreshard.comm.flow.symmetry import fold
 
 seeds = st.integers(0, 2**32 - 1)
@@ -256,7 +255,7 @@ def test_no_flow_ends_before_its_bound_and_the_bounds_hold(seed):
         program.route >= 0, program.num_bytes / program.rate_alone_bytes_per_s[program.route], 0.0
     )
     assert np.all(times.end_s - times.start_s >= (program.delay_s + alone_s) * (1 - SAME) - SAME)
-    bound_s = max(longest_path_s(program), float(resource_times_s(program).max()))
+    bound_s = max(longest_path_s(program), float(program.resource_s.max()))
     assert times.makespan_s >= bound_s * (1 - SAME)
     fixed = replace(program, delay_s=program.delay_s + alone_s, num_bytes=np.zeros(program.num_tasks))
     assert longest_path_s(program) == pytest.approx(simulate(fixed, compiled=True).makespan_s, rel=SAME)

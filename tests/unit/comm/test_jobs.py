@@ -11,7 +11,7 @@ from foreshard.comm.jobs.demand import demands_of
 from foreshard.comm.jobs.draw import drawn_jobs
 from foreshard.comm.jobs.intensity import chosen_paths, compressed, intensities, priorities
 from foreshard.comm.jobs.job import IterationPhase, TrainingJob, Transfer, collective_transfers
-from foreshard.comm.jobs.policies import POLICIES, policy_named
+from foreshard.comm.jobs.policies import POLICIES
 from foreshard.comm.jobs.rotation import CircleJob, best_shifts, excess, on_circle, rotations
 from foreshard.comm.jobs.run import FlowSetting, Pace, program_of_jobs, run_jobs
 from foreshard.comm.jobs.trace import DrawTable
@@ -187,7 +187,7 @@ def test_bytes_are_conserved_under_every_setting():
     wanted = sum(
         demand.phase_loads(demand.hashed).sum(axis=0) * demand.job.num_iterations for demand in demands
     )
-    for ramp in ((1.0,), policy_named("mltcp").ramp):
+    for ramp in ((1.0,), POLICIES["mltcp"].ramp):
         histories = [
             [
                 (0, FlowSetting(choice=demand.hashed)),

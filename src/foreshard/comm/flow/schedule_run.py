@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.comm.flow.bounds import longest_path_s, resource_times_s
 from foreshard.comm.flow.program import FlowProgramBuilder
-from foreshard.comm.flow.simulation import simulate
+from foreshard.comm.flow.simulation import longest_path_s, simulate
 from foreshard.comm.flow.symmetry import fold
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.graph import Topology
@@ -80,7 +79,7 @@ def run_schedule(
     used = program if small is None else small.program
     seconds = simulate(used, compiled=compiled).makespan_s
     path_s = longest_path_s(program, small, compiled=compiled)
-    resource_s = resource_times_s(program)
+    resource_s = program.resource_s
     top = np.argsort(-resource_s, kind="stable")[:NUM_BUSIEST]
     return ScheduleRun(
         seconds=seconds,

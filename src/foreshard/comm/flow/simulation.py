@@ -17,6 +17,7 @@ import numpy as np
 
 from foreshard.comm.flow._kernel import Routes, Shares, Slots, Tasks
 from foreshard.comm.flow.program import FlowProgram
+from foreshard.comm.flow.symmetry import Fold
 from foreshard.compiled import is_worth_compiling, loops
 from foreshard.errors import SpecError
 
@@ -58,7 +59,7 @@ def simulate(program: FlowProgram, *, compiled: bool | None = None) -> FlowTimes
         compiled = is_worth_compiling(program.num_tasks)
     kernel = loops("foreshard.comm.flow._kernel", compiled)
     start_s, end_s = np.zeros(program.num_tasks), np.full(program.num_tasks, -1.0)
-    tasks, waits = kernel_tasks(program, kernel)
+    tasks, waits = _kernel_tasks(program, kernel)
     routes = Routes(
         program.capacity_bytes_per_s,
         program.route_indptr,
@@ -76,7 +77,7 @@ def simulate(program: FlowProgram, *, compiled: bool | None = None) -> FlowTimes
     return FlowTimes(start_s=start_s, end_s=end_s)
 
 
-def kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
+def _kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
     """Return the columns that the loops read, and how many tasks each task waits for."""
     num_tasks = program.num_tasks
     waits = np.diff(program.indptr)
@@ -89,6 +90,29 @@ def kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
     columns = (program.num_bytes, program.weight, program.priority, program.release_s, program.route)
     links = (program.slot, next_task, after_indptr, after)
     return Tasks(program.delay_s, *columns, *links), waits
+
+
+def longest_path_s(program: FlowProgram, small: Fold | None = None, *, compiled: bool | None = None) -> float:
+    """Return the makespan if every flow had its route to itself: sharing never makes it shorter.
+
+    Parameters
+    ----------
+    program : FlowProgram
+        Without circles.
+    small : Fold, optional
+        Its symmetric form, which gives the same sooner.
+    compiled : bool, optional
+        As in `simulate`.
+    """
+    alone_s = program.alone_s
+    if small is not None:
+        program, alone_s = small.program, alone_s[small.kept]
+    if compiled is None:
+        compiled = is_worth_compiling(program.num_tasks)
+    kernel = loops("foreshard.comm.flow._kernel", compiled)
+    tasks, waits = _kernel_tasks(program, kernel)
+    stack = np.empty(program.num_tasks, dtype=np.int64)
+    return float(kernel.longest_path(tasks, waits, alone_s, program.release_s.copy(), stack))
 
 
 def _empty_slots(num_slots: int) -> Slots:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.comm.jobs.demand import JobDemand
-from foreshard.comm.jobs.policies import RunningJob, policy_named
+from foreshard.comm.jobs.policies import POLICIES, RunningJob
 from foreshard.comm.jobs.run import FlowSetting, JobTimes, run_jobs
 
 SAME_TIME = 1e-9
@@ -37,7 +37,7 @@ def simulated(demands: Sequence[JobDemand], policy: str) -> tuple[JobTimes, ...]
 
     A decision holds from each job's next iteration on.
     """
-    rule = policy_named(policy)
+    rule = POLICIES[policy]
     decide = rule.decide()
     histories = [[(0, FlowSetting(choice=demand.hashed))] for demand in demands]
     decided_s = -1.0

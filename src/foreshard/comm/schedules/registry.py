@@ -55,7 +55,7 @@ def _bruck(collective: str, num_ranks: int, *, weights: Any = None, **options: A
 def _direct(collective: str, num_ranks: int, **options: Any) -> Schedule:
     if collective == "send":
         options.pop("weights", None)
-        return chains.direct_send(num_ranks, **options)
+        return chains.piped_send("direct", num_ranks, **options)
     return exchange.direct(collective, num_ranks, **options)
 
 
@@ -114,7 +114,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         )
         for name in exchange.WAYS
     },
-    "chain": _of(_without_collective(chains.chain_send), "send"),
+    "chain": _of(_without_collective(partial(chains.piped_send, "chain")), "send"),
 }
 """Algorithms that need no more than their name; ``synthesis/packing.py`` packs trees into a topology."""
 

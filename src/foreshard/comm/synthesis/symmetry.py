@@ -74,7 +74,9 @@ def _radix_from(
     for size in range(ranks // block, 1, -1):
         if ranks % (block * size):
             continue
-        image = automorphism(topology, _digit_shift(ranks, block, size))
+        rank = np.arange(ranks)
+        digit = (rank // block) % size
+        image = automorphism(topology, rank + block * ((digit + 1) % size - digit))
         if image is None:
             continue
         images[block, size] = image
@@ -83,12 +85,6 @@ def _radix_from(
             return [size, *rest]
     failed.add(block)
     return None
-
-
-def _digit_shift(num_ranks: int, block: int, size: int) -> np.ndarray:
-    rank = np.arange(num_ranks)
-    digit = (rank // block) % size
-    return rank + block * ((digit + 1) % size - digit)
 
 
 def automorphism(topology: Topology, ranks: np.ndarray) -> np.ndarray | None:
