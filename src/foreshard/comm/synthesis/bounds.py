@@ -66,6 +66,7 @@ def lower_bound_s(collective: str, num_bytes: float, topology: Topology, *, limi
     }
     if collective not in rate_of:
         raise unknown("collective", collective, rate_of, key="collective")
+    _check(topology)
     least_s, most_s = latencies_s(collective, topology)
     return max(num_bytes / rate_of[collective](topology) + least_s, most_s)
 
