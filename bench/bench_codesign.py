@@ -38,7 +38,7 @@ from foreshard.comm.synthesis.synthesize import synthesize
 from foreshard.comm.topology.draft import Draft, Port
 from foreshard.comm.topology.fabrics import flat, rail_optimised
 from foreshard.comm.topology.graph import Topology
-from foreshard.comm.topology.machines import MACHINES, switched
+from foreshard.comm.topology.machines import machine, switched
 from foreshard.comm.topology.of_cluster import topology_of
 from foreshard.comm.topology.routing import Routing as Routes
 from foreshard.predict.gradients import backward_pass
@@ -204,7 +204,7 @@ def pieces(size: float) -> list[tuple[str, str, float]]:
     Pieces that share links fairly stay in step: all use NVLink first, then all the NICs. By priority the
     first piece is on the NICs while the second one is on NVLink.
     """
-    topology, found = rail_optimised([MACHINES["hgx-a100"]] * 4, num_spines=4), []
+    topology, found = rail_optimised([machine("hgx-a100")] * 4, num_spines=4), []
     schedule = schedule_of("all-reduce", "hierarchical", 32, per_node=8)
     route = routing_of(schedule, topology)
     for parts, in_order in ((1, False), (8, False), (2, True), (4, True), (8, True)):
@@ -219,7 +219,7 @@ def pieces(size: float) -> list[tuple[str, str, float]]:
 
 def rails(size: float) -> list[tuple[str, str, float]]:
     """Return an all-reduce along rails, and with places of nodes turned so that rings leave their rail."""
-    topology = rail_optimised([MACHINES["hgx-h100"]] * 4, num_spines=4, oversubscription=4.0)
+    topology = rail_optimised([machine("hgx-h100")] * 4, num_spines=4, oversubscription=4.0)
     schedule = schedule_of("all-reduce", "hierarchical", 32, per_node=8)
     route = routing_of(schedule, topology)
     turned = [node * 8 + (place + node) % 8 for node in range(4) for place in range(8)]
@@ -260,7 +260,7 @@ def unequal_nics(size: float) -> list[tuple[str, str, float]]:
 
 def all_links(size: float, budget_s: float = 20.0) -> list[tuple[str, str, float]]:
     """Return an all-gather on two NDv2: NVLink, PCIe and one NIC, by levels and by trees over all links."""
-    topology = flat([MACHINES["ndv2"]] * 2)
+    topology = flat([machine("ndv2")] * 2)
     what, found = "NDv2 x 2, one graph", []
     for name in ("ring", "hierarchical"):
         schedule = schedule_of("all-gather", name, 16, per_node=8)
@@ -341,7 +341,7 @@ def host_net(sizes: Sequence[float] = SIZES, tenants: Sequence[int] = TENANTS, p
             cells = (quantity.seconds(by_host[best]), quantity.seconds(own_s))
             rows.append((label, f"host: {best}", *cells, signed(1.0 - own_s / by_host[best])))
             bars.append((label, [("switch", gain(own_s, by_host[best]))]))
-    inside = flat([MACHINES["hgx-h100"]])
+    inside = flat([machine("hgx-h100")])
     for size in sizes:
         ring_s = seconds_of(schedule_of("all-reduce", "ring", 8), size, inside)
         own_s = seconds_of(

@@ -9,39 +9,19 @@ import pytest
 from foreshard.comm.topology import fabrics, regular
 from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.drawing import drawing
-from foreshard.comm.topology.graph import Topology
-from foreshard.comm.topology.machines import MACHINES
+from foreshard.comm.topology.machines import machine
 from foreshard.comm.topology.tiers import summarised, tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published_topologies import PUBLISHED
 
-
-def three_tiers(num_pods: int, per_pod: int) -> Topology:
-    """Return pods of edge switches with a machine each, two switches above those of a pod, and four cores."""
-    draft = Draft()
-    cores = [draft.switch(f"core{i}") for i in range(4)]
-    for pod in range(num_pods):
-        above = [draft.switch(f"agg{pod}.{i}") for i in range(2)]
-        for agg in above:
-            for core in cores:
-                draft.join(agg, core, 100e9)
-        for i in range(per_pod):
-            edge = draft.switch(f"edge{pod}.{i}")
-            for port in MACHINES["hgx-h100"](draft, pod * per_pod + i):
-                draft.plug(port, edge)
-            for agg in above:
-                draft.join(edge, agg, 200e9)
-    return draft.topology("three tiers")
-
-
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = {name: build() for name, (build, _) in PUBLISHED.items()} | {
     "full": regular.full_mesh(64, 1e9),
     "torus": regular.torus((4, 4, 4), 50e9),
-    "pcie": fabrics.leaf_spine([MACHINES["dgx-1"]] * 8, nodes_per_leaf=2, num_spines=4),
-    "three-tiers": three_tiers(4, 2),
-    "mixed": fabrics.flat([MACHINES[name] for name in ("dgx-1", "mi250", "hgx-b200", "mi300x")]),
+    "pcie": fabrics.leaf_spine([machine("pcie-8")] * 8, nodes_per_leaf=2, num_spines=4),
+    "fat-tree": fabrics.fat_tree([machine("hgx-h100")] * 8, radix=8),
+    "mixed": fabrics.flat([machine(name) for name in ("dgx-1", "mi250", "hgx-b200", "mi300x")]),
 }
 
 
@@ -60,9 +40,9 @@ def test_a_drawing_has_every_vertex_and_is_small(topology):
 @pytest.mark.parametrize(
     ("topology", "num_boxes"),
     [
-        (fabrics.leaf_spine([MACHINES["hgx-h100"]] * 16, nodes_per_leaf=4, num_spines=4), 16 + 4 + 4),
-        (fabrics.leaf_spine([MACHINES["hgx-h100"]] * 128, nodes_per_leaf=4, num_spines=8), 48 + 32 + 8),
-        (three_tiers(64, 2), 48 + 2 + 4),
+        (fabrics.leaf_spine([machine("hgx-h100")] * 16, nodes_per_leaf=4, num_spines=4), 16 + 4 + 4),
+        (fabrics.leaf_spine([machine("hgx-h100")] * 128, nodes_per_leaf=4, num_spines=8), 48 + 32 + 8),
+        (fabrics.fat_tree([machine("hgx-h100")] * 128, radix=16), 48 + 3),
         (regular.torus((16, 16), 50e9), 1),
     ],
 )
@@ -74,7 +54,7 @@ def test_many_devices_are_drawn_as_boxes(topology, num_boxes):
 
 def test_boxes_keep_the_bandwidth_between_them():
     topology = fabrics.leaf_spine(
-        [MACHINES["hgx-h100"]] * 16, nodes_per_leaf=4, num_spines=4, oversubscription=2.0
+        [machine("hgx-h100")] * 16, nodes_per_leaf=4, num_spines=4, oversubscription=2.0
     )
     small = summarised(topology)
     names = [vertex.name for vertex in small.vertices]
@@ -87,7 +67,7 @@ def test_boxes_keep_the_bandwidth_between_them():
 
 
 def test_tiers_rise_from_devices_to_the_core():
-    topology = three_tiers(2, 4)
+    topology = fabrics.fat_tree([machine("hgx-h100")] * 8, radix=8)
     of = {vertex.name: tier for vertex, tier in zip(topology.vertices, tiers(topology), strict=True)}
     assert [of[name] for name in ("node0.gpu0", "node0.nvswitch", "node0.nic0")] == [0, 1, 3]
     assert [of[name] for name in ("edge0.0", "agg0.0", "core0")] == [4, 5, 6]

@@ -11,22 +11,30 @@ from scipy.sparse.csgraph import maximum_flow
 
 from foreshard.comm.topology import fabrics, regular
 from foreshard.comm.topology.graph import Topology
-from foreshard.comm.topology.machines import CUBE_MESH, MACHINES
+from foreshard.comm.topology.machines import CUBE_MESH, MACHINES, machine, pcie_box
 from foreshard.comm.topology.regular import Dimension
 from foreshard.comm.topology.routing import Routing
 from foreshard.errors import SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published_topologies import PUBLISHED
-from rank_routes import between_ranks
 
-H100 = [MACHINES["hgx-h100"]] * 8
+H100 = [machine("hgx-h100")] * 8
 FABRICS = {
     "flat": fabrics.flat(H100),
     "leaf-spine": fabrics.leaf_spine(H100, nodes_per_leaf=2, num_spines=4, oversubscription=2.0),
     "rail": fabrics.rail_optimised(H100, num_spines=2),
+    "dual-plane": fabrics.dual_plane(H100, nodes_per_leaf=4, num_spines=2),
+    "fat-tree": fabrics.fat_tree(H100, radix=8),
+    "dragonfly": fabrics.dragonfly(
+        H100,
+        nodes_per_router=1,
+        routers_per_group=2,
+        local_bytes_per_s=400e9,
+        global_bytes_per_s=200e9,
+    ),
     "mixed": fabrics.leaf_spine(
-        [MACHINES["hgx-b200"], MACHINES["ndv2"], MACHINES["mi250"], MACHINES["mi300x"]],
+        [machine("hgx-b200"), machine("ndv2"), machine("mi250"), machine("pcie-8")],
         nodes_per_leaf=2,
         num_spines=2,
     ),
@@ -57,6 +65,7 @@ def named(topology: Topology, *starts: str) -> set[int]:
         (regular.torus((3, 4, 5), 1e9), 6 * 60),
         (regular.mesh((5, 5), 1e9), 80),
         (regular.mesh((2, 3, 4), 1e9), 2 * (12 + 16 + 18)),
+        (regular.hypercube(5, 1e9), 5 * 32),
         (regular.full_mesh(8, 1e9), 56),
         (regular.star(8, 1e9), 16),
     ],
@@ -80,7 +89,7 @@ def test_dimensions_differ_in_shape_and_rate():
     assert Counter(link.bytes_per_s for link in topology.links) == {50e9: 2 * 12, 300e9: 4 * 6}
     # Ranks count the last dimension fastest: 0, 1 and 2 are one full mesh.
     routing = Routing(topology)
-    assert len(between_ranks(routing, 0, 2)) == 1 and len(between_ranks(routing, 0, 3)) == 2
+    assert len(routing.between_ranks(0, 2)) == 1 and len(routing.between_ranks(0, 3)) == 2
 
 
 @pytest.mark.parametrize(
@@ -105,15 +114,15 @@ def test_both_directions_are_equal_and_all_ranks_connected(topology):
     assert there == Counter((b, a, rate, latency) for a, b, rate, latency in there.elements())
     routing = Routing(topology)
     for rank in range(1, topology.num_ranks):
-        assert between_ranks(routing, 0, rank) and between_ranks(routing, rank, 0)
+        assert routing.between_ranks(0, rank) and routing.between_ranks(rank, 0)
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_machines_connect_their_devices(name):
-    topology = fabrics.one_machine(MACHINES[name])
+    topology = fabrics.one_machine(machine(name))
     routing = Routing(topology)
     for rank in range(1, topology.num_ranks):
-        assert between_ranks(routing, rank, 0)
+        assert routing.between_ranks(rank, 0)
     assert len({vertex.node for vertex in topology.vertices}) == 1
 
 
@@ -131,7 +140,7 @@ def test_machines_connect_their_devices(name):
     ],
 )
 def test_machines_have_the_rates_of_their_datasheets(name, num_devices, bytes_per_s, nic_bytes_per_s):
-    topology = fabrics.flat([MACHINES[name]])
+    topology = fabrics.flat([machine(name)])
     assert topology.num_ranks == num_devices
     nics = named(topology, "node0.nic") | named(topology, "node0.pcie")
     for device in topology.devices:
@@ -145,6 +154,20 @@ def test_a_cube_mesh_has_six_lanes_everywhere():
     assert np.array_equal(CUBE_MESH, np.transpose(CUBE_MESH))
 
 
+def test_an_unknown_machine_is_refused():
+    with pytest.raises(SpecError, match="hgx-h100"):
+        machine("hgx-h10")
+
+
+def test_devices_of_a_pcie_box_are_spread_over_its_switches():
+    topology = fabrics.one_machine(pcie_box())
+    behind = Counter(
+        topology.links[i].target for device in topology.devices for i in topology.links_out[device]
+    )
+    assert sorted(behind.values()) == [2, 2, 2, 2]
+    assert len(Routing(topology).between_ranks(0, 7)) == 5  # switch, CPU, CPU, switch, device
+
+
 def test_oversubscription_bounds_what_leaves_a_leaf():
     topology = FABRICS["leaf-spine"]
     below = named(topology, "leaf0", "node0.", "node1.")
@@ -155,13 +178,39 @@ def test_oversubscription_bounds_what_leaves_a_leaf():
 
 def test_rails_meet_at_the_spines_only():
     topology, routing = FABRICS["rail"], Routing(FABRICS["rail"])
-    assert len(between_ranks(routing, 0, 8)) == 4  # NIC, rail, NIC, device
-    assert len(between_ranks(routing, 0, 9)) == 6
+    assert len(routing.between_ranks(0, 8)) == 4  # NIC, rail, NIC, device
+    assert len(routing.between_ranks(0, 9)) == 6
     rails_only = fabrics.rail_optimised(H100, num_spines=0)
     with pytest.raises(SpecError, match="no path"):
-        between_ranks(Routing(rails_only), 0, 9)
-    assert between_ranks(Routing(rails_only, forwarding="any"), 0, 9)
+        Routing(rails_only).between_ranks(0, 9)
+    assert Routing(rails_only, forwarding="any").between_ranks(0, 9)
     assert leaving(topology, named(topology, "rail0")) == pytest.approx(2 * 8 * 50e9)
+
+
+def test_two_planes_share_each_port():
+    topology, routing = FABRICS["dual-plane"], Routing(FABRICS["dual-plane"])
+    assert routing.num_paths(topology.devices[0], topology.devices[8]) == 2
+    assert routing.num_paths(topology.devices[0], topology.devices[63]) == 4
+    assert leaving(topology, named(topology, "node0.")) == pytest.approx(400e9)
+
+
+def test_a_fat_tree_carries_all_that_its_edge_sends():
+    topology = FABRICS["fat-tree"]
+    assert len(named(topology, "core")) == 16
+    pod = named(topology, "edge0.", "agg0.", "node0.", "node1.")
+    assert leaving(topology, pod) == pytest.approx(2 * 400e9)
+    assert Routing(topology).num_paths(topology.devices[0], topology.devices[63]) == 16
+    slowed = fabrics.fat_tree(H100, radix=8, oversubscription=4.0)
+    assert leaving(slowed, pod) == pytest.approx(2 * 400e9 / 4)
+
+
+def test_groups_of_a_dragonfly_are_one_link_apart():
+    topology = FABRICS["dragonfly"]
+    for one in range(4):
+        inside = named(topology, f"router{one}.", f"node{2 * one}.", f"node{2 * one + 1}.")
+        assert leaving(topology, inside) == pytest.approx(3 * 200e9)
+    switches = {topology.links[i].target for i in Routing(topology).between_ranks(0, 63)}
+    assert 2 <= len(switches & named(topology, "router")) <= 4
 
 
 @pytest.mark.parametrize(
@@ -171,6 +220,8 @@ def test_rails_meet_at_the_spines_only():
         (lambda: fabrics.leaf_spine(H100, nodes_per_leaf=0, num_spines=1), "nodes_per_leaf 0"),
         (lambda: fabrics.leaf_spine(H100, nodes_per_leaf=1, num_spines=0), "num_spines 0"),
         (lambda: fabrics.rail_optimised(H100, num_spines=1, oversubscription=0.5), "oversubscription 0.5"),
+        (lambda: fabrics.fat_tree(H100, radix=4), "64 NICs"),
+        (lambda: fabrics.fat_tree(H100, radix=9), "even number"),
     ],
 )
 def test_impossible_fabrics_are_refused(build, message):

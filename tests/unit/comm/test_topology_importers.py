@@ -16,7 +16,7 @@ from foreshard.comm.topology.importers.formats import read_topology
 from foreshard.comm.topology.importers.nccl_xml import nccl_topology
 from foreshard.comm.topology.importers.plain_graph import plain_graph, plain_topology
 from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2, teccl_topology
-from foreshard.comm.topology.machines import MACHINES
+from foreshard.comm.topology.machines import machine
 from foreshard.comm.topology.of_cluster import topology_of
 from foreshard.comm.topology.regular import torus
 from foreshard.comm.topology.routing import Routing
@@ -24,7 +24,6 @@ from foreshard.errors import SpecError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published_topologies import PUBLISHED
-from rank_routes import between_ranks
 
 
 def same(one, other) -> bool:
@@ -41,7 +40,7 @@ def test_a_plain_graph_reads_what_was_written():
         torus((3, 4), 50e9, 0.7e-6),
         teccl_dgx2(),
         topology_of(load_cluster("2x4xl40s")),
-        leaf_spine([MACHINES["hgx-h100"], MACHINES["ndv2"]], nodes_per_leaf=1, num_spines=3),
+        leaf_spine([machine("hgx-h100"), machine("ndv2")], nodes_per_leaf=1, num_spines=3),
     ):
         assert same(topology, plain_topology(json.dumps(plain_graph(topology))))
 
@@ -148,17 +147,17 @@ def test_an_nccl_dump_has_its_switch_pcie_tree_and_nics():
     }
     # NCCL: 12 links of 20 GB/s; PCIe 4 x16 24 GB/s; Zen 2 sockets 16 GB/s.
     assert Counter(link.bytes_per_s for link in topology.links) == {240e9: 8, 24e9: 16, 16e9: 2}
-    assert len(between_ranks(Routing(topology), 0, 3)) == 2
+    assert len(Routing(topology).between_ranks(0, 3)) == 2
 
 
 def test_ranks_of_an_nccl_dump_are_its_ranks():
     topology = nccl_topology(DIRECT)
     # Device i has rank 3 - i; devices 0 and 1 have four links.
-    (link,) = between_ranks(Routing(topology), 3, 2)
+    (link,) = Routing(topology).between_ranks(3, 2)
     assert topology.links[link].bytes_per_s == 80e9
-    (link,) = between_ranks(Routing(topology), 3, 1)
+    (link,) = Routing(topology).between_ranks(3, 1)
     assert topology.links[link].bytes_per_s == 40e9
-    assert len(between_ranks(Routing(topology), 3, 0)) == 2
+    assert len(Routing(topology).between_ranks(3, 0)) == 2
 
 
 def test_nvlinks_to_several_switches_are_one_link():
@@ -168,16 +167,24 @@ def test_nvlinks_to_several_switches_are_one_link():
         for bus, count in ((7, 5), (6, 5), (5, 4), (8, 4))
     )
     topology = nccl_topology(nccl_box(lambda i: links).replace('sm="80"', 'sm="90"'))
-    (up, down) = between_ranks(Routing(topology), 0, 1)
+    (up, down) = Routing(topology).between_ranks(0, 1)
     assert topology.links[up].bytes_per_s == topology.links[down].bytes_per_s == pytest.approx(18 * 20.6e9)
+
+
+def test_several_machines_of_a_dump_meet_at_a_switch():
+    topology = nccl_topology(SWITCHED, num_nodes=3)
+    assert topology.num_ranks == 12
+    route = Routing(topology).between_ranks(0, 11)
+    assert min(topology.links[i].bytes_per_s for i in route) == 24e9
+    assert {vertex.node for vertex in topology.vertices} == {-1, 0, 1, 2}
 
 
 def test_a_file_for_nccl_to_fill_in_has_devices_by_class():
     text = re.sub("<gpu.*?</gpu>|<nic>.*?</nic>", "", SWITCHED)
-    topology = nccl_topology(text)
-    assert topology.num_ranks == 4
-    assert sum(vertex.kind == "nic" for vertex in topology.vertices) == 2
-    assert len(between_ranks(Routing(topology), 0, 3)) == 5
+    topology = nccl_topology(text, num_nodes=2)
+    assert topology.num_ranks == 8
+    assert len(Routing(topology).between_ranks(0, 3)) == 5
+    assert len(Routing(topology).between_ranks(0, 4)) == 6
 
 
 @pytest.mark.parametrize(
@@ -213,9 +220,9 @@ def test_an_astra_sim_network():
     assert topology.num_ranks == 8
     assert Counter(link.bytes_per_s / 2**30 for link in topology.links) == {200: 16, 50: 16}
     routing = Routing(topology)
-    (link,) = between_ranks(routing, 0, 1)
+    (link,) = routing.between_ranks(0, 1)
     assert topology.links[link].latency_s == pytest.approx(50e-9)
-    assert len(between_ranks(routing, 0, 4)) == 2
+    assert len(routing.between_ranks(0, 4)) == 2
 
 
 def test_astra_sim_lists_may_have_an_entry_a_line():
@@ -283,7 +290,7 @@ def test_a_taccl_profile_has_the_rates_of_a_machine():
     topology = teccl_topology(json.dumps(profile))
     rates = Counter(round(link.bytes_per_s / 1e9, 2) for link in topology.links)
     assert rates == {21.74: 32, 43.48: 32, 9.35: 2 * 16 + 4}
-    (link,) = between_ranks(Routing(topology), 0, 1)
+    (link,) = Routing(topology).between_ranks(0, 1)
     assert topology.links[link].latency_s == pytest.approx(0.3e-6)
     with pytest.raises(SpecError, match="remote_invbw"):
         teccl_topology(json.dumps(profile | {"remote_invbw": 0}))
@@ -325,6 +332,12 @@ def test_the_name_of_a_file_tells_its_format(tmp_path):
         (tmp_path / name).write_text(text)
         ranks[name] = read_topology(tmp_path / name).num_ranks
     assert ranks == {"dump.xml": 4, "network.yml": 4, "matrix.json": 16, "graph.json": 4}
+    (tmp_path / "graph.txt").write_text(files["graph.json"])
+    assert read_topology(tmp_path / "graph.txt", format="plain").num_ranks == 4
+    with pytest.raises(SpecError, match=r"unknown suffix '\.txt'"):
+        read_topology(tmp_path / "graph.txt")
+    with pytest.raises(SpecError, match="unknown format 'nccl2'"):
+        read_topology(tmp_path / "graph.txt", format="nccl2")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,8 +1,6 @@
 """The topology of a cluster file: who meets where, at what rate, and rings on it against the closed form."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,6 @@ from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.of_cluster import topology_of
 from foreshard.comm.topology.routing import Routing
 from foreshard.errors import SpecError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_routes import between_ranks
 
 BOARD = """
 [[nodes]]
@@ -53,7 +48,7 @@ def ring_s_per_byte(topology: Topology, rings: list[list[int]]) -> float:
     load = np.zeros(len(topology.capacity_bytes_per_s))
     for ring in rings:
         for one, other in zip(ring, ring[1:] + ring[:1], strict=True):
-            route = between_ranks(routing, one, other)
+            route = routing.between_ranks(one, other)
             load[list(topology.resources_of(route))] += 2.0 * (len(ring) - 1) / len(ring) / len(rings)
     return float(np.max(load / topology.capacity_bytes_per_s))
 
@@ -63,7 +58,7 @@ def test_a_ring_over_128_nodes_has_the_steps_of_the_datasheet(tmp_path):
     assert topology.num_ranks == 1024
     routing = Routing(topology)
     steps = [
-        slowest_and_latency(topology, between_ranks(routing, rank, (rank + 1) % 1024)) for rank in range(1024)
+        slowest_and_latency(topology, routing.between_ranks(rank, (rank + 1) % 1024)) for rank in range(1024)
     ]
     apart, inside = steps[7::8], [step for rank, step in enumerate(steps) if rank % 8 < 7]
     assert all(rate == 50e9 and latency == pytest.approx(5e-6, rel=1e-12) for rate, latency in apart)
@@ -75,7 +70,7 @@ def test_a_ring_over_128_nodes_has_the_steps_of_the_datasheet(tmp_path):
 )
 def test_a_rank_sends_at_the_rate_of_its_nodes_card(rate, reached):
     topology = topology_of(load_cluster(f"2x8xh100-sxm@{rate}"))
-    assert slowest_and_latency(topology, between_ranks(Routing(topology), 0, 15))[0] == reached
+    assert slowest_and_latency(topology, Routing(topology).between_ranks(0, 15))[0] == reached
 
 
 @pytest.mark.parametrize(
@@ -116,13 +111,13 @@ def test_a_scale_up_domain_spans_nodes():
     switches = [vertex for vertex in topology.vertices if ".nvswitch" in vertex.name]
     assert len(switches) == 2 and all(vertex.can_reduce for vertex in switches)
     routing = Routing(topology)
-    assert len(between_ranks(routing, 0, 71)) == 2
-    assert len(between_ranks(routing, 71, 72)) == 4
+    assert len(routing.between_ranks(0, 71)) == 2
+    assert len(routing.between_ranks(71, 72)) == 4
 
 
 def test_pcie_boxes_meet_at_the_host():
     topology = topology_of(load_cluster("2x4xl40s"))
-    rate, _ = slowest_and_latency(topology, between_ranks(Routing(topology), 0, 3))
+    rate, _ = slowest_and_latency(topology, Routing(topology).between_ranks(0, 3))
     assert rate == 31e9
 
 
@@ -130,7 +125,7 @@ def test_devices_share_a_nic_where_there_are_fewer(tmp_path):
     topology = topology_of(cluster(tmp_path, BOARD.replace("128", "2")), nics_per_node=2)
     nics = [vertex for vertex in topology.vertices if vertex.kind == "nic"]
     assert len(nics) == 4
-    rate, _ = slowest_and_latency(topology, between_ranks(Routing(topology), 0, 15))
+    rate, _ = slowest_and_latency(topology, Routing(topology).between_ranks(0, 15))
     assert rate == 200e9
 
 
@@ -145,7 +140,7 @@ def test_oversubscription_bounds_what_leaves_a_node(tmp_path, kind):
     ]
     assert sum(link.bytes_per_s for link in up) == pytest.approx(4 * 400e9 / 4)
     routing = Routing(topology)
-    assert len(between_ranks(routing, 0, 8)) == (4 if kind == "rail" else 6)
+    assert len(routing.between_ranks(0, 8)) == (4 if kind == "rail" else 6)
 
 
 def test_racks_meet_over_their_links(tmp_path):
@@ -171,11 +166,11 @@ latency = "1 ms"
 """
     topology = topology_of(cluster(tmp_path, text))
     routing = Routing(topology)
-    rate, latency = slowest_and_latency(topology, between_ranks(routing, 0, 16))
+    rate, latency = slowest_and_latency(topology, routing.between_ranks(0, 16))
     assert rate == 1.25e9 and latency > 1e-3
-    rate, latency = slowest_and_latency(topology, between_ranks(routing, 0, 8))
+    rate, latency = slowest_and_latency(topology, routing.between_ranks(0, 8))
     assert rate > 1.25e9 and latency < 1e-4
-    rate, _ = slowest_and_latency(topology, between_ranks(routing, 0, 24))
+    rate, _ = slowest_and_latency(topology, routing.between_ranks(0, 24))
     assert rate > 1.25e9
 
 
@@ -215,7 +210,7 @@ def test_leaves_and_spines_of_a_cluster_file(tmp_path):
     path.write_text(LEAVES)
     topology = topology_of(load_cluster(str(path)))
     routing = Routing(topology)
-    near, far = (between_ranks(routing, 0, other) for other in (3, 7))
+    near, far = (routing.between_ranks(0, other) for other in (3, 7))
     ends = [int(topology.devices[rank]) for rank in (0, 7)]
     assert routing.num_paths(*ends) == 2 and len(far) == len(near) + 2
     rates = [topology.links[link].bytes_per_s for link in far]

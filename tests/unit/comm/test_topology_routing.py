@@ -1,10 +1,8 @@
 """Routes: shortest by latency and hops, equal-cost paths, who forwards, how much of a fabric is searched."""
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +11,10 @@ from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.fabrics import flat, leaf_spine
 from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.importers.teccl import teccl_dgx2, teccl_ndv2
-from foreshard.comm.topology.machines import MACHINES, switched
+from foreshard.comm.topology.machines import machine, switched
 from foreshard.comm.topology.regular import ring, torus
 from foreshard.comm.topology.routing import Routing
 from foreshard.errors import SpecError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_routes import between_ranks
 
 
 def random_topology(rng, latencies) -> Topology:
@@ -73,7 +68,7 @@ def test_routes_are_those_of_trying_all_paths(seed, forwarding):
                 routing.shortest(source, target)
             continue
         assert routing.num_paths(source, target) == len(wanted)
-        assert set(routing.paths(source, target)) == wanted
+        assert {route for route, _ in routing.spray(source, target, limit=10**6)} == wanted
         assert routing.shortest(source, target) in wanted
         assert routing.ecmp(source, target, flow=seed) in wanted
 
@@ -82,14 +77,14 @@ def test_routes_are_those_of_trying_all_paths(seed, forwarding):
 def test_routes_connect_and_have_no_loop(seed):
     rng = np.random.default_rng(100 + seed)
     topology = leaf_spine(
-        [MACHINES[str(rng.choice(["hgx-h100", "ndv2", "mi300x", "dgx-1"]))] for _ in range(6)],
+        [machine(str(rng.choice(["hgx-h100", "ndv2", "mi300x", "pcie-8"]))) for _ in range(6)],
         nodes_per_leaf=2,
         num_spines=3,
     )
     routing = Routing(topology)
     for _ in range(100):
         source, target = (int(i) for i in rng.choice(topology.num_ranks, 2, replace=False))
-        route = between_ranks(routing, source, target, flow=int(rng.integers(1000)))
+        route = routing.between_ranks(source, target, flow=int(rng.integers(1000)))
         links = [topology.links[i] for i in route]
         assert links[0].source == topology.devices[source]
         assert links[-1].target == topology.devices[target]
@@ -111,15 +106,15 @@ def test_devices_behind_a_switch_do_not_forward():
     """Two machines joined only by a link from device to device: others of the machine cannot use it."""
     topology = teccl_dgx2()
     with pytest.raises(SpecError, match=r"no path leads from 'node0\.gpu2' to 'node1\.gpu2'"):
-        between_ranks(Routing(topology), 2, 18)
-    route = between_ranks(Routing(topology, forwarding="any"), 2, 18)
+        Routing(topology).between_ranks(2, 18)
+    route = Routing(topology, forwarding="any").between_ranks(2, 18)
     assert len(route) == 3
 
 
 def test_devices_of_a_cube_mesh_forward():
-    assert len(between_ranks(Routing(teccl_ndv2(2)), 5, 8 + 5)) == 4
-    topology = flat([MACHINES["dgx-1"]])
-    through = [topology.links[i].target for i in between_ranks(Routing(topology), 0, 5)]
+    assert len(Routing(teccl_ndv2(2)).between_ranks(5, 8 + 5)) == 4
+    topology = flat([machine("dgx-1")])
+    through = [topology.links[i].target for i in Routing(topology).between_ranks(0, 5)]
     assert [topology.vertices[i].kind for i in through] == ["device", "device"]
 
 
@@ -133,27 +128,36 @@ def test_disconnected_devices_are_named():
 
 
 def test_equal_cost_paths_share_flows_by_a_fixed_hash():
-    topology = leaf_spine([MACHINES["hgx-h100"]] * 4, nodes_per_leaf=1, num_spines=4)
+    topology = leaf_spine([machine("hgx-h100")] * 4, nodes_per_leaf=1, num_spines=4)
     routing = Routing(topology)
     assert routing.num_paths(topology.devices[0], topology.devices[9]) == 4
-    used = Counter(between_ranks(routing, 0, 9, flow=flow) for flow in range(400))
+    used = Counter(routing.between_ranks(0, 9, flow=flow) for flow in range(400))
     assert len(used) == 4 and min(used.values()) > 60
     again = Routing(topology)
-    assert [between_ranks(again, 0, 9, flow=flow) for flow in range(20)] == [
-        between_ranks(routing, 0, 9, flow=flow) for flow in range(20)
+    assert [again.between_ranks(0, 9, flow=flow) for flow in range(20)] == [
+        routing.between_ranks(0, 9, flow=flow) for flow in range(20)
     ]
-    assert set(routing.paths(topology.devices[0], topology.devices[9])) == set(used)
+    spread = routing.spray(topology.devices[0], topology.devices[9])
+    assert [part for _, part in spread] == [0.25] * 4
 
 
-def test_equal_cost_paths_are_counted_without_being_listed():
+def test_spray_keeps_to_a_limit_and_its_parts_sum_to_one():
     routing = Routing(torus((8, 8, 8), 1e9))
     assert routing.num_paths(0, 4 * 64 + 4 * 8 + 4) == 277200
+    spread = routing.spray(0, 4 * 64 + 4 * 8 + 4, limit=50)
+    assert len({route for route, _ in spread}) == 50
+    assert sum(part for _, part in spread) == pytest.approx(1.0)
+
+
+def test_ranks_are_those_of_the_topology():
+    with pytest.raises(SpecError, match="no rank 4"):
+        Routing(ring(4, 1e9)).between_ranks(0, 4)
 
 
 def test_a_route_to_itself_has_no_links():
     routing = Routing(ring(4, 1e9))
-    assert routing.shortest(1, 1) == routing.ecmp(1, 1) == between_ranks(routing, 1, 1) == ()
-    assert routing.paths(1, 1) == ((),)
+    assert routing.shortest(1, 1) == routing.ecmp(1, 1) == routing.between_ranks(1, 1) == ()
+    assert routing.spray(1, 1) == (((), 1.0),)
     assert routing.num_paths(1, 1) == 1
 
 
@@ -170,7 +174,7 @@ def test_neighbours_on_a_large_fabric_are_found_without_visiting_it(monkeypatch)
     monkeypatch.setattr(Routing, "_expand", counted)
     routing = Routing(topology)
     for rank in range(1024):
-        between_ranks(routing, rank, (rank + 1) % 1024)
+        routing.between_ranks(rank, (rank + 1) % 1024)
     assert len(topology.vertices) > 2000
     assert len(visited) < 8 * 1024, len(visited)
 
@@ -179,7 +183,7 @@ def test_neighbours_on_a_large_fabric_are_found_without_visiting_it(monkeypatch)
 def test_routes_do_not_depend_on_the_order_of_vertices_and_links(seed):
     rng = np.random.default_rng(seed)
     topology = leaf_spine(
-        [MACHINES["ndv2"], MACHINES["hgx-a100"], MACHINES["mi250"]], nodes_per_leaf=1, num_spines=2
+        [machine("ndv2"), machine("hgx-a100"), machine("mi250")], nodes_per_leaf=1, num_spines=2
     )
     place = rng.permutation(len(topology.vertices))  # of each vertex in the other topology
     order = np.argsort(place)

@@ -31,15 +31,16 @@ _TREES = ("double-tree", "binomial", "nvls-tree")
 _SWITCHES = ("nvls", "sharp")
 """Algorithms in which each rank sends each piece to a switch."""
 _MAX_DEVICES = 2**14  # of a topology, of which a schedule may use a part
+_TOPOLOGY_FILES = (".xml", ".yml", ".yaml", ".json")
 
 
 def topology_at(cluster: str, rates: str) -> tuple[Topology, int | None]:
     """Return the topology of a cluster or of a file, and the devices of each node where all have as many."""
     from foreshard import api
-    from foreshard.comm.topology.importers.formats import READERS, read_topology
+    from foreshard.comm.topology.importers.formats import read_topology
     from foreshard.comm.topology.of_cluster import topology_of
 
-    if Path(cluster).suffix.lower() in READERS:
+    if Path(cluster).suffix.lower() in _TOPOLOGY_FILES:
         return read_topology(cluster), None
     loaded = api.load_cluster(cluster)
     check_size("CLUSTER", loaded.num_devices, _MAX_DEVICES, "A topology is drawn up link by link")

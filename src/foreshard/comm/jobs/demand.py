@@ -170,7 +170,7 @@ class _Paths:
                     rule=f"Jobs choose among {MAX_PATHS:,} at most",
                     fix="Give the fabric fewer spines",
                 )
-            self._known[ends] = self.routing.paths(*ends)
+            self._known[ends] = tuple(route for route, _ in self.routing.spray(*ends, limit=MAX_PATHS))
         routes = self._known[ends]
         options = tuple(
             PathOption(self.topology.resources_of(route), float(self.topology.latency_s[list(route)].sum()))

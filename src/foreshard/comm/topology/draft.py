@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foreshard.comm.topology.graph import Edge, Kind, SharedResource, Topology, Vertex
@@ -64,23 +63,6 @@ class Draft:
     def plug(self, port: Port, switch: int) -> None:
         """Join a port of a machine to a switch of the fabric."""
         self.join(port.vertex, switch, port.bytes_per_s, port.latency_s)
-
-    def leaf(
-        self,
-        name: str,
-        ports: Sequence[Port],
-        spines: Sequence[int],
-        *,
-        oversubscription: float = 1.0,
-        latency_s: float = 0.0,
-    ) -> None:
-        """Add a switch with its ports, and join it to spines, each for an equal part of what they send."""
-        leaf = self.switch(name)
-        for port in ports:
-            self.plug(port, leaf)
-        uplink = sum(port.bytes_per_s for port in ports) / oversubscription
-        for spine in spines:
-            self.join(leaf, spine, uplink / len(spines), latency_s)
 
     def topology(self, name: str) -> Topology:
         """Return what was built."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from foreshard.comm.topology.draft import Draft, Port
+from foreshard.errors import unknown
 
 Machine = Callable[[Draft, int], tuple[Port, ...]]
 """Adds the machine as node of a number to the draft; returns its ports."""
@@ -23,10 +24,10 @@ NVLINK_S = 0.7e-6
 NIC_S = 1.3e-6
 # One PCIe hop; assumed, so that devices on one PCIe switch are 1 us apart and NVLink is the shorter way.
 PCIE_S = 0.5e-6
-# An x16 slot after encoding: PCI-SIG, 8 GT/s per lane at 128b/130b.
-_PCIE_3 = 15.75e9
-# Between sockets: NCCL src/graph/topo.h, SKL_QPI_BW.
-_SOCKETS = 10e9
+# x16 slots after encoding: PCI-SIG, 8, 16 and 32 GT/s per lane at 128b/130b.
+PCIE_3, PCIE_4, PCIE_5 = 15.75e9, 31.5e9, 63e9
+# Between sockets: NCCL src/graph/topo.h, SKL_QPI_BW 10 and SRP_QPI_BW 22 GB/s.
+_SOCKETS_3, _SOCKETS_5 = 10e9, 22e9
 
 # Lanes between the V100 of a DGX-1, hybrid cube mesh (read in TE-CCL teccl/topologies/dgx1.py; NVIDIA's
 # DGX-1 white paper draws it).
@@ -92,6 +93,22 @@ def meshed(
     return build
 
 
+def pcie_box() -> Machine:
+    """Return a machine without device links: two CPUs, two PCIe 4 switches below each, eight devices.
+
+    Devices, and two NICs of 200 Gb/s, are spread over the switches in order.
+    """
+
+    def build(draft: Draft, node: int) -> tuple[Port, ...]:
+        devices = _devices(draft, node, 8)
+        switches = _pcie_tree(draft, node, PCIE_4, _SOCKETS_5)
+        for i, device in enumerate(devices):
+            draft.join(device, switches[i // 2], PCIE_4, PCIE_S)
+        return _pcie_nics(draft, node, switches[::2], PCIE_4, 25e9)
+
+    return build
+
+
 def cube_mesh(*, nic_switches: Sequence[int] = (0, 1, 2, 3)) -> Machine:
     """Return a DGX-1 or NDv2: eight V100 in a hybrid cube mesh, and PCIe to the NICs.
 
@@ -103,15 +120,10 @@ def cube_mesh(*, nic_switches: Sequence[int] = (0, 1, 2, 3)) -> Machine:
         devices = _devices(draft, node, 8)
         for one, other, lanes in lanes_of(CUBE_MESH):
             draft.join(devices[one], devices[other], lanes * 25e9, NVLINK_S)
-        switches = _pcie_tree(draft, node)
+        switches = _pcie_tree(draft, node, PCIE_3, _SOCKETS_3)
         for i, device in enumerate(devices):
-            draft.join(device, switches[i // 2], _PCIE_3, PCIE_S)
-        ports = []
-        for i, switch in enumerate(nic_switches):
-            nic = draft.vertex("nic", f"node{node}.nic{i}", node=node)
-            draft.join(nic, switches[switch], _PCIE_3, PCIE_S)
-            ports.append(Port(vertex=nic, bytes_per_s=12.5e9, latency_s=NIC_S))
-        return tuple(ports)
+            draft.join(device, switches[i // 2], PCIE_3, PCIE_S)
+        return _pcie_nics(draft, node, [switches[i] for i in nic_switches], PCIE_3, 12.5e9)
 
     return build
 
@@ -163,15 +175,27 @@ def _devices(draft: Draft, node: int, num_devices: int) -> list[int]:
     return [draft.vertex("device", f"node{node}.gpu{i}", node=node) for i in range(num_devices)]
 
 
-def _pcie_tree(draft: Draft, node: int) -> list[int]:
+def _pcie_tree(draft: Draft, node: int, bytes_per_s: float, socket_bytes_per_s: float) -> list[int]:
     """Add two CPUs, joined, with two PCIe switches below each; return the switches."""
     cpus = [draft.vertex("cpu", f"node{node}.cpu{i}", node=node) for i in range(2)]
-    draft.join(cpus[0], cpus[1], _SOCKETS, PCIE_S)
+    draft.join(cpus[0], cpus[1], socket_bytes_per_s, PCIE_S)
     switches = []
     for i in range(4):
         switches.append(draft.switch(f"node{node}.pcie{i}", node=node))
-        draft.join(switches[-1], cpus[i // 2], _PCIE_3, PCIE_S)
+        draft.join(switches[-1], cpus[i // 2], bytes_per_s, PCIE_S)
     return switches
+
+
+def _pcie_nics(
+    draft: Draft, node: int, switches: Sequence[int], pcie: float, bytes_per_s: float
+) -> tuple[Port, ...]:
+    """Add one NIC below each of the PCIe switches."""
+    ports = []
+    for i, switch in enumerate(switches):
+        nic = draft.vertex("nic", f"node{node}.nic{i}", node=node)
+        draft.join(nic, switch, pcie, PCIE_S)
+        ports.append(Port(vertex=nic, bytes_per_s=bytes_per_s, latency_s=NIC_S))
+    return tuple(ports)
 
 
 MACHINES: Mapping[str, Machine] = {
@@ -194,5 +218,20 @@ MACHINES: Mapping[str, Machine] = {
     # AMD MI250: 16 dies; a 200 Gb/s NIC for each of the eight packages, of which ForestColl counts 16 GB/s
     # for each die.
     "mi250": meshed(MI250_LINKS, 50e9, num_nics=8, nic_bytes_per_s=25e9),
+    # Two sockets, four PCIe 4 switches, eight devices, a 200 Gb/s NIC at each socket.
+    "pcie-8": pcie_box(),
 }
 """Machines by name."""
+
+
+def machine(name: str) -> Machine:
+    """Return a machine by its name.
+
+    Raises
+    ------
+    SpecError
+        If no machine has that name.
+    """
+    if name not in MACHINES:
+        raise unknown("machine", name, MACHINES, key="machine")
+    return MACHINES[name]

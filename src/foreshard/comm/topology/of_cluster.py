@@ -282,5 +282,10 @@ def _core(draft: Draft, cluster: Cluster, nodes: Sequence[_Node], name: str, nod
         return spines[0]
     kind = "rail" if network.kind == "rail" else "leaf"
     for i, ports in enumerate(leaves):
-        draft.leaf(f"{name}.{kind}{i}", ports, spines, oversubscription=network.oversubscription)
+        leaf = draft.switch(f"{name}.{kind}{i}")
+        for port in ports:
+            draft.plug(port, leaf)
+        uplink = sum(port.bytes_per_s for port in ports) / network.oversubscription
+        for spine in spines:
+            draft.join(leaf, spine, uplink / len(spines))
     return spines[0]

@@ -1,4 +1,4 @@
-"""Regular networks of any number of dimensions: ring, line, full mesh, switch, torus, mesh.
+"""Regular networks of any number of dimensions: ring, line, full mesh, switch, torus, mesh, hypercube.
 
 Each dimension joins the devices that differ in that coordinate alone. Ranks count the last dimension fastest.
 """
@@ -50,6 +50,11 @@ def torus(sizes: Sequence[int], bytes_per_s: float, latency_s: float = 0.0, *, n
 def mesh(sizes: Sequence[int], bytes_per_s: float, latency_s: float = 0.0) -> Topology:
     """Return a mesh: a line in every dimension."""
     return _uniform("line", sizes, bytes_per_s, latency_s, f"mesh {_times(sizes)}")
+
+
+def hypercube(num_dimensions: int, bytes_per_s: float, latency_s: float = 0.0) -> Topology:
+    """Return a hypercube of 2 ** num_dimensions devices."""
+    return _uniform("line", (2,) * num_dimensions, bytes_per_s, latency_s, f"hypercube {num_dimensions}")
 
 
 def full_mesh(num_devices: int, bytes_per_s: float, latency_s: float = 0.0) -> Topology:

@@ -147,13 +147,29 @@ class Routing:
             return ()
         return self._path(source, target, _hash(source, target, flow))
 
-    def paths(self, source: int, target: int) -> tuple[Route, ...]:
-        """Return all equal-cost shortest paths from vertex to vertex."""
+    def spray(self, source: int, target: int, *, limit: int = 64) -> tuple[tuple[Route, float], ...]:
+        """Return the equal-cost paths and the fraction of the bytes that each carries.
+
+        Of more than `limit` paths, evenly spaced ones stand for all.
+        """
         if source == target:
-            return ((),)
+            return (((), 1.0),)
         crossings = self._meet(source, target)
         total = sum(crossing.ways for crossing in crossings)
-        return tuple(self._walk(source, target, crossings, pick) for pick in range(total))
+        used = min(total, limit)
+        picks = (i * total // used for i in range(used))
+        return tuple((self._walk(source, target, crossings, pick), 1.0 / used) for pick in picks)
+
+    def between_ranks(self, source: int, target: int, *, flow: int | None = None) -> Route:
+        """Return the route from rank to rank: the shortest path, or with a `flow` the one of its hash."""
+        ends = [self._vertex_of(rank) for rank in (source, target)]
+        return self.shortest(*ends) if flow is None else self.ecmp(*ends, flow=flow)
+
+    def _vertex_of(self, rank: int) -> int:
+        if not 0 <= rank < self.topology.num_ranks:
+            rule = f"Ranks of this topology are 0 to {self.topology.num_ranks - 1}"
+            raise SpecError(f"no rank {rank}", key="rank", value=rank, rule=rule)
+        return int(self.topology.devices[rank])
 
     def _through(self, steps: list[list[_Step]]) -> list[list[_Step]]:
         """Return the steps from each vertex for traffic of others."""
@@ -198,8 +214,7 @@ class Routing:
                 break
             near, far = (ahead, behind) if reach <= back else (behind, ahead)
             vertex = self._expand(near, forward=near is ahead)
-            more = self._best(near, (vertex,), far, forward=near is ahead)
-            best = min((cost for cost in (best, more) if cost is not None), default=None)
+            best = _least(best, self._best(near, (vertex,), far, forward=near is ahead))
         if best is None:
             ends = [self.topology.vertices[i].name for i in (source, target)]
             raise SpecError(
@@ -259,6 +274,11 @@ def _steps(topology: Topology, device: list[bool]) -> tuple[list[list[_Step]], l
         out[link.source].append((i, link.target, cost, mixed))
         into[link.target].append((i, link.source, cost, mixed))
     return out, into
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    known = [cost for cost in (one, other) if cost is not None]
+    return min(known, default=None)
 
 
 def _hash(*values: int) -> int:

@@ -10,29 +10,44 @@ from foreshard.comm.topology.importers.astra_sim import astra_sim_topology
 from foreshard.comm.topology.importers.nccl_xml import nccl_topology
 from foreshard.comm.topology.importers.plain_graph import plain_topology
 from foreshard.comm.topology.importers.teccl import teccl_topology
+from foreshard.errors import SpecError, unknown
 from foreshard.spec import codec
 
-READERS: Mapping[str, Callable[..., Topology]] = {
-    ".xml": nccl_topology,
-    ".yml": astra_sim_topology,
-    ".yaml": astra_sim_topology,
-    ".json": plain_topology,
+FORMATS: Mapping[str, Callable[..., Topology]] = {
+    "nccl": nccl_topology,
+    "astra-sim": astra_sim_topology,
+    "teccl": teccl_topology,
+    "plain": plain_topology,
 }
-"""Readers by suffix; each takes the text and the name of its file."""
+"""Readers by format; each takes the text and the name of its file."""
+
+_BY_SUFFIX = {".xml": "nccl", ".yml": "astra-sim", ".yaml": "astra-sim", ".toml": "plain", ".json": "plain"}
 # Keys of the JSON files of TE-CCL and TACCL that no plain graph has.
 _TECCL_KEYS = ('"capacity"', '"gpus_per_node"', '"TopologyParams"')
 _MAX_BYTES = 32 * 2**20
 
 
-def read_topology(path: str | Path) -> Topology:
-    """Return the topology of a file whose suffix is one of `READERS`; keys of a JSON file tell its format.
+def read_topology(path: str | Path, *, format: str | None = None) -> Topology:
+    """Return the topology of a file, in the format that its name and first keys tell unless one is given.
 
     Raises
     ------
     SpecError
         If the file cannot be read, or is none of that format.
     """
-    text, reader = codec.read_text(path, max_bytes=_MAX_BYTES), READERS[Path(path).suffix.lower()]
-    if reader is plain_topology and any(key in text for key in _TECCL_KEYS):
-        reader = teccl_topology
-    return reader(text, file=str(path))
+    text, file = codec.read_text(path, max_bytes=_MAX_BYTES), str(path)
+    found = format or _format_of(Path(path), text)
+    if found not in FORMATS:
+        raise unknown("format", found, FORMATS, key="format", file=file)
+    return FORMATS[found](text, file=file)
+
+
+def _format_of(path: Path, text: str) -> str:
+    suffix = path.suffix.lower()
+    if suffix not in _BY_SUFFIX:
+        rule = f"A topology file ends in {', '.join(sorted(_BY_SUFFIX))}"
+        fix = f"Name the format: {', '.join(FORMATS)}"
+        raise SpecError(f"unknown suffix '{suffix}'", file=str(path), value=suffix, rule=rule, fix=fix)
+    if suffix == ".json" and any(key in text for key in _TECCL_KEYS):
+        return "teccl"
+    return _BY_SUFFIX[suffix]

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foreshard.comm.topology.draft import Draft
+from foreshard.comm.topology import fabrics
+from foreshard.comm.topology.draft import Draft, Port
 from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.importers.connected import connected
-from foreshard.comm.topology.machines import NVLINK_S, PCIE_S
+from foreshard.comm.topology.machines import NIC_S, NVLINK_S, PCIE_S
 from foreshard.errors import SpecError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _NVLINK = ((100, 40.1e9), (90, 20.6e9), (87, 20e9), (86, 12e9), (80, 20e9), (70,
 _PCIE_LANE = {"2.5": 15, "5": 30, "5.0": 30, "8": 60, "8.0": 60, "16": 120, "16.0": 120}
 _PCIE_LANE |= {"32": 240, "32.0": 240, "64": 480, "64.0": 480}
 _LOCAL = 5000e9  # LOC_BW: parts of one chip
+_NET_MBPS = 10_000  # of a NIC that does not tell its speed
 # Between CPUs: (model number from this one on, bytes/s); the rates are of topo.h, the numbers are recalled.
 # Intel by "modelid": Broadwell, Skylake, Sapphire Rapids, Granite Rapids; AMD by "familyid": Zen 1, 3 and 5.
 _INTEL = ((173, 40e9), (143, 22e9), (85, 10e9), (0, 6e9))
@@ -37,8 +39,8 @@ _AMD = ((191, 32e9), (175, 24e9), (0, 16e9))
 _SOCKET = {"ppc64": 32e9, "arm64": 6e9}
 
 
-def nccl_topology(text: str, *, file: str | None = None) -> Topology:
-    """Return the topology of the machine that NCCL described; its NICs lead nowhere.
+def nccl_topology(text: str, *, file: str | None = None, num_nodes: int = 1) -> Topology:
+    """Return the topology of so many equal machines that NCCL described, their NICs on one switch if several.
 
     Ranks are in the order of the file's ``rank``, else ``dev``, else of its lines. Every NVSwitch is one.
 
@@ -47,9 +49,16 @@ def nccl_topology(text: str, *, file: str | None = None) -> Topology:
     SpecError
         If the text is no such XML, has a document type or entities, or a link leads nowhere.
     """
-    draft = Draft()
-    _Machine(draft, file).add(_parsed(text, file))
-    return connected(draft.topology(file or "NCCL topology"), file=file)
+    system = _parsed(text, file)
+
+    def build(draft: Draft, node: int) -> tuple[Port, ...]:
+        return _Machine(draft, node, file).add(system)
+
+    one = fabrics.one_machine(build, name=file or "NCCL topology")
+    connected(one, file=file)
+    if num_nodes == 1:
+        return one
+    return connected(fabrics.flat([build] * num_nodes, name=file or "NCCL topology"), file=file)
 
 
 def _parsed(text: str, file: str | None) -> Element:
@@ -77,35 +86,37 @@ def _parsed(text: str, file: str | None) -> Element:
 
 @dataclass(slots=True)
 class _Machine:
-    """The machine, as node 0 of a draft."""
+    """One machine that is added to a draft."""
 
     draft: Draft
+    node: int
     file: str | None
     at: dict[int, int] = field(default_factory=dict)  # vertex of a device, by its element's id
     by_bus: dict[str, int] = field(default_factory=dict)  # vertex of a device, by its PCI address
     cpus: list[int] = field(default_factory=list)
     cpu_of: dict[int, int] = field(default_factory=dict)  # nearest CPU of a device
-    num_nics: int = 0
+    ports: list[Port] = field(default_factory=list)
     num_switches: int = 0
 
-    def add(self, system: Element) -> None:
+    def add(self, system: Element) -> tuple[Port, ...]:
         """Add devices in the order of ranks, then the tree below each CPU, then NVLink."""
         found = list(_devices(system))
         for i, (device, bus) in enumerate(sorted(found, key=lambda pair: _place(pair[0], found))):
-            vertex = self.draft.vertex("device", f"node0.gpu{i}", node=0)
+            vertex = self.draft.vertex("device", f"node{self.node}.gpu{i}", node=self.node)
             self.at[id(device)] = vertex
             self.by_bus.setdefault(bus, vertex)
         cpus = system.findall("cpu")
         if len(cpus) > _MAX_CPUS:
             raise SpecError(f"{len(cpus):,} CPUs", file=self.file, key="cpu", rule=f"At most {_MAX_CPUS}")
         for i, cpu in enumerate(cpus):
-            self.cpus.append(self.draft.vertex("cpu", f"node0.cpu{i}", node=0))
+            self.cpus.append(self.draft.vertex("cpu", f"node{self.node}.cpu{i}", node=self.node))
             for child in cpu:
                 self._below(child, self.cpus[-1], None, depth=0)
         for i, cpu_vertex in enumerate(self.cpus):
             for j in range(i):
                 self.draft.join(self.cpus[j], cpu_vertex, _between_cpus(cpus[i]), PCIE_S)
         self._nvlinks(found)
+        return tuple(self.ports)
 
     def _below(self, element: Element, parent: int, pci: Element | None, depth: int) -> None:
         """Add an element of the PCI tree and what is below it."""
@@ -116,8 +127,7 @@ class _Machine:
         if id(element) in self.at:
             self._device(element, parent, self._pcie(element) if element.tag == "pci" else rate)
         elif element.tag == "nic":
-            if element.find("net") is not None:
-                self._add_nic(parent, rate)
+            self._nic(element, parent, rate)
         elif element.tag == "pci":
             self._pci(element, parent, depth)
 
@@ -128,9 +138,10 @@ class _Machine:
             if child.tag in ("gpu", "nic"):
                 self._below(child, parent, element, depth + 1)
         if not len(element) and element.get("class", "").startswith("0x02"):
-            self._add_nic(parent, self._pcie(element))
+            rate = self._pcie(element)
+            self._add_nic(parent, rate, [rate])
         if inner:
-            switch = self.draft.switch(f"node0.pcie{self.num_switches}", node=0)
+            switch = self.draft.switch(f"node{self.node}.pcie{self.num_switches}", node=self.node)
             self.num_switches += 1
             self.draft.join(parent, switch, self._pcie(element), PCIE_S)
             for child in inner:
@@ -145,10 +156,19 @@ class _Machine:
             total = self._count(chip, "bw") * 1e6 * self._count(chip, "count")
             self.draft.join(vertex, self.cpus[-1], total, NVLINK_S)
 
-    def _add_nic(self, parent: int, rate: float) -> None:
-        nic = self.draft.vertex("nic", f"node0.nic{self.num_nics}", node=0)
-        self.num_nics += 1
+    def _nic(self, element: Element, parent: int, rate: float) -> None:
+        """Add a NIC; each network port of it takes a cable of its own."""
+        nets = element.findall("net")
+        if not nets:
+            return
+        speeds = [self._number(net, "speed", _NET_MBPS) or _NET_MBPS for net in nets]
+        self._add_nic(parent, rate, [mbps * 1e6 / 8 for mbps in speeds])
+
+    def _add_nic(self, parent: int, rate: float, speeds: list[float]) -> None:
+        name = f"node{self.node}.nic{len({port.vertex for port in self.ports})}"
+        nic = self.draft.vertex("nic", name, node=self.node)
         self.draft.join(nic, parent, rate, PCIE_S)
+        self.ports += [Port(vertex=nic, bytes_per_s=speed, latency_s=NIC_S) for speed in speeds]
 
     def _nvlinks(self, found: list[tuple[Element, str]]) -> None:
         """Add the NVLinks of each device, those to one place as one link."""
@@ -160,7 +180,9 @@ class _Machine:
                 kind = link.get("tclass", "")
                 if kind.startswith("0x068000"):
                     if switch is None:
-                        switch = self.draft.switch("node0.nvswitch", node=0, can_reduce=sm >= 90)
+                        switch = self.draft.switch(
+                            f"node{self.node}.nvswitch", node=self.node, can_reduce=sm >= 90
+                        )
                     target = switch
                 elif kind.startswith("0x068001"):
                     target = self.cpu_of[source]

@@ -13,22 +13,23 @@ Three kinds of file are read:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from foreshard.comm.topology import fabrics
 from foreshard.comm.topology.draft import Draft
 from foreshard.comm.topology.graph import Topology
 from foreshard.comm.topology.importers.connected import connected
-from foreshard.comm.topology.machines import CUBE_MESH, MACHINES, lanes_of, meshed, switched
+from foreshard.comm.topology.machines import CUBE_MESH, lanes_of, machine, meshed, switched
 from foreshard.errors import SpecError, unknown
 from foreshard.spec import codec
 
 _MAX_VERTICES = 1024
 
 
-def teccl_topology(text: str, *, file: str | None = None) -> Topology:
-    """Return the topology of a TE-CCL or TACCL file; a TACCL profile is of two nodes on one switch.
+def teccl_topology(text: str, *, file: str | None = None, num_nodes: int = 2) -> Topology:
+    """Return the topology of a TE-CCL or TACCL file; a TACCL profile is of so many nodes on one switch.
 
     Raises
     ------
@@ -36,7 +37,11 @@ def teccl_topology(text: str, *, file: str | None = None) -> Topology:
         For none of the three kinds, or values out of range.
     """
     data = codec.parse_json(text, file=file)
-    readers = {"capacity": _of_matrix, "TopologyParams": _of_name, "gpus_per_node": _of_profile}
+    readers: dict[str, Callable[..., Topology]] = {
+        "capacity": _of_matrix,
+        "TopologyParams": _of_name,
+        "gpus_per_node": partial(_of_profile, num_nodes=num_nodes),
+    }
     for key, reader in readers.items():
         if isinstance(data, dict) and key in data:
             return connected(reader(data, file), file=file)
@@ -95,7 +100,7 @@ def _of_name(data: Mapping[str, Any], file: str | None) -> Topology:
     if name.lower() == "dgx2":
         return teccl_dgx2()
     if name.lower() == "dgx1":
-        return fabrics.one_machine(MACHINES["dgx-1"], name="TE-CCL DGX1")
+        return fabrics.one_machine(machine("dgx-1"), name="TE-CCL DGX1")
     raise unknown("topology", name, ("DGX1", "NDv2", "DGX2"), key="TopologyParams.name", file=file)
 
 
@@ -140,14 +145,15 @@ def teccl_ndv2(num_nodes: int) -> Topology:
     return draft.topology(f"TE-CCL NDv2 x{num_nodes}")
 
 
-def _of_profile(data: Mapping[str, Any], file: str | None) -> Topology:
-    """Return two machines with the rates of a TACCL profile, on one switch."""
+def _of_profile(data: Mapping[str, Any], file: str | None, num_nodes: int) -> Topology:
+    """Return machines with the rates of a TACCL profile, on one switch."""
     name = str(data.get("name", ""))
     num_devices, num_nics = (_count(data, key, file) for key in ("gpus_per_node", "nics_per_node"))
     lanes = data.get("node_invbws_list")
     if not isinstance(lanes, list) or not lanes:
         raise SpecError("no bandwidths", file=file, key="node_invbws_list", rule="It has at least one entry")
-    rates = [1e12 / _positive({"node_invbws_list": one}, "node_invbws_list", file) for one in lanes]
+    key = "node_invbws_list"
+    rates = [1e12 / _positive({key: inverse}, key, file) for inverse in lanes]
     nic = 1e12 / _positive(data, "remote_invbw", file)
     latency, remote = (_positive(data, key, file) * 1e-6 for key in ("alpha", "remote_alpha"))
     if name.lower().startswith("ndv2") and num_devices == len(CUBE_MESH):
@@ -171,7 +177,7 @@ def _of_profile(data: Mapping[str, Any], file: str | None) -> Topology:
         )
     else:
         raise unknown("machine", name, ("NDv2", "DGX2"), key="name", file=file, rule="Machines are")
-    return fabrics.flat([build] * 2, name=name)
+    return fabrics.flat([build] * num_nodes, name=name)
 
 
 def _count(data: Mapping[str, Any], key: str, file: str | None) -> int:
