@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from foreshard.comm.flow.places import routing_of
 from foreshard.comm.flow.schedule_run import run_schedule
 from foreshard.comm.schedules.cost import RoundTraffic
-from foreshard.comm.schedules.hierarchical import nested
+from foreshard.comm.schedules.hierarchical import two_level
 from foreshard.comm.schedules.registry import ALGORITHMS, schedule_of
-from foreshard.comm.schedules.schedule import Chunk, _rounds_by_level, _rounds_in_order
+from foreshard.comm.schedules.schedule import Chunk, _rounds_in_order, rounds_by_level
 from foreshard.comm.schedules.schedule_file import schedule_from, schedule_object
 from foreshard.comm.schedules.sequential import SequentialBuilder
 from foreshard.comm.schedules.verify import verify
@@ -173,9 +173,7 @@ def test_renaming_ranks_and_channels_changes_nothing(schedule, random):
             for chunk in schedule.chunks
         ),
     )
-    verified = verify(renamed)
-    assert verified.faults == ()
-    assert verified.peak[names] == pytest.approx(verify(schedule).peak)
+    assert verify(renamed) == ()
 
 
 @settings(max_examples=60, deadline=None)
@@ -188,7 +186,6 @@ def test_every_rank_gets_what_it_lacks(schedule):
         for rank in chunk.targets:
             lacks[rank] += chunk.weight * (chunk.sources != (rank,))
     assert (got >= lacks - 1e-9).all()
-    assert (verify(schedule).peak >= lacks[: schedule.num_ranks] - 1e-9).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -223,7 +220,7 @@ def test_programs_in_order_never_race(data):
         )
         if data.draw(st.booleans()):
             build.next_round()
-    assert verify(build.schedule()).faults == ()
+    assert verify(build.schedule()) == ()
 
 
 @settings(max_examples=40, deadline=None)
@@ -232,18 +229,18 @@ def test_levels_of_any_algorithms_are_right(data):
     """Catches an algorithm that only works alone: levels nest any of them."""
     collective = data.draw(st.sampled_from(["all-reduce", "all-gather", "reduce-scatter"]))
     sizes = data.draw(st.lists(st.integers(2, 3), min_size=2, max_size=3))
+    names = ("reduce-scatter", "all-gather") if collective == "all-reduce" else (collective,)
 
-    def make(name: str, size: int, root: int):
-        known = [one for c, one in CASES if c == name]
-        return schedule_of(name, data.draw(st.sampled_from(known)), size, root=root)
+    def drawn(name: str, size: int, *without: str):
+        known = [one for c, one in CASES if c == name and one not in without]
+        return schedule_of(name, data.draw(st.sampled_from(known)), size)
 
-    def inner(name: str, size: int, root: int):
-        known = [one for c, one in CASES if c == name and one not in ("nvls", "sharp")]
-        return schedule_of(name, data.draw(st.sampled_from(known)), size, root=root)
-
-    makers = [inner] * (len(sizes) - 1) + [make]
-    schedule = nested(collective, sizes, makers, parts=data.draw(st.integers(1, 3)))
-    assert verify(schedule).faults == ()
+    schedule = drawn(collective, sizes[-1])
+    for level in range(len(sizes) - 2, -1, -1):
+        inner = [drawn(name, sizes[level], "nvls", "sharp") for name in names]
+        parts = data.draw(st.integers(1, 3)) if level == 0 else 1
+        schedule = two_level(collective, inner, schedule, parts=parts)
+    assert verify(schedule) == ()
 
 
 @settings(max_examples=20, deadline=None)
@@ -251,12 +248,14 @@ def test_levels_of_any_algorithms_are_right(data):
 def test_rounds_by_the_compiled_loop_are_those_by_level(schedule):
     """The loop counts those of schedules with very many sends, which are listed in order."""
     pytest.importorskip("numba")
-    by_level = _rounds_by_level(schedule.indptr, schedule.indices)
+    count = schedule.num_sends
+    send = np.repeat(np.arange(count), np.diff(schedule.indptr))
+    by_level = rounds_by_level(send, schedule.indices, count)
     assert (_rounds_in_order(schedule.indptr, schedule.indices) == by_level).all()
-    backwards = schedule.num_sends - 1 - schedule.indices[::-1]
+    backwards = count - 1 - schedule.indices[::-1]
     turned = np.concatenate([[0], np.cumsum(np.diff(schedule.indptr)[::-1])])
     assert len(backwards) == 0 or _rounds_in_order(turned, backwards) is None
-    assert (_rounds_by_level(turned, backwards)[::-1] == by_level).all()
+    assert (rounds_by_level(count - 1 - send[::-1], backwards, count)[::-1] == by_level).all()
 
 
 @settings(max_examples=30, deadline=None)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from foreshard import api
 from foreshard.catalog.frameworks import load_framework
 from foreshard.catalog.training import TrainingConstants
-from foreshard.comm.flow.bounds import resource_times_s
 from foreshard.comm.flow.program import FlowProgramBuilder
 from foreshard.comm.flow.simulation import simulate
 from foreshard.graph.program import ProgramBuilder
@@ -106,8 +105,7 @@ def test_sharing_never_shortens_a_step(run, comm):
 def test_no_resource_carries_more_than_its_rate(run, comm):
     _, shared = shared_run(case_of(run, comm))
     makespan_s = shared.run.times.makespan_s
-    assert resource_times_s(shared.run.program).max() <= makespan_s * (1.0 + 1e-9)
-    assert shared.run.flows.utilisation.max() <= 1.0 + 1e-9
+    assert shared.run.program.resource_s.max() <= makespan_s * (1.0 + 1e-9)
 
 
 @settings(max_examples=20, deadline=None)
@@ -258,7 +256,7 @@ def test_stages_whose_gradients_cross_a_link_share_it():
     program, gradients = shared.run.program, shared.label == COLLECTIVES.index("gradient_reduce")
     names = [name for name in shared.resources if name.startswith("link ")]
     assert names == ["link r0 to r1", "link r1 to r0"]
-    busy_s = dict(zip(shared.resources, resource_times_s(program), strict=True))
+    busy_s = dict(zip(shared.resources, program.resource_s, strict=True))
     alone_s = shared.transfer_s[gradients]
     assert gradients.sum() == 2 and alone_s.sum() == pytest.approx(busy_s["link r0 to r1"], rel=1e-3)
     makespan_s = shared.run.times.makespan_s
@@ -268,7 +266,7 @@ def test_stages_whose_gradients_cross_a_link_share_it():
 
 def test_messages_cross_a_link_in_their_direction_and_inside_racks_not_at_all():
     _, shared = shared_run(across_racks(12.5e9, list(range(16))))
-    busy_s = dict(zip(shared.resources, resource_times_s(shared.run.program), strict=True))
+    busy_s = dict(zip(shared.resources, shared.run.program.resource_s, strict=True))
     forward, backward = busy_s["link r0 to r1"], busy_s["link r1 to r0"]
     assert forward > 0.0 and forward == pytest.approx(backward, rel=1e-9)
     _, beside = shared_run(across_racks(12.5e9, BOTH_IN_BOTH))

@@ -147,9 +147,13 @@ class ProgramBuilder:
         self._flush()
         empty = (np.empty(0),) + (np.empty(0, dtype=np.int32),) * 6
         columns = [np.concatenate(parts) for parts in zip(empty, *self._blocks, strict=True)]
-        task, before = (np.concatenate(parts) for parts in zip(*self._edges(), strict=True))
+        rows = np.array(self._edge_rows, dtype=np.int64).reshape(-1, 2)
+        edges = [*self._edge_blocks, (rows[:, 0], rows[:, 1])]
+        task, before = (np.concatenate(parts) for parts in zip(*edges, strict=True))
         duration_s, resource, kind, group, stage, chunk, micro_batch = columns
-        _check_edges(task, before, len(duration_s))
+        ends = np.concatenate([task, before])
+        if ends.min(initial=0) < 0 or ends.max(initial=-1) >= len(duration_s):
+            raise ValueError("a dependency names a task that was never added")
         indptr, order = _compressed(task, len(duration_s))
         resource_indptr, resource_tasks = _compressed(resource, len(self._names))
         return Program(
@@ -173,16 +177,6 @@ class ProgramBuilder:
             columns = [np.array(label, dtype=np.int32) for label in labels]
             self._blocks.append((np.array(duration_s, dtype=np.float64), *columns))
             self._rows = []
-
-    def _edges(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        rows = np.array(self._edge_rows, dtype=np.int64).reshape(-1, 2)
-        return [*self._edge_blocks, (rows[:, 0], rows[:, 1])]
-
-
-def _check_edges(task: np.ndarray, before: np.ndarray, num_tasks: int) -> None:
-    ends = np.concatenate([task, before])
-    if ends.min(initial=0) < 0 or ends.max(initial=-1) >= num_tasks:
-        raise ValueError("a dependency names a task that was never added")
 
 
 def _compressed(row: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:

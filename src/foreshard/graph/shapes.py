@@ -83,67 +83,39 @@ class LayerShape:
 
 @lru_cache(maxsize=1024)
 def layer_shape(block: Block) -> LayerShape:
-    """Return the numbers that pricing needs of a block."""
+    """Return the numbers that pricing needs of a block: those computed here, and fields of its own."""
     expert = block.num_experts * block.expert_params
     dense = block.num_params - expert
     trained = block.trainable_params - (1 - block.frozen) * expert
     mla = block.kv_lora > 0
     attention = {"q", "k", "v", "o"} & set(block.lora_targets)
-    numbers = {
-        "hidden": block.hidden,
-        "query_width": block.num_heads * block.head_dim,
+    computed = {
         "key_width": block.num_kv_heads * block.head_dim,
         "value_width": block.num_heads * block.value_head_dim,
         "kv_width": (block.num_heads if mla else block.num_kv_heads)
         * (block.head_dim + block.value_head_dim),
-        "num_heads": block.num_heads,
         "num_kv_heads": block.num_heads if mla else block.num_kv_heads,
-        "head_dim": block.head_dim,
-        "value_head_dim": block.value_head_dim,
-        "q_lora": block.q_lora,
-        "kv_lora": block.kv_lora,
-        "rope_head_dim": block.rope_head_dim,
-        "rotary": block.rotary,
         "rotary_scaled": block.rotary_scaled and block.rotary > 0,
-        "window": block.window,
-        "causal": block.causal,
-        "cross_attention": block.cross_attention,
         "dropout": block.dropout > 0,
-        "num_norms": block.num_norms,
-        "qk_norm": block.qk_norm,
         "scale_norm": block.norm_params == 1 and block.norm_code != "kernel",
-        "ffn": block.ffn,
-        "gated": block.gated,
         "spelled_activation": ACTIVATION_FORMULAS.index(block.spelled_activation),
-        "fused_projections": block.fused_projections,
-        "fused_gate": block.fused_gate,
         "router_code": ROUTER_CODES.index(block.router_code),
-        "num_experts": block.num_experts,
-        "top_k": block.top_k,
-        "every_expert": block.every_expert,
-        "expert_groups": block.expert_groups,
-        "top_groups": block.top_groups,
-        "expert_ffn": block.expert_ffn,
-        "shared_ffn": block.shared_ffn,
         "expert_bias": block.mlp_bias and block.num_experts > 0,
-        "lora_rank": block.lora_rank,
         "lora_attention": len(attention),
         "lora_mlp": len(block.lora_targets) - len(attention),
-        "frozen": block.frozen,
         "dense_params": dense,
         "expert_params": expert,
         "trainable": trained / max(1, dense),
         "expert_hidden": block.expert_hidden or block.hidden,
-        "scan_heads": block.scan_heads,
-        "scan_state": block.scan_state,
-        "scan_groups": block.scan_groups,
         "narrow_params": 1.0 - block.wide_params / max(1, dense),
         **{f"wide_{group}": group in block.wide for group in WIDE_GROUPS},
     }
-    return LayerShape(**{name: float(value) for name, value in numbers.items()})
+    own = {name: getattr(block, name) for name in _NAMES if name not in computed}
+    return LayerShape(**{name: float(value) for name, value in (own | computed).items()})
 
 
-NO_LAYER = LayerShape(**{f.name: 0.0 for f in fields(LayerShape)})
+_NAMES = tuple(field.name for field in fields(LayerShape))
+NO_LAYER = LayerShape(**dict.fromkeys(_NAMES, 0.0))
 
 
 Neighbours = tuple[int, int, int]

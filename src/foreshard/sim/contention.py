@@ -76,21 +76,12 @@ class Phases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burst:
-    """What another job does in a phase of its iteration: it computes, then sends bytes over a route, or none.
-
-    Attributes
-    ----------
-    compute_s, num_bytes : float
-    route : int
-        Row of the network's routes, -1 for none.
-    overlaps : bool
-        Whether the next phase computes while the bytes are on their way.
-    """
+    """What another job does in a phase of its iteration: it computes, then sends bytes over a route."""
 
     compute_s: float
     num_bytes: float
-    route: int
-    overlaps: bool = False
+    route: int  # row of the network's routes, -1 for none
+    overlaps: bool = False  # whether the next phase computes while the bytes are on their way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,28 +134,14 @@ class SharedNetwork:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ContendedRun:
-    """When tasks and phases run.
-
-    Attributes
-    ----------
-    times : TaskTimes
-    program : FlowProgram
-        Without other jobs.
-    flows : FlowTimes
-        Of `program`, and of other jobs behind its tasks.
-    phase : ndarray of int, shape (P,)
-        Task of `program` that each phase is.
-    longer_s : ndarray, shape (P,)
-        What sharing adds to each phase.
-    waited_s : ndarray, shape (P,)
-        How long the task waits for a phase beside it, after what it runs next to has ended.
-    """
+    """When tasks and phases run."""
 
     times: TaskTimes
-    program: FlowProgram
-    flows: FlowTimes
-    phase: np.ndarray
-    longer_s: np.ndarray
+    program: FlowProgram  # without other jobs
+    flows: FlowTimes  # of `program`, and of other jobs behind its tasks
+    phase: np.ndarray  # int, shape (P,); task of `program` that each phase is
+    longer_s: np.ndarray  # shape (P,); what sharing adds to each phase
+    # shape (P,); how long the task waits for a phase beside it, after what it runs next to has ended
     waited_s: np.ndarray
 
 

@@ -21,20 +21,11 @@ EACH, SET, ALL = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicatedProgram:
-    """A program, and who runs its tasks.
-
-    Attributes
-    ----------
-    program : Program
-    together : ndarray of int, shape (T,)
-        `EACH`, `SET` or `ALL`.
-    ranks : mapping of group to (sets, ranks of a set)
-        Of the groups that tasks belong to.
-    """
+    """A program, and who runs its tasks."""
 
     program: Program
-    together: np.ndarray
-    ranks: Mapping[int, tuple[int, int]]
+    together: np.ndarray  # int, shape (T,); `EACH`, `SET` or `ALL`
+    ranks: Mapping[int, tuple[int, int]]  # by group: sets, and ranks of a set
 
     def shape(self, task: int) -> tuple[int, int]:
         """Return how many times a task is run: in how many sets, and how many times in each."""

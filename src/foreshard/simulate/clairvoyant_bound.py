@@ -22,26 +22,14 @@ from foreshard.simulate.pipeline_bound import pipeline_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The bound and what a unit of each budget is worth.
-
-    Attributes
-    ----------
-    mean_step_time_s : float
-    multipliers : tuple of float
-        Seconds per unit of cost, in the order of the budgets.
-    feasible : bool
-        False when no policy keeps all budgets together; the bound is then that of the least excess.
-    least_excess : float
-        By what part some budget is exceeded at least; 0 where all can be kept.
-    num_states : int
-        Distinct states that were solved.
-    """
+    """The bound and what a unit of each budget is worth."""
 
     mean_step_time_s: float
-    multipliers: tuple[float, ...]
+    multipliers: tuple[float, ...]  # seconds per unit of cost, in the order of the budgets
+    # false when no policy keeps all budgets together; the bound is then that of the least excess
     feasible: bool
-    num_states: int
-    least_excess: float = 0.0
+    num_states: int  # distinct states that were solved
+    least_excess: float = 0.0  # by what part some budget is exceeded at least; 0 where all can be kept
 
 
 def bound_of(

@@ -30,30 +30,19 @@ _MAX_TRACE_ROWS = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """What happens in every slot.
+    """What happens in every slot."""
 
-    Attributes
-    ----------
-    condition : ndarray of int, shape (slots,)
-        Row of `speed`, `price`, `link` and `carbon` that holds in a slot.
-    pattern : ndarray of int, shape (slots,)
-        Row of `available` that holds in a slot.
-    speed, price : ndarray, shape (conditions, devices)
-        Factors of the stated speeds and prices.
-    link : ndarray, shape (conditions, links)
-        Factors of the rates of the links between racks, in the order of the cluster's links.
-    available : ndarray of bool, shape (patterns, devices)
-    carbon : ndarray, shape (conditions, devices)
-        Factors of the carbon of the electricity.
-    """
-
+    # int, shape (slots,); row of `speed`, `price`, `link` and `carbon` that holds in a slot
     condition: np.ndarray
-    pattern: np.ndarray
+    pattern: np.ndarray  # int, shape (slots,); row of `available` that holds in a slot
+    # speed, price: shape (conditions, devices); factors of the stated speeds and prices
     speed: np.ndarray
     price: np.ndarray
+    # shape (conditions, links); factors of the rates of the links between racks, in the order of the
+    # cluster's links
     link: np.ndarray
-    available: np.ndarray
-    carbon: np.ndarray
+    available: np.ndarray  # bool, shape (patterns, devices)
+    carbon: np.ndarray  # shape (conditions, devices); factors of the carbon of the electricity
 
     @property
     def num_slots(self) -> int:

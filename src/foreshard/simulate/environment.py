@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,26 +22,24 @@ from foreshard.control.slots import State, Structure
 from foreshard.simulate.dynamics import Path
 from foreshard.simulate.workload import Workload
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Environment:
-    """A path with the prices of everything on it.
-
-    Attributes
-    ----------
-    work : Workload
-    path : Path
-    pause_s : float
-        Of a change of structure, besides the bytes that move.
-    apart : frozenset of int
-        Devices that budgets count one by one.
-    """
+    """A path with the prices of everything on it."""
 
     work: Workload
     path: Path
-    pause_s: float
-    apart: frozenset[int] = frozenset()
+    pause_s: float  # of a change of structure, besides the bytes that move
+    apart: frozenset[int] = frozenset()  # devices that budgets count one by one
     _memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return what is made for a key, which is made once."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]  # type: ignore[return-value]
 
     @property
     def cost_kinds(self) -> tuple[str, ...]:
@@ -49,17 +48,17 @@ class Environment:
 
     def state(self, condition: int, pattern: int) -> State:
         """Return the devices as they are in a condition and a pattern."""
-        key = ("state", condition, pattern)
-        if key not in self._memo:
-            path = self.path
-            self._memo[key] = self.work.at(
+        path = self.path
+        return self._once(
+            ("state", condition, pattern),
+            lambda: self.work.at(
                 speed=path.speed[condition],
                 price=path.price[condition],
                 link=path.link[condition],
                 carbon=path.carbon[condition],
                 available=path.available[pattern],
-            )
-        return self._memo[key]  # type: ignore[return-value]
+            ),
+        )
 
     def replicas(self, pattern: int) -> np.ndarray:
         """Return which devices of a pattern hold the whole model, shape (devices,).
@@ -79,36 +78,31 @@ class Environment:
 
     def subsets(self, condition: int, pattern: int) -> SubsetClasses:
         """Return every subset of the devices of a state, with least time and costs."""
-        key = ("subsets", condition, pattern)
-        if key not in self._memo:
-            state = self.state(condition, pattern)
-            self._memo[key] = SubsetClasses.of(
-                self.work.chain, state, self.work.batch, micro_batch=self.work.micro_batch, apart=self.apart
-            )
-        return self._memo[key]  # type: ignore[return-value]
+        work, state = self.work, self.state(condition, pattern)
+        return self._once(
+            ("subsets", condition, pattern),
+            lambda: SubsetClasses.of(
+                work.chain, state, work.batch, micro_batch=work.micro_batch, apart=self.apart
+            ),
+        )
 
     def sample_s(self, condition: int) -> np.ndarray:
         """Return seconds per sample of every device in a condition."""
-        key = ("sample_s", condition)
-        if key not in self._memo:
-            self._memo[key] = self.work.chain.before_s[:, -1] / self.path.speed[condition]
-        return self._memo[key]  # type: ignore[return-value]
+        chain, speed = self.work.chain, self.path.speed
+        return self._once(("sample_s", condition), lambda: chain.before_s[:, -1] / speed[condition])
 
     def structure(self, workers: tuple[int, ...]) -> Structure:
         """Return the structure in which these devices hold the whole model each."""
-        key = ("structure", workers)
-        if key not in self._memo:
-            self._memo[key] = data_parallel(workers, self.work.chain)
-        return self._memo[key]  # type: ignore[return-value]
+        return self._once(("structure", workers), lambda: data_parallel(workers, self.work.chain))
 
     def batch(
         self, structure: Structure, shares: tuple[int, ...], condition: int, pattern: int
     ) -> tuple[float, Mapping[str, float]]:
         """Return seconds and costs of a batch."""
-        key = ("batch", structure, shares, condition, pattern)
-        if key not in self._memo:
-            self._memo[key] = self.price(self.state(condition, pattern), structure, shares)
-        return self._memo[key]  # type: ignore[return-value]
+        return self._once(
+            ("batch", structure, shares, condition, pattern),
+            lambda: self.price(self.state(condition, pattern), structure, shares),
+        )
 
     def price(
         self, state: State, structure: Structure, shares: tuple[int, ...]
@@ -122,13 +116,13 @@ class Environment:
         self, old: Structure, new: Structure, condition: int, pattern: int
     ) -> tuple[float, Mapping[str, float]]:
         """Return seconds and costs of a change: a pause, and the layers that move (`moves.py`)."""
-        key = ("change", old, new, condition, pattern)
-        if key not in self._memo:
+
+        def made() -> tuple[float, Mapping[str, float]]:
             state = self.state(condition, pattern)
             done = move(self.work.chain, state, old, new)
-            costs = move_costs(state, new, done, pause_s=self.pause_s)
-            self._memo[key] = self.pause_s + done.time_s, costs
-        return self._memo[key]  # type: ignore[return-value]
+            return self.pause_s + done.time_s, move_costs(state, new, done, pause_s=self.pause_s)
+
+        return self._once(("change", old, new, condition, pattern), made)
 
     def mean_state(self) -> State:
         """Return the devices at their mean speeds, prices and rates, all of them that are ever there."""

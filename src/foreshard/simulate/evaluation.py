@@ -59,43 +59,23 @@ LEAST_CUT = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedPath:
-    """One seed: how every policy fared on its path.
-
-    Attributes
-    ----------
-    seed : int
-    budgets : tuple of Budget
-    bound : Bound
-    equal : Bound
-        Of equal shares: the devices that share are chosen knowing the path.
-    runs : mapping of policy to Run
-    path : mapping
-        How the path looks, see `sim.dynamics.describe`.
-    """
+    """One seed: how every policy fared on its path."""
 
     seed: int
     budgets: tuple[Budget, ...]
     bound: Bound
-    equal: Bound
-    runs: Mapping[str, Run]
-    path: Mapping[str, float]
+    equal: Bound  # of equal shares: the devices that share are chosen knowing the path
+    runs: Mapping[str, Run]  # by policy
+    path: Mapping[str, float]  # how the path looks, see `dynamics.describe`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualShareCut:
-    """Parts of the mean step time of equal shares that keep the budgets.
-
-    Attributes
-    ----------
-    equal_s : float
-    feasible : bool
-        False where these do not keep the budgets after all.
-    ours, ideal : float
-        What a policy and what the bound saves of it.
-    """
+    """Parts of the mean step time of equal shares that keep the budgets."""
 
     equal_s: float
-    feasible: bool
+    feasible: bool  # false where these do not keep the budgets after all
+    # ours, ideal: what a policy and what the bound saves of it
     ours: float
     ideal: float
 

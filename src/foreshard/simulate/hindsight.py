@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from foreshard.control.search.subsets import SubsetClasses
-from foreshard.control.slots import Budget, State
+from foreshard.control.slots import Budget
 from foreshard.simulate.dynamics import Path
 from foreshard.simulate.environment import Environment
 from foreshard.simulate.reference_policies import BY_SHARES, on_subset
@@ -51,9 +51,11 @@ def violation(run: Run, budgets: Sequence[Budget]) -> float:
 
 
 def _candidates(environment: Environment, budgets: Sequence[Budget]) -> list[tuple[int, ...]]:
-    work = environment.work
+    work, state = environment.work, environment.mean_state()
+    # rounded, so that devices that are alike in the long run are one kind
+    state = replace(state, speed=_rounded(state.speed), usd_per_h=_rounded(state.usd_per_h))
     subsets = SubsetClasses.of(
-        work.chain, _nominal(environment), work.batch, micro_batch=work.micro_batch, apart=environment.apart
+        work.chain, state, work.batch, micro_batch=work.micro_batch, apart=environment.apart
     )
     order = np.lexsort((subsets.costs[:, 0], subsets.time_s))
     front, least = [], np.inf
@@ -63,12 +65,6 @@ def _candidates(environment: Environment, budgets: Sequence[Budget]) -> list[tup
             least = subsets.costs[at, 0]
     picked = np.unique(np.round(np.linspace(0, len(front) - 1, min(_TRIED, len(front)))).astype(int))
     return [subsets.devices(front[i]) for i in picked]
-
-
-def _nominal(environment: Environment) -> State:
-    """Return the mean state, rounded so that devices that are alike in the long run are one kind."""
-    state = environment.mean_state()
-    return replace(state, speed=_rounded(state.speed), usd_per_h=_rounded(state.usd_per_h))
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:

@@ -102,16 +102,16 @@ class PolicyAdapter:
             facts.append(DeviceSeen(step=step, rank=rank, relative_speed=float(speed[rank])))
             self._told[rank] = speed[rank]
         self._there = there
-        facts += self._links_now(seen, step) if self._sees_now else []
+        if self._sees_now:
+            rate = self.environment.state(seen.condition, seen.pattern).bandwidth_bytes_per_s
+            links = [pair for pair in self._probed if self._rate.get(pair) != rate[pair]]
+            self._rate |= {pair: float(rate[pair]) for pair in links}
+            facts += [
+                LinkSeen(step=step, source=u, target=v, bytes_per_s=float(rate[u, v])) for u, v in links
+            ]
         if facts:
             self._tell(Together(step=step, events=tuple(facts)))
         return self._structure, self._shares
-
-    def _links_now(self, seen: Observation, step: int) -> list[Fact]:
-        rate = self.environment.state(seen.condition, seen.pattern).bandwidth_bytes_per_s
-        moved = [pair for pair in self._probed if self._rate.get(pair) != rate[pair]]
-        self._rate |= {pair: float(rate[pair]) for pair in moved}
-        return [LinkSeen(step=step, source=u, target=v, bytes_per_s=float(rate[u, v])) for u, v in moved]
 
     def learn(self, happened: SlotOutcome) -> None:
         """Tell what was measured."""

@@ -20,31 +20,21 @@ from foreshard.simulate.environment import Environment
 class Observation:
     """What a decision may use: the condition that was last seen and the pattern of devices that are there."""
 
-    slot: int
     condition: int
     pattern: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOutcome:
-    """What some batches in a row took and cost: the mean of them, with the change before the first.
+    """What some batches in a row took and cost: the mean of them, with the change before the first."""
 
-    Attributes
-    ----------
-    slot, condition, pattern : int
-    batches, of : int
-        How many, and how many the slot has.
-    time_s : float
-    costs : mapping of kind to cost
-    """
-
-    slot: int
     condition: int
     pattern: int
+    # batches, of: how many, and how many the slot has
     batches: int
     of: int
     time_s: float
-    costs: Mapping[str, float]
+    costs: Mapping[str, float]  # by kind
 
 
 class Rule(Protocol):
@@ -61,33 +51,16 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One policy on one path.
+    """One policy on one path."""
 
-    Attributes
-    ----------
-    time_s : ndarray, shape (slots,)
-        Of each batch with the change before it.
-    change_s : ndarray, shape (slots,)
-        Of the changes alone.
-    costs : mapping of kind to ndarray, shape (slots,)
-    reconfigurations, reshares : int
-        Changes of structure; of shares alone. The first plan counts as neither.
-    changed : ndarray of bool, shape (slots,)
-        Where the structure changed.
-    forced : int
-        Reconfigurations because a device in use was taken away.
-    used : ndarray of int, shape (slots,)
-        Devices in use.
-    """
-
-    time_s: np.ndarray
-    change_s: np.ndarray
-    costs: Mapping[str, np.ndarray]
+    time_s: np.ndarray  # shape (slots,); of each batch with the change before it
+    change_s: np.ndarray  # shape (slots,); of the changes alone
+    costs: Mapping[str, np.ndarray]  # shape (slots,), by kind
+    # reconfigurations, reshares: changes of structure; of shares alone. The first plan counts as neither
     reconfigurations: int
     reshares: int
-    forced: int
-    changed: np.ndarray
-    used: np.ndarray
+    forced: int  # reconfigurations because a device in use was taken away
+    used: np.ndarray  # int, shape (slots,); devices in use
 
 
 def play(rule: Rule, environment: Environment, *, sees_now: bool, batches: int = 1) -> Run:
@@ -126,15 +99,14 @@ class _Game:
         self.kinds, slots = environment.cost_kinds, environment.path.num_slots
         self.time_s, self.change_s = np.zeros(slots), np.zeros(slots)
         self.spent, self.used = np.zeros((slots, len(self.kinds))), np.zeros(slots, dtype=int)
-        self.changes = np.zeros(slots, dtype=int)
-        self.reshares = self.forced = 0
+        self.changes = self.reshares = self.forced = 0
         self.old: Any = None
         self.shares: tuple[int, ...] = ()
 
     def act(self, t: int, known: int, batches: int, of: int) -> None:
         """Let the policy decide, count some batches of a slot, and tell it what they took."""
         now, pattern = int(self.path.condition[t]), int(self.path.pattern[t])
-        structure, shares = self.rule.decide(Observation(slot=t, condition=known, pattern=pattern))
+        structure, shares = self.rule.decide(Observation(condition=known, pattern=pattern))
         took_s, batch_costs = self.environment.batch(structure, shares, now, pattern)
         spent = np.array([batch_costs[kind] for kind in self.kinds])
         if self.old is not None and structure != self.old:
@@ -142,7 +114,7 @@ class _Game:
             self.change_s[t] += pause_s / of
             took_s += pause_s / batches
             spent += np.array([more.get(kind, 0.0) for kind in self.kinds]) / batches
-            self.changes[t] += 1
+            self.changes += 1
             self.forced += not self.path.available[pattern, list(self.old.workers)].all()
         elif self.old is not None and shares != self.shares:
             self.reshares += 1
@@ -152,7 +124,6 @@ class _Game:
         self.spent[t] += spent * (batches / of)
         self.rule.learn(
             SlotOutcome(
-                slot=t,
                 condition=now,
                 pattern=pattern,
                 batches=batches,
@@ -168,9 +139,8 @@ class _Game:
             time_s=self.time_s,
             change_s=self.change_s,
             costs={kind: self.spent[:, i] for i, kind in enumerate(self.kinds)},
-            reconfigurations=int(self.changes.sum()),
+            reconfigurations=self.changes,
             reshares=self.reshares,
             forced=self.forced,
-            changed=self.changes > 0,
             used=self.used,
         )

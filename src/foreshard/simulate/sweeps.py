@@ -31,22 +31,13 @@ _COMPARED = ("lyapunov", "static-best")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweeps:
-    """Figures of a report, from runs of the first seed over at most 2000 slots.
+    """Figures of a report, from runs of the first seed over at most 2000 slots."""
 
-    Attributes
-    ----------
-    uneven : sequence of dict
-        By 'factor' (of the one straggler) or 'power' (of all factors): cut against equal shares.
-    rates : sequence of dict
-        By 'rate', how many times as fast everything changes: time over the bound.
-    front : sequence of dict
-        By 'weight' V: time over the bound, excess over the budget.
-    slots : int
-    """
-
+    # by 'factor' (of the one straggler) or 'power' (of all factors): cut against equal shares
     uneven: Sequence[dict[str, float]]
+    # by 'rate', how many times as fast everything changes: time over the bound
     rates: Sequence[dict[str, float]]
-    front: Sequence[dict[str, float]]
+    front: Sequence[dict[str, float]]  # by 'weight' V: time over the bound, excess over the budget
     slots: int
 
 

@@ -23,22 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A job on devices at stated speeds, prices and rates.
-
-    Attributes
-    ----------
-    chain : Chain
-    state : State
-        As stated, all devices there.
-    link_of : ndarray of int, shape (devices, devices)
-        Link between racks that a pair of devices uses, -1 for none.
-    batch, micro_batch : int
-        Samples.
-    """
+    """A job on devices at stated speeds, prices and rates."""
 
     chain: Chain
-    state: State
+    state: State  # as stated, all devices there
+    # int, shape (devices, devices); link between racks that a pair of devices uses, -1 for none
     link_of: np.ndarray
+    # batch, micro_batch: samples
     batch: int
     micro_batch: int
 

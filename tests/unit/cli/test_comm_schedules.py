@@ -135,6 +135,7 @@ def test_the_schema_names_every_key_of_a_schedule_and_a_topology():
 
     from foreshard.cli.schema import read
     from foreshard.comm.schedules.schedule_file import ScheduleFile
+    from foreshard.comm.topology.graph import Vertex
     from foreshard.comm.topology.importers import plain_graph
 
     def names(kind):
@@ -143,7 +144,7 @@ def test_the_schema_names_every_key_of_a_schedule_and_a_topology():
     assert list(read("schedule")["keys"]["schedule"]) == names(ScheduleFile)
     topology = read("topology")["keys"]
     assert list(topology["topology"]) == names(plain_graph.TopologyFile)
-    assert list(topology["vertices"]) == names(plain_graph.VertexTable)
+    assert list(topology["vertices"]) == names(Vertex)
     assert list(topology["links"]) == names(plain_graph.TopologyLinkTable)
     assert list(topology["shared"]) == names(plain_graph.SharedTable)
 

@@ -22,7 +22,6 @@ def test_a_flow_alone_takes_latency_and_bytes_over_the_narrowest_link(compiled):
     builder.send(builder.route([0, 1]), 8.0, latency_s=0.5)
     times = simulate(builder.build(), compiled=compiled)
     assert times.end_s.tolist() == [2.5]
-    assert times.utilisation.tolist() == [8 / 25, 8 / 10]
 
 
 def test_a_flow_gets_the_rate_of_one_that_ends(compiled):
@@ -33,7 +32,6 @@ def test_a_flow_gets_the_rate_of_one_that_ends(compiled):
     builder.send(link, 20.0)
     times = simulate(builder.build(), compiled=compiled)
     assert times.end_s.tolist() == [2.0, 3.0]
-    assert (times.num_flows, times.num_moments, times.num_solves) == (2, 3, 2)
 
 
 def test_a_late_flow_of_high_priority_stops_the_other(compiled):
@@ -88,7 +86,6 @@ def test_messages_without_bytes_or_resources_take_their_delay(compiled):
     builder.send(builder.route([]), 5.0, latency_s=1.0)
     times = simulate(builder.build(), compiled=compiled)
     assert times.end_s.tolist() == [2.0, 1.0]
-    assert times.num_solves == 0
 
 
 def test_nothing_takes_no_time(compiled):

@@ -11,7 +11,7 @@ from foreshard.comm.jobs.demand import demands_of
 from foreshard.comm.jobs.draw import drawn_jobs
 from foreshard.comm.jobs.intensity import chosen_paths, compressed, intensities, priorities
 from foreshard.comm.jobs.job import IterationPhase, TrainingJob, Transfer, collective_transfers
-from foreshard.comm.jobs.policies import POLICIES, policy_named
+from foreshard.comm.jobs.policies import POLICIES
 from foreshard.comm.jobs.rotation import CircleJob, best_shifts, excess, on_circle, rotations
 from foreshard.comm.jobs.run import FlowSetting, Pace, program_of_jobs, run_jobs
 from foreshard.comm.jobs.trace import DrawTable
@@ -62,16 +62,16 @@ class TestTwoJobsOnALink:
     demands = demands_of(two_by_two(), [job(0), job(1)])
 
     def test_fair_share_keeps_them_in_step(self):
-        for times in simulated(self.demands, "fair-share", compiled=False):
+        for times in simulated(self.demands, "fair-share"):
             assert times.iteration_s == pytest.approx([3.0] * 20)
 
     def test_priorities_part_them(self):
-        first, second = simulated(self.demands, "priorities", compiled=False)
+        first, second = simulated(self.demands, "priorities")
         assert first.iteration_s == pytest.approx([2.0] * 20)
         assert second.iteration_s == pytest.approx([3.0] + [2.0] * 19)
 
     def test_rotations_part_them(self):
-        times = simulated(self.demands, "rotations", compiled=False)
+        times = simulated(self.demands, "rotations")
         late = sorted(made.start_s[0] for made in times)
         assert late[0] == 0.0 and 0.9 < late[1] < 1.1
         for made in times:
@@ -79,13 +79,13 @@ class TestTwoJobsOnALink:
 
     def test_mltcp_parts_them_by_and_by_when_one_starts_later(self):
         demands = demands_of(two_by_two(), [job(0), job(1, arrival_s=0.2)])
-        for times in simulated(demands, "mltcp", compiled=False):
+        for times in simulated(demands, "mltcp"):
             assert times.iteration_s[-1] == pytest.approx(2.0, rel=1e-3)
-        for times in simulated(demands, "fair-share", compiled=False):
+        for times in simulated(demands, "fair-share"):
             assert times.iteration_s[-1] > 2.5
 
     def test_the_bound_is_a_lone_job(self):
-        found = compared(self.demands, ["fair-share"], compiled=False)
+        found = compared(self.demands, ["fair-share"])
         assert found["bound"].mean_iteration_s == pytest.approx(2.0)
         assert found["bound"].makespan_s == pytest.approx(40.0)
         assert found["fair-share"].mean_slowdown == pytest.approx(1.5)
@@ -94,7 +94,7 @@ class TestTwoJobsOnALink:
         demands = demands_of(two_by_two(2), [job(0), job(1)])
         one, other = chosen_paths(demands)
         assert set(demands[0].paths(one)[0].resources).isdisjoint(demands[1].paths(other)[0].resources)
-        for times in simulated(demands, "paths", compiled=False):
+        for times in simulated(demands, "paths"):
             assert times.iteration_s == pytest.approx([2.0] * 20)
 
 
@@ -187,7 +187,7 @@ def test_bytes_are_conserved_under_every_setting():
     wanted = sum(
         demand.phase_loads(demand.hashed).sum(axis=0) * demand.job.num_iterations for demand in demands
     )
-    for ramp in ((1.0,), policy_named("mltcp").ramp):
+    for ramp in ((1.0,), POLICIES["mltcp"].ramp):
         histories = [
             [
                 (0, FlowSetting(choice=demand.hashed)),

@@ -13,7 +13,7 @@ from foreshard.comm.nccl.channels import Channels
 from foreshard.comm.nccl.choice import nccl_choice
 from foreshard.comm.nccl.communicator import Communicator, communicator_of
 from foreshard.comm.nccl.constants import ALGORITHMS, PROTOCOLS, tree_correction, tuning
-from foreshard.comm.nccl.estimates import COLLECTIVES, estimate, estimates, reason_against
+from foreshard.comm.nccl.estimates import COLLECTIVES, estimate, estimates
 from foreshard.errors import SpecError
 
 US, GB, MIB = 1e-6, 1e9, 2**20
@@ -84,7 +84,7 @@ def test_what_cannot_run_has_a_reason_and_the_rest_a_time(comms, collective):
 def test_valid_combinations_are_those_of_the_source(comms):
     def valid(collective, comm):
         pairs = [(a, p) for a in ALGORITHMS for p in PROTOCOLS]
-        return {a for a, p in pairs if not reason_against(collective, a, p, comm)}
+        return {a for a, p in pairs if estimate(collective, 1.0, a, p, comm).runs}
 
     assert valid("broadcast", comms["h100"]) == {"ring"}
     assert valid("all-reduce", comms["h100"]) == {"ring", "tree", "nvls"}
@@ -92,8 +92,8 @@ def test_valid_combinations_are_those_of_the_source(comms):
     assert valid("reduce-scatter", comms["h100"]) == {"ring", "nvls"}
     assert valid("all-gather", comms["singles"]) == {"ring", "pat"}
     assert valid("all-reduce", comms["a100"]) == {"ring", "tree"}
-    assert "NVLink" in reason_against("all-reduce", "ring", "LL128", comms["l40s"])
-    assert "one rank per node" in reason_against("all-gather", "pat", "Simple", comms["h100s"])
+    assert "NVLink" in estimate("all-reduce", 1.0, "ring", "LL128", comms["l40s"]).reason
+    assert "one rank per node" in estimate("all-gather", 1.0, "pat", "Simple", comms["h100s"]).reason
 
 
 def test_collnet_runs_where_the_network_reduces():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from foreshard.api import load_cluster
+from foreshard.comm.schedules.schedule import chunks_of
 from foreshard.comm.synthesis.arcs import arcs_of, reversed_topology
 from foreshard.comm.synthesis.bounds import lower_bound_s
-from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
+from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers
 from foreshard.comm.synthesis.quotient import greedy_reception, shifted_schedule, shifts_of
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.synthesis.synthesize import synthesize
@@ -172,11 +174,12 @@ def test_the_time_of_one_rank_is_that_of_the_whole_schedule(name):
 def test_the_matching_counts_the_seconds_of_its_schedule(name):
     topology = SMALL[name]()
     arcs, ranks = arcs_of(topology), topology.num_ranks
-    spread = spread_chunks("all-gather", 1e8, ranks, 2)
-    made = greedy_transfers(topology, arcs, spread, np.random.default_rng(1))
-    schedule = schedule_of_transfers(made, arcs, spread, ranks)
+    chunks = chunks_of("all-gather", ranks, 2)
+    find = partial(greedy_transfers, topology, arcs, chunks, 1e8)
+    made = find(np.random.default_rng(1))
+    schedule = schedule_of_transfers(made, arcs, "all-gather", chunks, ranks)
     assert seconds_of(schedule, topology, 1e8) == pytest.approx(made.seconds, rel=1e-6)
-    beaten = greedy_transfers(topology, arcs, spread, np.random.default_rng(1), give_up_s=made.seconds / 2)
+    beaten = find(np.random.default_rng(1), give_up_s=made.seconds / 2)
     assert beaten is None
 
 

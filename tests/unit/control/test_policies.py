@@ -53,7 +53,7 @@ def test_every_policy_uses_only_devices_that_are_there_and_trains_the_whole_batc
     for rule in rules:
         for t in range(environment.path.num_slots):
             condition, pattern = int(environment.path.condition[t]), int(environment.path.pattern[t])
-            structure, shares = rule.decide(Observation(slot=t, condition=condition, pattern=pattern))
+            structure, shares = rule.decide(Observation(condition=condition, pattern=pattern))
             assert sum(shares) == environment.work.batch and min(shares) > 0
             assert environment.path.available[pattern, list(structure.workers)].all()
 
@@ -171,8 +171,8 @@ def test_the_subset_of_hindsight_is_the_best_that_keeps_the_budget():
 def test_a_subset_that_is_gone_runs_on_what_is_left():
     environment = environment_of()
     devices = on_subset(environment, (1,))
-    assert devices(Observation(slot=0, condition=0, pattern=0)) == (1,)
-    assert devices(Observation(slot=0, condition=0, pattern=1)) == (0, 2, 3)
+    assert devices(Observation(condition=0, pattern=0)) == (1,)
+    assert devices(Observation(condition=0, pattern=1)) == (0, 2, 3)
     assert WIDTH == 4
 
 

@@ -395,12 +395,12 @@ def release(tasks: Any, slots: Any, waits: Any, start_s: Any, task: int, now_s: 
 def execute(
     routes: Any, tasks: Any, slots: Any, shares: Any, shift: int, waits: Any, start_s: Any, end_s: Any
 ) -> Any:
-    """Fill start_s and end_s; return how many tasks ended, moments with events, and components solved.
+    """Fill start_s and end_s; return how many tasks ended.
 
     All events of a moment are handled before rates are solved, once for each component of flows and
     resources that one of them touches.
     """
-    size, num_done, num_moments, num_solves = 0, 0, 0, 0
+    size, num_done, num_moments = 0, 0, 0
     for task in range(len(waits)):
         if waits[task] == 0:
             size = begin(tasks, slots, start_s, task, 0.0, size)
@@ -431,8 +431,7 @@ def execute(
             num_flows, num_resources = component(routes, slots, shares, shift, resource, num_moments)
             solve(routes, slots, shares, shift, num_flows, num_resources)
             size = apply_rates(slots, shares, num_flows, now_s, size)
-            num_solves += 1
-    return num_done, num_moments, num_solves
+    return num_done
 
 
 def transpose(indptr: Any, indices: Any, after_indptr: Any, after: Any, fill: Any) -> None:

@@ -162,6 +162,11 @@ class FlowProgram:
         carried = np.repeat(of_route, np.diff(self.route_indptr)) * self.route_usage
         return np.bincount(self.route_resources, carried, minlength=self.num_resources)
 
+    @property
+    def resource_s(self) -> np.ndarray:
+        """How long each resource carries its bytes at its full capacity, shape (R,): a lower bound."""
+        return self.resource_bytes / self.capacity_bytes_per_s
+
     def __repr__(self) -> str:
         """Sizes only."""
         return (

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.comm.flow.bounds import longest_path_s, resource_times_s
 from foreshard.comm.flow.program import FlowProgramBuilder
-from foreshard.comm.flow.simulation import simulate
+from foreshard.comm.flow.simulation import longest_path_s, simulate
 from foreshard.comm.flow.symmetry import fold
 from foreshard.comm.schedules.schedule import Schedule
 from foreshard.comm.topology.graph import Topology
@@ -29,32 +28,18 @@ NUM_BUSIEST = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRun:
-    """What a schedule of a given size takes on a topology.
-
-    Attributes
-    ----------
-    seconds : float
-    lower_bound_s : float
-        No order and no sharing of the same sends over the same routes takes less, to rounding: the larger of
-        the next two.
-    busiest_resource_s : float
-        Bytes over capacity of the resource where that is largest.
-    longest_path_s : float
-        Longest chain of sends that wait for each other, each as if alone on its route.
-    busiest : tuple of (int, float)
-        Resources with the highest utilisation, and that utilisation; up to `NUM_BUSIEST`, highest first.
-    num_sends, num_simulated, num_solves : int
-        Sends of the schedule, those simulated after folding, and components whose rates were solved.
-    """
+    """What a schedule of a given size takes on a topology."""
 
     seconds: float
+    # no order and no sharing of the same sends over the same routes takes less, to rounding: the longest
+    # path, or bytes over capacity of the resource where that is largest
     lower_bound_s: float
-    busiest_resource_s: float
-    longest_path_s: float
+    longest_path_s: float  # longest chain of sends that wait for each other, each as if alone on its route
+    # resources with the highest utilisation, and that utilisation; up to `NUM_BUSIEST`, highest first
     busiest: tuple[tuple[int, float], ...]
+    # num_sends, num_simulated: sends of the schedule, and those simulated after folding
     num_sends: int
     num_simulated: int
-    num_solves: int
 
 
 def run_schedule(
@@ -92,20 +77,17 @@ def run_schedule(
     program = builder.build()
     small = fold(program, compiled=compiled) if folded else None
     used = program if small is None else small.program
-    times = simulate(used, compiled=compiled)
+    seconds = simulate(used, compiled=compiled).makespan_s
     path_s = longest_path_s(program, small, compiled=compiled)
-    resource_s = resource_times_s(program)
+    resource_s = program.resource_s
     top = np.argsort(-resource_s, kind="stable")[:NUM_BUSIEST]
-    seconds = times.makespan_s
     return ScheduleRun(
         seconds=seconds,
         lower_bound_s=max(float(resource_s.max(initial=0.0)), path_s),
-        busiest_resource_s=float(resource_s.max(initial=0.0)),
         longest_path_s=path_s,
         busiest=tuple((int(one), float(resource_s[one] / seconds)) for one in top if resource_s[one] > 0.0),
         num_sends=schedule.num_sends,
         num_simulated=used.num_tasks,
-        num_solves=times.num_solves,
     )
 
 

@@ -17,30 +17,20 @@ import numpy as np
 
 from foreshard.comm.flow._kernel import Routes, Shares, Slots, Tasks
 from foreshard.comm.flow.program import FlowProgram
+from foreshard.comm.flow.symmetry import Fold
 from foreshard.compiled import is_worth_compiling, loops
 from foreshard.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowTimes:
-    """What a simulation found.
+    """Start and end of each task in seconds, shape (T,).
 
-    Attributes
-    ----------
-    start_s, end_s : ndarray, shape (T,)
-        A flow starts when it waits for nothing more: its latency passes first, then its bytes.
-    utilisation : ndarray, shape (R,)
-        Bytes on each resource over capacity x makespan.
-    num_flows, num_moments, num_solves : int
-        Tasks that move bytes; moments with one or more events; components whose rates were solved.
+    A flow starts when it waits for nothing more: its latency passes first, then its bytes.
     """
 
     start_s: np.ndarray
     end_s: np.ndarray
-    utilisation: np.ndarray
-    num_flows: int
-    num_moments: int
-    num_solves: int
 
     @property
     def makespan_s(self) -> float:
@@ -69,39 +59,25 @@ def simulate(program: FlowProgram, *, compiled: bool | None = None) -> FlowTimes
         compiled = is_worth_compiling(program.num_tasks)
     kernel = loops("foreshard.comm.flow._kernel", compiled)
     start_s, end_s = np.zeros(program.num_tasks), np.full(program.num_tasks, -1.0)
-    tasks, waits = kernel_tasks(program, kernel)
-    routes = _routes(program)
-    shift = _entry_shift(program.route_indptr)
-    slots = _empty_slots(program.num_slots)
-    shares = _empty_shares(program.num_resources, program.num_slots, shift)
-    done, moments, solves = kernel.execute(routes, tasks, slots, shares, shift, waits, start_s, end_s)
-    if done < program.num_tasks:
-        raise _circle(np.flatnonzero(end_s < 0.0))
-    makespan_s = float(end_s.max(initial=0.0))
-    capacity_bytes = program.capacity_bytes_per_s * makespan_s
-    busy = np.zeros(program.num_resources)
-    np.divide(program.resource_bytes, capacity_bytes, out=busy, where=capacity_bytes > 0.0)
-    return FlowTimes(
-        start_s=start_s,
-        end_s=end_s,
-        utilisation=busy,
-        num_flows=program.num_flows,
-        num_moments=int(moments),
-        num_solves=int(solves),
-    )
-
-
-def _routes(program: FlowProgram) -> Routes:
-    return Routes(
+    tasks, waits = _kernel_tasks(program, kernel)
+    routes = Routes(
         program.capacity_bytes_per_s,
         program.route_indptr,
         program.route_resources,
         program.route_usage,
         program.rate_alone_bytes_per_s,
     )
+    # bits that number the resources of the longest route
+    shift = int(np.diff(program.route_indptr).max(initial=1) - 1).bit_length()
+    slots = _empty_slots(program.num_slots)
+    shares = _empty_shares(program.num_resources, program.num_slots, shift)
+    done = kernel.execute(routes, tasks, slots, shares, shift, waits, start_s, end_s)
+    if done < program.num_tasks:
+        raise _circle(np.flatnonzero(end_s < 0.0))
+    return FlowTimes(start_s=start_s, end_s=end_s)
 
 
-def kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
+def _kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
     """Return the columns that the loops read, and how many tasks each task waits for."""
     num_tasks = program.num_tasks
     waits = np.diff(program.indptr)
@@ -114,6 +90,29 @@ def kernel_tasks(program: FlowProgram, kernel: Any) -> tuple[Tasks, np.ndarray]:
     columns = (program.num_bytes, program.weight, program.priority, program.release_s, program.route)
     links = (program.slot, next_task, after_indptr, after)
     return Tasks(program.delay_s, *columns, *links), waits
+
+
+def longest_path_s(program: FlowProgram, small: Fold | None = None, *, compiled: bool | None = None) -> float:
+    """Return the makespan if every flow had its route to itself: sharing never makes it shorter.
+
+    Parameters
+    ----------
+    program : FlowProgram
+        Without circles.
+    small : Fold, optional
+        Its symmetric form, which gives the same sooner.
+    compiled : bool, optional
+        As in `simulate`.
+    """
+    alone_s = program.alone_s
+    if small is not None:
+        program, alone_s = small.program, alone_s[small.kept]
+    if compiled is None:
+        compiled = is_worth_compiling(program.num_tasks)
+    kernel = loops("foreshard.comm.flow._kernel", compiled)
+    tasks, waits = _kernel_tasks(program, kernel)
+    stack = np.empty(program.num_tasks, dtype=np.int64)
+    return float(kernel.longest_path(tasks, waits, alone_s, program.release_s.copy(), stack))
 
 
 def _empty_slots(num_slots: int) -> Slots:
@@ -134,11 +133,6 @@ def _empty_slots(num_slots: int) -> Slots:
         heap=np.zeros(num_slots, dtype=np.int64),
         place=np.full(num_slots, -1),
     )
-
-
-def _entry_shift(route_indptr: np.ndarray) -> int:
-    """Return the bits that number the resources of the longest route."""
-    return int(np.diff(route_indptr).max(initial=1) - 1).bit_length()
 
 
 def _empty_shares(num_resources: int, num_slots: int, shift: int) -> Shares:

@@ -31,20 +31,11 @@ MAX_ROUNDS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fold:
-    """A flow program without repetition.
-
-    Attributes
-    ----------
-    program : FlowProgram
-    task : ndarray of int, shape (T,)
-        Task of the small program that stands for each task of the large one.
-    kept : ndarray of int
-        Task of the large program that each task of the small one is.
-    """
+    """A flow program without repetition."""
 
     program: FlowProgram
-    task: np.ndarray
-    kept: np.ndarray
+    task: np.ndarray  # int, shape (T,); task of the small program that stands for each task of the large one
+    kept: np.ndarray  # int; task of the large program that each task of the small one is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreshard.comm.jobs.demand import JobDemand
-from foreshard.comm.jobs.policies import RunningJob, policy_named
+from foreshard.comm.jobs.policies import POLICIES, RunningJob
 from foreshard.comm.jobs.run import FlowSetting, JobTimes, run_jobs
 
 SAME_TIME = 1e-9
@@ -17,46 +17,32 @@ SAME_TIME = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyOutcome:
-    """What jobs took under a policy, or at least take without contention.
+    """What jobs took under a policy, or at least take without contention."""
 
-    Attributes
-    ----------
-    mean_iteration_s, p99_iteration_s : float
-        Over all iterations of all jobs.
-    mean_slowdown, p99_slowdown : float
-        Of iterations over the bound of their job: mean of the means of jobs, 99 % of all iterations.
-    makespan_s : float
-        End of the last job.
-    mean_completion_s : float
-        From arrival to end, over jobs.
-    job_iteration_s : ndarray, shape (jobs,)
-        Mean iteration of each job.
-    job_end_s : ndarray, shape (jobs,)
-    """
-
+    # mean_iteration_s, p99_iteration_s: over all iterations of all jobs
     mean_iteration_s: float
     p99_iteration_s: float
+    # mean_slowdown, p99_slowdown: of iterations over the bound of their job: mean of the means of jobs, 99 %
+    # of all iterations
     mean_slowdown: float
     p99_slowdown: float
-    makespan_s: float
-    mean_completion_s: float
-    job_iteration_s: np.ndarray
-    job_end_s: np.ndarray
+    makespan_s: float  # end of the last job
+    mean_completion_s: float  # from arrival to end, over jobs
+    job_iteration_s: np.ndarray  # shape (jobs,); mean iteration of each job
+    job_end_s: np.ndarray  # shape (jobs,)
 
 
-def simulated(
-    demands: Sequence[JobDemand], policy: str, *, compiled: bool | None = None
-) -> tuple[JobTimes, ...]:
+def simulated(demands: Sequence[JobDemand], policy: str) -> tuple[JobTimes, ...]:
     """Return when iterations run under a policy, which decides anew whenever a job starts or ends.
 
     A decision holds from each job's next iteration on.
     """
-    rule = policy_named(policy)
+    rule = POLICIES[policy]
     decide = rule.decide()
     histories = [[(0, FlowSetting(choice=demand.hashed))] for demand in demands]
     decided_s = -1.0
     while True:
-        times = run_jobs(demands, histories, ramp=rule.ramp, compiled=compiled)
+        times = run_jobs(demands, histories, ramp=rule.ramp)
         moments = sorted({one.ready_s for one in times} | {float(one.end_s[-1]) for one in times})
         for now_s in moments:
             if now_s <= decided_s * (1.0 + SAME_TIME):
@@ -64,7 +50,7 @@ def simulated(
             decided_s = now_s
             running, firsts = _running(demands, histories, times, now_s)
             settings = decide(running)
-            if _changed(running, settings):
+            if any(job.setting != setting for job, setting in zip(running, settings, strict=True)):
                 _apply(histories, running, firsts, settings)
                 break
         else:
@@ -94,10 +80,6 @@ def _running(
     return running, firsts
 
 
-def _changed(running: Sequence[RunningJob], settings: Sequence[FlowSetting]) -> bool:
-    return any(job.setting != setting for job, setting in zip(running, settings, strict=True))
-
-
 def _apply(
     histories: Sequence[list[tuple[int, FlowSetting]]],
     running: Sequence[RunningJob],
@@ -112,14 +94,10 @@ def _apply(
         histories[job.index][:] = [*kept, (first, setting)]
 
 
-def compared(
-    demands: Sequence[JobDemand], policies: Sequence[str], *, compiled: bool | None = None
-) -> dict[str, PolicyOutcome]:
+def compared(demands: Sequence[JobDemand], policies: Sequence[str]) -> dict[str, PolicyOutcome]:
     """Return the outcome under each policy, by name, and that of the bound, named 'bound'."""
     bounds_s = np.array([demand.bound_s() for demand in demands])
-    found = {
-        name: _outcome(demands, simulated(demands, name, compiled=compiled), bounds_s) for name in policies
-    }
+    found = {name: _outcome(demands, simulated(demands, name), bounds_s) for name in policies}
     return found | {"bound": _outcome(demands, _bound_times(demands, bounds_s), bounds_s)}
 
 

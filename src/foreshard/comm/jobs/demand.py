@@ -29,27 +29,14 @@ class PathOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobDemand:
-    """A job with its paths over a topology.
-
-    Attributes
-    ----------
-    job : TrainingJob
-    phase_of : ndarray of int, shape (transfers,)
-        Phase of each transfer, in order.
-    num_bytes : ndarray, shape (transfers,)
-    options : tuple of tuple of PathOption
-        Equal-cost paths of each transfer.
-    hashed : tuple of int
-        The paths that the hash of the flow takes.
-    capacity_bytes_per_s : ndarray, shape (resources,)
-    """
+    """A job with its paths over a topology."""
 
     job: TrainingJob
-    phase_of: np.ndarray
-    num_bytes: np.ndarray
-    options: tuple[tuple[PathOption, ...], ...]
-    hashed: Choice
-    capacity_bytes_per_s: np.ndarray
+    phase_of: np.ndarray  # int, shape (transfers,); phase of each transfer, in order
+    num_bytes: np.ndarray  # shape (transfers,)
+    options: tuple[tuple[PathOption, ...], ...]  # equal-cost paths of each transfer
+    hashed: Choice  # the paths that the hash of the flow takes
+    capacity_bytes_per_s: np.ndarray  # shape (resources,)
 
     def paths(self, choice: Choice) -> list[PathOption]:
         """Return the path of each transfer."""

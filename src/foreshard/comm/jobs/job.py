@@ -13,39 +13,23 @@ from foreshard.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What one rank sends another in a phase.
+    """What one rank sends another in a phase."""
 
-    Attributes
-    ----------
-    source, target : int
-        Ranks of the topology.
-    num_bytes : float
-    flow : int
-        Of several equal-cost paths the hash of source, target and this number takes one.
-    """
-
+    # source, target: ranks of the topology
     source: int
     target: int
     num_bytes: float
-    flow: int = 0
+    flow: int = 0  # of several equal-cost paths the hash of source, target and this number takes one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationPhase:
-    """Computation, then transfers that start together.
-
-    Attributes
-    ----------
-    compute_s : float
-    transfers : tuple of Transfer
-        They start when the computation and the transfers of the phase before have ended.
-    overlaps : bool
-        Whether the computation of the next phase runs beside them.
-    """
+    """Computation, then transfers that start together."""
 
     compute_s: float
+    # they start when the computation and the transfers of the phase before have ended
     transfers: tuple[Transfer, ...] = ()
-    overlaps: bool = False
+    overlaps: bool = False  # whether the computation of the next phase runs beside them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

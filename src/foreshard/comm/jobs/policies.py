@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from foreshard.comm.jobs.intensity import chosen_paths, priorities
 from foreshard.comm.jobs.rotation import Rotation, components, rotations
 from foreshard.comm.jobs.run import FlowSetting, Pace, Ramp, run_jobs
 from foreshard.compiled import is_worth_compiling
-from foreshard.errors import unknown
 
 _MLTCP_SLOPE, _MLTCP_START, _MLTCP_PARTS = 1.75, 0.25, 8
 """Weight of a flow that has sent all and none of its iteration (MLTCP, recalled), and steps between."""
@@ -22,23 +22,12 @@ _TRIAL_ITERATIONS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job that runs when a policy decides.
+    """A job that runs when a policy decides."""
 
-    Attributes
-    ----------
-    index : int
-        Of the job in the trace.
-    demand : JobDemand
-    setting : FlowSetting
-        As it is now.
-    ready_s : float
-        When its first iteration can start that the decision reaches.
-    """
-
-    index: int
+    index: int  # of the job in the trace
     demand: JobDemand
-    setting: FlowSetting
-    ready_s: float
+    setting: FlowSetting  # as it is now
+    ready_s: float  # when its first iteration can start that the decision reaches
 
 
 Decide = Callable[[Sequence[RunningJob]], Sequence[FlowSetting]]
@@ -46,22 +35,12 @@ Decide = Callable[[Sequence[RunningJob]], Sequence[FlowSetting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowPolicy:
-    """A policy of the fabric.
+    """A policy of the fabric."""
 
-    Attributes
-    ----------
-    about : str
-        What it does, in a few words.
-    decide : callable
-        Makes a function of the running jobs, called when a job starts or ends, that returns a setting for
-        each.
-    ramp : tuple of float
-        Weights of a flow while an iteration's bytes leave it.
-    """
-
-    about: str
+    about: str  # what it does, in a few words
+    # makes a function of the running jobs, called when a job starts or ends, that returns a setting for each
     decide: Callable[[], Decide]
-    ramp: Ramp = (1.0,)
+    ramp: Ramp = (1.0,)  # weights of a flow while an iteration's bytes leave it
 
 
 def _unchanged(running: Sequence[RunningJob]) -> list[FlowSetting]:
@@ -152,10 +131,6 @@ def _moved(pace: Pace, ready_s: float, begin_s: float) -> Pace:
     return replace(pace, first_s=max(0.0, pace.first_s + float(turns) * pace.period_s - begin_s))
 
 
-def _intensity(*, paths: bool, classes: bool) -> Callable[[], Decide]:
-    return lambda: lambda running: _by_intensity(running, paths=paths, classes=classes)
-
-
 POLICIES: Mapping[str, FlowPolicy] = {
     "fair-share": FlowPolicy(about="max-min fair, paths by hash", decide=lambda: _unchanged),
     "rotations": FlowPolicy(
@@ -165,10 +140,15 @@ POLICIES: Mapping[str, FlowPolicy] = {
         about="the same over the least loaded paths", decide=lambda: _Rotations(paths=True).decide
     ),
     "priorities": FlowPolicy(
-        about="Crux: strict, by intensity", decide=_intensity(paths=False, classes=True)
+        about="Crux: strict, by intensity", decide=lambda: partial(_by_intensity, paths=False, classes=True)
     ),
-    "paths": FlowPolicy(about="Crux: least loaded paths, fair", decide=_intensity(paths=True, classes=False)),
-    "priorities+paths": FlowPolicy(about="Crux: both", decide=_intensity(paths=True, classes=True)),
+    "paths": FlowPolicy(
+        about="Crux: least loaded paths, fair",
+        decide=lambda: partial(_by_intensity, paths=True, classes=False),
+    ),
+    "priorities+paths": FlowPolicy(
+        about="Crux: both", decide=lambda: partial(_by_intensity, paths=True, classes=True)
+    ),
     "mltcp": FlowPolicy(
         about="MLTCP: weight grows with bytes sent",
         decide=lambda: _unchanged,
@@ -176,16 +156,3 @@ POLICIES: Mapping[str, FlowPolicy] = {
     ),
 }
 """Policies by name; the first is what the others are compared with."""
-
-
-def policy_named(name: str) -> FlowPolicy:
-    """Return a policy by its name.
-
-    Raises
-    ------
-    SpecError
-        If there is none of that name.
-    """
-    if name not in POLICIES:
-        raise unknown("policy", name, POLICIES, key="policy", rule="Policies are")
-    return POLICIES[name]

@@ -35,17 +35,10 @@ _SWEEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircleJob:
-    """A job on a circle.
+    """A job on a circle."""
 
-    Attributes
-    ----------
-    repeats : int
-        Iterations on the circle.
-    demand : ndarray, shape (resources, steps)
-        Mean part of each resource's capacity that it asks for, unshifted.
-    """
-
-    repeats: int
+    repeats: int  # iterations on the circle
+    # shape (resources, steps); mean part of each resource's capacity that it asks for, unshifted
     demand: np.ndarray
 
     @property
@@ -56,20 +49,11 @@ class CircleJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """Places of jobs on a circle.
+    """Places of jobs on a circle."""
 
-    Attributes
-    ----------
-    length_s : float
-    periods_s, shifts_s : tuple of float
-    excess : float
-        Mean over the circle of the demand above capacity, summed over resources.
-    """
-
-    length_s: float
     periods_s: tuple[float, ...]
     shifts_s: tuple[float, ...]
-    excess: float
+    excess: float  # mean over the circle of the demand above capacity, summed over resources
 
 
 def profile(demand: JobDemand, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
@@ -193,121 +177,97 @@ def _move_two(jobs: Sequence[CircleJob], shifts: list[int], movable: Sequence[in
     return False
 
 
-def rotations(
-    demands: Sequence[JobDemand],
-    choices: Sequence[Choice],
-) -> list[Rotation]:
+def rotations(demands: Sequence[JobDemand], choices: Sequence[Choice]) -> list[Rotation]:
     """Return the most promising rotations of the jobs of a component, over lengths of the circle.
 
     Those of the least mean of period over lone iteration, times one plus the excess, come first.
     """
-    alone_s = np.array([demand.iteration_s(choice) for demand, choice in zip(demands, choices, strict=True)])
     profiles = [profile(demand, choice) for demand, choice in zip(demands, choices, strict=True)]
     peaks = np.array([rates.max(axis=0) for _, rates in profiles])
     contended = np.flatnonzero(peaks.sum(axis=0) > 1.0 + 1e-9)
-    narrow = [(spans, rates[:, contended]) for spans, rates in profiles]
+    circles = _Circles(
+        alone_s=np.array(
+            [demand.iteration_s(choice) for demand, choice in zip(demands, choices, strict=True)]
+        ),
+        profiles=[(spans, rates[:, contended]) for spans, rates in profiles],
+    )
+    # by periods in 1/1000 of lone iterations, the most promising circle: its promise and its length
     found: dict[tuple[int, ...], tuple[float, float]] = {}
-    rough = max(1, NUM_STEPS // _ROUGH)
-    for mean, length_s, repeats in _circles(alone_s):
+    for mean, length_s, repeats in circles.by_mean():
         worst = sorted(promise for promise, _ in found.values())[_KEPT - 1 : _KEPT]
         if worst and mean >= worst[0]:
             break  # no promise is below the mean
-        promise = _promise(length_s, repeats, alone_s, narrow, rough)
-        _keep(found, length_s, repeats, alone_s, promise)
-        if length_s <= alone_s.max() * MAX_REPEATS * _STRETCHES[0] * (1.0 + 1e-9):
-            for fewer, better in _slowed(length_s, repeats, alone_s, narrow, rough, promise):
-                _keep(found, length_s, fewer, alone_s, better)
+        tried = [(repeats, circles.promise(length_s, repeats))]
+        if length_s <= circles.alone_s.max() * MAX_REPEATS * _STRETCHES[0] * (1.0 + 1e-9):
+            tried += circles.slowed(length_s, *tried[0])
+        for fewer, promise in tried:
+            key = (round(1e3 * circles.mean(length_s, fewer)), *fewer.tolist())
+            if key not in found or promise < found[key][0]:
+                found[key] = (promise, length_s)
     best = sorted(found.items(), key=lambda item: item[1])[:_KEPT]
     return [
-        _rotation(length_s, np.array(key[1:]), narrow, NUM_STEPS, in_pairs=True)
-        for key, (_, length_s) in best
+        circles.rotation(length_s, np.array(key[1:]), NUM_STEPS, in_pairs=True) for key, (_, length_s) in best
     ]
 
 
-def _circles(alone_s: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
-    """Return circles as (mean of period over lone iteration, length, repeats), the least mean first."""
-    found = []
-    for turns in range(1, MAX_REPEATS + 1):
-        for more in _STRETCHES:
-            length_s = float(alone_s.max()) * turns * more
-            repeats = np.maximum(np.floor(length_s / (alone_s * _STRETCHES[0]) + 1e-9), 1).astype(int)
-            found.append((float((length_s / repeats / alone_s).mean()), length_s, repeats))
-    return sorted(found, key=lambda circle: circle[:2])
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Circles:
+    """Circles for some jobs: a length in seconds, and how often each job iterates on it."""
 
+    alone_s: np.ndarray  # shape (jobs,); a lone iteration
+    profiles: Sequence[tuple[np.ndarray, np.ndarray]]  # of each job, on the resources that are contended
 
-def _keep(
-    found: dict[tuple[int, ...], tuple[float, float]],
-    length_s: float,
-    repeats: np.ndarray,
-    alone_s: np.ndarray,
-    promise: float,
-) -> None:
-    """Note a circle; of those whose periods are alike the most promising."""
-    key = (round(1e3 * float((length_s / repeats / alone_s).mean())), *repeats.tolist())
-    if key not in found or promise < found[key][0]:
-        found[key] = (promise, length_s)
+    def mean(self, length_s: float, repeats: np.ndarray) -> float:
+        """Return the mean of period over lone iteration."""
+        return float((length_s / repeats / self.alone_s).mean())
 
+    def by_mean(self) -> list[tuple[float, float, np.ndarray]]:
+        """Return circles as (mean of period over lone iteration, length, repeats), the least mean first."""
+        found = []
+        for turns in range(1, MAX_REPEATS + 1):
+            for more in _STRETCHES:
+                length_s = float(self.alone_s.max()) * turns * more
+                most = np.floor(length_s / (self.alone_s * _STRETCHES[0]) + 1e-9)
+                repeats = np.maximum(most, 1).astype(int)
+                found.append((self.mean(length_s, repeats), length_s, repeats))
+        return sorted(found, key=lambda circle: circle[:2])
 
-def _promise(
-    length_s: float,
-    repeats: np.ndarray,
-    alone_s: np.ndarray,
-    profiles: Sequence[tuple[np.ndarray, np.ndarray]],
-    num_steps: int,
-) -> float:
-    """Return the mean of period over lone iteration, times one plus the excess after moves of one job."""
-    rough = _rotation(length_s, repeats, profiles, num_steps, in_pairs=False)
-    return float((length_s / repeats / alone_s).mean()) * (1.0 + rough.excess)
+    def promise(self, length_s: float, repeats: np.ndarray) -> float:
+        """Return the mean of period over lone iteration, times one plus the excess after moves of one job."""
+        rough = self.rotation(length_s, repeats, max(1, NUM_STEPS // _ROUGH), in_pairs=False)
+        return self.mean(length_s, repeats) * (1.0 + rough.excess)
 
+    def slowed(self, length_s: float, repeats: np.ndarray, promise: float) -> list[tuple[np.ndarray, float]]:
+        """Return circles on which single jobs iterate less often, each better than the one before.
 
-def _slowed(
-    length_s: float,
-    repeats: np.ndarray,
-    alone_s: np.ndarray,
-    profiles: Sequence[tuple[np.ndarray, np.ndarray]],
-    num_steps: int,
-    promise: float,
-) -> list[tuple[np.ndarray, float]]:
-    """Return circles on which single jobs iterate less often, each better than the one before.
+        Where jobs that contend pair by pair form a cycle, not all fit: one that waits is better than all.
+        """
+        found: list[tuple[np.ndarray, float]] = []
+        while promise > self.mean(length_s, repeats) + 1e-9:
+            trials = []
+            for job in np.flatnonzero(repeats > 1).tolist():
+                fewer = repeats.copy()
+                fewer[job] -= 1
+                if self.mean(length_s, fewer) < promise:
+                    trials.append((self.promise(length_s, fewer), job, fewer))
+            if not trials:
+                break
+            best, _, fewer = min(trials, key=lambda trial: trial[:2])
+            if best >= promise - 1e-9:
+                break
+            promise, repeats = best, fewer
+            found.append((fewer, best))
+        return found
 
-    Where jobs that contend pair by pair form a cycle, not all fit: one that waits is better than all.
-    """
-    found: list[tuple[np.ndarray, float]] = []
-    while promise > float((length_s / repeats / alone_s).mean()) + 1e-9:
-        trials = []
-        for job in np.flatnonzero(repeats > 1).tolist():
-            fewer = repeats.copy()
-            fewer[job] -= 1
-            if float((length_s / fewer / alone_s).mean()) >= promise:
-                continue
-            trials.append((_promise(length_s, fewer, alone_s, profiles, num_steps), job, fewer))
-        if not trials:
-            break
-        best, _, fewer = min(trials, key=lambda trial: trial[:2])
-        if best >= promise - 1e-9:
-            break
-        promise, repeats = best, fewer
-        found.append((fewer, best))
-    return found
-
-
-def _rotation(
-    length_s: float,
-    repeats: np.ndarray,
-    profiles: Sequence[tuple[np.ndarray, np.ndarray]],
-    num_steps: int,
-    *,
-    in_pairs: bool,
-) -> Rotation:
-    """Return the best places on a circle of one length."""
-    jobs = [
-        on_circle(spans, rates, repeats=number, length_s=length_s, num_steps=num_steps)
-        for (spans, rates), number in zip(profiles, repeats.tolist(), strict=True)
-    ]
-    shifts = best_shifts(jobs, in_pairs=in_pairs)
-    return Rotation(
-        length_s=length_s,
-        periods_s=tuple((length_s / repeats).tolist()),
-        shifts_s=tuple(shift * length_s / num_steps for shift in shifts),
-        excess=excess(jobs, shifts),
-    )
+    def rotation(self, length_s: float, repeats: np.ndarray, num_steps: int, *, in_pairs: bool) -> Rotation:
+        """Return the best places on a circle of one length."""
+        jobs = [
+            on_circle(spans, rates, repeats=number, length_s=length_s, num_steps=num_steps)
+            for (spans, rates), number in zip(self.profiles, repeats.tolist(), strict=True)
+        ]
+        shifts = best_shifts(jobs, in_pairs=in_pairs)
+        return Rotation(
+            periods_s=tuple((length_s / repeats).tolist()),
+            shifts_s=tuple(shift * length_s / num_steps for shift in shifts),
+            excess=excess(jobs, shifts),
+        )

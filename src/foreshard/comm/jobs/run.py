@@ -29,21 +29,11 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSetting:
-    """How a job's flows are treated.
+    """How a job's flows are treated."""
 
-    Attributes
-    ----------
-    choice : tuple of int
-        Path of each transfer.
-    priority : int
-        Flows of higher priority are served first.
-    pace : Pace, optional
-        Of the iterations from the one on that the setting holds from.
-    """
-
-    choice: Choice
-    priority: int = 0
-    pace: Pace | None = None
+    choice: Choice  # path of each transfer
+    priority: int = 0  # flows of higher priority are served first
+    pace: Pace | None = None  # of the iterations from the one on that the setting holds from
 
 
 History = Sequence[tuple[int, FlowSetting]]
@@ -52,16 +42,10 @@ History = Sequence[tuple[int, FlowSetting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobTimes:
-    """When a job ran.
+    """When a job ran."""
 
-    Attributes
-    ----------
-    ready_s : float
-        It had arrived and its ranks were free.
-    start_s, end_s : ndarray, shape (iterations,)
-    """
-
-    ready_s: float
+    ready_s: float  # it had arrived and its ranks were free
+    # start_s, end_s: shape (iterations,)
     start_s: np.ndarray
     end_s: np.ndarray
 
@@ -69,34 +53,6 @@ class JobTimes:
     def iteration_s(self) -> np.ndarray:
         """Seconds from the end of the iteration before (at first: from `ready_s`) to the end of each."""
         return np.diff(self.end_s, prepend=self.ready_s)
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Tasks of an iteration, as columns, and dependencies (task, task before) inside it."""
-
-    delay_s: list[float]
-    num_bytes: list[float]
-    weight: list[float]
-    route: list[int]
-    edges: list[tuple[int, int]]
-
-    def add(
-        self,
-        after: Sequence[int],
-        *,
-        delay_s: float = 0.0,
-        num_bytes: float = 0.0,
-        weight: float = 1.0,
-        route: int = -1,
-    ) -> int:
-        task = len(self.delay_s)
-        self.delay_s.append(delay_s)
-        self.num_bytes.append(num_bytes)
-        self.weight.append(weight)
-        self.route.append(route)
-        self.edges += [(task, before) for before in after]
-        return task
 
 
 def run_jobs(
@@ -171,38 +127,57 @@ def _add_job(
     for (first, setting), stop in zip(history, stops, strict=True):
         if stop <= first:
             continue
-        rows = _iteration(builder, demand, setting, ramp)
-        size, repeats = len(rows.delay_s), stop - first
+        rows, edges = _iteration(builder, demand, setting, ramp)
+        size, repeats = len(rows), stop - first
+        delay_s, num_bytes, weight, route = (np.tile(column, repeats) for column in zip(*rows, strict=True))
         release = np.zeros((repeats, size))
         if setting.pace is not None:
             release[:, 0] = setting.pace.first_s + setting.pace.period_s * np.arange(repeats)
         release[:, 0] = np.maximum(release[:, 0], demand.job.arrival_s)
         begin = builder.add_many(
-            delay_s=np.tile(rows.delay_s, repeats),
-            num_bytes=np.tile(rows.num_bytes, repeats),
-            weight=np.tile(rows.weight, repeats),
+            delay_s=delay_s,
+            num_bytes=num_bytes,
+            weight=weight,
             priority=setting.priority,
             release_s=release.ravel(),
-            route=np.tile(rows.route, repeats),
+            route=route,
         )
         offset = begin + size * np.arange(repeats)
-        edges = np.array(rows.edges, dtype=np.int64).reshape(-1, 2)
-        builder.depend((offset[:, None] + edges[:, 0]).ravel(), (offset[:, None] + edges[:, 1]).ravel())
+        waits = np.array(edges, dtype=np.int64).reshape(-1, 2)
+        builder.depend((offset[:, None] + waits[:, 0]).ravel(), (offset[:, None] + waits[:, 1]).ravel())
         starts[first:stop], ends[first:stop] = offset, offset + size - 1
     if count > 1:
         builder.depend(starts[1:], ends[:-1])
     return starts, ends
 
 
-def _iteration(builder: FlowProgramBuilder, demand: JobDemand, setting: FlowSetting, ramp: Ramp) -> _Rows:
-    """Return the tasks of one iteration: the first waits for its start, the last ends it."""
-    rows = _Rows([], [], [], [], [])
-    computed = sent = rows.add(())
+def _iteration(
+    builder: FlowProgramBuilder, demand: JobDemand, setting: FlowSetting, ramp: Ramp
+) -> tuple[list[tuple[float, float, float, int]], list[tuple[int, int]]]:
+    """Return the tasks of one iteration, the first its start, the last its end, and which waits for which.
+
+    A task is its delay, bytes, weight and route.
+    """
+    rows: list[tuple[float, float, float, int]] = []
+    edges: list[tuple[int, int]] = []
+
+    def add(
+        after: Sequence[int],
+        delay_s: float = 0.0,
+        num_bytes: float = 0.0,
+        weight: float = 1.0,
+        route: int = -1,
+    ) -> int:
+        edges.extend((len(rows), before) for before in after)
+        rows.append((delay_s, num_bytes, weight, route))
+        return len(rows) - 1
+
+    computed = sent = add(())
     done_bytes: dict[tuple[int, int, int], float] = {}
     whole_bytes = _pair_bytes(demand)
     paths = iter(zip(demand.paths(setting.choice), demand.num_bytes.tolist(), strict=True))
     for phase in demand.job.phases:
-        computed = rows.add((computed,), delay_s=phase.compute_s)
+        computed = add((computed,), phase.compute_s)
         if not phase.transfers:
             continue
         lasts = []
@@ -214,14 +189,13 @@ def _iteration(builder: FlowProgramBuilder, demand: JobDemand, setting: FlowSett
             route = builder.route(path.resources)
             after, delay_s = [computed, sent], path.latency_s
             for part, weight in _parts(begun, size, whole_bytes[pair], ramp):
-                task = rows.add(after, delay_s=delay_s, num_bytes=part, weight=weight, route=route)
-                after, delay_s = [task], 0.0
+                after, delay_s = [add(after, delay_s, part, weight, route)], 0.0
             lasts += after
-        sent = rows.add(lasts)
+        sent = add(lasts)
         if not phase.overlaps:
             computed = sent
-    rows.add((computed, sent))
-    return rows
+    add((computed, sent))
+    return rows, edges
 
 
 def _pair_bytes(demand: JobDemand) -> dict[tuple[int, int, int], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from foreshard.comm.nccl.communicator import Communicator
@@ -21,6 +22,13 @@ class NcclChoice:
     protocol: str
     estimates: tuple[Estimate, ...]  # that run, fastest first, then those that cannot; empty for messages
 
+    @classmethod
+    def among(cls, estimates: Iterable[Estimate]) -> NcclChoice:
+        """Return the choice of the fastest estimate, of equal ones the first."""
+        ranked = tuple(sorted(estimates, key=lambda found: found.time_s))
+        algorithm, _, protocol = ranked[0].name.partition("/")
+        return cls(algorithm=algorithm, protocol=protocol, estimates=ranked)
+
     @property
     def best(self) -> Estimate | None:
         """Return the estimate of the pick, None for messages."""
@@ -39,6 +47,12 @@ class NcclChoice:
         return None if best is None or second is None else second.time_s / best.time_s - 1.0
 
 
+def check_collective(collective: str) -> None:
+    """Raise SpecError for a collective that is none of NCCL's."""
+    if collective not in COLLECTIVES:
+        raise unknown("collective", collective, (*COLLECTIVES, *MESSAGES), key="COLLECTIVE")
+
+
 def nccl_choice(collective: str, num_bytes: float, comm: Communicator) -> NcclChoice:
     """Return what NCCL picks for a collective of ``num_bytes`` (as nccl-tests counts them).
 
@@ -53,12 +67,8 @@ def nccl_choice(collective: str, num_bytes: float, comm: Communicator) -> NcclCh
         return NcclChoice(
             algorithm="P2P", protocol=_message_protocol(collective, num_bytes, comm), estimates=()
         )
-    if collective not in COLLECTIVES:
-        raise unknown("collective", collective, (*COLLECTIVES, *MESSAGES), key="COLLECTIVE")
-    ranked = sorted(estimates(collective, num_bytes, comm), key=lambda found: found.time_s)
-    best = ranked[0]
-    algorithm, _, protocol = best.name.partition("/")
-    return NcclChoice(algorithm=algorithm, protocol=protocol, estimates=tuple(ranked))
+    check_collective(collective)
+    return NcclChoice.among(estimates(collective, num_bytes, comm))
 
 
 def _message_protocol(collective: str, num_bytes: float, comm: Communicator) -> str:

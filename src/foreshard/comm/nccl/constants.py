@@ -35,10 +35,9 @@ OWN = (
 )
 """Tables that a machine may have constants of its own for: those that NCCL lets a tuner replace."""
 Constants = Mapping[str, float]
-_MICRO = 1e-6
 _OWN_SPEEDS_FROM = 100  # compute capability from which on releases search channels of different speeds
 _DATA_CENTRE_AMPERE = ("a100", "a800", "a30")
-GIGA = 1e9
+GIGA, MICRO = 1e9, 1e-6
 
 
 @cache
@@ -69,7 +68,8 @@ def release_rule(release: str, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def shipped_constants(release: str = "") -> dict[str, float]:
+@cache
+def shipped_constants(release: str = "") -> Constants:
     """Return every constant of ``OWN`` by its name, as the tables or a release of its own rules have it."""
     table, of_release = tuning(), tuning()["releases"].get(release, {})
     found = {
@@ -95,35 +95,15 @@ def shipped_constants(release: str = "") -> dict[str, float]:
     return found
 
 
-def base_latency_s(algorithm: str, protocol: str, own: Constants) -> float:
-    """Return the time before the first hop."""
-    value = own.get(f"base_latency_us.{algorithm}.{protocol}")
-    if value is None:
-        value = tuning()["base_latency_us"][algorithm][PROTOCOLS.index(protocol)]
-    return float(value) * _MICRO
-
-
-def hop_latency_s(medium: str, algorithm: str, protocol: str, own: Constants) -> float:
-    """Return the time of a hop over ``nvlink``, ``pcie`` or ``network``."""
-    value = own.get(f"hop_latency_us.{medium}.{algorithm}.{protocol}")
-    if value is None:
-        value = tuning()["hop_latency_us"][medium][algorithm][PROTOCOLS.index(protocol)]
-    return float(value) * _MICRO
+def constant(name: str, release: str, own: Constants) -> float:
+    """Return a constant of ``OWN`` in the table's units: that of the machine, else that of the release."""
+    value = own.get(name)
+    return float(shipped_constants(release)[name] if value is None else value)
 
 
 def network_overhead_s(cpu: str) -> float:
     """Return the time of posting one message to the network."""
-    return float(tuning()["network_overhead_us"][cpu]) * _MICRO
-
-
-def bandwidth_limit(table: str, row: str, num_nodes: int, release: str, own: Constants) -> float:
-    """Return the bytes/s of a table of limits (``ll_max``, ``tree_max``, ...) for 1, 2, or more nodes."""
-    value = own.get(f"{table}.{row}.{min(num_nodes, 3)}")
-    if value is not None:
-        return float(value) * GIGA
-    of_release = tuning()["releases"].get(release, {}).get(table, {})
-    limits = of_release.get(row, tuning()[table][row])
-    return float(limits[min(num_nodes, 3) - 1]) * GIGA
+    return float(tuning()["network_overhead_us"][cpu]) * MICRO
 
 
 def nvls_efficiency(row: str) -> float:

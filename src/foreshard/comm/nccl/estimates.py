@@ -14,11 +14,11 @@ from foreshard.comm.nccl.channels import Channels
 from foreshard.comm.nccl.communicator import Communicator
 from foreshard.comm.nccl.constants import (
     ALGORITHMS,
+    GIGA,
+    MICRO,
     PROTOCOLS,
-    bandwidth_limit,
-    base_latency_s,
+    constant,
     factor,
-    hop_latency_s,
     limit,
     network_overhead_s,
     nvls_efficiency,
@@ -28,8 +28,7 @@ from foreshard.comm.nccl.constants import (
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
 """Collectives that NCCL chooses an algorithm for."""
-_GATHERS = ("all-gather", "reduce-scatter")
-_MICRO = 1e-6
+GATHERS = ("all-gather", "reduce-scatter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,11 @@ def estimate(
 ) -> Estimate:
     """Return NCCL's estimate of an algorithm with a protocol, in seconds."""
     made = Estimate(algorithm=algorithm, protocol=protocol)
-    reason = reason_against(collective, algorithm, protocol, comm)
+    reason = (
+        _against_algorithm(collective, algorithm, comm)
+        or _against_protocol(algorithm, protocol, comm)
+        or _against_nodes(algorithm, comm)
+    )
     if reason:
         return replace(made, reason=reason)
     latency = _latency_s(collective, algorithm, protocol, comm)
@@ -71,20 +74,12 @@ def estimate(
     return replace(made, latency_s=latency, bytes_per_s=bandwidth, time_s=latency + num_bytes / bandwidth)
 
 
-def reason_against(collective: str, algorithm: str, protocol: str, comm: Communicator) -> str:
-    """Return why an algorithm with a protocol cannot run, empty where it can."""
-    return (
-        _against_algorithm(collective, algorithm, comm)
-        or _against_protocol(algorithm, protocol, comm)
-        or _against_nodes(algorithm, comm)
-    )
-
-
 def _against_algorithm(collective: str, algorithm: str, comm: Communicator) -> str:
+    """Return why an algorithm cannot run, empty where it can."""
     name = ALGORITHMS[algorithm]
     if collective == "broadcast" and algorithm != "ring":
         return "broadcast runs on the ring only"
-    if collective in _GATHERS and algorithm in ("tree", "collnet-chain", "nvls-tree"):
+    if collective in GATHERS and algorithm in ("tree", "collnet-chain", "nvls-tree"):
         return f"{name} serves all-reduce only"
     if collective == "all-reduce" and algorithm == "pat":
         return "PAT serves all-gather and reduce-scatter only"
@@ -123,11 +118,11 @@ def _against_nodes(algorithm: str, comm: Communicator) -> str:
     return ""
 
 
-def _steps(collective: str, comm: Communicator) -> int:
+def ring_steps(collective: str, num_ranks: int) -> int:
     """Return how many times a ring passes a block on."""
     if collective == "all-reduce":
-        return 2 * (comm.num_ranks - 1)
-    return comm.num_ranks - 1 if collective in _GATHERS else comm.num_ranks
+        return 2 * (num_ranks - 1)
+    return num_ranks - 1 if collective in GATHERS else num_ranks
 
 
 def _channels(algorithm: str, comm: Communicator) -> Channels:
@@ -154,7 +149,8 @@ def _bus_bytes_per_s(collective: str, algorithm: str, protocol: str, comm: Commu
 
 def _most(table: str, comm: Communicator, row: str = "") -> float:
     """Return the bytes/s of a limit for the devices of the communicator, or of another row."""
-    return bandwidth_limit(table, row or comm.row, comm.num_nodes, comm.release, comm.constants)
+    name = f"{table}.{row or comm.row}.{min(comm.num_nodes, 3)}"
+    return constant(name, comm.release, comm.constants) * GIGA
 
 
 def _ll_limit(comm: Communicator) -> float:
@@ -211,7 +207,7 @@ def _collnet_bus(bus: float, collective: str, algorithm: str, comm: Communicator
     local = comm.ranks_per_node
     if algorithm == "collnet-chain":
         return bus
-    if collective in _GATHERS:
+    if collective in GATHERS:
         inter = comm.tree.inter_bytes_per_s * factor("collnet_inter")
         return local * min(comm.tree.intra_bytes_per_s, inter)
     heads = local / comm.tree.count  # devices per channel; half of the excess costs time
@@ -220,13 +216,13 @@ def _collnet_bus(bus: float, collective: str, algorithm: str, comm: Communicator
 
 def _bytes_ratio(collective: str, algorithm: str, comm: Communicator) -> float:
     """Return the algorithm's bandwidth (bytes of the caller per second) over the bus bandwidth."""
-    if algorithm != "ring" and collective in _GATHERS:
+    if algorithm != "ring" and collective in GATHERS:
         return 1.0
     ratio = release_rule(comm.release, "nvls_ratio")
     if algorithm.startswith("nvls") and ratio is not None:
         return ratio
     if algorithm in ("ring", "nvls", "nvls-tree"):
-        return comm.num_ranks / _steps(collective, comm)
+        return comm.num_ranks / ring_steps(collective, comm.num_ranks)
     return 0.5
 
 
@@ -254,10 +250,10 @@ def _plateau(collective: str, num_bytes: float, algorithm: str, protocol: str, c
 
 
 def _latency_s(collective: str, algorithm: str, protocol: str, comm: Communicator) -> float:
-    intra = hop_latency_s("nvlink" if comm.nvlink else "pcie", algorithm, protocol, comm.constants)
+    intra = _hop_s("nvlink" if comm.nvlink else "pcie", algorithm, protocol, comm)
     # With one rank per node nothing hides the network, for which NCCL takes the tree's latency.
     inter = _network_hop_s("tree" if comm.ranks_per_node == 1 else algorithm, protocol, comm)
-    base = base_latency_s(algorithm, protocol, comm.constants)
+    base = constant(f"base_latency_us.{algorithm}.{protocol}", comm.release, comm.constants) * MICRO
     levels = comm.num_nodes.bit_length() - 1
     peers = comm.num_ranks // comm.num_nodes - 1  # other ranks of the node
     if algorithm == "ring":
@@ -265,7 +261,7 @@ def _latency_s(collective: str, algorithm: str, protocol: str, comm: Communicato
     if algorithm == "tree":
         return base + 2.0 * (peers * intra + levels * inter)
     if algorithm == "collnet-direct":
-        arity = peers * factor("collnet_arity_us") * _MICRO
+        arity = peers * factor("collnet_arity_us") * MICRO
         return base + 2.0 * (min(1, peers) * intra + arity) + inter
     if algorithm == "collnet-chain":
         return base + 2.0 * peers * intra + inter
@@ -273,17 +269,18 @@ def _latency_s(collective: str, algorithm: str, protocol: str, comm: Communicato
         return intra + (inter if comm.num_nodes > 1 else 0.0)
     if algorithm == "nvls-tree":
         return base + intra + 2.0 * levels * inter
-    return base + levels * inter / factor("pat_log_divisor") + comm.num_ranks * factor("pat_rank_us") * _MICRO
+    return base + levels * inter / factor("pat_log_divisor") + comm.num_ranks * factor("pat_rank_us") * MICRO
+
+
+def _hop_s(medium: str, algorithm: str, protocol: str, comm: Communicator) -> float:
+    """Return the time of a hop over ``nvlink``, ``pcie`` or ``network``."""
+    name = f"hop_latency_us.{medium}.{algorithm}.{protocol}"
+    return constant(name, comm.release, comm.constants) * MICRO
 
 
 def _network_hop_s(algorithm: str, protocol: str, comm: Communicator) -> float:
     """Return the time of a hop over the network; Simple flushes, which costs the plugin's latency again."""
-    hop_us = release_rule(comm.release, "nvls_tree_hop_us") if algorithm == "nvls-tree" else None
-    is_own = f"hop_latency_us.network.{algorithm}.{protocol}" in comm.constants
-    if hop_us is None or is_own:
-        hop_s = hop_latency_s("network", algorithm, protocol, comm.constants)
-    else:
-        hop_s = hop_us * _MICRO
+    hop_s = _hop_s("network", algorithm, protocol, comm)
     return hop_s + comm.plugin_latency_s * (2.0 if protocol == "Simple" else 1.0)
 
 
@@ -296,7 +293,7 @@ def _ring_latency_s(collective: str, protocol: str, intra: float, inter: float, 
     if crosses:
         over = (2 if collective == "all-reduce" else 1) * (comm.num_nodes - 1)
         intra = max(intra, network_overhead_s(comm.cpu) * (3.0 if protocol == "Simple" else 1.0))
-    return (_steps(collective, comm) - over) * intra + over * inter
+    return (ring_steps(collective, comm.num_ranks) - over) * intra + over * inter
 
 
 def estimates(collective: str, num_bytes: float, comm: Communicator) -> tuple[Estimate, ...]:

@@ -12,16 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from foreshard.catalog.shipped import shipped
-from foreshard.comm.nccl.choice import MESSAGES, NcclChoice
-from foreshard.comm.nccl.constants import ALGORITHMS, GIGA, PROTOCOLS
-from foreshard.comm.nccl.estimates import COLLECTIVES, Estimate
-from foreshard.errors import unknown
+from foreshard.comm.nccl.choice import MESSAGES, NcclChoice, check_collective
+from foreshard.comm.nccl.constants import ALGORITHMS, GIGA, MICRO, PROTOCOLS
+from foreshard.comm.nccl.estimates import Estimate, ring_steps
 
 if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
 
-_MICRO = 1e-6
-_GATHERS = ("all-gather", "reduce-scatter")
 _ARCHITECTURE = "cdna3"
 _ALGORITHMS = ("tree", "ring")
 
@@ -54,16 +51,12 @@ def rccl_choice(collective: str, num_bytes: float, num_ranks: int) -> NcclChoice
     """
     if collective in MESSAGES:
         return NcclChoice(algorithm="P2P", protocol="Simple", estimates=())
-    if collective not in COLLECTIVES:
-        raise unknown("collective", collective, (*COLLECTIVES, *MESSAGES), key="COLLECTIVE")
-    found = (
+    check_collective(collective)
+    return NcclChoice.among(
         rccl_estimate(collective, num_bytes, algorithm, protocol, num_ranks)
         for algorithm in _ALGORITHMS
         for protocol in PROTOCOLS
     )
-    ranked = tuple(sorted(found, key=lambda estimate: estimate.time_s))
-    algorithm, _, protocol = ranked[0].name.partition("/")
-    return NcclChoice(algorithm=algorithm, protocol=protocol, estimates=ranked)
 
 
 def rccl_estimate(
@@ -98,19 +91,12 @@ def _bytes_per_s(
     bus = links * float(shares[algorithm][at])
     if (collective, protocol, nodes) == ("broadcast", "LL", 1):
         bus *= float(table["broadcast_ll"])
-    bus *= 0.5 if algorithm == "tree" else num_ranks / _steps(collective, num_ranks)
+    bus *= 0.5 if algorithm == "tree" else num_ranks / ring_steps(collective, num_ranks)
     if algorithm == "tree" or nodes > 1:
         corrections = table["correction"][algorithm][protocol]
         step = max((int(num_bytes) >> 6).bit_length() - 1, 0)
         bus *= float(corrections[min(step, len(corrections) - 1)])
     return bus * GIGA
-
-
-def _steps(collective: str, num_ranks: int) -> int:
-    """Return how many times a ring passes a block on."""
-    if collective == "all-reduce":
-        return 2 * (num_ranks - 1)
-    return num_ranks - 1 if collective in _GATHERS else num_ranks
 
 
 def _latency_s(collective: str, algorithm: str, protocol: str, num_ranks: int, nodes: int) -> float:
@@ -119,11 +105,11 @@ def _latency_s(collective: str, algorithm: str, protocol: str, num_ranks: int, n
     intra, inter = (float(table["hop_latency_us"][m][algorithm][at]) for m in ("xgmi", "network"))
     if algorithm == "tree":
         levels = nodes.bit_length() - 1
-        return (base + 2.0 * ((num_ranks // nodes - 1) * intra + levels * inter)) * _MICRO
+        return (base + 2.0 * ((num_ranks // nodes - 1) * intra + levels * inter)) * MICRO
     if collective == "broadcast":  # a pipeline, of which one hop shows
-        return (base + (inter if nodes > 1 else intra)) * _MICRO
+        return (base + (inter if nodes > 1 else intra)) * MICRO
     over = 0
     if nodes > 1:
         over = 2 * nodes if collective == "all-reduce" else nodes - 1
         intra = max(intra, float(table["network_overhead_us"]) * (3.0 if protocol == "Simple" else 1.0))
-    return (base + (_steps(collective, num_ranks) - over) * intra + over * inter) * _MICRO
+    return (base + (ring_steps(collective, num_ranks) - over) * intra + over * inter) * MICRO

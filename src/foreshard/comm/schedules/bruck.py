@@ -66,14 +66,8 @@ def pat(
     channels: int = 1,
     parts: int | None = None,
     weights: Sequence[float] | None = None,
-    aggregation: int | None = None,
 ) -> Schedule:
     """Return an all-gather or reduce-scatter on one binomial tree for each rank.
-
-    Parameters
-    ----------
-    aggregation : int, optional
-        Most shares in one message; a round that has more is done in several.
 
     Examples
     --------
@@ -83,15 +77,10 @@ def pat(
     parts = channels if parts is None else parts
     chunks = chunks_of(collective, num_ranks, parts, weights=weights)
     build = SequentialBuilder(collective, "pat", num_ranks, chunks)
-    rounds = []
-    for distance in reversed(_distances(num_ranks)):
-        ways = range(0, num_ranks - distance, 2 * distance)
-        step = aggregation or len(ways)
-        rounds += [(distance, ways[at : at + step]) for at in range(0, len(ways), step)]
-    gathers = collective == "all-gather"
-    for distance, ways in rounds if gathers else reversed(rounds):
+    gathers, distances = collective == "all-gather", _distances(num_ranks)
+    for distance in reversed(distances) if gathers else distances:
         for owner in range(num_ranks):
-            for way in ways:
+            for way in range(0, num_ranks - distance, 2 * distance):
                 near, far = (owner + way) % num_ranks, (owner + way + distance) % num_ranks
                 ends = (near, far) if gathers else (far, near)
                 _send_parts(build, *ends, owner, parts, channels, reduce=not gathers)

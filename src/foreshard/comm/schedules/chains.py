@@ -8,31 +8,18 @@ from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.schedules.sequential import SequentialBuilder
 
 
-def chain_send(num_ranks: int, *, channels: int = 1, parts: int | None = None) -> Schedule:
-    """Return a send from rank 0 to the last through all others, in pieces that follow each other.
+def piped_send(algorithm: str, num_ranks: int, *, channels: int = 1, parts: int | None = None) -> Schedule:
+    """Return a send from rank 0 to the last in pieces that follow each other: direct, or by a chain of all.
 
     Examples
     --------
-    >>> int(chain_send(3, parts=4).rounds().max())
+    >>> int(piped_send("chain", 3, parts=4).rounds().max())
     4
-    """
-    return _send("chain", list(range(num_ranks)), channels, parts)
-
-
-def direct_send(num_ranks: int, *, channels: int = 1, parts: int | None = None) -> Schedule:
-    """Return a send from rank 0 to the last rank, piece by piece.
-
-    Examples
-    --------
-    >>> direct_send(3).num_sends
+    >>> piped_send("direct", 3).num_sends
     1
     """
-    return _send("direct", [0, num_ranks - 1], channels, parts)
-
-
-def _send(algorithm: str, ranks: list[int], channels: int, parts: int | None) -> Schedule:
-    """Return a send along some ranks."""
-    pieces, num_ranks = channels if parts is None else parts, ranks[-1] + 1
+    ranks = range(num_ranks) if algorithm == "chain" else (0, num_ranks - 1)
+    pieces = channels if parts is None else parts
     build = SequentialBuilder("send", algorithm, num_ranks, chunks_of("send", num_ranks, pieces))
     for piece in range(pieces):
         channel = piece % channels

@@ -23,19 +23,14 @@ Route = Callable[[int, int, int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundCost:
-    """Latency and time for each byte of the collective, round by round.
+    """Latency and time for each byte of the collective, round by round."""
 
-    Attributes
-    ----------
-    latency_s : ndarray, shape (rounds,)
-    s_per_byte : ndarray, shape (rounds,)
-        Load of the round's bottleneck over its capacity, for each byte of the collective's size.
-    bottleneck : ndarray of int, shape (rounds,)
-        The resource of the topology that bounds each round; -1 where nothing leaves its device.
-    """
-
-    latency_s: np.ndarray
+    latency_s: np.ndarray  # shape (rounds,)
+    # shape (rounds,); load of the round's bottleneck over its capacity, for each byte of the collective's
+    # size
     s_per_byte: np.ndarray
+    # int, shape (rounds,); the resource of the topology that bounds each round; -1 where nothing leaves its
+    # device
     bottleneck: np.ndarray
 
     def time_s(self, num_bytes: float) -> float:

@@ -39,7 +39,9 @@ def halving_doubling(
     else:
         chunks = chunks_of(collective, num_ranks, parts, weights=weights)
         owners = [_position(n // parts, num_ranks, size) for n in range(len(chunks))]
-    build = SequentialBuilder(collective, _name(collective), num_ranks, chunks)
+    names = {"all-gather": "recursive-doubling", "reduce-scatter": "recursive-halving"}
+    name = names.get(collective, "halving-doubling")
+    build = SequentialBuilder(collective, name, num_ranks, chunks)
     halving = _Halving(build, size, owners, channels)
     if collective != "all-gather":
         halving.fold(reduce=True, chunks=range(len(chunks)))
@@ -50,12 +52,6 @@ def halving_doubling(
         halving.double()
     halving.unfold(collective, parts)
     return build.schedule()
-
-
-def _name(collective: str) -> str:
-    return {"all-gather": "recursive-doubling", "reduce-scatter": "recursive-halving"}.get(
-        collective, "halving-doubling"
-    )
 
 
 def _position(rank: int, num_ranks: int, size: int) -> int:

@@ -1,12 +1,12 @@
 """Levels: reduce-scatter inside nodes, a collective across them, all-gather inside, of any algorithms.
 
 Rank ``node * per_node + place`` is at a place of a node. Levels nest: the collective across nodes may itself
-be one of two levels, which makes any number of dimensions. Source: Cho et al. 2019 (BlueConnect).
+be one of two levels. Source: Cho et al. 2019 (BlueConnect).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from foreshard.comm.schedules.schedule import Chunk, Schedule, chunks_of
 from foreshard.comm.schedules.sequential import SequentialBuilder
@@ -144,48 +144,3 @@ class _LevelPlan:
         if self.collective == "broadcast":
             return places, [[base + one * across + n for one in range(count)] for n in range(across)]
         return places, [[base + place * across + n] for n in range(across)]
-
-
-Make = Callable[[str, int, int], Schedule]
-"""A schedule of a collective for a number of ranks and a root."""
-
-
-def nested(
-    collective: str,
-    sizes: Sequence[int],
-    make: Sequence[Make],
-    *,
-    parts: int = 1,
-    channels: int = 1,
-    weights: Sequence[float] | None = None,
-    root: int = 0,
-    algorithm: str = "hierarchical",
-) -> Schedule:
-    """Return a collective over any number of dimensions, the first one innermost.
-
-    Parameters
-    ----------
-    sizes : sequence of int, each >= 2
-        Ranks along each dimension, two dimensions at least.
-    make : sequence of callable
-        The algorithm of each dimension.
-
-    Examples
-    --------
-    >>> from foreshard.comm.schedules.ring import ring
-    >>> nested("all-reduce", (2, 2, 2), [lambda collective, size, root: ring(collective, size)] * 3).num_ranks
-    8
-    """
-    if len(sizes) < 2 or min(sizes) < 2:
-        rule = "There are at least two dimensions of at least two ranks"
-        raise SpecError(f"dimensions {tuple(sizes)}", key="sizes", value=str(tuple(sizes)), rule=rule)
-    size = sizes[0]
-    if len(sizes) > 2:
-        outer = nested(collective, sizes[1:], make[1:], root=root // size)
-    else:
-        outer = make[1](collective, sizes[1], root // size)
-    names = ("reduce-scatter", "all-gather") if collective == "all-reduce" else (collective,)
-    inner = [make[0](name, size, root % size) for name in names]
-    return two_level(
-        collective, inner, outer, parts=parts, channels=channels, weights=weights, algorithm=algorithm
-    )

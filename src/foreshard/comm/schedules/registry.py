@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from foreshard.comm.schedules import bruck, chains, exchange, halving, hierarchical, in_network, ring, trees
+from foreshard.comm.schedules import bruck, chains, exchange, halving, in_network, ring, trees
+from foreshard.comm.schedules.hierarchical import two_level
 from foreshard.comm.schedules.schedule import COLLECTIVES, Schedule
 from foreshard.errors import SpecError, unknown
 from foreshard.words import spelled
@@ -19,22 +20,13 @@ Weights = Sequence[float] | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """How schedules of one name are made.
+    """How schedules of one name are made."""
 
-    Attributes
-    ----------
-    make : callable
-        ``make(collective, num_ranks, **options)``.
-    collectives : tuple of str
-    options : frozenset of str
-        Of 'per_node', 'weights' and 'root', those it takes; all take parts and channels.
-    needs_nodes : bool
-        Whether `per_node` must divide the ranks into at least two nodes of at least two.
-    """
-
-    make: Callable[..., Schedule]
+    make: Callable[..., Schedule]  # ``make(collective, num_ranks, **options)``
     collectives: tuple[str, ...]
+    # of 'per_node', 'weights' and 'root', those it takes; all take parts and channels
     options: frozenset[str] = field(default_factory=frozenset)
+    # whether `per_node` must divide the ranks into at least two nodes of at least two
     needs_nodes: bool = False
 
 
@@ -63,7 +55,7 @@ def _bruck(collective: str, num_ranks: int, *, weights: Any = None, **options: A
 def _direct(collective: str, num_ranks: int, **options: Any) -> Schedule:
     if collective == "send":
         options.pop("weights", None)
-        return chains.direct_send(num_ranks, **options)
+        return chains.piped_send("direct", num_ranks, **options)
     return exchange.direct(collective, num_ranks, **options)
 
 
@@ -74,12 +66,14 @@ def _hierarchical(
     per_node: int,
     channels: int,
     parts: int | None = None,
+    root: int = 0,
     **options: Any,
 ) -> Schedule:
     """Return rings inside nodes and across them."""
-    make: list[hierarchical.Make] = [lambda name, size, root: _ring(name, size, root=root)] * 2
-    sizes = (per_node, num_ranks // per_node)
-    return hierarchical.nested(collective, sizes, make, channels=channels, parts=parts or channels, **options)
+    outer = _ring(collective, num_ranks // per_node, root=root // per_node)
+    names = ("reduce-scatter", "all-gather") if collective == "all-reduce" else (collective,)
+    inner = [_ring(name, per_node, root=root % per_node) for name in names]
+    return two_level(collective, inner, outer, channels=channels, parts=parts or channels, **options)
 
 
 def _without_collective(make: Callable[..., Schedule]) -> Callable[..., Schedule]:
@@ -120,7 +114,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         )
         for name in exchange.WAYS
     },
-    "chain": _of(_without_collective(chains.chain_send), "send"),
+    "chain": _of(_without_collective(partial(chains.piped_send, "chain")), "send"),
 }
 """Algorithms that need no more than their name; ``synthesis/packing.py`` packs trees into a topology."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,21 +20,11 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A part of the data that moves as one.
+    """A part of the data that moves as one."""
 
-    Attributes
-    ----------
-    weight : float
-        Part of the collective's size, at least 0.
-    sources : tuple of int
-        Ranks that hold it at first; where several do, what is wanted is their sum.
-    targets : tuple of int
-        Ranks that hold it, or the sum, at the end.
-    """
-
-    weight: float
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    weight: float  # part of the collective's size, at least 0
+    sources: tuple[int, ...]  # ranks that hold it at first; where several do, what is wanted is their sum
+    targets: tuple[int, ...]  # ranks that hold it, or the sum, at the end
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +111,12 @@ class Schedule:
         found = None
         if self.num_sends >= _MANY_SENDS and is_worth_compiling(self.num_sends):
             found = _rounds_in_order(self.indptr, self.indices)
-        return _rounds_by_level(self.indptr, self.indices) if found is None else found
+        if found is None:
+            send = np.repeat(np.arange(self.num_sends), np.diff(self.indptr))
+            found = rounds_by_level(send, self.indices, self.num_sends)
+        if (found < 0).any():
+            raise ValueError("sends wait for each other in a circle")
+        return found
 
     def check_hosts_execute(self) -> None:
         """Raise SpecError if the schedule has sends into switches, which hosts cannot execute."""
@@ -180,37 +175,37 @@ def load_rounds() -> None:
     _rounds_in_order(np.zeros(2, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
-def _rounds_by_level(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the round of each send, all of a round at once, in whatever order sends are listed."""
-    left = np.diff(indptr)
-    follows = np.argsort(indices, kind="stable")
-    of = np.repeat(np.arange(len(left)), left)[follows]
-    first = np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=len(left)))])
-    found = np.full(len(left), -1)
+def rounds_by_level(sends: np.ndarray, before: np.ndarray, count: int) -> np.ndarray:
+    """Return the round of each of `count` sends, of which some wait for others, in whatever order listed.
+
+    All of a round are found at once. Sends in circles, and those behind them, have round -1.
+
+    Parameters
+    ----------
+    sends, before : ndarray of int, shape (waits,)
+        Send that waits, and what it waits for.
+    count : int
+    """
+    left = np.bincount(sends, minlength=count)
+    of = sends[np.argsort(before, kind="stable")]
+    first = np.concatenate([[0], np.cumsum(np.bincount(before, minlength=count))])
+    found = np.full(count, -1)
     ready, at = np.flatnonzero(left == 0), 0
     while len(ready):
         found[ready] = at
         each = first[ready + 1] - first[ready]
         ends = np.cumsum(each)
-        waiting, count = np.unique(
+        waiting, number = np.unique(
             of[np.repeat(first[ready] - ends + each, each) + np.arange(ends[-1])], return_counts=True
         )
-        left[waiting] -= count
+        left[waiting] -= number
         ready, at = waiting[left[waiting] == 0], at + 1
-    if (found < 0).any():
-        raise ValueError("sends wait for each other in a circle")
     return found
 
 
+@dataclass
 class ScheduleBuilder:
     """Collects sends one by one, with what each waits for.
-
-    Parameters
-    ----------
-    collective, algorithm : str
-    num_ranks : int
-    chunks : sequence of Chunk
-    switches : sequence of str, optional
 
     Examples
     --------
@@ -223,18 +218,13 @@ class ScheduleBuilder:
     [0, 1]
     """
 
-    def __init__(
-        self,
-        collective: str,
-        algorithm: str,
-        num_ranks: int,
-        chunks: Sequence[Chunk],
-        switches: Sequence[str] = (),
-    ) -> None:
-        self.collective, self.algorithm, self.num_ranks = collective, algorithm, num_ranks
-        self.chunks, self.switches = tuple(chunks), tuple(switches)
-        self._rows: list[tuple[int, int, int, bool, int]] = []
-        self._after: list[Sequence[int]] = []
+    collective: str
+    algorithm: str
+    num_ranks: int
+    chunks: Sequence[Chunk]
+    switches: Sequence[str] = ()
+    _rows: list[tuple[int, int, int, bool, int]] = field(default_factory=list)
+    _after: list[Sequence[int]] = field(default_factory=list)
 
     def send(
         self,
@@ -260,7 +250,7 @@ class ScheduleBuilder:
             collective=self.collective,
             algorithm=self.algorithm,
             num_ranks=self.num_ranks,
-            chunks=self.chunks,
+            chunks=tuple(self.chunks),
             source=columns[0],
             target=columns[1],
             chunk=columns[2],
@@ -268,7 +258,7 @@ class ScheduleBuilder:
             channel=columns[4],
             indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             indices=np.array(flat, dtype=np.int64),
-            switches=self.switches,
+            switches=tuple(self.switches),
         )
 
 

@@ -112,7 +112,7 @@ def schedule_from(data: Any, *, file: str | None = None) -> Schedule:
         raise SpecError(
             what, file=file, key="sends", value=what, rule="Columns describe sends between places"
         )
-    for what in verify(schedule).faults:
+    for what in verify(schedule):
         rule = "A schedule computes what its collective promises"
         raise SpecError(what, file=file, key="sends", value=what, rule=rule)
     return schedule

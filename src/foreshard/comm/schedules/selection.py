@@ -28,24 +28,12 @@ _FORM = "NAME, NAME:per_node=2,channels=2,parts=4, or a schedule's file that end
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleSelection:
-    """How ranks execute a collective, for any number of them or for that of a file.
+    """How ranks execute a collective, for any number of them or for that of a file."""
 
-    Attributes
-    ----------
-    collective : str
-        A key of `KEYS`.
-    name : str
-        Of the algorithm, or the path of the file.
-    options : tuple of (str, int)
-        Of `schedule_of`.
-    schedule : Schedule, optional
-        What the file holds.
-    """
-
-    collective: str = "all-reduce"
-    name: str
-    options: tuple[tuple[str, int], ...] = ()
-    schedule: Schedule | None = None
+    collective: str = "all-reduce"  # a key of `KEYS`
+    name: str  # of the algorithm, or the path of the file
+    options: tuple[tuple[str, int], ...] = ()  # of `schedule_of`
+    schedule: Schedule | None = None  # what the file holds
 
     def schedule_for(self, num_ranks: int) -> Schedule:
         """Return the schedule of so many ranks.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from foreshard.comm.schedules.schedule import Chunk, Schedule, ScheduleBuilder
+from foreshard.comm.schedules.schedule import Schedule, ScheduleBuilder
 
 
+@dataclass
 class SequentialBuilder(ScheduleBuilder):
     """Collects sends as a sequential program would do them, and derives their dependencies.
 
@@ -16,6 +18,7 @@ class SequentialBuilder(ScheduleBuilder):
 
     Examples
     --------
+    >>> from foreshard.comm.schedules.schedule import Chunk
     >>> chunk = Chunk(weight=1.0, sources=(0, 1), targets=(0, 1))
     >>> build = SequentialBuilder("all-reduce", "example", 2, [chunk])
     >>> build.send(0, 1, 0, reduce=True), build.send(1, 0, 0)
@@ -24,23 +27,15 @@ class SequentialBuilder(ScheduleBuilder):
     [0]
     """
 
-    def __init__(
-        self,
-        collective: str,
-        algorithm: str,
-        num_ranks: int,
-        chunks: Sequence[Chunk],
-        switches: Sequence[str] = (),
-    ) -> None:
-        super().__init__(collective, algorithm, num_ranks, chunks, switches)
-        # of each (place, chunk), by number: what a read waits for, what a further addition waits for, and the
-        # reads since the last write
-        self._writes: dict[int, list[int]] = {}
-        self._before: dict[int, list[int]] = {}  # only where the last writes were additions
-        self._reads: dict[int, list[int]] = {}
-        self._arrived: dict[int, dict[tuple[int, int], int]] = {}  # in this round, the last of each channel
-        self._gates: dict[int, list[int]] = {}
-        self._last: dict[tuple[int, ...], int] = {}  # send of each turn
+    # of each (place, chunk), by number: what a read waits for, what a further addition waits for (only where
+    # the last writes were additions), and the reads since the last write
+    _writes: dict[int, list[int]] = field(default_factory=dict)
+    _before: dict[int, list[int]] = field(default_factory=dict)
+    _reads: dict[int, list[int]] = field(default_factory=dict)
+    # of each place, the last send of each channel in this round, and what its further sends wait for
+    _arrived: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
+    _gates: dict[int, list[int]] = field(default_factory=dict)
+    _last: dict[tuple[int, ...], int] = field(default_factory=dict)  # send of each turn
 
     def send(
         self,

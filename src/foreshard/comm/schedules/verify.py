@@ -8,56 +8,36 @@ order stands for all. A send reads between its start and its arrival; it writes 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.schedules.schedule import Schedule, rounds_by_level
 
 MAX_FAULTS = 20  # of one kind of check; more say the same again
 _READ, _ADD, _COPY = range(3)
 _SHOWN = 6  # sends or ranks that a fault lists
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Verification:
-    """What a schedule does wrong, in sentences, and the storage it needs.
-
-    Attributes
-    ----------
-    faults : tuple of str
-        Empty if it computes what its collective promises in every order that it allows.
-    peak : ndarray, shape (num_ranks,)
-        Most that each rank holds at once, in parts of the collective's size: its input, its output where it
-        is not in the same place, and what it passes on, freed after the round that last reads it. Zeros for
-        a malformed schedule.
-    """
-
-    faults: tuple[str, ...]
-    peak: np.ndarray
-
-
-def verify(schedule: Schedule) -> Verification:
-    """Return the faults of a schedule and the storage it needs.
+def verify(schedule: Schedule) -> tuple[str, ...]:
+    """Return what a schedule does wrong, in sentences: nothing where every order computes its collective.
 
     Examples
     --------
     >>> from foreshard.comm.schedules.ring import ring
-    >>> verify(ring("all-gather", 3)).faults
+    >>> verify(ring("all-gather", 3))
     ()
     """
-    faults = list(malformed(schedule))
-    none = np.zeros(max(schedule.num_ranks, 0))
+    faults = tuple(islice(malformed(schedule), MAX_FAULTS))
     if faults:
-        return Verification(faults=tuple(faults[:MAX_FAULTS]), peak=none)
-    fifo = _previous_on_channel(schedule)
-    round_of, stuck = _rounds(schedule, fifo)
+        return faults
+    fifo = _previous(_channels(schedule))
+    round_of = _rounds(schedule, fifo)
+    stuck = np.flatnonzero(round_of < 0)
     if len(stuck):
         listed = ", ".join(map(str, stuck[:_SHOWN].tolist())) + (", ..." if len(stuck) > _SHOWN else "")
-        what = f"deadlock: sends {listed} wait for each other, or for sends that do"
-        return Verification(faults=(what,), peak=none)
-    found = _Interpreter(schedule, fifo, round_of).faults()
-    return Verification(faults=tuple(found), peak=_peak(schedule, round_of))
+        return (f"deadlock: sends {listed} wait for each other, or for sends that do",)
+    return tuple(_Interpreter(schedule, fifo, round_of).faults())
 
 
 def channel_rounds(schedule: Schedule) -> np.ndarray:
@@ -68,8 +48,8 @@ def channel_rounds(schedule: Schedule) -> np.ndarray:
     ValueError
         If sends wait for each other.
     """
-    round_of, stuck = _rounds(schedule, _previous_on_channel(schedule))
-    if len(stuck):
+    round_of = _rounds(schedule, _previous(_channels(schedule)))
+    if (round_of < 0).any():
         raise ValueError("sends wait for each other")
     return round_of
 
@@ -110,44 +90,32 @@ def malformed(schedule: Schedule) -> Iterator[str]:
             yield f"chunk {number} has weight {chunk.weight}"
 
 
-def _previous_on_channel(schedule: Schedule) -> np.ndarray:
-    """Return the send before each one on the same channel between the same places, -1 for none."""
+def _channels(schedule: Schedule) -> np.ndarray:
+    """Return a number of the channel between two places of each send."""
     source, target, channel = (
         column.astype(np.int64) for column in (schedule.source, schedule.target, schedule.channel)
     )
-    key = (channel - channel.min(initial=0)) * schedule.num_places**2 + source * schedule.num_places + target
-    order = np.argsort(key, kind="stable")
-    same = key[order[1:]] == key[order[:-1]]
-    previous = np.full(schedule.num_sends, -1, dtype=np.int64)
+    return (channel - channel.min(initial=0)) * schedule.num_places**2 + source * schedule.num_places + target
+
+
+def _previous(*keys: np.ndarray) -> np.ndarray:
+    """Return the send before each one with the same keys, -1 for none."""
+    order = np.lexsort(keys)
+    same = np.logical_and.reduce([key[order[1:]] == key[order[:-1]] for key in keys])
+    previous = np.full(len(order), -1, dtype=np.int64)
     previous[order[1:][same]] = order[:-1][same]
     return previous
 
 
-def _rounds(schedule: Schedule, fifo: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a round of each send, after those of all it follows, and the sends that can never start.
+def _rounds(schedule: Schedule, fifo: np.ndarray) -> np.ndarray:
+    """Return a round of each send, after those of all it follows, -1 for sends that can never start.
 
     For a deadlock it makes no difference that a channel orders starts and arrivals apart: whatever circle
     goes through a channel also goes through the starts of its sends.
     """
-    count = schedule.num_sends
     has = np.flatnonzero(fifo >= 0)
-    before = np.concatenate([schedule.indices, fifo[has]])
-    after = np.concatenate([np.repeat(np.arange(count), np.diff(schedule.indptr)), has])
-    order = np.argsort(before, kind="stable")
-    after = after[order]
-    first = np.searchsorted(before[order], np.arange(count + 1))
-    left = np.bincount(after, minlength=count)
-    round_of = np.full(count, -1, dtype=np.int64)
-    ready, at = np.flatnonzero(left == 0), 0
-    while len(ready):
-        round_of[ready] = at
-        lengths = first[ready + 1] - first[ready]
-        starts = np.repeat(first[ready] - np.cumsum(lengths) + lengths, lengths)
-        waiting = after[starts + np.arange(len(starts))]
-        np.subtract.at(left, waiting, 1)
-        ready = np.unique(waiting[left[waiting] == 0])
-        at += 1
-    return round_of, np.flatnonzero(round_of < 0)
+    after = np.concatenate([np.repeat(np.arange(schedule.num_sends), np.diff(schedule.indptr)), has])
+    return rounds_by_level(after, np.concatenate([schedule.indices, fifo[has]]), schedule.num_sends)
 
 
 class _Interpreter:
@@ -157,21 +125,11 @@ class _Interpreter:
         self.schedule, self.fifo, self.round_of = schedule, fifo.tolist(), round_of
         self.found: list[str] = []
         self.order = np.lexsort((round_of, schedule.chunk))
-        self.same_chunk_fifo = self._previous_of_chunk()
+        self.same_chunk_fifo = _previous(schedule.chunk, _channels(schedule)).tolist()
         self.source, self.target = schedule.source.tolist(), schedule.target.tolist()
         self.adds = schedule.is_reduced.tolist()
         self.chunk_of = schedule.chunk.tolist()
         self.indptr, self.indices = schedule.indptr.tolist(), schedule.indices.tolist()
-
-    def _previous_of_chunk(self) -> list[int]:
-        """Return the send before each one with the same chunk, places and channel, -1 for none."""
-        schedule = self.schedule
-        keys = (schedule.channel, schedule.target, schedule.source, schedule.chunk)
-        order = np.lexsort(keys)
-        same = np.logical_and.reduce([key[order[1:]] == key[order[:-1]] for key in keys])
-        previous = np.full(schedule.num_sends, -1, dtype=np.int64)
-        previous[order[1:][same]] = order[:-1][same]
-        return previous.tolist()
 
     def faults(self) -> list[str]:
         """Return the faults of all chunks, at most about `MAX_FAULTS`."""
@@ -304,35 +262,3 @@ def _bits(mask: int) -> Iterator[int]:
     while mask:
         yield (mask & -mask).bit_length() - 1
         mask &= mask - 1
-
-
-def _peak(schedule: Schedule, round_of: np.ndarray) -> np.ndarray:
-    """Return the most that each rank holds at once if sends go in rounds."""
-    num_chunks, ranks = len(schedule.chunks), schedule.num_ranks
-    last = int(round_of.max(initial=0)) + 1
-    ends = [
-        np.array([rank * num_chunks + n for n, chunk in enumerate(schedule.chunks) for rank in some(chunk)])
-        for some in (lambda chunk: chunk.sources, lambda chunk: chunk.targets)
-    ]
-    sends = [
-        places.astype(np.int64) * num_chunks + schedule.chunk for places in (schedule.target, schedule.source)
-    ]
-    held, at = np.unique(np.concatenate([*ends, *sends]).astype(np.int64), return_inverse=True)
-    sources, targets, written, read = np.split(at, np.cumsum([len(some) for some in [*ends, *sends]])[:-1])
-    # input stays, output stays, and the rest is held from the first write to the last read
-    held_from, held_to = np.full(len(held), last), np.full(len(held), -1)
-    np.minimum.at(held_from, written, round_of)
-    np.maximum.at(held_to, read, round_of)
-    np.maximum.at(held_to, written, round_of)
-    held_from[sources], held_to[sources], held_to[targets] = 0, last, last
-    weight = np.array([chunk.weight for chunk in schedule.chunks])[held % num_chunks]
-    # what is freed at the end of a round makes room before the next one begins
-    when = np.concatenate([2 * held_from, 2 * held_to + 1])
-    where = np.tile(held // num_chunks, 2)
-    order = np.lexsort((when, where))
-    total = np.cumsum(np.concatenate([weight, -weight])[order])
-    begins = np.searchsorted(where[order], np.arange(schedule.num_places))
-    base = np.where(begins > 0, total[begins - 1], 0.0)
-    peak = np.zeros(schedule.num_places)
-    np.maximum.at(peak, where[order], total - base[where[order]])
-    return peak[:ranks]

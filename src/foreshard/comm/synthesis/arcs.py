@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.topology.channel_routes import bottleneck_bytes_per_s, routes_from
-from foreshard.comm.topology.graph import Edge, Topology
+from foreshard.comm.topology.graph import Topology
 
 MUCH_FASTER = 1.5
 """Ratio of transfer times from which the slower of two arcs leaves to the faster what both could carry."""
@@ -14,26 +16,16 @@ MUCH_FASTER = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arc:
-    """A route from one device to another over links and switches only.
+    """A route from one device to another over links and switches only."""
 
-    Attributes
-    ----------
-    source, target : int
-        Ranks.
-    channel : int
-        Which of the routes between the two it is: sends of channel c take route c modulo their number.
-    links : tuple of int
-    resources : tuple of int
-        Links, then the shared resources they occupy.
-    latency_s, bytes_per_s : float
-        Sum over the links; the narrowest resource.
-    """
-
+    # source, target: ranks
     source: int
     target: int
+    # which of the routes between the two it is: sends of channel c take route c modulo their number
     channel: int
     links: tuple[int, ...]
-    resources: tuple[int, ...]
+    resources: tuple[int, ...]  # links, then the shared resources they occupy
+    # latency_s, bytes_per_s: sum over the links; the narrowest resource
     latency_s: float
     bytes_per_s: float
 
@@ -43,7 +35,7 @@ def arcs_of(topology: Topology, check: Check = unlimited) -> list[Arc]:
 
     Examples
     --------
-    >>> from foreshard.comm.topology.graph import Topology, Vertex
+    >>> from foreshard.comm.topology.graph import Edge, Vertex
     >>> names = ("device", "device", "switch")
     >>> vertices = tuple(Vertex(name=f"{i}", kind=kind) for i, kind in enumerate(names))
     >>> pairs = ((0, 2), (2, 0), (1, 2), (2, 1))
@@ -73,16 +65,15 @@ def arcs_of(topology: Topology, check: Check = unlimited) -> list[Arc]:
     return made
 
 
+def speed_tiers(transfer_s: np.ndarray) -> np.ndarray:
+    """Return the tier of each way, 0 the fastest: from one to the next, transfers are `MUCH_FASTER`."""
+    order = np.unique(transfer_s)
+    step = np.concatenate([[False], order[1:] > order[:-1] * MUCH_FASTER])
+    tier: np.ndarray = np.cumsum(step)[np.searchsorted(order, transfer_s)]
+    return tier
+
+
 def reversed_topology(topology: Topology) -> Topology:
     """Return the topology with every link turned round; links keep their numbers."""
-    links = tuple(
-        Edge(
-            source=link.target,
-            target=link.source,
-            bytes_per_s=link.bytes_per_s,
-            latency_s=link.latency_s,
-            shared=link.shared,
-        )
-        for link in topology.links
-    )
-    return Topology(vertices=topology.vertices, links=links, shared=topology.shared, name=topology.name)
+    links = (replace(link, source=link.target, target=link.source) for link in topology.links)
+    return replace(topology, links=tuple(links))

@@ -9,13 +9,13 @@ from functools import cache, partial
 import numpy as np
 
 from foreshard.comm.schedules.registry import schedule_of
-from foreshard.comm.schedules.schedule import Schedule
+from foreshard.comm.schedules.schedule import Schedule, chunks_of
 from foreshard.comm.synthesis.arcs import Arc, arcs_of, reversed_topology
 from foreshard.comm.synthesis.bounds import all_gather_bytes_per_s, broadcast_bytes_per_s
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.in_network import in_network_schedule, reducing_planes
 from foreshard.comm.synthesis.legs import hops_of_arcs, hops_of_shifts, schedule_of_hops
-from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers, spread_chunks
+from foreshard.comm.synthesis.matching import greedy_transfers, schedule_of_transfers
 from foreshard.comm.synthesis.packing import Packing, packed_trees, schedule_of_trees, streamed
 from foreshard.comm.synthesis.quotient import greedy_reception, shifted_schedule, shifts_of
 from foreshard.comm.synthesis.reversal import all_reduce_from, reduce_scatter_from
@@ -78,21 +78,11 @@ Make = Callable[[float, Check], ScheduleFound | None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleAttempt:
-    """One way to look for a schedule.
-
-    Attributes
-    ----------
-    method : str
-    work : float
-        In any unit of that method; in seconds where `KNOWN_PACE` has it.
-    finishing_s : float, seconds
-        For listing, verifying and simulating the schedule that it would make.
-    make : callable
-    """
+    """One way to look for a schedule."""
 
     method: str
-    work: float
-    finishing_s: float
+    work: float  # in any unit of that method; in seconds where `KNOWN_PACE` has it
+    finishing_s: float  # seconds; for listing, verifying and simulating the schedule that it would make
     make: Make
 
 
@@ -300,12 +290,13 @@ def _matchings(
     ranks = topology.num_ranks
 
     def attempt(parts: int, rng: np.random.Generator, to_beat_s: float, check: Check) -> ScheduleFound | None:
-        spread = spread_chunks(collective, num_bytes, ranks, parts)
-        made = greedy_transfers(topology, arcs, spread, rng, give_up_s=to_beat_s, check=check)
+        chunks = chunks_of(collective, ranks, parts)
+        made = greedy_transfers(topology, arcs, chunks, num_bytes, rng, give_up_s=to_beat_s, check=check)
         if made is None:
             return None
         return ScheduleFound(
-            seconds=made.seconds, schedule=lambda: schedule_of_transfers(made, arcs, spread, ranks)
+            seconds=made.seconds,
+            schedule=lambda: schedule_of_transfers(made, arcs, collective, chunks, ranks),
         )
 
     more, items = (ranks, 1) if collective == "broadcast" else (1, ranks)

@@ -14,7 +14,7 @@ from foreshard.comm.synthesis.cuts import (
     single_devices,
     whole_nodes,
 )
-from foreshard.comm.synthesis.flow_bounds import all_to_all_bytes_per_s
+from foreshard.comm.synthesis.flow_bounds import all_to_all_bytes_per_s, distances
 from foreshard.comm.synthesis.symmetry import translations_of
 from foreshard.comm.topology.graph import Topology
 from foreshard.errors import SpecError, unknown
@@ -73,21 +73,11 @@ def lower_bound_s(collective: str, num_bytes: float, topology: Topology, *, limi
 
 def latencies_s(collective: str, topology: Topology) -> tuple[float, float]:
     """Return the latency between the nearest two ranks that must exchange data, and the farthest two."""
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import dijkstra
-
-    _check(topology)
     devices = topology.devices
     starts = devices[:1] if collective in ("broadcast", "send") else devices
     ends = devices[-1:] if collective == "send" else devices
-    quickest: dict[tuple[int, int], float] = {}
-    for link in topology.links:
-        key = link.source, link.target
-        # scipy takes a stored zero for no link at all
-        quickest[key] = min(quickest.get(key, np.inf), max(link.latency_s, 1e-30))
-    rows, columns = np.array(list(quickest)).T
-    graph = csr_matrix((list(quickest.values()), (rows, columns)), shape=(len(topology.vertices),) * 2)
-    distance = dijkstra(graph, indices=starts)[:, ends]
+    # scipy takes a stored zero for no link at all
+    distance = distances(topology, np.maximum(topology.latency_s, 1e-30), starts)[:, ends]
     apart = distance[starts[:, None] != ends[None, :]]
     if not np.isfinite(apart).all():
         raise SpecError(
@@ -111,7 +101,6 @@ def all_gather_bytes_per_s(topology: Topology) -> float:
     ------
     Zhao et al., ForestColl, arXiv 2402.06787; Newton's method for ratios: Dinkelbach 1967.
     """
-    _check(topology)
     ranks = topology.num_ranks
     return ranks * _worst_cut_rate(topology, _sinks(topology))
 
@@ -129,7 +118,6 @@ def all_reduce_bytes_per_s(topology: Topology) -> float:
     the sum n - 1 messages back, each of which leaves a group and enters one: `2 (n - 1) M` bytes over the sum
     of the groups' bandwidths. Groups are single devices, and nodes.
     """
-    _check(topology)
     ranks = range(topology.num_ranks)
     sinks = list(_sinks(topology))
     pairs = [(0, v) for v in ranks if v != 0] + [(v, 0) for v in ranks if v != 0]
@@ -144,16 +132,15 @@ def all_reduce_bytes_per_s(topology: Topology) -> float:
     return rate
 
 
-def broadcast_bytes_per_s(topology: Topology, root: int = 0) -> float:
+def broadcast_bytes_per_s(topology: Topology) -> float:
     """Return the bytes of a broadcast over its seconds that no schedule exceeds: the smallest cut.
 
     Of many ranks, cuts to some, and what enters every device and node.
     """
-    _check(topology)
-    others = _spaced([rank for rank in range(topology.num_ranks) if rank != root])
-    rate = _min_cut(topology, [(root, rank) for rank in others])
+    others = _spaced(range(1, topology.num_ranks))
+    rate = _min_cut(topology, [(0, rank) for rank in others])
     if len(others) < topology.num_ranks - 1:
-        start = topology.devices[root]
+        start = topology.devices[0]
         groups = [group for some in device_partitions(topology) for group in some if not group[start]]
         rate = min(rate, *(crossing_bytes_per_s(topology, group, inward=True) for group in groups))
     return rate
@@ -161,7 +148,6 @@ def broadcast_bytes_per_s(topology: Topology, root: int = 0) -> float:
 
 def send_bytes_per_s(topology: Topology) -> float:
     """Return the rate at which rank 0 can send to the last rank: the smallest cut between them."""
-    _check(topology)
     return _min_cut(topology, [(0, topology.num_ranks - 1)])
 
 

@@ -49,8 +49,7 @@ def _concurrent_flow(topology: Topology, shifts: Translations | None, limit_s: f
 
     links, vertices = len(topology.links), len(topology.vertices)
     sources = [0] if shifts else list(range(topology.num_ranks))
-    head = np.array([link.target for link in topology.links])
-    tail = np.array([link.source for link in topology.links])
+    tail, head = topology.link_ends.T
     each = np.arange(links)
     is_device = np.zeros(vertices)
     is_device[topology.devices] = 1.0
@@ -110,14 +109,20 @@ def _capacity_rows(
 
 def _distance_rate(topology: Topology) -> float:
     """Return a rate per pair that no all-to-all exceeds: links over the summed distances of all pairs."""
+    rate = topology.capacity_bytes_per_s[: len(topology.links)]
+    distance = distances(topology, 1.0 / rate, topology.devices)[:, topology.devices]
+    return len(topology.links) / float(distance.sum())
+
+
+def distances(topology: Topology, length: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the shortest distance from each start to each vertex, over links of these lengths."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.csgraph import dijkstra
 
     shortest: dict[tuple[int, int], float] = {}
-    for link in topology.links:
+    for link, own in zip(topology.links, length.tolist(), strict=True):
         key = link.source, link.target
-        shortest[key] = min(shortest.get(key, np.inf), 1.0 / link.bytes_per_s)
+        shortest[key] = min(shortest.get(key, np.inf), own)
     rows, columns = np.array(list(shortest)).T
     graph = csr_matrix((list(shortest.values()), (rows, columns)), shape=(len(topology.vertices),) * 2)
-    distance = dijkstra(graph, indices=topology.devices)[:, topology.devices]
-    return len(topology.links) / float(distance.sum())
+    return np.asarray(dijkstra(graph, indices=starts))

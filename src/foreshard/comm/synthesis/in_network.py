@@ -41,10 +41,6 @@ def in_network_schedule(collective: str, topology: Topology, pieces: int) -> Sch
         With `reducing_planes`.
     pieces : int, at least 1
         Of what goes through each switch, by bandwidth.
-
-    Returns
-    -------
-    Schedule
     """
     planes = reducing_planes(topology)
     every = tuple(range(topology.num_ranks))

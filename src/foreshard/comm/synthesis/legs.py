@@ -21,23 +21,15 @@ class HopGraph:
 
     Of a network as it is, places are ranks and hops are arcs; of a symmetric one, places are how far a
     chunk is from its source, hops are `Shifts`, and resources are orbits.
-
-    Attributes
-    ----------
-    num_places : int
-    source, target : ndarray of int, shape (hops,)
-    resources : sequence of tuple of int
-        Of each hop.
-    busy_s_per_byte : sequence of tuple of float
-        For which a byte keeps each of them busy.
-    transfer_s_per_byte, latency_s : ndarray, shape (hops,)
     """
 
     num_places: int
+    # source, target: int, shape (hops,)
     source: np.ndarray
     target: np.ndarray
-    resources: Sequence[tuple[int, ...]]
-    busy_s_per_byte: Sequence[tuple[float, ...]]
+    resources: Sequence[tuple[int, ...]]  # of each hop
+    busy_s_per_byte: Sequence[tuple[float, ...]]  # for which a byte keeps each of them busy
+    # transfer_s_per_byte, latency_s: shape (hops,)
     transfer_s_per_byte: np.ndarray
     latency_s: np.ndarray
 
@@ -82,43 +74,22 @@ def hops_of_shifts(shifts: Shifts) -> HopGraph:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HopOrder:
-    """Every hop of every chunk, in the order in which they start.
-
-    Attributes
-    ----------
-    seconds : float
-    item : ndarray of int, shape (sends,)
-        Demand.
-    hop : ndarray of int, shape (sends,)
-    previous : ndarray of int, shape (sends,)
-        Position of the same chunk's hop before, -1 for none.
-    """
+    """Every hop of every chunk, in the order in which they start."""
 
     seconds: float
-    item: np.ndarray
-    hop: np.ndarray
-    previous: np.ndarray
+    item: np.ndarray  # int, shape (sends,); demand
+    hop: np.ndarray  # int, shape (sends,)
+    previous: np.ndarray  # int, shape (sends,); position of the same chunk's hop before, -1 for none
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Legs:
-    """Hops that chunks must take, each after the one that brings the chunk to where it starts.
+    """Hops that chunks must take, each after the one that brings the chunk to where it starts."""
 
-    Attributes
-    ----------
-    item : ndarray of int, shape (legs,)
-        Chunk.
-    hop : ndarray of int, shape (legs,)
-        Of a `HopGraph`.
-    parent : ndarray of int, shape (legs,)
-        Leg that brings the chunk, -1 for none.
-    turn : ndarray, shape (legs,)
-        On each resource the leg with the lowest is first, of those that can start.
-    """
-
-    item: np.ndarray
-    hop: np.ndarray
-    parent: np.ndarray
+    item: np.ndarray  # int, shape (legs,); chunk
+    hop: np.ndarray  # int, shape (legs,); of a `HopGraph`
+    parent: np.ndarray  # int, shape (legs,); leg that brings the chunk, -1 for none
+    # shape (legs,); on each resource the leg with the lowest is first, of those that can start
     turn: np.ndarray
 
 
@@ -195,7 +166,6 @@ def schedule_of_hops(
     collective: str,
     algorithm: str,
     parts: int,
-    root: int = 0,
 ) -> Schedule:
     """Return the schedule of chunks that take their hops on a network as it is, in an order."""
     waits = order.previous >= 0
@@ -203,7 +173,7 @@ def schedule_of_hops(
         collective=collective,
         algorithm=algorithm,
         num_ranks=hops.num_places,
-        chunks=tuple(chunks_of(collective, hops.num_places, parts, root=root)),
+        chunks=tuple(chunks_of(collective, hops.num_places, parts)),
         source=hops.source[order.hop],
         target=hops.target[order.hop],
         chunk=order.item,

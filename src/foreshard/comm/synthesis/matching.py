@@ -3,59 +3,31 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from foreshard.comm.schedules.schedule import Chunk, Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import MUCH_FASTER, Arc
+from foreshard.comm.schedules.schedule import Chunk, Schedule
+from foreshard.comm.synthesis.arcs import Arc, speed_tiers
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.topology.graph import Topology
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SpreadChunks:
-    """Equal chunks that one rank each holds and all ranks want.
-
-    Attributes
-    ----------
-    collective : {'all-gather', 'broadcast'}
-    chunks : tuple of Chunk
-    chunk_bytes : float
-    """
-
-    collective: str
-    chunks: tuple[Chunk, ...]
-    chunk_bytes: float
-
-
-def spread_chunks(collective: str, num_bytes: float, num_ranks: int, parts: int) -> SpreadChunks:
-    """Return the chunks of an all-gather or broadcast that is cut into parts."""
-    chunks = tuple(chunks_of(collective, num_ranks, parts))
-    return SpreadChunks(collective=collective, chunks=chunks, chunk_bytes=chunks[0].weight * num_bytes)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """Who sends what to whom, in the order in which the transfers start.
-
-    Attributes
-    ----------
-    seconds : float
-    arc : ndarray of int, shape (transfers,)
-    item : ndarray of int, shape (transfers,)
-        Chunk.
-    """
+    """Who sends what to whom, in the order in which the transfers start."""
 
     seconds: float
-    arc: np.ndarray
-    item: np.ndarray
+    arc: np.ndarray  # int, shape (transfers,)
+    item: np.ndarray  # int, shape (transfers,); chunk
 
 
 def greedy_transfers(
     topology: Topology,
     arcs: list[Arc],
-    spread: SpreadChunks,
+    chunks: Sequence[Chunk],
+    num_bytes: float,
     rng: np.random.Generator,
     *,
     give_up_s: float = np.inf,
@@ -73,7 +45,10 @@ def greedy_transfers(
     topology : Topology
     arcs : list of Arc
         Of the topology.
-    spread : SpreadChunks
+    chunks : sequence of Chunk
+        Equal ones, each of one source.
+    num_bytes : float, bytes
+        Size of the collective, as `Chunk.weight` is a part of it.
     rng : Generator
         Breaks ties.
     give_up_s : float, seconds
@@ -86,7 +61,7 @@ def greedy_transfers(
     Transfers or None
         None where the time to give up is reached.
     """
-    return _Matching(topology, arcs, spread, rng, check).run(give_up_s)
+    return _Matching(topology, arcs, chunks, num_bytes, rng, check).run(give_up_s)
 
 
 class _Matching:
@@ -96,18 +71,20 @@ class _Matching:
         self,
         topology: Topology,
         arcs: list[Arc],
-        spread: SpreadChunks,
+        chunks: Sequence[Chunk],
+        num_bytes: float,
         rng: np.random.Generator,
         check: Check,
     ) -> None:
-        ranks, items = topology.num_ranks, len(spread.chunks)
+        ranks, items = topology.num_ranks, len(chunks)
+        chunk_bytes = chunks[0].weight * num_bytes
         self.rng, self.check = rng, check
         self.source = np.array([arc.source for arc in arcs])
         self.target = np.array([arc.target for arc in arcs])
-        self.transfer_s = spread.chunk_bytes / np.array([arc.bytes_per_s for arc in arcs])
+        self.transfer_s = chunk_bytes / np.array([arc.bytes_per_s for arc in arcs])
         self.latency_s = np.array([arc.latency_s for arc in arcs])
         self.resources = [list(arc.resources) for arc in arcs]
-        busy_s = spread.chunk_bytes / topology.capacity_bytes_per_s
+        busy_s = chunk_bytes / topology.capacity_bytes_per_s
         self.busy_s = [busy_s[one] for one in self.resources]
         self.arcs_on: list[list[int]] = [[] for _ in busy_s]
         for i, arc in enumerate(arcs):
@@ -123,10 +100,10 @@ class _Matching:
         self.copies = np.zeros(items)
         self.missing = np.full(ranks, items)
         self._set_tiers(ranks, items)
-        self.wait_s = self._seconds_per_item(spread.chunk_bytes, topology)
-        for item, chunk in enumerate(spread.chunks):
+        self.wait_s = self._seconds_per_item(chunk_bytes, topology)
+        for item, chunk in enumerate(chunks):
             self._take(chunk.sources[0], item)
-        for item, chunk in enumerate(spread.chunks):
+        for item, chunk in enumerate(chunks):
             self._arrive(chunk.sources[0], item)
 
     def _set_tiers(self, ranks: int, items: int) -> None:
@@ -134,9 +111,7 @@ class _Matching:
         from scipy.sparse import coo_matrix
         from scipy.sparse.csgraph import connected_components
 
-        order = np.unique(self.transfer_s)
-        step = np.concatenate([[False], order[1:] > order[:-1] * MUCH_FASTER])
-        self.tier = np.cumsum(step)[np.searchsorted(order, self.transfer_s)]
+        self.tier = speed_tiers(self.transfer_s)
         self.domain = np.zeros((int(self.tier.max()) + 1, ranks), dtype=np.int64)
         for tier in range(len(self.domain)):
             faster = self.tier < tier
@@ -261,19 +236,19 @@ class _Matching:
 
 
 def schedule_of_transfers(
-    transfers: Transfers, arcs: list[Arc], spread: SpreadChunks, num_ranks: int
+    transfers: Transfers, arcs: list[Arc], collective: str, chunks: Sequence[Chunk], num_ranks: int
 ) -> Schedule:
     """Return the schedule of transfers: each waits for the arrival of its chunk at its sender."""
     source = np.array([arc.source for arc in arcs])[transfers.arc]
     target = np.array([arc.target for arc in arcs])[transfers.arc]
-    arrival = np.full((num_ranks, len(spread.chunks)), -1)
+    arrival = np.full((num_ranks, len(chunks)), -1)
     arrival[target, transfers.item] = np.arange(len(source))
     needed = arrival[source, transfers.item]
     return Schedule(
-        collective=spread.collective,
+        collective=collective,
         algorithm="greedy matching",
         num_ranks=num_ranks,
-        chunks=spread.chunks,
+        chunks=tuple(chunks),
         source=source,
         target=target,
         chunk=transfers.item,

@@ -17,38 +17,20 @@ from foreshard.comm.topology.graph import Topology
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpanningTree:
-    """A tree of arcs from a rank to all others, several of the same shape counted as one.
-
-    Attributes
-    ----------
-    root : int
-    copies : int
-        Trees of this shape.
-    arcs : tuple of int
-        One into each rank but the root, parents before children.
-    """
+    """A tree of arcs from a rank to all others, several of the same shape counted as one."""
 
     root: int
-    copies: int
-    arcs: tuple[int, ...]
+    copies: int  # trees of this shape
+    arcs: tuple[int, ...]  # one into each rank but the root, parents before children
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Trees that the links of a topology carry at once.
-
-    Attributes
-    ----------
-    roots : tuple of int
-    trees_per_root : int
-    seconds_per_byte : float
-        Of the data of one tree, when all trees stream.
-    trees : tuple of SpanningTree
-    """
+    """Trees that the links of a topology carry at once."""
 
     roots: tuple[int, ...]
     trees_per_root: int
-    seconds_per_byte: float
+    seconds_per_byte: float  # of the data of one tree, when all trees stream
     trees: tuple[SpanningTree, ...]
 
     @property
@@ -216,10 +198,6 @@ def streamed(
         behind it.
     check : callable, optional
         Ends the search by an exception.
-
-    Returns
-    -------
-    HopOrder
     """
     chunk_bytes = num_bytes / len(packing.roots) / packing.trees_per_root / pieces
     items, arcs, parents = [], [], []
@@ -258,5 +236,4 @@ def schedule_of_trees(
         collective="broadcast" if len(packing.roots) == 1 else "all-gather",
         algorithm="spanning trees",
         parts=packing.trees_per_root * pieces,
-        root=packing.roots[0],
     )

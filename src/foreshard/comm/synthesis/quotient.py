@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from foreshard.comm.schedules.schedule import Schedule, chunks_of
-from foreshard.comm.synthesis.arcs import MUCH_FASTER
+from foreshard.comm.synthesis.arcs import speed_tiers
 from foreshard.comm.synthesis.budget import Check, unlimited
 from foreshard.comm.synthesis.symmetry import Translations
 from foreshard.comm.topology.channel_routes import bottleneck_bytes_per_s, routes_from
@@ -18,27 +18,17 @@ from foreshard.comm.topology.graph import Topology
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shifts:
-    """Ways in which every rank sends to the one a fixed shift away, all ranks at once.
-
-    Attributes
-    ----------
-    topology : Topology
-    group : Translations
-    shift : ndarray of int, shape (ways,)
-        Target of rank 0.
-    first_channel, num_channels : ndarray of int, shape (ways,)
-        Equally wide routes between the two ranks.
-    occupancy_s_per_byte : ndarray, shape (ways, orbits)
-        Seconds for which a byte from every rank keeps each orbit of links busy.
-    transfer_s_per_byte, latency_s : ndarray, shape (ways,)
-    """
+    """Ways in which every rank sends to the one a fixed shift away, all ranks at once."""
 
     topology: Topology
     group: Translations
-    shift: np.ndarray
+    shift: np.ndarray  # int, shape (ways,); target of rank 0
+    # first_channel, num_channels: int, shape (ways,); equally wide routes between the two ranks
     first_channel: np.ndarray
     num_channels: np.ndarray
+    # shape (ways, orbits); seconds for which a byte from every rank keeps each orbit of links busy
     occupancy_s_per_byte: np.ndarray
+    # transfer_s_per_byte, latency_s: shape (ways,)
     transfer_s_per_byte: np.ndarray
     latency_s: np.ndarray
 
@@ -104,23 +94,12 @@ def _occupancy(topology: Topology, group: Translations, links: tuple[int, ...]) 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reception:
-    """What rank 0 receives in an all-gather, in the order in which the transfers start.
-
-    Attributes
-    ----------
-    seconds : float
-    parts : int
-        Chunks of each rank.
-    way : ndarray of int, shape (receptions,)
-        Of `Shifts`.
-    item : ndarray of int, shape (receptions,)
-        Rank whose data it is times `parts`, plus the part.
-    """
+    """What rank 0 receives in an all-gather, in the order in which the transfers start."""
 
     seconds: float
-    parts: int
-    way: np.ndarray
-    item: np.ndarray
+    parts: int  # chunks of each rank
+    way: np.ndarray  # int, shape (receptions,); of `Shifts`
+    item: np.ndarray  # int, shape (receptions,); rank whose data it is times `parts`, plus the part
 
 
 def greedy_reception(
@@ -142,10 +121,6 @@ def greedy_reception(
         Breaks ties.
     check : callable, optional
         Ends the search by an exception.
-
-    Returns
-    -------
-    Reception
     """
     return _Reception(shifts, num_bytes, parts, rng).run(check)
 
@@ -161,10 +136,8 @@ class _Reception:
         self.busy_s = shifts.occupancy_s_per_byte * bytes_
         self.transfer_s = shifts.transfer_s_per_byte * bytes_
         self.item_s = bytes_ / shifts.rate_bytes_per_s
-        # speeds in tiers: ways of one tier may take from each other
-        order = np.unique(self.transfer_s)
-        step = np.concatenate([[False], order[1:] > order[:-1] * MUCH_FASTER])
-        self.tier = np.cumsum(step)[np.searchsorted(order, self.transfer_s)]
+        # ways of one tier may take from each other
+        self.tier = speed_tiers(self.transfer_s)
         # before[w, s]: the item that rank 0 must hold so that its counterpart can send item s by way w
         every = np.arange(ranks)
         self.before = shifts.group.added(every[None, :], shifts.shift[:, None])

@@ -24,10 +24,6 @@ def reduce_scatter_from(all_gather: Schedule, topology: Topology, num_bytes: flo
         That of the reduce-scatter.
     num_bytes : float, bytes
         Size at which the order of the sends is turned round.
-
-    Returns
-    -------
-    Schedule
     """
     turned = reversed_topology(topology)
     # stable: of sends that arrive together, the later listed one may wait for the earlier one
@@ -66,10 +62,6 @@ def all_reduce_from(reduce_scatter: Schedule, all_gather: Schedule) -> Schedule:
     ----------
     reduce_scatter, all_gather : Schedule
         Of the same topology and number of chunks.
-
-    Returns
-    -------
-    Schedule
     """
     ranks, first = reduce_scatter.num_ranks, reduce_scatter.num_sends
     owner = np.array([chunk.sources[0] for chunk in all_gather.chunks])

@@ -44,10 +44,6 @@ def routed_order(
         Breaks ties.
     check : callable, optional
         Ends the search by an exception.
-
-    Returns
-    -------
-    HopOrder
     """
     chosen = _even_paths(hops, demands, pieces * chunk_bytes / bound_s, rng, check)
     paths = [path for path in chosen for _ in range(pieces)]

@@ -15,17 +15,10 @@ class Translations:
     """A commuting group of automorphisms with exactly one member that takes rank 0 to each rank.
 
     Ranks are numbers in a mixed radix; the member of rank g adds g's digits, without carry.
-
-    Attributes
-    ----------
-    radix : tuple of int
-        Digits' sizes, the fastest first; their product is the number of ranks.
-    link_orbit : ndarray of int, shape (links,)
-        Links that shifts take to each other have the same number.
     """
 
-    radix: tuple[int, ...]
-    link_orbit: np.ndarray
+    radix: tuple[int, ...]  # digits' sizes, the fastest first; their product is the number of ranks
+    link_orbit: np.ndarray  # int, shape (links,); links that shifts take to each other have the same number
 
     def added(self, ranks: np.ndarray, shift: np.ndarray) -> np.ndarray:
         """Return ranks shifted by others, with broadcasting."""
@@ -54,10 +47,6 @@ def translations_of(topology: Topology) -> Translations | None:
     Parameters
     ----------
     topology : Topology
-
-    Returns
-    -------
-    Translations or None
     """
     ranks = topology.num_ranks
     if topology.shared or ranks < 2:
@@ -85,7 +74,9 @@ def _radix_from(
     for size in range(ranks // block, 1, -1):
         if ranks % (block * size):
             continue
-        image = automorphism(topology, _digit_shift(ranks, block, size))
+        rank = np.arange(ranks)
+        digit = (rank // block) % size
+        image = automorphism(topology, rank + block * ((digit + 1) % size - digit))
         if image is None:
             continue
         images[block, size] = image
@@ -94,12 +85,6 @@ def _radix_from(
             return [size, *rest]
     failed.add(block)
     return None
-
-
-def _digit_shift(num_ranks: int, block: int, size: int) -> np.ndarray:
-    rank = np.arange(num_ranks)
-    digit = (rank // block) % size
-    return rank + block * ((digit + 1) % size - digit)
 
 
 def automorphism(topology: Topology, ranks: np.ndarray) -> np.ndarray | None:

@@ -26,32 +26,14 @@ _BOUND_FRAC = 0.3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Synthesis:
-    """A schedule made for a topology and a size.
-
-    Attributes
-    ----------
-    schedule : Schedule
-    method : str
-        What found it.
-    seconds : float
-        By `seconds_of`: of an execution in which links serve their sends in order.
-    lower_bound_s : float
-        That no schedule takes fewer of.
-    wall_s : float
-        What the search took.
-    num_attempts : int
-        Schedules that were made.
-    is_interrupted : bool
-        Whether Ctrl-C ended the search.
-    """
+    """A schedule made for a topology and a size."""
 
     schedule: Schedule
-    method: str
-    seconds: float
-    lower_bound_s: float
-    wall_s: float
-    num_attempts: int
-    is_interrupted: bool = False
+    method: str  # what found it
+    seconds: float  # by `seconds_of`: of an execution in which links serve their sends in order
+    lower_bound_s: float  # that no schedule takes fewer of
+    wall_s: float  # what the search took
+    is_interrupted: bool = False  # whether Ctrl-C ended the search
 
     @property
     def gap(self) -> float:
@@ -80,10 +62,6 @@ def synthesize(
     budget : SynthesisBudget
     seed : int, default 0
 
-    Returns
-    -------
-    Synthesis
-
     Raises
     ------
     SpecError
@@ -100,9 +78,9 @@ def synthesize(
         )
     bound = lower_bound_s(collective, num_bytes, topology, limit_s=_BOUND_FRAC * budget.left_s)
     attempts = attempts_at(collective, num_bytes, topology, seed, bound, budget.check)
-    found, method, tried, is_interrupted = _search(attempts, bound, budget)
+    found, method, is_interrupted = _search(attempts, bound, budget)
     schedule = replace(found.schedule(), overlaps=True)
-    if not found.is_listed and (faults := verify(schedule).faults):
+    if not found.is_listed and (faults := verify(schedule)):
         raise ForeshardError(f"the schedule that {method} made is wrong: {faults[0]}")
     return Synthesis(
         schedule=schedule,
@@ -110,22 +88,21 @@ def synthesize(
         seconds=found.seconds if found.is_listed else seconds_of(schedule, topology, num_bytes),
         lower_bound_s=bound,
         wall_s=budget.spent_s,
-        num_attempts=tried,
         is_interrupted=is_interrupted,
     )
 
 
 def _search(
     attempts: Iterable[ScheduleAttempt], bound_s: float, budget: SynthesisBudget
-) -> tuple[ScheduleFound, str, int, bool]:
-    """Return the best of attempts that a budget allows, its method, how many were made, if Ctrl-C came.
+) -> tuple[ScheduleFound, str, bool]:
+    """Return the best of attempts that a budget allows, its method, and whether Ctrl-C came.
 
     The first is made whatever the budget. Of the others those are left out that would take longer than is
     left by what their method took before, and those that run out of time are given up. What is left is
     counted without the time to finish the best one or the one under way, whichever takes longer.
     """
     best: ScheduleFound | None = None
-    made_by, tried, finishing_s, is_interrupted = "", 0, 0.0, False
+    made_by, finishing_s, is_interrupted = "", 0.0, False
     pace = dict(KNOWN_PACE)
     try:
         for attempt in attempts:
@@ -134,7 +111,6 @@ def _search(
                 continue
             begun_s = budget.worked_s
             found = attempt.make(best.seconds if best else np.inf, budget.check)
-            tried += 1
             pace[attempt.method] = (budget.worked_s - begun_s) / attempt.work
             if found is not None and (best is None or found.seconds < best.seconds):
                 best, made_by, finishing_s = found, attempt.method, attempt.finishing_s
@@ -147,4 +123,4 @@ def _search(
             raise
         is_interrupted = True
     assert best is not None, "the library has an algorithm for every collective"
-    return best, made_by, tried, is_interrupted
+    return best, made_by, is_interrupted

@@ -9,21 +9,11 @@ from foreshard.comm.topology.graph import Edge, Kind, SharedResource, Topology, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """A vertex of a machine that takes a cable of the fabric, and what that cable carries.
+    """A vertex of a machine that takes a cable of the fabric, and what that cable carries."""
 
-    Attributes
-    ----------
-    vertex : int
-        A NIC, or a device whose NIC is not modelled on its own.
-    bytes_per_s : float
-        One direction.
-    latency_s : float
-        From the vertex to the first switch of the fabric.
-    """
-
-    vertex: int
-    bytes_per_s: float
-    latency_s: float = 0.0
+    vertex: int  # a NIC, or a device whose NIC is not modelled on its own
+    bytes_per_s: float  # one direction
+    latency_s: float = 0.0  # from the vertex to the first switch of the fabric
 
 
 class Draft:
@@ -65,18 +55,10 @@ class Draft:
             Edge(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s, shared=shared)
         )
 
-    def join(
-        self,
-        one: int,
-        other: int,
-        bytes_per_s: float,
-        latency_s: float = 0.0,
-        *,
-        shared: tuple[int, ...] = (),
-    ) -> None:
+    def join(self, one: int, other: int, bytes_per_s: float, latency_s: float = 0.0) -> None:
         """Add two links, one each way, of the same bandwidth and latency."""
-        self.send(one, other, bytes_per_s, latency_s, shared=shared)
-        self.send(other, one, bytes_per_s, latency_s, shared=shared)
+        self.send(one, other, bytes_per_s, latency_s)
+        self.send(other, one, bytes_per_s, latency_s)
 
     def plug(self, port: Port, switch: int) -> None:
         """Join a port of a machine to a switch of the fabric."""

@@ -6,55 +6,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from foreshard.errors import SpecError
+from foreshard.spec.codec import Range, Size
 
 Kind = Literal["device", "switch", "nic", "cpu"]
+Name = Annotated[str, Size(1, 200)]  # of a vertex or a resource, where a file states it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vertex:
-    """A place that data passes or stays at.
+    """A place that data passes or stays at."""
 
-    Attributes
-    ----------
-    name : str
-        Unique in its topology.
-    kind : {'device', 'switch', 'nic', 'cpu'}
-    node : int
-        The host it is part of, -1 for none.
-    can_reduce, can_multicast : bool
-        Whether a switch adds up what arrives, and sends one arriving message to several places.
-    """
-
-    name: str
+    name: Name  # unique in its topology
     kind: Kind
-    node: int = -1
+    node: Annotated[int, Range(-1, 2**31)] = -1  # the host it is part of, -1 for none
+    # can_reduce, can_multicast: whether a switch adds up what arrives, and sends one arriving message to
+    # several places
     can_reduce: bool = False
     can_multicast: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """One direction of a cable, a bus or a group of lanes.
+    """One direction of a cable, a bus or a group of lanes."""
 
-    Attributes
-    ----------
-    source, target : int
-        Vertices.
-    bytes_per_s, latency_s : float
-    shared : tuple of int
-        Shared resources of the topology that its bytes also occupy.
-    """
-
+    # source, target: vertices
     source: int
     target: int
     bytes_per_s: float
     latency_s: float = 0.0
-    shared: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()  # shared resources of the topology that its bytes also occupy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +56,6 @@ class Topology:
 
     Rank r is the r-th vertex of kind 'device'. All engines see one table of resources: the links in order,
     then the shared resources.
-
-    Attributes
-    ----------
-    vertices : tuple of Vertex
-    links : tuple of Edge
-    shared : tuple of SharedResource
 
     Raises
     ------

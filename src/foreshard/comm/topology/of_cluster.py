@@ -71,10 +71,6 @@ def topology_of(
     nics_per_node : int, optional
         Those of the cluster unless given: one up to 100 Gb/s, else one for each device.
 
-    Returns
-    -------
-    Topology
-
     Raises
     ------
     SpecError

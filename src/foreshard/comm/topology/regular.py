@@ -22,19 +22,11 @@ _MAX_DEVICES, _MAX_LINKS = 2**17, 2**21
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """How devices along one coordinate are joined.
+    """How devices along one coordinate are joined."""
 
-    Attributes
-    ----------
-    shape : {'ring', 'line', 'full', 'switch'}
-        Neighbours and around, neighbours, every pair, or over one switch.
-    size : int
-    bytes_per_s, latency_s : float
-        Of each link, one direction.
-    """
-
-    shape: Shape
+    shape: Shape  # neighbours and around, neighbours, every pair, or over one switch
     size: int
+    # bytes_per_s, latency_s: of each link, one direction
     bytes_per_s: float
     latency_s: float = 0.0
 

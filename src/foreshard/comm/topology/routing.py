@@ -32,25 +32,16 @@ _Step = tuple[int, int, int, bool]
 
 @dataclass(slots=True)
 class _Search:
-    """Shortest paths from one root, as far as they were needed.
-
-    Attributes
-    ----------
-    cost : dict of int to int
-        Lowest known cost of each vertex reached; final where it is at most the radius.
-    last : dict of int to list
-        Last steps of the shortest paths to a vertex, as (link, vertex before).
-    ways : dict of int to int
-        Number of shortest paths to each vertex that the search continued from.
-    heap : list
-        Vertices to continue from.
-    """
+    """Shortest paths from one root, as far as they were needed."""
 
     root: int
+    # lowest known cost of each vertex reached; final where it is at most the radius
     cost: dict[int, int] = field(default_factory=dict)
+    # last steps of the shortest paths to a vertex, as (link, vertex before)
     last: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    # number of shortest paths to each vertex that the search continued from
     ways: dict[int, int] = field(default_factory=dict)
-    heap: list[tuple[int, int]] = field(default_factory=list)
+    heap: list[tuple[int, int]] = field(default_factory=list)  # vertices to continue from
 
     def __post_init__(self) -> None:
         """Start at the root."""

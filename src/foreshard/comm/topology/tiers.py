@@ -11,6 +11,7 @@ from foreshard.units import number_of
 
 # Tiers inside a machine; switches of the fabric follow by distance.
 _DEVICE, _SWITCH, _CPU, _NIC = range(4)
+_MAX_BOXES = 48  # of nodes, and of a tier, before one stands for the rest
 
 
 def tiers(topology: Topology) -> list[int]:
@@ -36,12 +37,12 @@ def tiers(topology: Topology) -> list[int]:
     return found
 
 
-def summarised(topology: Topology, *, max_boxes: int = 48) -> Topology:
+def summarised(topology: Topology) -> Topology:
     """Return a topology with a device for each machine, and one box for all of a tier that has too many.
 
     Links between two boxes become one of the sum of their bandwidths and the least of their latencies.
     """
-    labels = _labels(topology, max_boxes)
+    labels = _labels(topology)
     members: dict[str, list[int]] = defaultdict(list)
     for i, label in enumerate(labels):
         members[label].append(i)
@@ -64,14 +65,14 @@ def _kind(topology: Topology, inside: Sequence[int]) -> Kind:
     return "device" if "device" in kinds else min(kinds)
 
 
-def _labels(topology: Topology, max_boxes: int) -> list[str]:
+def _labels(topology: Topology) -> list[str]:
     """Return the box of each vertex."""
     devices = Counter(vertex.node for vertex in topology.vertices if vertex.kind == "device")
     nodes = sorted({vertex.node for vertex in topology.vertices if vertex.node >= 0})
-    shown = set(nodes if len(nodes) <= max_boxes else nodes[: max_boxes - 1])
+    shown = set(nodes if len(nodes) <= _MAX_BOXES else nodes[: _MAX_BOXES - 1])
     rest = number_of(len(nodes) - len(shown), "more node")
     labels = []
-    many = _crowded(topology, max_boxes)
+    many = _crowded(topology)
     for tier, vertex in zip(tiers(topology), topology.vertices, strict=True):
         if vertex.node in shown:
             labels.append(f"node {vertex.node}: {number_of(devices[vertex.node], 'device')}")
@@ -82,7 +83,7 @@ def _labels(topology: Topology, max_boxes: int) -> list[str]:
     return labels
 
 
-def _crowded(topology: Topology, max_boxes: int) -> Mapping[tuple[int, Kind], str]:
+def _crowded(topology: Topology) -> Mapping[tuple[int, Kind], str]:
     """Return the box of each tier outside machines that has too many vertices of a kind."""
     counts = Counter(
         (tier, vertex.kind)
@@ -95,5 +96,5 @@ def _crowded(topology: Topology, max_boxes: int) -> Mapping[tuple[int, Kind], st
         if place[1] == "switch"
         else number_of(count, names[place[1]])
         for place, count in counts.items()
-        if count > max_boxes
+        if count > _MAX_BOXES
     }

@@ -24,8 +24,8 @@ def goal_text(schedule: Schedule, num_bytes: float) -> str:
 
     Examples
     --------
-    >>> from foreshard.comm.schedules.chains import chain_send
-    >>> print(goal_text(chain_send(2), 8))
+    >>> from foreshard.comm.schedules.chains import piped_send
+    >>> print(goal_text(piped_send("chain", 2), 8))
     num_ranks 2
     <BLANKLINE>
     rank 0 {

@@ -85,7 +85,7 @@ def _check(schedule: Schedule) -> None:
     weights = np.array([chunk.weight for chunk in schedule.chunks])
     if not np.allclose(weights, weights.mean(), rtol=1e-6, atol=0.0):
         raise _refused("chunks have different weights", "Chunks are equal")
-    faults = verify(schedule).faults
+    faults = verify(schedule)
     if faults:
         raise _refused(faults[0], "A schedule that is exported has no faults")
 

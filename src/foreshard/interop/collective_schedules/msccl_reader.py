@@ -70,7 +70,7 @@ def schedule_of_msccl(text: str, *, file: str | None = None) -> Schedule:
     _dependencies(gpus, sends, file)
     order = _ordered(sends, file)
     schedule = _built(collective, algo.get("name", "msccl")[:80], ranks, chunks, sends, order)
-    faults = verify(schedule).faults
+    faults = verify(schedule)
     if faults:
         raise wrong(faults[0], "It computes what its collective promises", file)
     return schedule

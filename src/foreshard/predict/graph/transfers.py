@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from foreshard.comm.flow.bounds import resource_times_s
 from foreshard.errors import SpecError
 from foreshard.graph.program import Kind
 from foreshard.predict.batch import Batch, PlannedRun
@@ -90,7 +89,7 @@ class SharedStep:
             alone_s=alone_s,
             shared_s=shared_s,
             passes=passes,
-            busy_s=resource_times_s(flows),
+            busy_s=flows.resource_s,
             resources=self.resources,
         )
 

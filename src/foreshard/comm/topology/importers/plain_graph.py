@@ -13,37 +13,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from foreshard.comm.topology.graph import Edge, Kind, SharedResource, Topology, Vertex
+from foreshard.comm.topology.graph import Edge, Name, SharedResource, Topology, Vertex
 from foreshard.comm.topology.importers.connected import connected
 from foreshard.errors import SpecError, unknown
 from foreshard.spec import codec
 from foreshard.spec.codec import Range, Size, Unit
 
-_Name = Annotated[str, Size(1, 200)]
 _Rate = Annotated[float, Unit("bytes_per_s"), Range(1.0, 1e18)]
 _Latency = Annotated[float, Unit("s"), Range(0.0, 60.0)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VertexTable:
-    """One vertex of the file."""
-
-    name: _Name
-    kind: Kind
-    node: Annotated[int, Range(-1, 2**31)] = -1
-    can_reduce: bool = False
-    can_multicast: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyLinkTable:
     """One link of the file, or two of opposite directions."""
 
-    source: _Name
-    target: _Name
+    source: Name
+    target: Name
     bandwidth: _Rate
     latency: _Latency = 0.0
-    shared: tuple[_Name, ...] = ()
+    shared: tuple[Name, ...] = ()
     both_ways: bool = False
 
 
@@ -51,7 +39,7 @@ class TopologyLinkTable:
 class SharedTable:
     """One capacity that links share."""
 
-    name: _Name
+    name: Name
     bandwidth: _Rate
 
 
@@ -60,7 +48,7 @@ class TopologyFile:
     """A plain graph file."""
 
     name: str = ""
-    vertices: Annotated[tuple[VertexTable, ...], Size(1)]
+    vertices: Annotated[tuple[Vertex, ...], Size(1)]
     links: tuple[TopologyLinkTable, ...] = ()
     shared: tuple[SharedTable, ...] = ()
 
@@ -93,7 +81,7 @@ def plain_topology(text: str, *, file: str | None = None) -> Topology:
                 )
             )
     topology = Topology(
-        vertices=tuple(_vertex(vertex) for vertex in table.vertices),
+        vertices=table.vertices,
         links=tuple(links),
         shared=tuple(SharedResource(name=each.name, bytes_per_s=each.bandwidth) for each in table.shared),
         name=table.name,
@@ -119,16 +107,6 @@ def plain_graph(topology: Topology) -> dict[str, Any]:
         ],
         "shared": [{"name": each.name, "bandwidth": f"{each.bytes_per_s!r} B/s"} for each in topology.shared],
     }
-
-
-def _vertex(table: VertexTable) -> Vertex:
-    return Vertex(
-        name=table.name,
-        kind=table.kind,
-        node=table.node,
-        can_reduce=table.can_reduce,
-        can_multicast=table.can_multicast,
-    )
 
 
 def _vertex_data(vertex: Vertex) -> dict[str, Any]:

@@ -13,7 +13,8 @@ Three kinds of file are read:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from foreshard.comm.topology import fabrics
@@ -36,20 +37,16 @@ def teccl_topology(text: str, *, file: str | None = None, num_nodes: int = 2) ->
         For none of the three kinds, or values out of range.
     """
     data = codec.parse_json(text, file=file)
-    if not isinstance(data, dict):
-        raise _neither(file)
-    if "capacity" in data:
-        return connected(_of_matrix(data, file), file=file)
-    if "TopologyParams" in data:
-        return connected(_of_name(data["TopologyParams"], file), file=file)
-    if "gpus_per_node" in data:
-        return connected(_of_profile(data, num_nodes, file), file=file)
-    raise _neither(file)
-
-
-def _neither(file: str | None) -> SpecError:
+    readers: dict[str, Callable[..., Topology]] = {
+        "capacity": _of_matrix,
+        "TopologyParams": _of_name,
+        "gpus_per_node": partial(_of_profile, num_nodes=num_nodes),
+    }
+    for key, reader in readers.items():
+        if isinstance(data, dict) and key in data:
+            return connected(reader(data, file), file=file)
     rule = "The file has 'capacity', 'TopologyParams' or 'gpus_per_node'"
-    return SpecError("no topology of TE-CCL or TACCL", file=file, rule=rule)
+    raise SpecError("no topology of TE-CCL or TACCL", file=file, rule=rule)
 
 
 def _of_matrix(data: Mapping[str, Any], file: str | None) -> Topology:
@@ -91,9 +88,9 @@ def _matrix(data: Mapping[str, Any], key: str, file: str | None) -> list[list[fl
     return rows
 
 
-def _of_name(params: Any, file: str | None) -> Topology:
+def _of_name(data: Mapping[str, Any], file: str | None) -> Topology:
     """Return the topology that TE-CCL builds for a name and a number of chassis."""
-    params = params if isinstance(params, dict) else {}
+    params = data["TopologyParams"] if isinstance(data["TopologyParams"], dict) else {}
     name, chassis = str(params.get("name", "")), params.get("chassis", 1)
     if not isinstance(chassis, int) or not 1 <= chassis <= 512:
         rule = "It is a whole number of 1 to 512"
@@ -148,7 +145,7 @@ def teccl_ndv2(num_nodes: int) -> Topology:
     return draft.topology(f"TE-CCL NDv2 x{num_nodes}")
 
 
-def _of_profile(data: Mapping[str, Any], num_nodes: int, file: str | None) -> Topology:
+def _of_profile(data: Mapping[str, Any], file: str | None, num_nodes: int) -> Topology:
     """Return machines with the rates of a TACCL profile, on one switch."""
     name = str(data.get("name", ""))
     num_devices, num_nics = (_count(data, key, file) for key in ("gpus_per_node", "nics_per_node"))
