@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +18,6 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedConstants:
-    """A file of refitted constants, and what is said of it."""
-
-    text: str
-    summary: dict[str, Any]
-
-
 def fit_constants(
     run: NcclTestRun,
     name: str | None,
@@ -34,8 +25,8 @@ def fit_constants(
     file: str,
     others: list[tuple[NcclTestRun, str]],
     algorithm: str | None,
-) -> FittedConstants:
-    """Return the constants of NCCL's model refitted to all runs, as a file."""
+) -> tuple[str, dict[str, Any]]:
+    """Return a file of the constants of NCCL's model refitted to all runs, and what is said of it."""
     from foreshard import api
 
     if cluster is None:
@@ -63,7 +54,7 @@ def fit_constants(
         "median_error_before": found.median_error_before,
         "median_error": found.median_error,
     }
-    return FittedConstants(text=text, summary=summary)
+    return text, summary
 
 
 def _label(text: str) -> Label:
