@@ -23,7 +23,7 @@ from foreshard.advise.arguments import (
 )
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request, unstated_precision
-from foreshard.advise.traced_request import TracedRequest
+from foreshard.advise.traced_request import Asked, TracedRequest
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError, unknown
 from foreshard.file_replacement import replace_file
@@ -353,7 +353,7 @@ def predict(
     >>> prediction.plan.groups[0].stages[0].tp
     2
     """
-    return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).predict()
+    return _asked(model, cluster, plan, choices).predict()
 
 
 def request_traced(
@@ -407,15 +407,15 @@ def _with_calibration(stated: Mapping[str, Any]) -> dict[str, Any]:
     return {**stated, "costs": None, "calibration": load_calibration(costs)}
 
 
-def _traced(
+def _asked(
     model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None, choices: Mapping[str, Any]
-) -> TracedRequest | None:
-    """Return a request for what is traced, of arguments as users of Python write them."""
-    named = named_model(model)
-    if not isinstance(named, str) or not is_traced(named):
-        return None
-    given = None if plan is None else named_plan(plan, load_plan)[0]
-    return request_traced(named, cluster, given, _named(choices))
+) -> Asked:
+    """Return a request for what is traced or a model, of arguments as users of Python write them."""
+    named, traced = named_model(model), None
+    if isinstance(named, str) and is_traced(named):
+        given = None if plan is None else named_plan(plan, load_plan)[0]
+        traced = request_traced(named, cluster, given, _named(choices))
+    return traced or request(model, cluster, plan, **choices)
 
 
 def predict_trace(
@@ -442,16 +442,14 @@ def predict_timeline(
     model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> tuple[Prediction, Timeline | None]:
     """Return the prediction and when each task of its step runs (None from the analytical engine)."""
-    return (
-        _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
-    ).predict_timeline()
+    return _asked(model, cluster, plan, choices).predict_timeline()
 
 
 def compare(
     model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
-    return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).compare()
+    return _asked(model, cluster, plan, choices).compare()
 
 
 def whatif(
@@ -462,10 +460,7 @@ def whatif(
     **choices: Any,
 ) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the base prediction and the effect of each ``KEY=VALUE`` change on it, best first."""
-    traced = _traced(model, cluster, plan, choices)
-    if traced is not None:
-        return effects_of(traced, changes)
-    return effects_of(request(model, cluster, plan, **choices), changes)
+    return effects_of(_asked(model, cluster, plan, choices), changes)
 
 
 def advise(
@@ -479,7 +474,7 @@ def advise(
     """Return the single changes that would win the most time."""
     from foreshard.advise.advice import improvements
 
-    asked = _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
+    asked = _asked(model, cluster, plan, choices)
     return improvements(asked, asked.predict(), top=top)
 
 
@@ -491,7 +486,7 @@ def report(
     from foreshard.advise.nearest_fit import nearest_fit
     from foreshard.report.pages.prediction_page import page, page_data
 
-    asked = _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
+    asked = _asked(model, cluster, plan, choices)
     prediction, timeline = asked.predict_timeline()
     fits = prediction.memory.fits
     advice = improvements(asked, prediction) if fits else ()

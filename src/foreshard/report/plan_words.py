@@ -1,10 +1,11 @@
-"""Plans in words: one line of degrees and options, and what distinguishes one plan from others."""
+"""Plans and prices in words: one line of degrees and options, what distinguishes one plan from others."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from foreshard.catalog.instances import is_old
 from foreshard.report.screen import spans
 from foreshard.spec.plan import Group, Plan
 
@@ -24,6 +25,18 @@ def priced(plan: Plan, usd_per_1b_tokens: float | None) -> tuple[float | None, s
     return usd_per_1b_tokens / 1e3, "1M samples"
 
 
+def dated(price_date: str) -> str:
+    """Return the date of a price; an old one, or none, says so.
+
+    Examples
+    --------
+    >>> dated("2020-Q1")
+    '2020-Q1, over a year old'
+    """
+    old = price_date[:1].isdigit() and is_old(price_date)
+    return f"{price_date}, over a year old" if old else price_date
+
+
 def plan_line(plan: Plan) -> str:
     """Return the plan in one line of degrees and options."""
     group, stage = plan.groups[0], plan.groups[0].stages[0]
@@ -35,7 +48,7 @@ def plan_line(plan: Plan) -> str:
         f"pp {len(group.stages)}",
         f"dp {_of_stages(group, 'inner_dp')}",
     ]
-    words += [f"{name} {value}" for name in ("cp", "ep", "etp") if (value := _of_stages(group, name)) != "1"]
+    words += [f"{name} {value}" for name in RARER if (value := _of_stages(group, name)) != "1"]
     words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
     words += [f"micro-batch {rank_samples(group)}", f"global batch {plan.global_batch}"]
     words += [f"seq {plan.seq_len}"] if counted(plan) == "tokens" else []

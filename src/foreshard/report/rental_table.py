@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from foreshard import quantity
 from foreshard.report.plan_screen import searched_box
-from foreshard.report.plan_words import degrees
-from foreshard.report.price_words import dated
+from foreshard.report.plan_words import dated, degrees
 from foreshard.report.screen import Box, Screen, listing
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.group_times import GroupTime, uneven
 from foreshard.advise.request import SPLIT_EVENLY
-from foreshard.report.plan_words import counted, place_of, plan_line, priced
-from foreshard.report.price_words import dated
+from foreshard.report.plan_words import counted, dated, place_of, plan_line, priced
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
 from foreshard.spec.variation import RunEfficiency, StepDistribution

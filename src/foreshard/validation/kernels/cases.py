@@ -94,7 +94,7 @@ def _deepbench(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[n
     section, sheet = shared["section"], shared["sheet_precision"]
     if section in CONVOLUTIONS or section.startswith(RECURRENT):
         passes = timed_passes(shared["device"], section, sheet, rows)
-        return np.array([sum(one.predicted_s for one in each) for each in passes])
+        return np.array([sum(predicted_s for _, predicted_s in each) for each in passes])
     if section in _UNPRICED:
         raise SpecError(_UNPRICED[section])
     found = [re.search(r"M=(\d+);N=(\d+);K=(\d+)", row["params"]) for row in rows]
@@ -194,12 +194,9 @@ def _cases(shared: Mapping[str, str], rows: Rows, sizes: Sequence[str], cost: _C
         failed = reason_of(error)
     for i, row in enumerate(rows):
         measured = _stated_s(row)
-        why = failed or (_not_a_number(bad[i]) if i in bad else _refusal(row, measured, float(predicted[i])))
+        wrong = f"{bad[i]}: a cell of {bad[i]} is not a number. Sizes are numbers." if i in bad else None
+        why = failed or wrong or _refusal(row, measured, float(predicted[i]))
         yield TimedCase(measured_s=measured, predicted_s=None if why else float(predicted[i]), reason=why)
-
-
-def _not_a_number(key: str) -> str:
-    return reason_of(SpecError(f"a cell of {key} is not a number", key=key, rule="Sizes are numbers"))
 
 
 def _refusal(row: Mapping[str, str], measured_s: float | None, predicted_s: float) -> str | None:
