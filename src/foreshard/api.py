@@ -176,13 +176,9 @@ def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
         word = word.replace("-", "_")
         ours = BY_FLAG.get(word, word)
         if ours in found:
-            raise SpecError(
-                f"{' and '.join(sorted((stated[ours], name)))} together",
-                key=name,
-                value=value,
-                rule="They are two names of one option",
-                fix="Leave out one",
-            )
+            what = f"{' and '.join(sorted((stated[ours], name)))} together"
+            rule, fix = "They are two names of one option", "Leave out one"
+            raise SpecError(what, key=name, value=value, rule=rule, fix=fix)
         found[ours], stated[ours] = _of_text(ours, value), name
     return found
 
@@ -269,14 +265,10 @@ def _cost_source(costs: Any) -> dict[str, Any]:
         return {"costs": load_tables(costs)}
     if kind == CALIBRATED:
         return {"calibration": load_calibration(costs)}
-    raise SpecError(
-        f"a file of {kind or 'no stated kind'}",
-        file=costs,
-        key="costs",
-        value=costs,
-        rule=f"Models of the catalog take {CALIBRATED} and tables of kernels; layers price their own job",
-        fix="Make it with foreshard calibrate --steps, or use predict_measured",
-    )
+    what = f"a file of {kind or 'no stated kind'}"
+    rule = f"Models of the catalog take {CALIBRATED} and tables of kernels; layers price their own job"
+    fix = "Make it with foreshard calibrate --steps, or use predict_measured"
+    raise SpecError(what, file=costs, key="costs", value=costs, rule=rule, fix=fix)
 
 
 def load_plan(path: str) -> Plan:
@@ -711,13 +703,10 @@ def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluste
     if target not in TRAINERS:
         raise unknown("tool", tool, TRAINERS, key="--to", rule="Tools that train a plan are")
     if asked.get("framework") is not None and not trains(target, asked["framework"]):
-        raise SpecError(
-            f"a plan of {asked['framework']} for {tool}",
-            key="--framework",
-            value=asked["framework"],
-            rule=f"{tool} trains in the time and memory of {TRAINERS[target].runs or 'megatron-core'}",
-            fix="Leave --framework out, or --to",
-        )
+        what = f"a plan of {asked['framework']} for {tool}"
+        rule = f"{tool} trains in the time and memory of {TRAINERS[target].runs or 'megatron-core'}"
+        fix = "Leave --framework out, or --to"
+        raise SpecError(what, key="--framework", value=asked["framework"], rule=rule, fix=fix)
     reasons = model_refusals(model, target)
     if asked.get("lora") is not None:
         reasons = (*reasons, f"adapters (lora {asked['lora']})")

@@ -130,12 +130,8 @@ def _fit(
     from foreshard.comm.refit import refit
 
     if cluster is None:
-        raise SpecError(
-            "constants are those of a cluster",
-            key="CLUSTER",
-            rule="A fit needs the cluster that was measured",
-            fix="Give it behind FILE, such as 2x8xh100-sxm",
-        )
+        rule, fix = "A fit needs the cluster that was measured", "Give it behind FILE, such as 2x8xh100-sxm"
+        raise SpecError("constants are those of a cluster", key="CLUSTER", rule=rule, fix=fix)
     where = api.load_cluster(cluster)
     runs = [_measured(run, name, where.num_devices, "FILE")]
     runs += [_measured(other, other.collective, where.num_devices, path) for other, path in others]

@@ -64,13 +64,8 @@ def command(file: str, policy: tuple[str, ...] | None, seeds: int) -> None:
 
     stated = load_jobs_file(file)
     if stated.draw is None and seeds > 1:
-        raise SpecError(
-            f"{seeds} seeds of stated jobs",
-            key="--seeds",
-            value=seeds,
-            rule="Seeds are those of a [draw] table",
-            fix="Leave --seeds out",
-        )
+        rule, fix = "Seeds are those of a [draw] table", "Leave --seeds out"
+        raise SpecError(f"{seeds} seeds of stated jobs", key="--seeds", value=seeds, rule=rule, fix=fix)
     where = _cluster_in(stated)
     try:
         topology, _ = topology_at(where, stated.rates)
@@ -130,14 +125,9 @@ def jobs_beside(file: str, cluster: Cluster) -> tuple[TrainingJob, ...]:
     where = _cluster_in(stated)
     theirs = api.load_cluster(where)
     if (theirs.nodes, theirs.links) != (cluster.nodes, cluster.links):
-        raise SpecError(
-            f"jobs on {stated.cluster}, a run on {cluster.name}",
-            file=stated.file,
-            key="cluster",
-            value=stated.cluster,
-            rule="Jobs that share a network are on one cluster",
-            fix="Name the same cluster in the jobs file",
-        )
+        what = f"jobs on {stated.cluster}, a run on {cluster.name}"
+        rule, fix = "Jobs that share a network are on one cluster", "Name the same cluster in the jobs file"
+        raise SpecError(what, file=stated.file, key="cluster", value=stated.cluster, rule=rule, fix=fix)
     return tuple(_stated_jobs(stated, where, cluster.num_devices))
 
 
@@ -148,13 +138,10 @@ def _planned_job(stated: JobsFile, index: int, where: str) -> TrainingJob:
 
     job, key = stated.jobs[index], f"jobs[{index}]"
     if job.model is None or job.plan is None or job.phases or job.ranks is not None:
-        raise SpecError(
-            f"{job.name!r} has a {'model' if job.plan is None else 'plan'} and more, or alone",
-            file=stated.file,
-            key=key,
-            rule="A job has ranks and phases, or a model and a plan",
-            fix="Give model and plan, and no ranks or phases",
-        )
+        what = f"{job.name!r} has a {'model' if job.plan is None else 'plan'} and more, or alone"
+        rule = "A job has ranks and phases, or a model and a plan"
+        fix = "Give model and plan, and no ranks or phases"
+        raise SpecError(what, file=stated.file, key=key, rule=rule, fix=fix)
     cluster, model = api.load_cluster(where), api.load_model(job.model)
     path = stated.path_of(job.plan)
     plan = api.load_plan(path)

@@ -105,13 +105,10 @@ def _check_chosen(found: CollectivePrediction, own: RefittedConstants) -> None:
     """Refuse refitted constants where NCCL chooses between no algorithms."""
     if found.library != "NCCL" or found.choice is None or found.choice.best is None:
         by = f"{found.library or 'no library'} on these devices" if found.library != "NCCL" else "NCCL"
-        raise SpecError(
-            f"constants of NCCL for {found.collective} by {by}",
-            key="--library",
-            value=own.path,
-            rule="They are of its choice between algorithms, which devices and collective must have",
-            fix="Leave it out",
-        )
+        what = f"constants of NCCL for {found.collective} by {by}"
+        rule = "They are of its choice between algorithms, which devices and collective must have"
+        fix = "Leave it out"
+        raise SpecError(what, key="--library", value=own.path, rule=rule, fix=fix)
 
 
 def _release(library: str) -> tuple[int, int] | None:
@@ -121,13 +118,10 @@ def _release(library: str) -> tuple[int, int] | None:
     if name == "rccl" and not version:
         return None
     if name != "nccl" or (version and not found):
-        raise SpecError(
-            f"unknown library {library[:40]!r}",
-            key="--library",
-            value=library[:40],
-            rule="The library is nccl with @ and a release or without, or rccl on AMD's devices",
-            fix=f"Give nccl or nccl@{tuning()['release']}",
-        )
+        what = f"unknown library {library[:40]!r}"
+        rule = "The library is nccl with @ and a release or without, or rccl on AMD's devices"
+        fix = f"Give nccl or nccl@{tuning()['release']}"
+        raise SpecError(what, key="--library", value=library[:40], rule=rule, fix=fix)
     return (int(found[1]), int(found[2])) if found else None
 
 
