@@ -668,20 +668,37 @@ def _rented(
     return rent(load_model(source) if isinstance(source, str) else source, **asked)
 
 
-_KEPT = ("optimizer", "top", "budget_s", "calibration")
-
-
 def plan_trace(module: TracedModule, cluster: Cluster, asked: Mapping[str, Any]) -> PlanResult:
-    """Return the best plans for a traced module, by options as of `plan`."""
+    """Return the best plans for a traced module, by options as of `plan`: `plan_measured` on its costs."""
+    from functools import partial
+
+    from foreshard.planner.measured.plans import plan_measured as planned
+    from foreshard.predict.measured.traced import traced_costs
     from foreshard.spec.codec import whole
 
     asked = _with_calibration(asked)
     traced_request.check_plans(asked)
-    kept = {name: asked[name] for name in _KEPT if asked.get(name) is not None}
+    kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if asked.get(name) is not None}
     batch = whole(asked.get("global_batch"), key="--global-batch", name="global-batch")
     on = cluster if asked.get("prices") is None else _prices(asked["prices"]).on(cluster)
     on = on.at_usd_per_device_hour(asked.get("usd_per_device_hour"))
-    return plan_traced(module, on, global_batch=batch, **kept)
+    calibration: Calibration | None = asked.get("calibration")
+    costs = traced_costs(
+        module,
+        [nodes.device for nodes in on.nodes],
+        micro_batches=(1, max(2, min(batch, 128))),
+        optimizer=kept.get("optimizer", "adamw"),
+        slower=None if calibration is None else calibration.of_operations,
+    )
+    return planned(
+        costs,
+        on,
+        global_batch=batch,
+        seq_len=1,
+        precision=module.precision,
+        predicted=partial(predict_traced, module, on, calibration=calibration),
+        **kept,
+    )
 
 
 def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:
@@ -1092,36 +1109,6 @@ def _module_of(model: str, loaded: ExitStack) -> Any:
 
     with regions_of_cuda():  # a decorator's region is made where the module is defined
         return loaded.enter_context(load_module(model))
-
-
-def plan_traced(
-    module: TracedModule,
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    calibration: Calibration | None = None,
-    **asked: Any,
-) -> PlanResult:
-    """Return the best plans for a traced module: `planner.measured.plans.plan_measured`."""
-    from functools import partial
-
-    from foreshard.planner.measured.plans import plan_measured as planned
-    from foreshard.predict.measured.traced import traced_costs
-
-    devices = [nodes.device for nodes in cluster.nodes]
-    optimizer = asked.get("optimizer", "adamw")
-    sizes = (1, max(2, min(global_batch, 128)))
-    slower = None if calibration is None else calibration.of_operations
-    costs = traced_costs(module, devices, micro_batches=sizes, optimizer=optimizer, slower=slower)
-    return planned(
-        costs,
-        cluster,
-        global_batch=global_batch,
-        seq_len=1,
-        precision=module.precision,
-        predicted=partial(predict_traced, module, cluster, calibration=calibration),
-        **asked,
-    )
 
 
 def validate(
