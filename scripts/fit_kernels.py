@@ -573,12 +573,7 @@ def constants() -> dict:
     sixteen, ratio = gemm_sixteen_bit(report)
     fp32, fp32_overhead_s = gemm_fp32(sixteen, report)
     stream, stream_overhead_s = streaming(sixteen, report)
-    gemm = {
-        "16bit": sixteen,
-        "fp32": fp32,
-        "fp8": gemm_fp8(sixteen, ratio),
-        "fp4": gemm_fp4(sixteen, report),
-    }
+    gemm = {"16bit": sixteen, "fp32": fp32, "fp8": gemm_fp8(sixteen, ratio), "fp4": gemm_fp4(sixteen, report)}
     return {
         "schema_version": 1,
         "fitted_by": "scripts/fit_kernels.py",

@@ -33,10 +33,7 @@ from foreshard.validation.kernels.deepbench import (
 )
 from foreshard.validation.tables import measured_folder, read_table
 
-GRIDS = {
-    "pointwise_weights": np.arange(1.0, 3.6, 0.1),
-    "spread": np.arange(1.0, 4.1, 0.1),
-}
+GRIDS = {"pointwise_weights": np.arange(1.0, 3.6, 0.1), "spread": np.arange(1.0, 4.1, 0.1)}
 WAITS_S = np.arange(0.0, 61e-6, 1e-6)
 LEAST_STEPS = 100
 TRAINED = ("NV_V100",)

@@ -456,12 +456,7 @@ def whatif(
 
 
 def advise(
-    model: NamedModel,
-    cluster: NamedCluster,
-    plan: NamedPlan | None = None,
-    *,
-    top: int = 5,
-    **choices: Any,
+    model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, *, top: int = 5, **choices: Any
 ) -> tuple[Effect, ...]:
     """Return the single changes that would win the most time."""
     from foreshard.advise.advice import improvements

@@ -129,11 +129,7 @@ def _request_of(values: dict[str, Any], other_jobs: str | None, bursts: bool) ->
 
 
 def _answer_measured(
-    ctx: click.Context,
-    values: dict[str, Any],
-    to_target: str | None,
-    others: dict[str, str],
-    explain: bool,
+    ctx: click.Context, values: dict[str, Any], to_target: str | None, others: dict[str, str], explain: bool
 ) -> None:
     """Answer from measured costs, of which there is no advice, and no formula."""
     from foreshard.report.summary import prediction_screen

@@ -103,10 +103,7 @@ def _with_positions(model: Model, seq_len: int) -> Model:
         return replace(model, max_seq_len=seq_len)
     more = (seq_len - model.learned_positions) * model.hidden
     return replace(
-        model,
-        max_seq_len=seq_len,
-        learned_positions=seq_len,
-        embedding_params=model.embedding_params + more,
+        model, max_seq_len=seq_len, learned_positions=seq_len, embedding_params=model.embedding_params + more
     )
 
 

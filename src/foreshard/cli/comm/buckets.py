@@ -253,11 +253,7 @@ def _notes(request: Request, advice: BucketAdvice, made: BackwardPass) -> list[s
 
 
 def _screen(
-    request: Request,
-    advice: BucketAdvice,
-    made: BackwardPass,
-    priority: dict[str, Any],
-    notes: list[str],
+    request: Request, advice: BucketAdvice, made: BackwardPass, priority: dict[str, Any], notes: list[str]
 ) -> Screen:
     size = quantity.size(float(made.gradients.num_bytes.sum()))
     names = f"{request.model.name} on {request.cluster.name}"

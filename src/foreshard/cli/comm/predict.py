@@ -51,11 +51,7 @@ _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
     metavar="nccl[@VERSION]|FILE",
     help="Library and release (2.10 and before are slower), or refitted constants of comm import --fit-nccl.",
 )
-@click.option(
-    "--costs",
-    metavar="FILE",
-    help=MEASURED_HELP,
-)
+@click.option("--costs", metavar="FILE", help=MEASURED_HELP)
 def command(
     collective: str, size: float, cluster: str, ranks: int | None, library: str, costs: str | None
 ) -> None:
@@ -237,7 +233,7 @@ def _notes_of_rccl(choice: NcclChoice) -> list[str]:
     return [
         f"Algorithm and protocol are the pick of RCCL {table['release']} by its own estimates. Its constants "
         f"are stated in its source ({str(table['commit'])[:8]}), none is fitted, and no log of its picks was "
-        "at hand; MSCCL schedules, which it runs instead for some sizes, are not modelled.",
+        "at hand; MSCCL schedules, which it runs instead for some sizes, are not modelled."
     ]
 
 
