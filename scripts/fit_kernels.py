@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from foreshard.cost.attention import flash_attention_backward_s, flash_attention
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.validation.kernels.cases import attention_kernel
+from foreshard.validation.kernels.cases import STREAMS, attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "src/foreshard/catalog/data/kernel_constants.json"
@@ -482,14 +483,12 @@ def tf32_over_16bit() -> dict[str, float]:
 
 # ---- elementwise and grouped products ------------------------------------------------------------------
 
-PASSES = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}  # other operations: read and write
-
 
 def streaming(sixteen: dict, report: dict) -> tuple[dict, dict[str, float]]:
     """Return the streaming section and the host overhead the table includes."""
     rows = read("kernel_neusight_elementwise.csv.gz")
     rows = rows.take(~np.isin(rows["op"], ("pow", "powu")))  # computing bound on some devices
-    passes = np.array([PASSES.get(op, 2) for op in rows["op"]])
+    passes = np.array([STREAMS.get(op, 2) for op in rows["op"]])
     rows = rows.plus(bytes=4.0 * rows["b"] * rows["h"] * passes)
     fitted = ~np.isin(rows["op"], ("ln", "softmax"))
     launch_s = sixteen["generic"]["launch_s"]
@@ -562,14 +561,8 @@ def moe_predictor(base: KernelModel, rows: Table) -> Callable[[dict[str, float]]
 # ---- whole ---------------------------------------------------------------------------------------------
 
 
-class Report(dict):
-    def __missing__(self, key: str) -> dict:
-        self[key] = {}
-        return self[key]
-
-
 def constants() -> dict:
-    report = Report()
+    report: dict[str, dict] = defaultdict(dict)
     sixteen, ratio = gemm_sixteen_bit(report)
     fp32, fp32_overhead_s = gemm_fp32(sixteen, report)
     stream, stream_overhead_s = streaming(sixteen, report)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from columns import Table
-from fit_kernels import ATTENTION_START, GEMM_START, PASSES, donors, figures, middle
+from fit_kernels import ATTENTION_START, GEMM_START, donors, figures, middle
 from kernel_tables import attention_rows, deepbench_rows, fp32_rows, ideal, read, sixteen_bit_rows
 from sklearn.ensemble import HistGradientBoostingRegressor
 
@@ -32,7 +32,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.learned import Trees, attention_features, gemm_features, grouped_features, trees_of
-from foreshard.validation.kernels.cases import attention_kernel
+from foreshard.validation.kernels.cases import STREAMS, attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src/foreshard/catalog/data"
@@ -271,7 +271,7 @@ def _grouped(device: str, rows: Table, gemm: dict[str, Kernels]) -> Kernels:
 
 def stream_tables() -> list[Kernels]:
     rows = read("kernel_neusight_elementwise.csv.gz")
-    rows = rows.plus(passes=np.array([PASSES.get(op, 2) for op in rows["op"]]))
+    rows = rows.plus(passes=np.array([STREAMS.get(op, 2) for op in rows["op"]]))
     return [_stream(resolve_device(str(name)).name, group) for (name,), group in rows.groups("device")]
 
 

@@ -162,13 +162,7 @@ def _of_text(name: str, value: Any) -> Any:
 
 
 def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by their names in Python, numbers written as on the command line as numbers.
-
-    Raises
-    ------
-    SpecError
-        If an option is stated by two of its names.
-    """
+    """Return options by their names in Python, numbers written as on the command line as numbers."""
     found: dict[str, Any] = {}
     stated: dict[str, str] = {}
     for name, value in choices.items():
@@ -245,13 +239,7 @@ KERNEL_TABLE = "kernel table"
 
 
 def _cost_source(costs: Any) -> dict[str, Any]:
-    """Return the options of a prediction that a cost source means: a name, or what its file holds.
-
-    Raises
-    ------
-    SpecError
-        For a file of layers that were measured, which are of one job: `predict_measured`.
-    """
+    """Return the options of a prediction that a cost source means: a name, or what its file holds."""
     if costs is None:
         return {}
     if not isinstance(costs, str) or not is_costs_file(costs):

@@ -20,7 +20,7 @@ from foreshard.cli.options.answer import dump
 from foreshard.cli.options.group import VerbGroup
 from foreshard.cli.options.missing import missing
 from foreshard.cli.options.sources import name_source
-from foreshard.cli.verbs import VERBS, commands
+from foreshard.cli.verbs import VERBS, commands, verb
 from foreshard.errors import ForeshardError, SpecError, Terminated
 from foreshard.option_names import meant
 from foreshard.spec.plan import COMM_OPTIONS
@@ -31,7 +31,7 @@ INTERRUPTED = 130  # as shells report SIGINT: 128 + 2
 @click.command(
     cls=VerbGroup,
     verbs=VERBS,
-    package="foreshard.cli",
+    load=verb,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(__version__, message="foreshard %(version)s")

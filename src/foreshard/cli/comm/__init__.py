@@ -4,6 +4,8 @@ In go words and options; out comes an answer as of every verb. A verb of this gr
 with a ``command`` made by ``verb_command``, and an entry of ``VERBS``. Read ``predict.py`` first.
 """
 
+from importlib import import_module
+
 import click
 
 from foreshard.cli.options.group import VerbGroup
@@ -21,7 +23,12 @@ VERBS = {
 }
 
 
-@click.command("comm", cls=VerbGroup, verbs=VERBS, package=__name__)
+@click.command(
+    "comm",
+    cls=VerbGroup,
+    verbs=VERBS,
+    load=lambda name: import_module(f"foreshard.cli.comm.{name}").command,
+)
 def command() -> None:
     """Predict and plan what devices send to each other.
 

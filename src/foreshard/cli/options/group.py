@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -28,11 +27,11 @@ _MEANT = {
 
 
 class VerbGroup(click.Group):
-    """Verbs by name with what each is for; the command of one is in the module of its name in `package`."""
+    """Verbs by name with what each is for; `load` imports the command of one."""
 
-    def __init__(self, *, verbs: Mapping[str, str], package: str, **settings: Any):
+    def __init__(self, *, verbs: Mapping[str, str], load: Callable[[str], click.Command], **settings: Any):
         super().__init__(**settings)
-        self.verbs, self.package = verbs, package
+        self.verbs, self.load = verbs, load
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
@@ -40,10 +39,7 @@ class VerbGroup(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Return the command of a verb, imported now."""
-        if name not in self.verbs:
-            return None
-        command: click.Command = import_module(f"{self.package}.{name}").command
-        return command
+        return self.load(name) if name in self.verbs else None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the command that the words call, or raise for an unknown verb."""

@@ -35,7 +35,7 @@ Sizes = Mapping[str, NDArray[np.float64]]
 """Columns of a table as numbers, one a row."""
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
-_STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
+STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
 _UNPRICED = {
     "All-Reduce": "an all-reduce whose links are not stated",
     "Sparse Matrix Multiplication": "sparse products, of which no kernel is priced",
@@ -86,7 +86,7 @@ def _attention(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[n
 def _elementwise(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
     device = shared["device"]
     kernels = _with_overhead(_kernels(device, "fp32"), "elementwise", device, "stream_launch_s")
-    passes = np.array([_STREAMS.get(row["op"], 2) for row in rows], float)
+    passes = np.array([STREAMS.get(row["op"], 2) for row in rows], float)
     return stream_s(4.0 * sizes["b"] * sizes["h"] * passes, kernels)
 
 
