@@ -23,6 +23,7 @@ from kernel_tables import (
     DATA,
     anchors,
     attention_rows,
+    cache_writes_s,
     deepbench_rows,
     fp32_rows,
     ideal,
@@ -38,7 +39,7 @@ from foreshard.cost.attention import flash_attention_backward_s, flash_attention
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.validation.kernels.cases import STREAMS, attention_kernel
+from foreshard.validation.kernels.cases import STREAMS
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "src/foreshard/catalog/data/kernel_constants.json"
@@ -338,11 +339,7 @@ def attention_predictor(device: str, rows: Table) -> Callable[[dict[str, float]]
     base = replace(ideal(device, "bf16"), stream_eff=0.85)
     columns = ("batch", "num_heads", "num_kv_heads", "seq_len", "head_dim")
     batch, heads, kv_heads, seq, dim = (rows[c] for c in columns)
-    # Serving kernels also write keys and values to the cache; not in these two, where no such cost shows.
-    no_cache = (rows["kernel_source"] == "vllm_flashinfer") | (
-        (rows["framework"] == "vllm") & (rows["system"] == "l40s")
-    )
-    cache_s = stream_s(8.0 * batch * kv_heads * seq * dim * ~no_cache, base)
+    cache_s = cache_writes_s(rows, base)
 
     def predict(values: dict[str, float]) -> np.ndarray:
         kernels = replace(base, **{f"attn_{name}": value for name, value in values.items()})
@@ -355,8 +352,6 @@ def attention_predictor(device: str, rows: Table) -> Callable[[dict[str, float]]
 
 def attention(report: dict) -> dict:
     rows = attention_rows()
-    kernels = [attention_kernel(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
-    rows = rows.plus(kernel=np.array(kernels))
     fits: dict[str, dict[str, dict[str, float]]] = {}
     logs = []
     for (kernel, device), group in rows.groups("kernel", "name"):

@@ -21,7 +21,15 @@ from pathlib import Path
 import numpy as np
 from columns import Table
 from fit_kernels import ATTENTION_START, GEMM_START, donors, figures, middle
-from kernel_tables import attention_rows, deepbench_rows, fp32_rows, ideal, read, sixteen_bit_rows
+from kernel_tables import (
+    attention_rows,
+    cache_writes_s,
+    deepbench_rows,
+    fp32_rows,
+    ideal,
+    read,
+    sixteen_bit_rows,
+)
 from sklearn.ensemble import HistGradientBoostingRegressor
 
 from foreshard.catalog.devices import resolve_device
@@ -159,8 +167,7 @@ def _datasheet(device: str, precision: str) -> tuple[float, ...]:
 
 def attention_tables() -> list[Kernels]:
     rows = attention_rows()
-    kernels = [attention_kernel(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
-    rows = rows.plus(kernel=np.array(kernels), serving=np.array(kernels) == "trtllm")
+    rows = rows.plus(serving=rows["kernel"] == "trtllm")
     return [
         _attention(device, bool(serving), group)
         for (device, serving), group in rows.groups("name", "serving")
@@ -172,10 +179,7 @@ def _attention(device: str, serving: bool, rows: Table) -> Kernels:
     columns = ("batch", "num_heads", "num_kv_heads", "seq_len", "head_dim")
     batch, heads, kv_heads, seq, dim = (rows[c].astype(float) for c in columns)
     sheet = nominal(device, "bf16")
-    silent = (rows["kernel_source"] == "vllm_flashinfer") | (
-        (rows["framework"] == "vllm") & (rows["system"] == "l40s")
-    )
-    cache_s = stream_s(8.0 * batch * kv_heads * seq * dim * ~silent, sheet)
+    cache_s = cache_writes_s(rows, sheet)
     sections = kernel_constants()["attention"]
     native = {d: sections[attention_kernel(d, "")]["devices"][d] for d in _attention_devices(sections)}
     known = sections["trtllm"]["devices"] if serving else native
