@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -30,12 +30,11 @@ def contradicted(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
     return _shorter([run for run in runs if run.network in WORDS and run not in odd]) | odd
 
 
-def _media(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
-    runs = list(runs)
+def _media(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
     speeds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for run in runs:
         speeds[(*run.case, run.num_devices)].append(run.samples_per_s)
-    superlinear = {
+    fast = {
         tuple(case)
         for (*case, count), found in speeds.items()
         if median(found) > SUPERLINEAR * count * max(speeds.get((*case, 1), [math.inf]))
@@ -51,7 +50,7 @@ def _media(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
         ]
         if precision == "fp16" and beside and run.samples_per_s < SAME_SPEED * max(beside):
             odd[run] = f"{name} on {device} no faster in 16 bit than in 32"
-        elif run.case in superlinear:
+        elif run.case in fast:
             odd[run] = f"{name} on {device} faster by devices than devices are more"
     return odd
 
@@ -75,9 +74,8 @@ def superlinear(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
     }
 
 
-def _shorter(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
+def _shorter(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
     """Return the runs of networks of words that some run has shorter sentences of than it states."""
-    runs = list(runs)
     shorter = {(run.source, run.framework, run.network) for run in runs if _beyond_peak(run)}
     return {
         run: f"{run.network} beyond the peak of a device at the stated length"
