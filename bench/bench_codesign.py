@@ -117,10 +117,7 @@ def vertical(rates: Sequence[int] = VERTICAL_RATES, algorithms: Sequence[str] = 
         }
         work_s = made.gradients.backward_s
         bars.append(
-            (
-                f"{rate} Gb/s",
-                [(name, gain(work_s + value, work_s + base)) for name, value in choices.items()],
-            )
+            (f"{rate} Gb/s", [(name, gain(work_s + value, work_s + base)) for name, value in choices.items()])
         )
     return Experiment(
         columns=("NIC", "algorithm", "DDP 25 MiB", "best cap", "best buckets", "priority"),

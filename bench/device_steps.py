@@ -142,6 +142,8 @@ def _catalog(name: str, batch: int, dtype: str) -> Step:
 
 
 TITAN_8B = {"flavor": "llama3:8B", "n_layers": 8}
+TITAN_8B_4 = {**TITAN_8B, "n_layers": 4}
+FP8: dict[str, Any] = {"dtype": "fp8", "compile": True}
 STEPS_TRAINED = (
     _hf("gpt2", MODELS["GPT2"], 16, 1024),
     _hf("gpt2-tf32", MODELS["GPT2"], 8, 1024, dtype="tf32"),
@@ -163,25 +165,9 @@ STEPS_TRAINED = (
     _titan("titan-llama-full", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recompute="full"),
     _titan("titan-llama-compiled", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, compile=True),
     _titan(
-        "titan-llama-tensorwise",
-        MODELS["LLAMA_8B_8"],
-        2,
-        4096,
-        size=TITAN_8B,
-        dtype="fp8",
-        recipe="tensorwise",
-        compile=True,
+        "titan-llama-tensorwise", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recipe="tensorwise", **FP8
     ),
-    _titan(
-        "titan-llama-rowwise",
-        MODELS["LLAMA_8B_8"],
-        2,
-        4096,
-        size=TITAN_8B,
-        dtype="fp8",
-        recipe="rowwise",
-        compile=True,
-    ),
+    _titan("titan-llama-rowwise", MODELS["LLAMA_8B_8"], 2, 4096, size=TITAN_8B, recipe="rowwise", **FP8),
     _titan(
         "titan-llama-fp8-eager",
         MODELS["LLAMA_8B_8"],
@@ -222,27 +208,11 @@ STEPS_TRAINED = (
     _hf("phi-1.5", MODELS["PHI"], 4, 2048),
     _hf("pythia-410m", MODELS["PYTHIA"], 8, 2048),
     _hf("smollm-360m", MODELS["SMOL"], 8, 2048),
-    _titan("titan-llama-4", MODELS["LLAMA_8B_4"], 4, 4096, size={"flavor": "llama3:8B", "n_layers": 4}),
+    _titan("titan-llama-4", MODELS["LLAMA_8B_4"], 4, 4096, size=TITAN_8B_4),
     _titan(
-        "titan-llama-4-tensorwise",
-        MODELS["LLAMA_8B_4"],
-        4,
-        4096,
-        size={"flavor": "llama3:8B", "n_layers": 4},
-        dtype="fp8",
-        recipe="tensorwise",
-        compile=True,
+        "titan-llama-4-tensorwise", MODELS["LLAMA_8B_4"], 4, 4096, size=TITAN_8B_4, recipe="tensorwise", **FP8
     ),
-    _titan(
-        "titan-llama-4-rowwise",
-        MODELS["LLAMA_8B_4"],
-        4,
-        4096,
-        size={"flavor": "llama3:8B", "n_layers": 4},
-        dtype="fp8",
-        recipe="rowwise",
-        compile=True,
-    ),
+    _titan("titan-llama-4-rowwise", MODELS["LLAMA_8B_4"], 4, 4096, size=TITAN_8B_4, recipe="rowwise", **FP8),
     _titan(
         "titan-deepseek-3",
         MODELS["DEEPSEEK_16B_3"],
@@ -273,21 +243,8 @@ STEPS_TRAINED = (
     _sharded("hf-mistral-6", MODELS["MISTRAL_7B_6"], 2, 4096),
     _sharded("hf-qwen2.5-1.5b", MODELS["QWEN2_1B5"], 4, 2048),
     _sharded("hf-olmoe-4", MODELS["OLMOE_4"], 4, 4096, "experts"),
-    _titan(
-        "titan-llama-70b-1",
-        MODELS["LLAMA_70B_1"],
-        2,
-        4096,
-        size={"flavor": "llama3:70B", "n_layers": 1},
-    ),
-    _titan(
-        "titan-llama-4-long",
-        MODELS["LLAMA_8B_4"],
-        1,
-        16384,
-        size={"flavor": "llama3:8B", "n_layers": 4},
-        recompute="selective:op",
-    ),
+    _titan("titan-llama-70b-1", MODELS["LLAMA_70B_1"], 2, 4096, size={"flavor": "llama3:70B", "n_layers": 1}),
+    _titan("titan-llama-4-long", MODELS["LLAMA_8B_4"], 1, 16384, size=TITAN_8B_4, recompute="selective:op"),
     _titan(
         "titan-qwen3-14",
         MODELS["QWEN3_1B7_14"],

@@ -12,11 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-MODULES = (
-    "foreshard.lab.lab_rank",
-    "foreshard.runtime.worker",
-    "foreshard.runtime.membership.supervisor",
-)
+MODULES = ("foreshard.lab.lab_rank", "foreshard.runtime.worker", "foreshard.runtime.membership.supervisor")
 
 
 class Forked(subprocess.Popen):  # type: ignore[type-arg]

@@ -59,11 +59,7 @@ class Term:
 
 
 KERNELS = Term(title="kernel curves (instead of datasheet rates)")
-OVERLAP = Term(
-    title="overlap of collectives",
-    patterns=("*_hidden", "fsdp_contention"),
-    off=(0.0, 0.0),
-)
+OVERLAP = Term(title="overlap of collectives", patterns=("*_hidden", "fsdp_contention"), off=(0.0, 0.0))
 TERMS = (
     KERNELS,
     Term(title="matrix-product derates", patterns=("gemm_power", "gemm_*"), off=(0.0, 1.0)),

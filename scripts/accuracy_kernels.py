@@ -193,8 +193,8 @@ def layer_report(folder: Path) -> list[str]:
             found = timed_passes(device, section, sheet, rows)
         except SpecError:
             continue
-        for each in (one for row in found for one in row):
-            error = each.predicted_s / each.measured_s - 1.0
+        for each, predicted_s in (one for row in found for one in row):
+            error = predicted_s / each.measured_s - 1.0
             for where in (name, "all"):
                 errors[kind, rows[0]["mode"], precision, where][each.name].append(error)
     lines = [

@@ -95,9 +95,7 @@ def main() -> None:
         drawn = chart(
             [
                 Line(
-                    name=name,
-                    points=list(zip(COUNTS, errors.tolist(), strict=True)),
-                    dashed=name != "median",
+                    name=name, points=list(zip(COUNTS, errors.tolist(), strict=True)), dashed=name != "median"
                 )
                 for name, errors in curves.items()
             ],

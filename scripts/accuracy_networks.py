@@ -84,10 +84,7 @@ def table(found: dict[tuple[Any, ...], list[float]], columns: Mapping[str, int])
     groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for key, values in found.items():
         groups[tuple(key[place] for place in columns.values())] += [math.expm1(value) for value in values]
-    lines = [
-        f"| {' | '.join(columns)} | rows | median | p90 | bias |",
-        f"{'|---' * (len(columns) + 4)}|",
-    ]
+    lines = [f"| {' | '.join(columns)} | rows | median | p90 | bias |", f"{'|---' * (len(columns) + 4)}|"]
     for key, errors in sorted(groups.items()):
         sizes = sorted(map(abs, errors))
         p90 = sizes[math.ceil(0.9 * len(sizes)) - 1]

@@ -11,13 +11,13 @@ from typing import Any
 
 from foreshard.catalog.kernels import Tables
 from foreshard.catalog.training import TrainingConstants, training_constants
-from foreshard.errors import InfeasibleError, SpecError
 from foreshard.spec.prediction import Prediction
-from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.mixed_rows import training_rows
 from foreshard.validation.predictors import left_out_constants, predict_run
-from foreshard.validation.rows import Skipped, TrainingRow, table_rows
+from foreshard.validation.rows import Skipped, TrainingRow
 from foreshard.validation.scoring import APART, RowOutcome
-from foreshard.validation.tables import TRAINING, read_table
+from foreshard.validation.tables import read_table
+from foreshard.validation.validate import training_outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTANTS = ROOT / "src/foreshard/catalog/data/training_constants.json"
@@ -41,31 +41,9 @@ def read_all(folder: Path, open_sealed: bool) -> tuple[list[TrainingRow], list[S
     rows, skipped = [], []
     for path in (*paths, *(folder / name for name in MIXED if (folder / name).exists())):
         table = read_table(path)
-        more, less = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
+        more, less = training_rows(table)
         rows, skipped = rows + more, skipped + less
     return rows, skipped
-
-
-def outcome_of(
-    row: TrainingRow, made: Prediction | None, reason: str | None, *, fits: bool | None = None
-) -> RowOutcome:
-    """Return what was measured and predicted of one row; `fits` where memory alone was judged."""
-    peak = None if made is None else made.memory.counted(row.memory_kind)
-    return RowOutcome(
-        id=row.id,
-        family=row.family,
-        status="ok" if made or fits is not None else "skipped",
-        reason=reason,
-        measured_s=row.measured_s,
-        predicted_s=made.step_time_s if made else None,
-        interval_s=tuple(made.step_time_interval_s) if made else None,
-        measured_peak_bytes=row.measured_peak_bytes,
-        predicted_peak_bytes=peak,
-        config_key=row.config_key,
-        rank_key=row.rank_key,
-        oom=row.oom,
-        fits=made.memory.fits if made else fits,
-    )
 
 
 def run_row(
@@ -77,14 +55,14 @@ def run_row(
     costs: str | Tables = "auto",
 ) -> Run:
     """Predict one row."""
-    made, reason, refused = None, None, False
-    try:
-        made = predict_run(row, constants=constants, engine=engine, costs=costs, fidelity=fidelity)
-    except (SpecError, InfeasibleError) as error:
-        reason, refused = str(error), isinstance(error, InfeasibleError)
-    if row.oom and refused:  # said not to fit, as it did not
-        return Run(row=row, outcome=outcome_of(row, None, None, fits=False), prediction=None)
-    return Run(row=row, outcome=outcome_of(row, made, reason), prediction=made)
+    made: list[Prediction] = []
+
+    def predicted(row: TrainingRow) -> Prediction:
+        made.append(predict_run(row, constants=constants, engine=engine, costs=costs, fidelity=fidelity))
+        return made[0]
+
+    outcome = training_outcome(row, predicted)
+    return Run(row=row, outcome=outcome, prediction=made[0] if made else None)
 
 
 def run_all(

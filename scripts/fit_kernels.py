@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from kernel_tables import (
     DATA,
     anchors,
     attention_rows,
+    cache_writes_s,
     deepbench_rows,
     fp32_rows,
     ideal,
@@ -37,7 +39,7 @@ from foreshard.cost.attention import flash_attention_backward_s, flash_attention
 from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
-from foreshard.validation.kernels.cases import attention_kernel
+from foreshard.validation.kernels.cases import STREAMS
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "src/foreshard/catalog/data/kernel_constants.json"
@@ -337,11 +339,7 @@ def attention_predictor(device: str, rows: Table) -> Callable[[dict[str, float]]
     base = replace(ideal(device, "bf16"), stream_eff=0.85)
     columns = ("batch", "num_heads", "num_kv_heads", "seq_len", "head_dim")
     batch, heads, kv_heads, seq, dim = (rows[c] for c in columns)
-    # Serving kernels also write keys and values to the cache; not in these two, where no such cost shows.
-    no_cache = (rows["kernel_source"] == "vllm_flashinfer") | (
-        (rows["framework"] == "vllm") & (rows["system"] == "l40s")
-    )
-    cache_s = stream_s(8.0 * batch * kv_heads * seq * dim * ~no_cache, base)
+    cache_s = cache_writes_s(rows, base)
 
     def predict(values: dict[str, float]) -> np.ndarray:
         kernels = replace(base, **{f"attn_{name}": value for name, value in values.items()})
@@ -354,8 +352,6 @@ def attention_predictor(device: str, rows: Table) -> Callable[[dict[str, float]]
 
 def attention(report: dict) -> dict:
     rows = attention_rows()
-    kernels = [attention_kernel(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
-    rows = rows.plus(kernel=np.array(kernels))
     fits: dict[str, dict[str, dict[str, float]]] = {}
     logs = []
     for (kernel, device), group in rows.groups("kernel", "name"):
@@ -482,14 +478,12 @@ def tf32_over_16bit() -> dict[str, float]:
 
 # ---- elementwise and grouped products ------------------------------------------------------------------
 
-PASSES = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}  # other operations: read and write
-
 
 def streaming(sixteen: dict, report: dict) -> tuple[dict, dict[str, float]]:
     """Return the streaming section and the host overhead the table includes."""
     rows = read("kernel_neusight_elementwise.csv.gz")
     rows = rows.take(~np.isin(rows["op"], ("pow", "powu")))  # computing bound on some devices
-    passes = np.array([PASSES.get(op, 2) for op in rows["op"]])
+    passes = np.array([STREAMS.get(op, 2) for op in rows["op"]])
     rows = rows.plus(bytes=4.0 * rows["b"] * rows["h"] * passes)
     fitted = ~np.isin(rows["op"], ("ln", "softmax"))
     launch_s = sixteen["generic"]["launch_s"]
@@ -562,23 +556,12 @@ def moe_predictor(base: KernelModel, rows: Table) -> Callable[[dict[str, float]]
 # ---- whole ---------------------------------------------------------------------------------------------
 
 
-class Report(dict):
-    def __missing__(self, key: str) -> dict:
-        self[key] = {}
-        return self[key]
-
-
 def constants() -> dict:
-    report = Report()
+    report: dict[str, dict] = defaultdict(dict)
     sixteen, ratio = gemm_sixteen_bit(report)
     fp32, fp32_overhead_s = gemm_fp32(sixteen, report)
     stream, stream_overhead_s = streaming(sixteen, report)
-    gemm = {
-        "16bit": sixteen,
-        "fp32": fp32,
-        "fp8": gemm_fp8(sixteen, ratio),
-        "fp4": gemm_fp4(sixteen, report),
-    }
+    gemm = {"16bit": sixteen, "fp32": fp32, "fp8": gemm_fp8(sixteen, ratio), "fp4": gemm_fp4(sixteen, report)}
     return {
         "schema_version": 1,
         "fitted_by": "scripts/fit_kernels.py",

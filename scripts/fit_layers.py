@@ -27,16 +27,13 @@ from foreshard.validation.kernels.deepbench import (
     WAITING_S,
     StatedPass,
     device_of,
-    operations_alone_s,
+    passes_alone_s,
     precision_of,
     stated_passes,
 )
 from foreshard.validation.tables import measured_folder, read_table
 
-GRIDS = {
-    "pointwise_weights": np.arange(1.0, 3.6, 0.1),
-    "spread": np.arange(1.0, 4.1, 0.1),
-}
+GRIDS = {"pointwise_weights": np.arange(1.0, 3.6, 0.1), "spread": np.arange(1.0, 4.1, 0.1)}
 WAITS_S = np.arange(0.0, 61e-6, 1e-6)
 LEAST_STEPS = 100
 TRAINED = ("NV_V100",)
@@ -53,15 +50,8 @@ class Sheet:
 
     def errors(self, waiting_s: float = WAITING_S) -> np.ndarray:
         """Return log(predicted / measured) of each pass by the constants in place."""
-        found = np.zeros(len(self.passes))
-        for samples in {each.samples for each in self.passes}:
-            which = [i for i, each in enumerate(self.passes) if each.samples == samples]
-            work = tuple(operation for i in which for operation in self.passes[i].operations)
-            seconds = operations_alone_s(work, samples, self.device, self.precision, waiting_s)
-            ends = np.cumsum([len(self.passes[i].operations) for i in which])
-            sums = np.array([part.sum() for part in np.split(seconds, ends[:-1])])
-            found[which] = np.log(sums / [self.passes[i].measured_s for i in which])
-        return found
+        predicted_s = passes_alone_s(self.passes, self.device, self.precision, waiting_s)
+        return np.log(np.array(predicted_s) / [each.measured_s for each in self.passes])
 
 
 def sheets() -> tuple[list[Sheet], list[Sheet]]:

@@ -20,8 +20,16 @@ from pathlib import Path
 
 import numpy as np
 from columns import Table
-from fit_kernels import ATTENTION_START, GEMM_START, PASSES, donors, figures, middle
-from kernel_tables import attention_rows, deepbench_rows, fp32_rows, ideal, read, sixteen_bit_rows
+from fit_kernels import ATTENTION_START, GEMM_START, donors, figures, middle
+from kernel_tables import (
+    attention_rows,
+    cache_writes_s,
+    deepbench_rows,
+    fp32_rows,
+    ideal,
+    read,
+    sixteen_bit_rows,
+)
 from sklearn.ensemble import HistGradientBoostingRegressor
 
 from foreshard.catalog.devices import resolve_device
@@ -32,7 +40,7 @@ from foreshard.cost.elementwise import stream_s
 from foreshard.cost.gemm import gemm_s
 from foreshard.cost.grouped import grouped_gemm_s
 from foreshard.cost.learned import Trees, attention_features, gemm_features, grouped_features, trees_of
-from foreshard.validation.kernels.cases import attention_kernel
+from foreshard.validation.kernels.cases import STREAMS, attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src/foreshard/catalog/data"
@@ -159,8 +167,7 @@ def _datasheet(device: str, precision: str) -> tuple[float, ...]:
 
 def attention_tables() -> list[Kernels]:
     rows = attention_rows()
-    kernels = [attention_kernel(str(d), f) for d, f in zip(rows["name"], rows["framework"], strict=True)]
-    rows = rows.plus(kernel=np.array(kernels), serving=np.array(kernels) == "trtllm")
+    rows = rows.plus(serving=rows["kernel"] == "trtllm")
     return [
         _attention(device, bool(serving), group)
         for (device, serving), group in rows.groups("name", "serving")
@@ -172,10 +179,7 @@ def _attention(device: str, serving: bool, rows: Table) -> Kernels:
     columns = ("batch", "num_heads", "num_kv_heads", "seq_len", "head_dim")
     batch, heads, kv_heads, seq, dim = (rows[c].astype(float) for c in columns)
     sheet = nominal(device, "bf16")
-    silent = (rows["kernel_source"] == "vllm_flashinfer") | (
-        (rows["framework"] == "vllm") & (rows["system"] == "l40s")
-    )
-    cache_s = stream_s(8.0 * batch * kv_heads * seq * dim * ~silent, sheet)
+    cache_s = cache_writes_s(rows, sheet)
     sections = kernel_constants()["attention"]
     native = {d: sections[attention_kernel(d, "")]["devices"][d] for d in _attention_devices(sections)}
     known = sections["trtllm"]["devices"] if serving else native
@@ -271,7 +275,7 @@ def _grouped(device: str, rows: Table, gemm: dict[str, Kernels]) -> Kernels:
 
 def stream_tables() -> list[Kernels]:
     rows = read("kernel_neusight_elementwise.csv.gz")
-    rows = rows.plus(passes=np.array([PASSES.get(op, 2) for op in rows["op"]]))
+    rows = rows.plus(passes=np.array([STREAMS.get(op, 2) for op in rows["op"]]))
     return [_stream(resolve_device(str(name)).name, group) for (name,), group in rows.groups("device")]
 
 

@@ -14,6 +14,8 @@ from columns import Table, read_columns
 
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import KernelModel, kernel_model
+from foreshard.cost.elementwise import stream_s
+from foreshard.validation.kernels.cases import attention_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("FORESHARD_MEASURED", ROOT.parent / "shared/measured/dev"))
@@ -114,4 +116,18 @@ def attention_rows() -> Table:
     wide = rows["head_dim"] == 128
     # Narrow heads only where products dominate: they are there to tell what the exponential costs.
     narrow = ~wide & (rows["seq_len"] < 8192) & (rows["framework"] != "sglang") & (size > 5e10)
+    kernels = [attention_kernel(str(d), f) for d, f in zip(name, rows["framework"], strict=True)]
+    rows = rows.plus(kernel=np.array(kernels))
     return rows.take((share < 0.9) & ((wide & plain) | narrow))
+
+
+def cache_writes_s(rows: Table, kernels: KernelModel) -> np.ndarray:
+    """Return the seconds in which serving kernels also write keys and values to the cache.
+
+    Two of them show no such cost.
+    """
+    none = (rows["kernel_source"] == "vllm_flashinfer") | (
+        (rows["framework"] == "vllm") & (rows["system"] == "l40s")
+    )
+    batch, kv_heads, seq, dim = (rows[c] for c in ("batch", "num_kv_heads", "seq_len", "head_dim"))
+    return stream_s(8.0 * batch * kv_heads * seq * dim * ~none, kernels)

@@ -67,14 +67,7 @@ def bars(answer: dict, y: float, width: float) -> list[str]:
     steps = [("foreshard", ours), *sorted(steps, key=lambda step: step[1])]
     room = width - LABEL - VALUE
     scale = room / max(seconds for _, seconds in steps)
-    out = [
-        text(
-            0,
-            y,
-            COMPARED,
-            "head",
-        )
-    ]
+    out = [text(0, y, COMPARED, "head")]
     for i, (name, seconds) in enumerate(steps):
         top = y + 16 + i * BAR
         shade = "--data_comm" if i == 0 else "--bubble"

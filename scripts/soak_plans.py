@@ -260,11 +260,7 @@ class HandMade:
             width = max(len(own) for own in chain)
             made = tuple(
                 Stage(
-                    ranks=tuple(own),
-                    layers=((a, b),),
-                    tp=len(own) if tensor else 1,
-                    zero=1,
-                    recompute=rule,
+                    ranks=tuple(own), layers=((a, b),), tp=len(own) if tensor else 1, zero=1, recompute=rule
                 )
                 for own, a, b in zip(chain, [0, *cuts], [*cuts, places], strict=True)
             )

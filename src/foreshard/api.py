@@ -23,7 +23,7 @@ from foreshard.advise.arguments import (
 )
 from foreshard.advise.change import Effect, effects_of
 from foreshard.advise.request import ASKED, DEGREES, Request, unstated_precision
-from foreshard.advise.traced_request import TracedRequest
+from foreshard.advise.traced_request import Asked, TracedRequest
 from foreshard.catalog.frameworks import load_framework
 from foreshard.errors import SpecError, unknown
 from foreshard.file_replacement import replace_file
@@ -162,13 +162,7 @@ def _of_text(name: str, value: Any) -> Any:
 
 
 def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by their names in Python, numbers written as on the command line as numbers.
-
-    Raises
-    ------
-    SpecError
-        If an option is stated by two of its names.
-    """
+    """Return options by their names in Python, numbers written as on the command line as numbers."""
     found: dict[str, Any] = {}
     stated: dict[str, str] = {}
     for name, value in choices.items():
@@ -176,13 +170,9 @@ def _named(choices: Mapping[str, Any]) -> dict[str, Any]:
         word = word.replace("-", "_")
         ours = BY_FLAG.get(word, word)
         if ours in found:
-            raise SpecError(
-                f"{' and '.join(sorted((stated[ours], name)))} together",
-                key=name,
-                value=value,
-                rule="They are two names of one option",
-                fix="Leave out one",
-            )
+            what = f"{' and '.join(sorted((stated[ours], name)))} together"
+            rule, fix = "They are two names of one option", "Leave out one"
+            raise SpecError(what, key=name, value=value, rule=rule, fix=fix)
         found[ours], stated[ours] = _of_text(ours, value), name
     return found
 
@@ -249,13 +239,7 @@ KERNEL_TABLE = "kernel table"
 
 
 def _cost_source(costs: Any) -> dict[str, Any]:
-    """Return the options of a prediction that a cost source means: a name, or what its file holds.
-
-    Raises
-    ------
-    SpecError
-        For a file of layers that were measured, which are of one job: `predict_measured`.
-    """
+    """Return the options of a prediction that a cost source means: a name, or what its file holds."""
     if costs is None:
         return {}
     if not isinstance(costs, str) or not is_costs_file(costs):
@@ -269,14 +253,10 @@ def _cost_source(costs: Any) -> dict[str, Any]:
         return {"costs": load_tables(costs)}
     if kind == CALIBRATED:
         return {"calibration": load_calibration(costs)}
-    raise SpecError(
-        f"a file of {kind or 'no stated kind'}",
-        file=costs,
-        key="costs",
-        value=costs,
-        rule=f"Models of the catalog take {CALIBRATED} and tables of kernels; layers price their own job",
-        fix="Make it with foreshard calibrate --steps, or use predict_measured",
-    )
+    what = f"a file of {kind or 'no stated kind'}"
+    rule = f"Models of the catalog take {CALIBRATED} and tables of kernels; layers price their own job"
+    fix = "Make it with foreshard calibrate --steps, or use predict_measured"
+    raise SpecError(what, file=costs, key="costs", value=costs, rule=rule, fix=fix)
 
 
 def load_plan(path: str) -> Plan:
@@ -353,7 +333,7 @@ def predict(
     >>> prediction.plan.groups[0].stages[0].tp
     2
     """
-    return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).predict()
+    return _asked(model, cluster, plan, choices).predict()
 
 
 def request_traced(
@@ -407,15 +387,15 @@ def _with_calibration(stated: Mapping[str, Any]) -> dict[str, Any]:
     return {**stated, "costs": None, "calibration": load_calibration(costs)}
 
 
-def _traced(
+def _asked(
     model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None, choices: Mapping[str, Any]
-) -> TracedRequest | None:
-    """Return a request for what is traced, of arguments as users of Python write them."""
-    named = named_model(model)
-    if not isinstance(named, str) or not is_traced(named):
-        return None
-    given = None if plan is None else named_plan(plan, load_plan)[0]
-    return request_traced(named, cluster, given, _named(choices))
+) -> Asked:
+    """Return a request for what is traced or a model, of arguments as users of Python write them."""
+    named, traced = named_model(model), None
+    if isinstance(named, str) and is_traced(named):
+        given = None if plan is None else named_plan(plan, load_plan)[0]
+        traced = request_traced(named, cluster, given, _named(choices))
+    return traced or request(model, cluster, plan, **choices)
 
 
 def predict_trace(
@@ -442,16 +422,14 @@ def predict_timeline(
     model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> tuple[Prediction, Timeline | None]:
     """Return the prediction and when each task of its step runs (None from the analytical engine)."""
-    return (
-        _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
-    ).predict_timeline()
+    return _asked(model, cluster, plan, choices).predict_timeline()
 
 
 def compare(
     model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, **choices: Any
 ) -> tuple[Prediction, ...]:
     """Return the same run under every engine and cost source."""
-    return (_traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)).compare()
+    return _asked(model, cluster, plan, choices).compare()
 
 
 def whatif(
@@ -462,24 +440,16 @@ def whatif(
     **choices: Any,
 ) -> tuple[Prediction, tuple[Effect, ...]]:
     """Return the base prediction and the effect of each ``KEY=VALUE`` change on it, best first."""
-    traced = _traced(model, cluster, plan, choices)
-    if traced is not None:
-        return effects_of(traced, changes)
-    return effects_of(request(model, cluster, plan, **choices), changes)
+    return effects_of(_asked(model, cluster, plan, choices), changes)
 
 
 def advise(
-    model: NamedModel,
-    cluster: NamedCluster,
-    plan: NamedPlan | None = None,
-    *,
-    top: int = 5,
-    **choices: Any,
+    model: NamedModel, cluster: NamedCluster, plan: NamedPlan | None = None, *, top: int = 5, **choices: Any
 ) -> tuple[Effect, ...]:
     """Return the single changes that would win the most time."""
     from foreshard.advise.advice import improvements
 
-    asked = _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
+    asked = _asked(model, cluster, plan, choices)
     return improvements(asked, asked.predict(), top=top)
 
 
@@ -491,7 +461,7 @@ def report(
     from foreshard.advise.nearest_fit import nearest_fit
     from foreshard.report.pages.prediction_page import page, page_data
 
-    asked = _traced(model, cluster, plan, choices) or request(model, cluster, plan, **choices)
+    asked = _asked(model, cluster, plan, choices)
     prediction, timeline = asked.predict_timeline()
     fits = prediction.memory.fits
     advice = improvements(asked, prediction) if fits else ()
@@ -681,20 +651,37 @@ def _rented(
     return rent(load_model(source) if isinstance(source, str) else source, **asked)
 
 
-_KEPT = ("optimizer", "top", "budget_s", "calibration")
-
-
 def plan_trace(module: TracedModule, cluster: Cluster, asked: Mapping[str, Any]) -> PlanResult:
-    """Return the best plans for a traced module, by options as of `plan`."""
+    """Return the best plans for a traced module, by options as of `plan`: `plan_measured` on its costs."""
+    from functools import partial
+
+    from foreshard.planner.measured.plans import plan_measured as planned
+    from foreshard.predict.measured.traced import traced_costs
     from foreshard.spec.codec import whole
 
     asked = _with_calibration(asked)
     traced_request.check_plans(asked)
-    kept = {name: asked[name] for name in _KEPT if asked.get(name) is not None}
+    kept = {name: asked[name] for name in ("optimizer", "top", "budget_s") if asked.get(name) is not None}
     batch = whole(asked.get("global_batch"), key="--global-batch", name="global-batch")
     on = cluster if asked.get("prices") is None else _prices(asked["prices"]).on(cluster)
     on = on.at_usd_per_device_hour(asked.get("usd_per_device_hour"))
-    return plan_traced(module, on, global_batch=batch, **kept)
+    calibration: Calibration | None = asked.get("calibration")
+    costs = traced_costs(
+        module,
+        [nodes.device for nodes in on.nodes],
+        micro_batches=(1, max(2, min(batch, 128))),
+        optimizer=kept.get("optimizer", "adamw"),
+        slower=None if calibration is None else calibration.of_operations,
+    )
+    return planned(
+        costs,
+        on,
+        global_batch=batch,
+        seq_len=1,
+        precision=module.precision,
+        predicted=partial(predict_traced, module, on, calibration=calibration),
+        **kept,
+    )
 
 
 def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluster) -> dict[str, Any]:
@@ -716,13 +703,10 @@ def _for_tool(tool: str, asked: Mapping[str, Any], model: Model, cluster: Cluste
     if target not in TRAINERS:
         raise unknown("tool", tool, TRAINERS, key="--to", rule="Tools that train a plan are")
     if asked.get("framework") is not None and not trains(target, asked["framework"]):
-        raise SpecError(
-            f"a plan of {asked['framework']} for {tool}",
-            key="--framework",
-            value=asked["framework"],
-            rule=f"{tool} trains in the time and memory of {TRAINERS[target].runs or 'megatron-core'}",
-            fix="Leave --framework out, or --to",
-        )
+        what = f"a plan of {asked['framework']} for {tool}"
+        rule = f"{tool} trains in the time and memory of {TRAINERS[target].runs or 'megatron-core'}"
+        fix = "Leave --framework out, or --to"
+        raise SpecError(what, key="--framework", value=asked["framework"], rule=rule, fix=fix)
     reasons = model_refusals(model, target)
     if asked.get("lora") is not None:
         reasons = (*reasons, f"adapters (lora {asked['lora']})")
@@ -1109,36 +1093,6 @@ def _module_of(model: str, loaded: ExitStack) -> Any:
 
     with regions_of_cuda():  # a decorator's region is made where the module is defined
         return loaded.enter_context(load_module(model))
-
-
-def plan_traced(
-    module: TracedModule,
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    calibration: Calibration | None = None,
-    **asked: Any,
-) -> PlanResult:
-    """Return the best plans for a traced module: `planner.measured.plans.plan_measured`."""
-    from functools import partial
-
-    from foreshard.planner.measured.plans import plan_measured as planned
-    from foreshard.predict.measured.traced import traced_costs
-
-    devices = [nodes.device for nodes in cluster.nodes]
-    optimizer = asked.get("optimizer", "adamw")
-    sizes = (1, max(2, min(global_batch, 128)))
-    slower = None if calibration is None else calibration.of_operations
-    costs = traced_costs(module, devices, micro_batches=sizes, optimizer=optimizer, slower=slower)
-    return planned(
-        costs,
-        cluster,
-        global_batch=global_batch,
-        seq_len=1,
-        precision=module.precision,
-        predicted=partial(predict_traced, module, cluster, calibration=calibration),
-        **asked,
-    )
 
 
 def validate(

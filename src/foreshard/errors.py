@@ -16,9 +16,7 @@ from typing import Any
 _MAX_NAME = 80  # longer ones are cut in messages
 
 
-def did_you_mean(
-    text: str, known: Iterable[str], *, cutoff: float = 0.6, otherwise: str | None = None
-) -> str | None:
+def did_you_mean(text: str, known: Iterable[str], *, otherwise: str | None = None) -> str | None:
     """Return the fix that names the known word nearest to another in any case, else `otherwise`.
 
     Examples
@@ -29,7 +27,7 @@ def did_you_mean(
     from difflib import get_close_matches
 
     spelled = {word.lower(): word for word in known}
-    near = get_close_matches(text.lower(), spelled, n=1, cutoff=cutoff)
+    near = get_close_matches(text.lower(), spelled, n=1)
     return f"Did you mean {spelled[near[0]]!r}?" if near else otherwise
 
 
@@ -89,7 +87,6 @@ def unknown(
     file: str | None = None,
     rule: str = "Known",
     otherwise: str | None = None,
-    cutoff: float = 0.6,
 ) -> SpecError:
     """Return the error of a name that is none of the known ones, to be raised; the nearest one is the fix.
 
@@ -99,7 +96,7 @@ def unknown(
     verb: unknown verb 'pln'. Verbs are plan, run. Did you mean 'plan'?
     """
     words, shown = list(known), name[:_MAX_NAME]
-    fix = did_you_mean(shown, words, cutoff=cutoff, otherwise=otherwise or "Use one of them")
+    fix = did_you_mean(shown, words, otherwise=otherwise or "Use one of them")
     what = f"unknown {kind} {shown!r}"
     return SpecError(what, file=file, key=key, value=shown, rule=f"{rule} {', '.join(words)}", fix=fix)
 

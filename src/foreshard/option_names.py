@@ -11,101 +11,65 @@ from typing import Any
 
 from foreshard.errors import SpecError, unknown
 
+_OTHERS = {
+    "global-batch": "gbs global-batch-size",
+    "micro-batch": (
+        "mbs micro-batch-size per-device-train-batch-size micro-batch-size-per-gpu "
+        "train-micro-batch-size-per-gpu local-batch-size"
+    ),
+    "seq": (
+        "seqlen seq-len seq-length sequence-length context-length max-seq-len max-seq-length "
+        "max-sequence-length block-size ctx context-window max-length cutoff-len"
+    ),
+    "tp": (
+        "tensor-parallel tensor-model-parallel-size tp-size tp-degree tensor-parallel-size "
+        "tensor-parallel-degree"
+    ),
+    "pp": (
+        "pipeline-parallel pipeline-model-parallel-size pp-size pp-degree pipeline-parallel-size "
+        "pipeline-parallel-degree"
+    ),
+    "dp": "data-parallel dp-size dp-degree data-parallel-size data-parallel-degree",
+    "cp": "context-parallel context-parallel-size cp-size cp-degree",
+    "ep": (
+        "expert-parallel expert-model-parallel-size ep-size ep-degree expert-parallel-size "
+        "expert-parallel-degree"
+    ),
+    "etp": "expert-tensor-parallel-size etp-size etp-degree",
+    "sp": "sequence-parallel",
+    "no-sp": "no-sequence-parallel",
+    "dtype": "precision mixed-precision mixed-precision-param",
+    "schedule": "pipeline-parallel-schedule",
+    "tp-overlap": "enable-async-tensor-parallel",
+    "zero": "zero-stage zero-optimization.stage",
+    "recompute": "activation-checkpoint.mode recompute-granularity",
+    "optimizer": "optimizer.name optim",
+    "compile": "compile.enable torch-compile",
+    "lora": "lora-rank lora-r",
+    "usd-per-device-hour": "usd-per-gpu-hour price-per-gpu-hour cost-per-gpu-hour price-per-device-hour",
+    "vpp": (
+        "vp virtual-pipeline-model-parallel-size virtual-pipeline-parallel-size "
+        "num-virtual-stages-per-pipeline-rank"
+    ),
+    "attention": "attn attn-implementation attention-backend",
+    "fp8-recipe": "float8-recipe recipe-name",
+    "dispatcher": (
+        "moe-token-dispatcher-type moe-token-dispatcher token-dispatcher moe-dispatcher "
+        "moe-flex-dispatcher-backend expert-parallel-comm-backend"
+    ),
+}
+_OVERLAPS = {
+    "grad-overlap": "overlap-grad-reduce",
+    "param-gather-overlap": "overlap-param-gather",
+    "p2p-overlap": "overlap-p2p-communication",
+    "expert-overlap": "overlap-moe-expert-parallel-comm",
+    "shared-overlap": "moe-shared-expert-overlap",
+    "tp-overlap": "tp-comm-overlap",
+}
+"""Switches, which other tools turn off by the same prefix."""
 _OPTIONS = {
-    "gbs": "global-batch",
-    "global-batch-size": "global-batch",
-    "mbs": "micro-batch",
-    "micro-batch-size": "micro-batch",
-    "seqlen": "seq",
-    "seq-len": "seq",
-    "seq-length": "seq",
-    "sequence-length": "seq",
-    "context-length": "seq",
-    "tensor-parallel": "tp",
-    "tensor-model-parallel-size": "tp",
-    "pipeline-parallel": "pp",
-    "pipeline-model-parallel-size": "pp",
-    "data-parallel": "dp",
-    "context-parallel": "cp",
-    "context-parallel-size": "cp",
-    "expert-parallel": "ep",
-    "expert-model-parallel-size": "ep",
-    "expert-tensor-parallel-size": "etp",
-    "sequence-parallel": "sp",
-    "no-sequence-parallel": "no-sp",
-    "precision": "dtype",
-    "max-seq-len": "seq",
-    "max-seq-length": "seq",
-    "max-sequence-length": "seq",
-    "block-size": "seq",
-    "per-device-train-batch-size": "micro-batch",
-    "micro-batch-size-per-gpu": "micro-batch",
-    "train-micro-batch-size-per-gpu": "micro-batch",
-    **dict.fromkeys(("ctx", "context-window", "max-length", "cutoff-len"), "seq"),
-    "local-batch-size": "micro-batch",
-    "mixed-precision": "dtype",
-    "pipeline-parallel-schedule": "schedule",
-    "enable-async-tensor-parallel": "tp-overlap",
-    **dict.fromkeys(("zero-stage", "zero-optimization.stage"), "zero"),
-    "activation-checkpoint.mode": "recompute",
-    "mixed-precision-param": "dtype",
-    "optimizer.name": "optimizer",
-    "compile.enable": "compile",
-    "recompute-granularity": "recompute",
-    "torch-compile": "compile",
-    **dict.fromkeys(("lora-rank", "lora-r"), "lora"),
-    **dict.fromkeys(
-        ("usd-per-gpu-hour", "price-per-gpu-hour", "cost-per-gpu-hour", "price-per-device-hour"),
-        "usd-per-device-hour",
-    ),
-    **{
-        f"{no}{theirs}": f"{no}{ours}"
-        for no in ("", "no-")
-        for theirs, ours in (
-            ("overlap-grad-reduce", "grad-overlap"),
-            ("overlap-param-gather", "param-gather-overlap"),
-            ("overlap-p2p-communication", "p2p-overlap"),
-            ("overlap-moe-expert-parallel-comm", "expert-overlap"),
-            ("moe-shared-expert-overlap", "shared-overlap"),
-            ("tp-comm-overlap", "tp-overlap"),
-        )
-    },
-    **dict.fromkeys(
-        (
-            "vp",
-            "virtual-pipeline-model-parallel-size",
-            "virtual-pipeline-parallel-size",
-            "num-virtual-stages-per-pipeline-rank",
-        ),
-        "vpp",
-    ),
-    "optim": "optimizer",
-    "attn": "attention",
-    "attn-implementation": "attention",
-    "attention-backend": "attention",
-    "float8-recipe": "fp8-recipe",
-    **dict.fromkeys(
-        (
-            "moe-token-dispatcher-type",
-            "moe-token-dispatcher",
-            "token-dispatcher",
-            "moe-dispatcher",
-            "moe-flex-dispatcher-backend",
-            "expert-parallel-comm-backend",
-        ),
-        "dispatcher",
-    ),
-    "recipe-name": "fp8-recipe",
-    **{
-        f"{name}-{word}": name
-        for name in ("dp", "tp", "pp", "cp", "ep", "etp")
-        for word in ("size", "degree")
-    },
-    **{
-        f"{word}-parallel-{end}": name
-        for word, name in (("tensor", "tp"), ("pipeline", "pp"), ("data", "dp"), ("expert", "ep"))
-        for end in ("size", "degree")
-    },
+    **{word: ours for ours, words in _OTHERS.items() for word in words.split()},
+    **{f"{no}{theirs}": f"{no}{ours}" for no in ("", "no-") for ours, theirs in _OVERLAPS.items()},
 }
 """Our option of each other name of it, as flags are written but without the dashes before them."""
 

@@ -13,7 +13,7 @@ from foreshard.catalog.instances import Instance, instances
 from foreshard.cli.options.answer import give
 from foreshard.cli.options.request import named_cluster
 from foreshard.cli.options.sources import verb_command
-from foreshard.report.price_words import dated
+from foreshard.report.plan_words import dated
 from foreshard.report.screen import Screen, listing, table
 from foreshard.spec.cluster import Cluster, NodeGroup
 from foreshard.units import number_of

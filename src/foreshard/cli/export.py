@@ -94,13 +94,10 @@ def _export_run(run: str, target: str, output: str | None, step: int | None, as_
         fix = "Give the --out of foreshard run; a plan goes to another --to"
         raise SpecError(what, file=run, key="PLAN", rule=rule, fix=fix)
     if target not in FORMATS or output is None:
-        raise SpecError(
-            f"{run} to {target}" if output is not None else "no folder to write to",
-            key="-o" if output is None else "--to",
-            value=target,
-            rule=f"The folder of a run is exported to {' or '.join(FORMATS)}, a plan to the other tools",
-            fix=f"foreshard export RUN --to {FORMATS[0]} -o DIR",
-        )
+        what = f"{run} to {target}" if output is not None else "no folder to write to"
+        rule = f"The folder of a run is exported to {' or '.join(FORMATS)}, a plan to the other tools"
+        fix = f"foreshard export RUN --to {FORMATS[0]} -o DIR"
+        raise SpecError(what, key="-o" if output is None else "--to", value=target, rule=rule, fix=fix)
     needs_torch("export", "Reading a checkpoint")
     from pathlib import Path
 

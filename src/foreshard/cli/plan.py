@@ -10,14 +10,7 @@ import click
 
 from foreshard.advise.request import flag_of
 from foreshard.cli.options import request, target
-from foreshard.cli.options.answer import (
-    dump,
-    give,
-    must_be_writable,
-    save_page,
-    say,
-    write_text,
-)
+from foreshard.cli.options.answer import dump, give, must_be_writable, save_page, say, write_text
 from foreshard.cli.options.choices import choosing
 from foreshard.cli.options.measured import is_file
 from foreshard.cli.options.progress import watched
@@ -26,11 +19,7 @@ from foreshard.cli.options.sources import verb_command
 from foreshard.cli.options.values import Amount, BucketSize, Count, FrameworkLabel, Margin, Word, Words
 from foreshard.errors import ForeshardError, SpecError
 from foreshard.interop.exporters import TRAINERS, target_of
-from foreshard.spec.plan import (
-    ALGORITHMS,
-    COMM_OPTIONS,
-    PRECISIONS,
-)
+from foreshard.spec.plan import ALGORITHMS, COMM_OPTIONS, PRECISIONS
 
 if TYPE_CHECKING:
     from foreshard.advise.baseline_comparison import ComparedPlanner
@@ -129,9 +118,7 @@ def _vendors() -> tuple[str, ...]:
 )
 @request.optimizer
 @click.option(
-    "--engine",
-    type=Word("analytical", "graph", "event"),
-    help="Times the best plans found; default graph.",
+    "--engine", type=Word("analytical", "graph", "event"), help="Times the best plans found; default graph."
 )
 @click.option(
     "--network",
@@ -247,13 +234,7 @@ def command(
 
         name = model if source is None else source.name
         made = plan_screen(
-            result,
-            name,
-            planned_on,
-            gains=gains,
-            others=others,
-            pressed=bool(pressed),
-            explained=explain,
+            result, name, planned_on, gains=gains, others=others, pressed=bool(pressed), explained=explain
         )
         return with_target(made, runs)
 

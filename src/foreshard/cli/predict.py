@@ -122,18 +122,14 @@ def _request_of(values: dict[str, Any], other_jobs: str | None, bursts: bool) ->
         raise SpecError("a forward alone of a model of layers", key="--forward-only", rule=rule, fix=fix)
     request = to_request(values)
     if other_jobs is not None:
-        from foreshard.cli.options.other_jobs import other_jobs as jobs_in
+        from foreshard.cli.comm.jobs import jobs_beside
 
-        request = replace(request, other_jobs=jobs_in(other_jobs, request.cluster))
+        request = replace(request, other_jobs=jobs_beside(other_jobs, request.cluster))
     return replace(request, bursts=bursts)
 
 
 def _answer_measured(
-    ctx: click.Context,
-    values: dict[str, Any],
-    to_target: str | None,
-    others: dict[str, str],
-    explain: bool,
+    ctx: click.Context, values: dict[str, Any], to_target: str | None, others: dict[str, str], explain: bool
 ) -> None:
     """Answer from measured costs, of which there is no advice, and no formula."""
     from foreshard.report.summary import prediction_screen

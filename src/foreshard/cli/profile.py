@@ -13,7 +13,7 @@ from foreshard.cli.options.values import Count, Counts
 from foreshard.errors import SpecError
 from foreshard.report.screen import Screen
 
-SIZES = Counts(65536)
+SIZES = Counts(Count(1, 65536))
 
 
 @verb_command("profile")

@@ -52,9 +52,5 @@ def command(run: str, plan_file: str, wait_s: float) -> None:
             fix = "Continue a run that has ended with foreshard run --resume"
             raise ForeshardError(f"not adopted: {ended}", file=run, key="RUN", rule=rule, fix=fix)
         time.sleep(_LOOK_S)
-    raise ForeshardError(
-        f"not adopted within {wait_s:g} s",
-        file=run,
-        rule="A run adopts a plan between two steps",
-        fix="See events.jsonl; --wait-s waits longer",
-    )
+    rule, fix = "A run adopts a plan between two steps", "See events.jsonl; --wait-s waits longer"
+    raise ForeshardError(f"not adopted within {wait_s:g} s", file=run, rule=rule, fix=fix)

@@ -32,10 +32,7 @@ _SCORES = (
 @verb_command("validate")
 @click.argument("files", nargs=-1, required=True)
 @click.option(
-    "--engine",
-    type=click.Choice(["analytical", "graph", "event"]),
-    default="graph",
-    help="What predicts.",
+    "--engine", type=click.Choice(["analytical", "graph", "event"]), default="graph", help="What predicts."
 )
 @click.option("--costs", metavar="SOURCE|FILE", default="formula", help="Cost source.")
 @click.option("--exclude-calibration", metavar="FAMILY", help="Use constants fitted without this family.")

@@ -37,7 +37,7 @@ NAMES = (*COLLECTIVES, *MESSAGES)
 """The collectives that can be predicted."""
 TABLE = "table"
 """Evidence of a time that a measured table gives."""
-_FORMS = {
+CLOSED_FORMS = {
     "all-reduce": all_reduce_s,
     "all-gather": all_gather_s,
     "reduce-scatter": reduce_scatter_s,
@@ -139,7 +139,7 @@ def collective_s(collective: str, num_bytes: ArrayLike, ranks: int, fabric: Fabr
     """Return the time of a collective of `NAMES` over so many ranks that follow each other."""
     if collective == "send":
         return send_s(num_bytes, ranks > fabric.domain, fabric)
-    return _FORMS[collective](num_bytes, ranks, 1, fabric)
+    return CLOSED_FORMS[collective](num_bytes, ranks, 1, fabric)
 
 
 def _is_tabled(collective: str, num_bytes: float, ranks: int, fabric: Fabric) -> bool:

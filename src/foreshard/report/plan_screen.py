@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from foreshard import quantity
 from foreshard.advise.baseline_comparison import beyond
 from foreshard.catalog.instances import is_old
-from foreshard.report.plan_words import RARER, counted, degrees, distinct_names, priced
-from foreshard.report.price_words import dated
+from foreshard.report.plan_words import RARER, counted, dated, degrees, distinct_names, priced
 from foreshard.report.screen import Box, Screen, Table, listing, spans, table, without_empty
 from foreshard.report.summary import assumptions_table, step_box
 from foreshard.spec.cluster import Cluster

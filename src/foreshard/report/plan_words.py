@@ -1,10 +1,11 @@
-"""Plans in words: one line of degrees and options, and what distinguishes one plan from others."""
+"""Plans and prices in words: one line of degrees and options, what distinguishes one plan from others."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from foreshard.catalog.instances import is_old
 from foreshard.report.screen import spans
 from foreshard.spec.plan import Group, Plan
 
@@ -24,19 +25,25 @@ def priced(plan: Plan, usd_per_1b_tokens: float | None) -> tuple[float | None, s
     return usd_per_1b_tokens / 1e3, "1M samples"
 
 
+def dated(price_date: str) -> str:
+    """Return the date of a price; an old one, or none, says so.
+
+    Examples
+    --------
+    >>> dated("2020-Q1")
+    '2020-Q1, over a year old'
+    """
+    old = price_date[:1].isdigit() and is_old(price_date)
+    return f"{price_date}, over a year old" if old else price_date
+
+
 def plan_line(plan: Plan) -> str:
     """Return the plan in one line of degrees and options."""
     group, stage = plan.groups[0], plan.groups[0].stages[0]
     words = []
     if len(plan.groups) > 1:
         words.append(f"{len(plan.groups)} groups on {len(plan.ranks)} ranks, the first:")
-    words += [
-        f"tp {_of_stages(group, 'tp')}",
-        f"pp {len(group.stages)}",
-        f"dp {_of_stages(group, 'inner_dp')}",
-    ]
-    words += [f"{name} {value}" for name in ("cp", "ep", "etp") if (value := _of_stages(group, name)) != "1"]
-    words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
+    words += _cut(group, _by_stage)
     words += [f"micro-batch {rank_samples(group)}", f"global batch {plan.global_batch}"]
     words += [f"seq {plan.seq_len}"] if counted(plan) == "tokens" else []
     words += [plan.precision, f"zero {stage.zero}", group.schedule]
@@ -47,10 +54,10 @@ def plan_line(plan: Plan) -> str:
     return "  ".join(words)
 
 
-def _of_stages(group: Group, name: str) -> str:
-    """Return a degree of the stages of a group: one number, or those of its stages in order."""
-    values = [getattr(stage, name) for stage in group.stages]
-    return "/".join(map(str, values if len(set(values)) > 1 else values[:1]))
+def _by_stage(values: Iterable[object]) -> str:
+    """Return the degree of all stages, or those of its stages in order."""
+    each = list(map(str, values))
+    return "/".join(each if len(set(each)) > 1 else each[:1])
 
 
 def rank_samples(group: Group) -> str:
@@ -105,7 +112,7 @@ def degrees(plan: Plan) -> str:
 
     Degrees of each kind of group, then options; kinds that differ in one have a value each: `zero 1 | 2`.
     """
-    kinds = Counter((_cut(group), _options(group)) for group in plan.groups)
+    kinds = Counter((" ".join(_cut(group, _values)), _options(group)) for group in plan.groups)
     cuts = [cut if len(plan.groups) == 1 else f"{count} x ({cut})" for (cut, _), count in kinds.items()]
     words = [" + ".join(cuts)]
     for name, usual, *values in zip(_OPTIONS, _USUAL, *(options for _, options in kinds), strict=True):
@@ -117,18 +124,12 @@ def degrees(plan: Plan) -> str:
     return " ".join(words)
 
 
-def _cut(group: Group) -> str:
-    """Return how a group is cut over its ranks."""
-    stages = group.stages
-    words = [f"tp {_values(stage.tp for stage in stages)}", f"pp {len(stages)}"]
-    words.append(f"dp {_values(stage.inner_dp for stage in stages)}")
-    words += [
-        f"{name} {value}"
-        for name in RARER
-        if (value := _values(getattr(stage, name) for stage in stages)) != "1"
-    ]
-    words += [f"vpp {group.num_chunks}"] if group.num_chunks > 1 else []
-    return " ".join(words)
+def _cut(group: Group, write: Callable[[Iterable[object]], str]) -> list[str]:
+    """Return how a group is cut over its ranks; `write` joins the degrees of its stages."""
+    of = {name: write(getattr(stage, name) for stage in group.stages) for name in ("tp", "inner_dp", *RARER)}
+    words = [f"tp {of['tp']}", f"pp {len(group.stages)}", f"dp {of['inner_dp']}"]
+    words += [f"{name} {of[name]}" for name in RARER if of[name] != "1"]
+    return words + ([f"vpp {group.num_chunks}"] if group.num_chunks > 1 else [])
 
 
 _OPTIONS = ("micro-batch", "zero", "shards", "", "recompute", "offload")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from foreshard import quantity
 from foreshard.report.plan_screen import searched_box
-from foreshard.report.plan_words import degrees
-from foreshard.report.price_words import dated
+from foreshard.report.plan_words import dated, degrees
 from foreshard.report.screen import Box, Screen, listing
 
 if TYPE_CHECKING:
@@ -19,10 +18,11 @@ _NAMED = 4  # instances named in a note; --json has all
 
 def rental_screen(result: RentResult, *, pressed: bool = False) -> Screen:
     """Return the offers, the chosen one first, and what was left out."""
-    boxes = [searched_box(result)]
+    boxes, header = [searched_box(result)], f"Nothing to rent: {result.infeasible}"
     if result.offers:
         best = result.offers[0]
         prediction = best.ranked.prediction
+        header = f"{prediction.model} on rented nodes"
         partly = ", the best of what was searched in time" if result.interrupted else ""
         boxes = [
             Box(title="Rent", value=best.cluster, note=f"{quantity.usd(best.usd_per_h)} an hour{partly}"),
@@ -51,13 +51,7 @@ def rental_screen(result: RentResult, *, pressed: bool = False) -> Screen:
     }
     spare = (">MFU", "prices of", ">step", "plan")
     offers = (listing("Offers, best first", result.offers, columns, spare=spare),) if result.offers else ()
-    return Screen(header=(_header(result),), boxes=tuple(boxes), tables=offers, notes=tuple(notes))
-
-
-def _header(result: RentResult) -> str:
-    if not result.offers:
-        return f"Nothing to rent: {result.infeasible}"
-    return f"{result.offers[0].ranked.prediction.model} on rented nodes"
+    return Screen(header=(header,), boxes=tuple(boxes), tables=offers, notes=tuple(notes))
 
 
 def _reasons(left_out: dict[str, str]) -> dict[str, str]:

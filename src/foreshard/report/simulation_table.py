@@ -22,12 +22,7 @@ def online_screen(found: Evaluation) -> Screen:
         + ("the present slot" if scenario.sees_now else "the previous batch")
         + f"; {first.path['changes_per_1000']:.0f} changes per 1000 slots",
     )
-    return Screen(
-        header=header,
-        boxes=_boxes(found),
-        tables=(policies_table(found),),
-        notes=_notes(found),
-    )
+    return Screen(header=header, boxes=_boxes(found), tables=(policies_table(found),), notes=_notes(found))
 
 
 def _boxes(found: Evaluation) -> tuple[Box, ...]:
@@ -130,10 +125,7 @@ def policies_table(found: Evaluation) -> Table:
 
 
 def _notes(found: Evaluation) -> tuple[str, ...]:
-    notes = [
-        *_equal_budget(found),
-        f"The bound covers {found.bounded}, with free changes.",
-    ]
+    notes = [*_equal_budget(found), f"The bound covers {found.bounded}, with free changes."]
     if STAGES in found.policies:
         notes.append(f"{STAGES} also cuts layers between devices, so the bound does not hold for it.")
     for i, budget in enumerate(found.scenario.budget):

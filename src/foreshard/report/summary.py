@@ -9,8 +9,7 @@ from foreshard import quantity
 from foreshard.advise.change import Effect
 from foreshard.advise.group_times import GroupTime, uneven
 from foreshard.advise.request import SPLIT_EVENLY
-from foreshard.report.plan_words import counted, place_of, plan_line, priced
-from foreshard.report.price_words import dated
+from foreshard.report.plan_words import counted, dated, place_of, plan_line, priced
 from foreshard.report.screen import Box, Screen, Table, spans, table
 from foreshard.spec.prediction import MEMORY_LABELS, TIME_LABELS, Memory, Prediction
 from foreshard.spec.variation import RunEfficiency, StepDistribution
@@ -260,10 +259,14 @@ def prediction_screen(
         tables.append(groups_table(groups))
     if advice:
         tables.append(advice_table(advice, counted(prediction.plan)))
+    if explained:
+        columns = ("number", "formula and source")
+        tables.append(table("How each number comes about", columns, list(explained.items())))
     if explained is not None:
-        tables += _explained(prediction, explained)
+        tables.append(assumptions_table(prediction))
+    network = "" if prediction.network == "closed-form" else f"{prediction.network} network, "
     footer = [
-        f"{prediction.engine} engine, {_network(prediction)}{prediction.costs} costs, {prediction.fidelity}; "
+        f"{prediction.engine} engine, {network}{prediction.costs} costs, {prediction.fidelity}; "
         f"evidence: {prediction.evidence}",
         f"{prediction.framework}; catalog {prediction.catalog_version or 'unversioned'}; "
         f"{len(prediction.assumptions)} assumptions" + ("" if explained is not None else " (--explain)"),
@@ -284,15 +287,6 @@ def prediction_screen(
         notes=tuple(notes),
         footer=tuple(footer),
     )
-
-
-def _network(prediction: Prediction) -> str:
-    return "" if prediction.network == "closed-form" else f"{prediction.network} network, "
-
-
-def _explained(prediction: Prediction, explained: Mapping[str, str]) -> list[Table]:
-    formulas = table("How each number comes about", ("number", "formula and source"), list(explained.items()))
-    return [*([formulas] if explained else []), assumptions_table(prediction)]
 
 
 def assumptions_table(prediction: Prediction) -> Table:

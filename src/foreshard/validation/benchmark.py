@@ -10,15 +10,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from foreshard.errors import ForeshardError, SpecError
-from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.mixed_rows import training_rows
 from foreshard.validation.predictors import RunInputs, StepPredictor
-from foreshard.validation.rows import TrainingRow, table_rows
+from foreshard.validation.rows import TrainingRow
 from foreshard.validation.scoring import APART, RowOutcome, summarise
 from foreshard.validation.tables import MIXED, TRAINING, MeasuredTable
 
@@ -96,7 +96,7 @@ def benchmark(
     for table in tables:
         if table.kind not in (TRAINING, MIXED):
             continue
-        found, skipped = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
+        found, skipped = training_rows(table)
         rows += [row for row in found if row.measured_s and not row.oom]
         left.update(row.reason for row in skipped)
         used.append(table.stem)
@@ -123,14 +123,7 @@ def benchmark(
 
 def _outcome(row: TrainingRow, predictor: StepPredictor) -> RowOutcome:
     """Return what one predictor says of one row; its own errors are its refusals, others its failures."""
-    stated: dict[str, Any] = {
-        "id": f"{row.table}/{row.id}",
-        "family": row.family,
-        "measured_s": row.measured_s,
-        "measured_peak_bytes": row.measured_peak_bytes,
-        "config_key": row.config_key,
-        "rank_key": row.rank_key,
-    }
+    stated = row.measured()
     run = RunInputs(
         model=row.model, cluster=row.cluster, plan=row.plan, framework=row.framework, family=row.family
     )
@@ -138,16 +131,16 @@ def _outcome(row: TrainingRow, predictor: StepPredictor) -> RowOutcome:
     try:
         answer = predictor(run)
     except ForeshardError as error:
-        return RowOutcome(**stated, status=REFUSED, reason=error.what)
+        return replace(stated, status=REFUSED, reason=error.what)
     except Exception as error:
-        return RowOutcome(**stated, status=FAILED, reason=f"{type(error).__name__}: {error}"[:120])
+        return replace(stated, status=FAILED, reason=f"{type(error).__name__}: {error}"[:120])
     took = time.process_time() - start
     if not (math.isfinite(answer.step_time_s) and answer.step_time_s > 0):
-        return RowOutcome(**stated, status=FAILED, reason=f"a step of {answer.step_time_s:g} s")
+        return replace(stated, status=FAILED, reason=f"a step of {answer.step_time_s:g} s")
     counts = {"reserved": answer.reserved_bytes, "device": answer.device_bytes}
     peak = counts.get(row.memory_kind, answer.allocated_bytes)
-    return RowOutcome(
-        **stated,
+    return replace(
+        stated,
         predicted_s=answer.step_time_s,
         interval_s=answer.interval_s,
         predicted_peak_bytes=peak,

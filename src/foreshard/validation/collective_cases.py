@@ -21,45 +21,19 @@ from foreshard.catalog.fabrics import harness_s
 from foreshard.catalog.instances import usual_node_size
 from foreshard.catalog.shipped import shipped
 from foreshard.catalog.transports import transport_of
-from foreshard.comm.collectives import (
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    broadcast_s,
-    reduce_scatter_s,
-    send_s,
-)
+from foreshard.comm.collectives import send_s
 from foreshard.comm.fabric import Fabric, fabric_of
 from foreshard.comm.intervals import collective_evidence, collective_intervals, left_out_evidence
 from foreshard.comm.nccl.choice import nccl_choice
 from foreshard.comm.nccl.communicator import Communicator, communicator_of, has_nccl
 from foreshard.comm.nccl.constants import releases
-from foreshard.comm.prediction import bus_factor
+from foreshard.comm.prediction import CLOSED_FORMS, bus_factor
 from foreshard.errors import SpecError
 from foreshard.spec.cluster import Cluster
 from foreshard.validation.facts import integer, number
 from foreshard.validation.row_cluster import nic_rate
 from foreshard.validation.tables import MeasuredTable
 
-_TIMES = {
-    "all_reduce": all_reduce_s,
-    "all_gather": all_gather_s,
-    "reduce_scatter": reduce_scatter_s,
-    "all_to_all": all_to_all_s,
-    "alltoall": all_to_all_s,
-    "broadcast": broadcast_s,
-}
-
-
-_NAMES = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "alltoall": "all-to-all",
-    "broadcast": "broadcast",
-    "p2p": "send",
-}
 _ROUNDED = 0.02  # bandwidths of another number of ranks differ by more
 
 
@@ -164,7 +138,7 @@ def _sizes(row: Mapping[str, str]) -> tuple[int, float]:
 
 def _gathered(row: Mapping[str, str], ranks: int) -> int:
     """Return the factor to gathered output: oneCCL's benchmark prints what one rank gives."""
-    given = row.get("library", "").startswith("oneccl") and _kind(row["collective"]) == "all_gather"
+    given = row.get("library", "").startswith("oneccl") and _kind(row["collective"]) == "all-gather"
     return ranks if given else 1
 
 
@@ -183,9 +157,9 @@ def _is_misnumbered(row: Mapping[str, str]) -> bool:
     """
     ranks, algorithm, bus = integer(row, "num_gpus"), number(row, "algbw_GBps"), number(row, "busbw_GBps")
     kind = _kind(row["collective"])
-    if not ranks or ranks < 2 or kind not in _TIMES or not algorithm or not bus:
+    if not ranks or ranks < 2 or kind not in CLOSED_FORMS or not algorithm or not bus:
         return False
-    factor = bus_factor(_NAMES[kind], ranks)
+    factor = bus_factor(kind, ranks)
     return abs(bus / algorithm / factor - 1.0) > _ROUNDED + 0.01 / min(algorithm, bus)
 
 
@@ -216,25 +190,25 @@ def _measured_s(row: Mapping[str, str]) -> float | None:
     if algorithm:
         return num_bytes / (algorithm * 1e9)
     if bus and ranks > 1:
-        passes = 2.0 if _kind(row["collective"]) == "all_reduce" else 1.0
+        passes = 2.0 if _kind(row["collective"]) == "all-reduce" else 1.0
         return num_bytes * passes * (ranks - 1) / ranks / (bus * 1e9)
     in_place = number(row, "inplace_busbw_GBps")
-    if in_place and ranks > 1 and _kind(row["collective"]) == "all_reduce":
+    if in_place and ranks > 1 and _kind(row["collective"]) == "all-reduce":
         return num_bytes * 2.0 * (ranks - 1) / ranks / (in_place * 1e9)
     return None
 
 
 def _kind(text: str) -> str:
-    """Return the collective a cell names, whatever its case and joints."""
+    """Return the collective a cell names, whatever its case and joints; other text as it is."""
     bare = re.sub(r"[^a-z0-9]", "", text.lower())
-    return next((name for name in _TIMES if name.replace("_", "") == bare), text.strip())
+    return next((name for name in CLOSED_FORMS if name.replace("-", "") == bare), text.strip())
 
 
 def _predicted_s(
     row: Mapping[str, str], exclude: str, model: str, misnumbered: Container[tuple[str, ...]]
 ) -> float:
     kind, library = _kind(row["collective"]), row.get("library", "")
-    if (kind not in _TIMES and kind != "p2p") or re.search("gloo|neuron", library.lower()):
+    if (kind not in CLOSED_FORMS and kind != "p2p") or re.search("gloo|neuron", library.lower()):
         raise SpecError(NOT_MODELLED)
     ranks, num_bytes = _sizes(row)
     _check_ranks(row, misnumbered)
@@ -248,7 +222,7 @@ def _predicted_s(
     host_s = harness_s("torch", exclude=exclude) if "torch" in library else 0.0
     if kind == "p2p":
         return host_s + float(send_s(num_bytes, nodes > 1, fabric))
-    return host_s + float(_TIMES[kind](num_bytes, ranks, 1, fabric))
+    return host_s + float(CLOSED_FORMS[kind](num_bytes, ranks, 1, fabric))
 
 
 def _estimate_s(kind: str, num_bytes: float, cluster: Cluster, ranks: int, library: str) -> float:
@@ -257,7 +231,7 @@ def _estimate_s(kind: str, num_bytes: float, cluster: Cluster, ranks: int, libra
         raise SpecError("not a run of NCCL")
     release = re.search(r"\b2\.\d+", library)
     known = release[0] if release and release[0] in releases() else ""
-    choice = nccl_choice(_NAMES[kind], num_bytes, _communicator(cluster, ranks, known))
+    choice = nccl_choice("send" if kind == "p2p" else kind, num_bytes, _communicator(cluster, ranks, known))
     if choice.best is None:
         raise SpecError("NCCL estimates no messages between pairs")
     return choice.best.time_s

@@ -47,13 +47,9 @@ def collective_systems(files: Iterable[str | Path]) -> dict[str, Any]:
 def _collectives(path: str | Path) -> MeasuredTable:
     table = read_table(path)
     if table.kind != COLLECTIVE:
-        raise SpecError(
-            "not a table of collectives",
-            file=str(path),
-            key="--by-system",
-            rule="Only collectives are scored by system",
-            fix="Give comm_collectives or a table with its columns",
-        )
+        rule = "Only collectives are scored by system"
+        fix = "Give comm_collectives or a table with its columns"
+        raise SpecError("not a table of collectives", file=str(path), key="--by-system", rule=rule, fix=fix)
     return table
 
 

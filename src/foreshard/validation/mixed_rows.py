@@ -27,8 +27,8 @@ from foreshard.spec.plan import Group, Plan, Stage
 from foreshard.validation.collective_cases import NOT_MODELLED
 from foreshard.validation.facts import integer
 from foreshard.validation.row_model import resolve_row_model
-from foreshard.validation.rows import Skipped, TrainingRow
-from foreshard.validation.tables import MeasuredTable
+from foreshard.validation.rows import Skipped, TrainingRow, table_rows
+from foreshard.validation.tables import TRAINING, MeasuredTable
 
 _AMP_ENTRIES_BEFORE = 3  # cast, embedding, transpose
 _AMP_ENTRIES_AFTER = 3  # transpose back, norm, head
@@ -162,6 +162,11 @@ def _case(table: MeasuredTable, index: int) -> TrainingRow:
         assumptions=(*layout["notes"], *cluster.assumptions, *model.assumptions),
         remark="failed trial, cause unknown" if failed else "",
     )
+
+
+def training_rows(table: MeasuredTable) -> tuple[list[TrainingRow], list[Skipped]]:
+    """Return the cases of a table of training runs, on mixed clusters too, and the rows that are none."""
+    return table_rows(table) if table.kind == TRAINING else mixed_rows(table)
 
 
 def mixed_rows(table: MeasuredTable) -> tuple[list[TrainingRow], list[Skipped]]:

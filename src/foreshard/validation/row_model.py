@@ -36,7 +36,8 @@ def resolve_row_model(row: Mapping[str, str]) -> Model:
     if not _is_lora(stated, notes):
         return model
     targets = BRIDGE_LORA_TARGETS if "Megatron-Bridge" in row.get("framework", "") else LORA_TARGETS
-    return lora(model, _lora_rank(stated), targets)
+    rank = re.search(r"\br(\d+)\b", stated)
+    return lora(model, int(rank[1]) if rank else LORA_RANK, targets)
 
 
 def _plain_name(stated: str) -> str:
@@ -103,10 +104,7 @@ def _with_positions(model: Model, seq_len: int) -> Model:
         return replace(model, max_seq_len=seq_len)
     more = (seq_len - model.learned_positions) * model.hidden
     return replace(
-        model,
-        max_seq_len=seq_len,
-        learned_positions=seq_len,
-        embedding_params=model.embedding_params + more,
+        model, max_seq_len=seq_len, learned_positions=seq_len, embedding_params=model.embedding_params + more
     )
 
 
@@ -124,8 +122,3 @@ def _is_lora(stated: str, notes: str) -> bool:
         or notes.lstrip().startswith("LoRA")
         or "; LoRA" in notes
     )
-
-
-def _lora_rank(stated: str) -> int:
-    said = re.search(r"\br(\d+)\b", stated)
-    return int(said.group(1)) if said else LORA_RANK

@@ -18,6 +18,7 @@ from foreshard.validation.families import Family, families, family_of, framework
 from foreshard.validation.row_cluster import RowReading, row_cluster
 from foreshard.validation.row_model import resolve_row_model
 from foreshard.validation.row_plan import device_count, row_plan
+from foreshard.validation.scoring import RowOutcome
 from foreshard.validation.tables import MeasuredTable
 
 
@@ -52,6 +53,19 @@ class TrainingRow:
     rank_key: tuple[str, ...]
     assumptions: tuple[str, ...]
     remark: str = ""
+
+    def measured(self) -> RowOutcome:
+        """Return the outcome of this row before anything is predicted: what was measured, and its labels."""
+        return RowOutcome(
+            id=self.id,
+            family=self.family,
+            measured_s=self.measured_s,
+            measured_peak_bytes=self.measured_peak_bytes,
+            config_key=self.config_key,
+            rank_key=self.rank_key,
+            oom=self.oom,
+            reason=self.remark or None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

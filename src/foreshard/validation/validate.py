@@ -16,10 +16,10 @@ from foreshard.profile.step_table import StepRow, is_step_table, read_step_table
 from foreshard.spec.prediction import Memory
 from foreshard.validation.collective_cases import TimedCase, collective_cases
 from foreshard.validation.kernels.cases import kernel_cases
-from foreshard.validation.mixed_rows import mixed_rows
+from foreshard.validation.mixed_rows import training_rows
 from foreshard.validation.networks.cases import network_cases
 from foreshard.validation.networks.predicted import Tracing
-from foreshard.validation.rows import TrainingRow, table_rows
+from foreshard.validation.rows import TrainingRow
 from foreshard.validation.scoring import RowOutcome, score
 from foreshard.validation.tables import (
     CLASSIC,
@@ -46,54 +46,44 @@ Predictor = Callable[[TrainingRow], Predicted]
 StepPredictor = Callable[[StepRow], Predicted]
 
 
-def _training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
+def training_outcome(row: TrainingRow, predictor: Predictor) -> RowOutcome:
     """Return what was measured and predicted for one training run; an OOM row is a label only."""
-    stated: dict[str, Any] = {
-        "id": row.id,
-        "family": row.family,
-        "measured_s": row.measured_s,
-        "measured_peak_bytes": row.measured_peak_bytes,
-        "config_key": row.config_key,
-        "rank_key": row.rank_key,
-        "oom": row.oom,
-        "reason": row.remark or None,
-    }
     start = time.perf_counter()
     try:
         made = predictor(row)
     except (InfeasibleError, SpecError) as error:
         if row.oom and isinstance(error, InfeasibleError):
-            return RowOutcome(**stated, fits=False, predict_s=time.perf_counter() - start)
-        return RowOutcome(**stated | {"status": "skipped", "reason": str(error)})
+            return replace(row.measured(), fits=False, predict_s=time.perf_counter() - start)
+        return replace(row.measured(), status="skipped", reason=str(error))
     took = time.perf_counter() - start
     peak = made.memory.counted(row.memory_kind)
-    return _predicted_outcome(stated, made, peak_bytes=peak, predict_s=took)
+    return _predicted_outcome(row.measured(), made, peak_bytes=peak, predict_s=took)
 
 
 def _step_outcome(row: StepRow, family: str, predictor: StepPredictor) -> RowOutcome:
     """Return what was measured and predicted for a `predict` command and its seconds."""
-    stated: dict[str, Any] = {
-        "id": row.place,
-        "family": family,
-        "measured_s": row.step_time_s,
-        "config_key": (row.model, row.cluster, *sorted(row.options.items())),
-    }
+    stated = RowOutcome(
+        id=row.place,
+        family=family,
+        measured_s=row.step_time_s,
+        config_key=(row.model, row.cluster, *sorted(row.options.items())),
+    )
     start = time.perf_counter()
     try:
         made = predictor(row)
     except (InfeasibleError, SpecError) as error:
-        return RowOutcome(**stated, status="skipped", reason=str(error))
+        return replace(stated, status="skipped", reason=str(error))
     took = time.perf_counter() - start
     return _predicted_outcome(stated, made, peak_bytes=made.memory.peak_bytes, predict_s=took)
 
 
 def _predicted_outcome(
-    stated: Mapping[str, Any], made: Predicted, *, peak_bytes: float | None, predict_s: float
+    stated: RowOutcome, made: Predicted, *, peak_bytes: float | None, predict_s: float
 ) -> RowOutcome:
-    return RowOutcome(
-        **stated,
+    return replace(
+        stated,
         predicted_s=made.step_time_s,
-        interval_s=tuple(made.step_time_interval_s),  # type: ignore[arg-type]
+        interval_s=made.step_time_interval_s,
         intervals_s=made.step_time_intervals_s,
         evidence=made.evidence,
         predicted_peak_bytes=peak_bytes,
@@ -138,8 +128,8 @@ def table_outcomes(
 ) -> list[RowOutcome]:
     """Return one outcome per row of a table, in its order; `exclude` as in `collective_cases`."""
     if table.kind in (TRAINING, MIXED):
-        rows, skipped = table_rows(table) if table.kind == TRAINING else mixed_rows(table)
-        made = {row.id: _training_outcome(row, predictor) for row in rows}
+        rows, skipped = training_rows(table)
+        made = {row.id: training_outcome(row, predictor) for row in rows}
         for row in skipped:
             told: dict[str, Any] = {name: getattr(row, name) for name in row.__slots__}
             made[row.id] = RowOutcome(**told, status="skipped")
@@ -168,7 +158,7 @@ def timed_rows(files: Iterable[str | Path], family: str | None = None) -> list[T
         if table.kind not in (TRAINING, MIXED):
             rule, fix = "Constants are fitted to steps of training runs", "Give a table of them"
             raise SpecError(f"a table of kind {table.kind}", file=str(path), rule=rule, fix=fix)
-        for row in (table_rows(table) if table.kind == TRAINING else mixed_rows(table))[0]:
+        for row in training_rows(table)[0]:
             if row.measured_s and not row.oom:
                 groups.setdefault((row.family, *row.config_key), []).append(row)
     families = sorted({rows[0].family for rows in groups.values()})

@@ -4,7 +4,7 @@ from foreshard import api
 from foreshard.catalog.clusters import load_cluster
 from foreshard.catalog.prices import load_prices
 from foreshard.errors import SpecError
-from foreshard.report.price_words import dated
+from foreshard.report.plan_words import dated
 
 FILE = """
 date = "2026-11-01"

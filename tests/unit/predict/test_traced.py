@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from foreshard.api import load_cluster, plan, plan_traced, predict, predict_traced
+from foreshard.api import load_cluster, plan, plan_trace, predict, predict_traced
 from foreshard.catalog.devices import resolve_device
 from foreshard.catalog.kernels import kernel_model
 from foreshard.catalog.training import training_constants
@@ -345,7 +345,7 @@ def test_recomputation_trades_memory_for_time(resnet):
 
 def test_the_planner_gives_faster_devices_more_samples(resnet):
     cluster = load_cluster("1x1xa100-sxm-40gb+1x1xv100-sxm-16gb")
-    result = plan_traced(resnet, cluster, global_batch=96, budget_s=3)
+    result = plan_trace(resnet, cluster, {"global_batch": 96, "budget_s": 3})
     best = result.plans[0]
     shares = {group.stages[0].ranks[0]: group.share for group in best.plan.groups}
     assert shares[0] > shares[1] > 0

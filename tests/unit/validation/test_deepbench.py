@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 
 from foreshard.profile.tracing.alone import convolution_passes, recurrent_passes
 from foreshard.validation.kernels.cases import kernel_cases
-from foreshard.validation.kernels.deepbench import device_of, operations_alone_s, timed_passes
+from foreshard.validation.kernels.deepbench import StatedPass, device_of, passes_alone_s, timed_passes
 from foreshard.validation.tables import read_table
 
 HEADER = "device,mode,sheet_precision,section,params,op_or_pass,time_ms\n"
@@ -24,7 +24,8 @@ def rows_of(tmp_path, *lines):
 
 def seconds(passes, samples, *names, device="NV_V100", precision="fp32"):
     work = tuple(operation for name in names for operation in passes[name])
-    return operations_alone_s(work, samples, device_of(device), precision).sum()
+    stated = StatedPass(row=0, name="", operations=work, samples=samples, measured_s=1.0)
+    return passes_alone_s([stated], device_of(device), precision)[0]
 
 
 def test_a_row_of_a_convolution_is_the_passes_that_it_states(tmp_path):
@@ -41,11 +42,11 @@ def test_a_row_of_a_convolution_is_the_passes_that_it_states(tmp_path):
     assert whole.predicted_s == pytest.approx(seconds(passes, 8.0, "forward", "inputs", "weights"))
     assert without.predicted_s == pytest.approx(seconds(passes, 8.0, "forward", "weights"))
     found = timed_passes("NV_V100", "W", "Results FP32", table.rows)
-    assert [[each.name for each in row] for row in found] == [
+    assert [[each.name for each, _ in row] for row in found] == [
         ["forward", "inputs", "weights"],
         ["forward", "weights"],
     ]
-    assert [each.measured_s for each in found[0]] == pytest.approx([0.2e-3, 0.4e-3, 0.3e-3])
+    assert [each.measured_s for each, _ in found[0]] == pytest.approx([0.2e-3, 0.4e-3, 0.3e-3])
 
 
 def test_rows_of_a_recurrent_layer_have_the_steps_above_them(tmp_path):

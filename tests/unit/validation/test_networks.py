@@ -13,7 +13,7 @@ from foreshard.profile.networks.language.hugging_face import DEPTHS
 from foreshard.validation.collective_cases import TimedCase
 from foreshard.validation.networks import predicted
 from foreshard.validation.networks.cases import _case, _of_networks
-from foreshard.validation.networks.plausible import contradicted, suspects
+from foreshard.validation.networks.plausible import contradicted, superlinear
 from foreshard.validation.networks.recipes import dle_batch
 from foreshard.validation.networks.run import NetworkRun
 from foreshard.validation.networks.tables import examples, lambda_bench, run_of
@@ -144,15 +144,15 @@ def test_batches_of_deep_learning_examples_are_those_of_its_commands(line, expec
 
 
 def test_more_speed_than_devices_is_suspect_at_the_same_batch():
-    rows = [
-        ("a", 1, 32, 100.0),
-        ("a", 1, 32, 110.0),  # one of two: the median is 105
-        ("a", 8, 32, 8 * 105.0 * 1.04),
-        ("a", 8, 32, 8 * 105.0 * 1.06),
-        ("a", 8, 64, 8 * 105.0 * 1.5),  # another batch of a device
-        ("b", 8, 32, 1e9),  # nothing to compare with
+    runs = [
+        run(100.0),
+        run(110.0),  # one of two: the median is 105
+        run(8 * 105.0 * 1.04, devices=8),
+        run(8 * 105.0 * 1.06, devices=8),
+        run(8 * 105.0 * 1.5, devices=8, batch=64),  # another batch of a device
+        run(1e9, devices=8, network="gnmt"),  # nothing to compare with
     ]
-    assert suspects(rows) == {rows[3]}
+    assert set(superlinear(runs)) == {runs[3]}
 
 
 @pytest.mark.parametrize(

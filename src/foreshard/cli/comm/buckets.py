@@ -125,13 +125,10 @@ def command(
 def _check_beside(zero: int, units: dict[str, Any], buckets: dict[str, Any]) -> None:
     """Refuse options of units with DDP, those of buckets with FSDP, and level 1, which is neither."""
     if zero == 1:
-        raise SpecError(
-            "zero 1 has neither buckets of DDP nor units of FSDP",
-            key="--zero",
-            value=zero,
-            rule="Level 0 is DDP, 2 and 3 are FSDP",
-            fix="Give 0, 2 or 3; foreshard predict --buckets auto takes level 1",
-        )
+        what = "zero 1 has neither buckets of DDP nor units of FSDP"
+        rule = "Level 0 is DDP, 2 and 3 are FSDP"
+        fix = "Give 0, 2 or 3; foreshard predict --buckets auto takes level 1"
+        raise SpecError(what, key="--zero", value=zero, rule=rule, fix=fix)
     others, fix = (buckets, "Leave it out") if zero else (units, "Add --zero 3, or leave it out")
     for key, value in others.items():
         if value is not None:
@@ -153,13 +150,10 @@ def _check_fsdp(request: Request) -> None:
     """Refuse frameworks without FSDP of PyTorch, and a replica by itself."""
     framework = request.framework
     if framework.fsdp not in ("fsdp1", "fsdp2") or framework.memory == "xla":
-        raise SpecError(
-            f"{framework.label} has no units of FSDP to choose",
-            key="--framework",
-            value=framework.label,
-            rule="Units are chosen of PyTorch's FSDP",
-            fix="Use torchtitan or hf (FSDP2), composer or fms-fsdp (FSDP1)",
-        )
+        what = f"{framework.label} has no units of FSDP to choose"
+        rule = "Units are chosen of PyTorch's FSDP"
+        fix = "Use torchtitan or hf (FSDP2), composer or fms-fsdp (FSDP1)"
+        raise SpecError(what, key="--framework", value=framework.label, rule=rule, fix=fix)
     replicas = sum(group.stages[0].inner_dp for group in request.to_plan().groups)
     if replicas < 2:
         raise _one_replica(replicas)
@@ -259,11 +253,7 @@ def _notes(request: Request, advice: BucketAdvice, made: BackwardPass) -> list[s
 
 
 def _screen(
-    request: Request,
-    advice: BucketAdvice,
-    made: BackwardPass,
-    priority: dict[str, Any],
-    notes: list[str],
+    request: Request, advice: BucketAdvice, made: BackwardPass, priority: dict[str, Any], notes: list[str]
 ) -> Screen:
     size = quantity.size(float(made.gradients.num_bytes.sum()))
     names = f"{request.model.name} on {request.cluster.name}"

@@ -119,12 +119,9 @@ def _nodes(cluster: Cluster, num_ranks: int) -> NodeGroup:
         raise SpecError(f"{num_ranks} rank", key="CLUSTER", value=num_ranks, rule=rule, fix=fix)
     slowest = min(cluster.nodes, key=lambda nodes: nodes.nic_bytes_per_s / nodes.per_node)
     if not slowest.device.memory_bytes_per_s:
-        raise SpecError(
-            f"{slowest.device.name} has no memory bandwidth",
-            key="device.memory_bytes_per_s",
-            rule="Compression reads and writes the gradients",
-            fix="Give it in a [[devices]] table",
-        )
+        what = f"{slowest.device.name} has no memory bandwidth"
+        rule, fix = "Compression reads and writes the gradients", "Give it in a [[devices]] table"
+        raise SpecError(what, key="device.memory_bytes_per_s", rule=rule, fix=fix)
     return slowest
 
 

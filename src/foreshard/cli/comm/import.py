@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -73,16 +73,16 @@ def command(
     _check_fits(fit, fit_nccl, algorithm, also)
     run = read_nccl_tests(read_text(file, max_bytes=MAX_LOG_BYTES), file)
     name = collective or run.collective
-    fitted = of_nccl = None
+    fitted = of_nccl = None  # what is said of the files of constants
     others = [(read_nccl_tests(read_text(path, max_bytes=MAX_LOG_BYTES), path), path) for path in also]
     if fit is not None:
-        fitted = _fit(run, name, cluster, others)
-        write_text(fit, fitted.text)
+        text, fitted = _fit(run, name, cluster, others)
+        write_text(fit, text)
     if fit_nccl is not None:
         from foreshard.cli.comm.nccl_fit import fit_constants
 
-        of_nccl = fit_constants(run, name, cluster, file, others, algorithm)
-        write_text(fit_nccl, of_nccl.text)
+        text, of_nccl = fit_constants(run, name, cluster, file, others, algorithm)
+        write_text(fit_nccl, text)
     predicted = _predictions(run, name, cluster) if cluster is not None else [None] * len(run.rows)
     errors = [
         abs(time / row.time_s - 1.0)
@@ -99,18 +99,10 @@ def command(
         "rows": rows,
         "skipped": run.num_skipped,
         "median_error": median(errors) if errors else None,
-        "fit": None if fitted is None else fitted.summary | {"file": fit},
-        "fit_nccl": None if of_nccl is None else of_nccl.summary | {"file": fit_nccl},
+        "fit": None if fitted is None else fitted | {"file": fit},
+        "fit_nccl": None if of_nccl is None else of_nccl | {"file": fit_nccl},
     }
     give(data, lambda: _screen(data))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fitted:
-    """A cluster file with refitted constants, and what is said of it."""
-
-    text: str
-    summary: dict[str, Any]
 
 
 def _check_fits(fit: str | None, fit_nccl: str | None, algorithm: str | None, also: tuple[str, ...]) -> None:
@@ -131,19 +123,15 @@ def _check_fits(fit: str | None, fit_nccl: str | None, algorithm: str | None, al
 
 def _fit(
     run: NcclTestRun, name: str | None, cluster: str | None, others: list[tuple[NcclTestRun, str]]
-) -> _Fitted:
-    """Return the cluster with constants refitted to all runs."""
+) -> tuple[str, dict[str, Any]]:
+    """Return a cluster file with constants refitted to all runs, and what is said of it."""
     from foreshard import api
     from foreshard.catalog.cluster_file import cluster_text
     from foreshard.comm.refit import refit
 
     if cluster is None:
-        raise SpecError(
-            "constants are those of a cluster",
-            key="CLUSTER",
-            rule="A fit needs the cluster that was measured",
-            fix="Give it behind FILE, such as 2x8xh100-sxm",
-        )
+        rule, fix = "A fit needs the cluster that was measured", "Give it behind FILE, such as 2x8xh100-sxm"
+        raise SpecError("constants are those of a cluster", key="CLUSTER", rule=rule, fix=fix)
     where = api.load_cluster(cluster)
     runs = [_measured(run, name, where.num_devices, "FILE")]
     runs += [_measured(other, other.collective, where.num_devices, path) for other, path in others]
@@ -164,7 +152,7 @@ def _fit(
         "median_error_before": found.median_error_before,
         "median_error": found.median_error,
     }
-    return _Fitted(text=cluster_text(replace(where, nodes=groups)), summary=summary)
+    return cluster_text(replace(where, nodes=groups)), summary
 
 
 def _measured(run: NcclTestRun, name: str | None, devices: int, file: str) -> MeasuredRun:

@@ -111,13 +111,9 @@ def schedule_named(
         return schedule_of(collective, algorithm, ranks, per_node=nodes, channels=channels, parts=parts)
     made = schedule_file(algorithm)
     if made.collective != collective:
-        raise SpecError(
-            f"the schedule is one of {made.collective}",
-            file=algorithm,
-            key="collective",
-            value=made.collective,
-            rule=f"It has to be one of {collective}",
-        )
+        what = f"the schedule is one of {made.collective}"
+        rule = f"It has to be one of {collective}"
+        raise SpecError(what, file=algorithm, key="collective", value=made.collective, rule=rule)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from foreshard.comm.jobs.job import TrainingJob
     from foreshard.comm.jobs.trace import JobsFile
     from foreshard.comm.topology.graph import Topology
+    from foreshard.spec.cluster import Cluster
 
 _BASE = "fair-share"
 _FIGURES = (
@@ -62,14 +64,9 @@ def command(file: str, policy: tuple[str, ...] | None, seeds: int) -> None:
 
     stated = load_jobs_file(file)
     if stated.draw is None and seeds > 1:
-        raise SpecError(
-            f"{seeds} seeds of stated jobs",
-            key="--seeds",
-            value=seeds,
-            rule="Seeds are those of a [draw] table",
-            fix="Leave --seeds out",
-        )
-    where = cluster_in(stated)
+        rule, fix = "Seeds are those of a [draw] table", "Leave --seeds out"
+        raise SpecError(f"{seeds} seeds of stated jobs", key="--seeds", value=seeds, rule=rule, fix=fix)
+    where = _cluster_in(stated)
     try:
         topology, _ = topology_at(where, stated.rates)
     except SpecError as error:
@@ -89,7 +86,7 @@ def command(file: str, policy: tuple[str, ...] | None, seeds: int) -> None:
     give(data, lambda: _screen(data, seeds))
 
 
-def cluster_in(stated: JobsFile) -> str:
+def _cluster_in(stated: JobsFile) -> str:
     """Return the cluster that a jobs file names; a file lies beside it."""
     is_path = Path(stated.cluster).suffix.lower() in (".toml", ".json", ".xml", ".yml", ".yaml")
     return stated.path_of(stated.cluster) if is_path else stated.cluster
@@ -98,35 +95,53 @@ def cluster_in(stated: JobsFile) -> str:
 def _jobs(stated: JobsFile, topology: Topology, where: str, seed: int) -> tuple[TrainingJob, ...]:
     """Return the jobs of a file in the order of their arrival, drawn with the file's seed plus `seed`."""
     from foreshard.comm.jobs.draw import drawn_jobs
-    from foreshard.comm.jobs.trace import stated_job
 
     if stated.draw is not None:
         draw = replace(stated.draw, seed=stated.draw.seed + seed)
         return drawn_jobs(draw, topology, file=stated.file)
-    found = []
+    return tuple(sorted(_stated_jobs(stated, where, topology.num_ranks), key=lambda job: job.arrival_s))
+
+
+def _stated_jobs(stated: JobsFile, where: str, num_ranks: int) -> Iterator[TrainingJob]:
+    """Yield the jobs of a file on a cluster of so many ranks: those of phases, and those of models."""
+    from foreshard.comm.jobs.trace import stated_job
+
     for i, job in enumerate(stated.jobs):
-        key = f"jobs[{i}]"
         if job.model is None and job.plan is None:
-            found.append(stated_job(job, file=stated.file, key=key, num_ranks=topology.num_ranks))
+            yield stated_job(job, file=stated.file, key=f"jobs[{i}]", num_ranks=num_ranks)
         else:
-            found.append(planned_job(stated, i, where))
-    return tuple(sorted(found, key=lambda job: job.arrival_s))
+            yield _planned_job(stated, i, where)
 
 
-def planned_job(stated: JobsFile, index: int, where: str) -> TrainingJob:
+def jobs_beside(file: str, cluster: Cluster) -> tuple[TrainingJob, ...]:
+    """Return the stated jobs of a jobs file beside a run (`--other-jobs`), which has to be of its cluster."""
+    from foreshard import api
+    from foreshard.comm.jobs.trace import load_jobs_file
+
+    stated = load_jobs_file(file)
+    if stated.draw is not None:
+        rule, fix = "Jobs beside a run are stated one by one", "Give [[jobs]] tables"
+        raise SpecError("a draw of jobs", file=stated.file, key="draw", rule=rule, fix=fix)
+    where = _cluster_in(stated)
+    theirs = api.load_cluster(where)
+    if (theirs.nodes, theirs.links) != (cluster.nodes, cluster.links):
+        what = f"jobs on {stated.cluster}, a run on {cluster.name}"
+        rule, fix = "Jobs that share a network are on one cluster", "Name the same cluster in the jobs file"
+        raise SpecError(what, file=stated.file, key="cluster", value=stated.cluster, rule=rule, fix=fix)
+    return tuple(_stated_jobs(stated, where, cluster.num_devices))
+
+
+def _planned_job(stated: JobsFile, index: int, where: str) -> TrainingJob:
     """Return the job of a model and a plan file."""
     from foreshard import api
     from foreshard.predict.job_profile import job_of_plan
 
     job, key = stated.jobs[index], f"jobs[{index}]"
     if job.model is None or job.plan is None or job.phases or job.ranks is not None:
-        raise SpecError(
-            f"{job.name!r} has a {'model' if job.plan is None else 'plan'} and more, or alone",
-            file=stated.file,
-            key=key,
-            rule="A job has ranks and phases, or a model and a plan",
-            fix="Give model and plan, and no ranks or phases",
-        )
+        what = f"{job.name!r} has a {'model' if job.plan is None else 'plan'} and more, or alone"
+        rule = "A job has ranks and phases, or a model and a plan"
+        fix = "Give model and plan, and no ranks or phases"
+        raise SpecError(what, file=stated.file, key=key, rule=rule, fix=fix)
     cluster, model = api.load_cluster(where), api.load_model(job.model)
     path = stated.path_of(job.plan)
     plan = api.load_plan(path)

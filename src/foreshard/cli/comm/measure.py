@@ -77,13 +77,9 @@ def command(
         _sweep(collective, (int(size), int(largest or size)), local, repeats, device, log)
         return
     if device != "cpu" or largest is not None or log is not None:
-        raise SpecError(
-            f"{algorithm} is a schedule",
-            key="--algorithm",
-            value=algorithm,
-            rule="--device, --to and --log go with the library's own collective",
-            fix="Give --algorithm library",
-        )
+        rule = "--device, --to and --log go with the library's own collective"
+        fix = "Give --algorithm library"
+        raise SpecError(f"{algorithm} is a schedule", key="--algorithm", value=algorithm, rule=rule, fix=fix)
     number = local or max(2, int(os.environ.get("WORLD_SIZE", "2")))
     schedule = schedule_named(collective, algorithm, number, per_node, channels, parts)
     schedule.check_hosts_execute()  # before torch is loaded and ranks meet

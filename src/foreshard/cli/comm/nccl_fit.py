@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +18,6 @@ if TYPE_CHECKING:
     from foreshard.spec.cluster import Cluster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedConstants:
-    """A file of refitted constants, and what is said of it."""
-
-    text: str
-    summary: dict[str, Any]
-
-
 def fit_constants(
     run: NcclTestRun,
     name: str | None,
@@ -34,17 +25,13 @@ def fit_constants(
     file: str,
     others: list[tuple[NcclTestRun, str]],
     algorithm: str | None,
-) -> FittedConstants:
-    """Return the constants of NCCL's model refitted to all runs, as a file."""
+) -> tuple[str, dict[str, Any]]:
+    """Return a file of the constants of NCCL's model refitted to all runs, and what is said of it."""
     from foreshard import api
 
     if cluster is None:
-        raise SpecError(
-            "constants are refitted on the links of a cluster",
-            key="CLUSTER",
-            rule="NCCL's estimates are of devices and links",
-            fix="Give it behind FILE, such as 2x8xh100-sxm",
-        )
+        rule, fix = "NCCL's estimates are of devices and links", "Give it behind FILE, such as 2x8xh100-sxm"
+        raise SpecError("constants are refitted on the links of a cluster", key="CLUSTER", rule=rule, fix=fix)
     where = api.load_cluster(cluster)
     stated = None if algorithm is None else _label(algorithm)
     runs = [_measured(run, name, where, stated, file)]
@@ -63,7 +50,7 @@ def fit_constants(
         "median_error_before": found.median_error_before,
         "median_error": found.median_error,
     }
-    return FittedConstants(text=text, summary=summary)
+    return text, summary
 
 
 def _label(text: str) -> Label:
@@ -85,23 +72,15 @@ def _spelled(label: Label) -> str:
 def _measured(run: NcclTestRun, name: str | None, where: Cluster, stated: Label | None, file: str) -> NcclRun:
     """Return the rows of a run that move something, with what ran at each size."""
     if name is None:
-        raise SpecError(
-            "the file does not say which collective ran",
-            file=file,
-            key="--collective",
-            rule="NCCL has constants of each algorithm of a collective",
-            fix="Give --collective all-reduce, or what it was",
-        )
+        what = "the file does not say which collective ran"
+        rule = "NCCL has constants of each algorithm of a collective"
+        fix = "Give --collective all-reduce, or what it was"
+        raise SpecError(what, file=file, key="--collective", rule=rule, fix=fix)
     ranks = run.num_ranks or where.num_devices
     if ranks > where.num_devices:
-        raise SpecError(
-            f"{ranks} ranks on {where.num_devices} devices",
-            file=file,
-            key="CLUSTER",
-            value=where.name,
-            rule="A fit needs the cluster that was measured",
-            fix="Give the cluster on which the file was made",
-        )
+        what = f"{ranks} ranks on {where.num_devices} devices"
+        rule, fix = "A fit needs the cluster that was measured", "Give the cluster on which the file was made"
+        raise SpecError(what, file=file, key="CLUSTER", value=where.name, rule=rule, fix=fix)
     release = ".".join(run.release.split(".")[:2])
     comm = communicator_of(where, ranks, release=release if release in releases() else "")
     rows = [row for row in run.rows if row.size_bytes > 0 and row.time_s > 0.0]

@@ -51,11 +51,7 @@ _CLOSE = 0.1  # a margin within the error of NCCL's own estimates
     metavar="nccl[@VERSION]|FILE",
     help="Library and release (2.10 and before are slower), or refitted constants of comm import --fit-nccl.",
 )
-@click.option(
-    "--costs",
-    metavar="FILE",
-    help=MEASURED_HELP,
-)
+@click.option("--costs", metavar="FILE", help=MEASURED_HELP)
 def command(
     collective: str, size: float, cluster: str, ranks: int | None, library: str, costs: str | None
 ) -> None:
@@ -105,13 +101,10 @@ def _check_chosen(found: CollectivePrediction, own: RefittedConstants) -> None:
     """Refuse refitted constants where NCCL chooses between no algorithms."""
     if found.library != "NCCL" or found.choice is None or found.choice.best is None:
         by = f"{found.library or 'no library'} on these devices" if found.library != "NCCL" else "NCCL"
-        raise SpecError(
-            f"constants of NCCL for {found.collective} by {by}",
-            key="--library",
-            value=own.path,
-            rule="They are of its choice between algorithms, which devices and collective must have",
-            fix="Leave it out",
-        )
+        what = f"constants of NCCL for {found.collective} by {by}"
+        rule = "They are of its choice between algorithms, which devices and collective must have"
+        fix = "Leave it out"
+        raise SpecError(what, key="--library", value=own.path, rule=rule, fix=fix)
 
 
 def _release(library: str) -> tuple[int, int] | None:
@@ -121,13 +114,10 @@ def _release(library: str) -> tuple[int, int] | None:
     if name == "rccl" and not version:
         return None
     if name != "nccl" or (version and not found):
-        raise SpecError(
-            f"unknown library {library[:40]!r}",
-            key="--library",
-            value=library[:40],
-            rule="The library is nccl with @ and a release or without, or rccl on AMD's devices",
-            fix=f"Give nccl or nccl@{tuning()['release']}",
-        )
+        what = f"unknown library {library[:40]!r}"
+        rule = "The library is nccl with @ and a release or without, or rccl on AMD's devices"
+        fix = f"Give nccl or nccl@{tuning()['release']}"
+        raise SpecError(what, key="--library", value=library[:40], rule=rule, fix=fix)
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -243,7 +233,7 @@ def _notes_of_rccl(choice: NcclChoice) -> list[str]:
     return [
         f"Algorithm and protocol are the pick of RCCL {table['release']} by its own estimates. Its constants "
         f"are stated in its source ({str(table['commit'])[:8]}), none is fitted, and no log of its picks was "
-        "at hand; MSCCL schedules, which it runs instead for some sizes, are not modelled.",
+        "at hand; MSCCL schedules, which it runs instead for some sizes, are not modelled."
     ]
 
 

@@ -70,13 +70,8 @@ def command(
     algorithm = algorithm or usual_algorithm(collective)
     topology, per_node = topology_at(cluster, rates)
     if not size > 0:
-        raise SpecError(
-            "no bytes to move",
-            key="SIZE",
-            value=size,
-            rule="A collective moves at least one byte",
-            fix="Give 64KiB",
-        )
+        rule, fix = "A collective moves at least one byte", "Give 64KiB"
+        raise SpecError("no bytes to move", key="SIZE", value=size, rule=rule, fix=fix)
     check_devices(ranks or topology.num_ranks, topology)
     if topology.num_ranks >= _LARGE:
         load_loops(topology)

@@ -23,11 +23,12 @@ MEANING = {
 def choosing(command: click.Command) -> None:
     """Add the options to a verb; several values of one are joined by commas, and the search chooses."""
     options = [
-        click.Option([_flag(name)], type=Counts(MAX_BATCH), help=f"{MEANING[name]}.") for name in COUNTS
+        click.Option([_flag(name)], type=Counts(Count(1, MAX_BATCH)), help=f"{MEANING[name]}.")
+        for name in COUNTS
     ]
     options += [
-        click.Option(["--zero"], type=Counts(3, each=Level()), help="ZeRO levels."),
-        click.Option(["--shard-size"], type=Counts(MAX_BATCH), help="Ranks that share one copy."),
+        click.Option(["--zero"], type=Counts(Level()), help="ZeRO levels."),
+        click.Option(["--shard-size"], type=Counts(Count(1, MAX_BATCH)), help="Ranks that share one copy."),
         click.Option(["--sp/--no-sp"], default=None, help="Sequence parallelism."),
         click.Option(["--recompute"], type=Words(), metavar="RULE,RULE", help="Recompute rules."),
         click.Option(["--offload"], type=Words(*OFFLOADS), help="To host memory."),

@@ -129,9 +129,7 @@ _RUN = (
     ),
     seq_len,
     click.option(
-        "--recompute",
-        metavar="RULE",
-        help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N.",
+        "--recompute", metavar="RULE", help="none, selective[:MODULES], full[:uniform:N|:block:N], every-N."
     ),
     click.option(
         "--offload",
@@ -173,9 +171,7 @@ _RUN = (
         help="Blocks that PyTorch's FSDP gathers as one unit, or model: all (default 1).",
     ),
     click.option(
-        "--lora",
-        metavar="RANK[:TARGETS]",
-        help="Train adapters only, as 16 or 16:q+v (default q+k+v+o).",
+        "--lora", metavar="RANK[:TARGETS]", help="Train adapters only, as 16 or 16:q+v (default q+k+v+o)."
     ),
 )
 _ENGINE = (
@@ -199,9 +195,7 @@ _DOUBTFUL_TOKENS = 2**30
 _QUESTION = (
     click.option("--fidelity", type=Word("datasheet", "zero-shot"), help="Default zero-shot."),
     click.option(
-        "--tokens",
-        type=Amount(dimension="tokens"),
-        help="Tokens of the whole run, for its time and cost.",
+        "--tokens", type=Amount(dimension="tokens"), help="Tokens of the whole run, for its time and cost."
     ),
     click.option(
         "--usd-per-device-hour", type=Amount(dimension="usd_per_h", unit="USD/h"), help="Your price."

@@ -191,13 +191,10 @@ def _check_tables(tables: dict[str, Any], known: Iterable[str], path: str, where
     for key, value in tables.items():
         if key not in names or not isinstance(value, dict):
             name = f"{where}{key}"
-            raise SpecError(
-                f"unknown table [{name}]" if isinstance(value, dict) else f"{name} is a value, not a table",
-                file=path,
-                key=name,
-                rule=f"Tables are {', '.join(where + name for name in names)}",
-                fix=did_you_mean(key, names, otherwise="Leave it out"),
-            )
+            what = f"unknown table [{name}]" if isinstance(value, dict) else f"{name} is a value, not a table"
+            rule = f"Tables are {', '.join(where + name for name in names)}"
+            fix = did_you_mean(key, names, otherwise="Leave it out")
+            raise SpecError(what, file=path, key=name, rule=rule, fix=fix)
 
 
 def _named(table: dict[str, Any], spelled: dict[str, click.Option], path: str, where: str) -> dict[str, Any]:
@@ -217,12 +214,8 @@ def _named(table: dict[str, Any], spelled: dict[str, click.Option], path: str, w
         values = value if option.multiple and isinstance(value, list) else [value]
         if not all(isinstance(one, _CONFIGURABLE) for one in values):
             several = ", or an array of them" if option.multiple else ""
-            raise SpecError(
-                f"{value!r} is not a value",
-                file=path,
-                key=where + key,
-                rule=f"A value is a number, a string, true or false{several}",
-                fix=f"Write it as --{flag} takes it",
-            )
+            rule = f"A value is a number, a string, true or false{several}"
+            fix = f"Write it as --{flag} takes it"
+            raise SpecError(f"{value!r} is not a value", file=path, key=where + key, rule=rule, fix=fix)
         found[option.name or flag] = tuple(values) if option.multiple else value
     return found

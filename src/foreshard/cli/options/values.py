@@ -201,6 +201,26 @@ class Several(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(self.one.convert(part.strip(), param, ctx) for part in parts))
 
 
+class Counts(Several):
+    """Whole numbers joined by commas, as a rising tuple."""
+
+    def __init__(self, one: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.one, self.name = one, "N,N,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the numbers, or fail naming the range."""
+        if isinstance(value, tuple):
+            return value
+        span = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-|\.\.|:)\s*([0-9]{1,9})\s*", str(value))
+        if span and param is not None:
+            flag = max(param.opts, key=len).lstrip("-")
+            fix = f"Write --min-{flag} {span[1]} --max-{flag} {span[2]}, or the values with commas"
+            self.fail(f"{str(value)[:40]!r} is a range. {fix}", param, ctx)
+        return tuple(sorted(super().convert(value, param, ctx)))
+
+
 class Text(click.ParamType):  # type: ignore[type-arg]
     """Any text; a path that begins with ~, also after a name and =, begins with the user's home.
 
@@ -311,25 +331,3 @@ class Words(click.ParamType):  # type: ignore[type-arg]
         if len(set(words)) < len(words):
             self.fail(f"{str(value)[:40]!r} names a word twice", param, ctx)
         return words[0] if self.single and len(words) == 1 else words
-
-
-class Counts(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers joined by commas, as a rising tuple."""
-
-    name = "N,N,..."
-
-    def __init__(self, high: int, *, low: int = 1, each: click.ParamType | None = None):  # type: ignore[type-arg]
-        self.each = each or Count(low, high)
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Return the numbers, or fail naming the range."""
-        if isinstance(value, tuple):
-            return value
-        span = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-|\.\.|:)\s*([0-9]{1,9})\s*", str(value))
-        if span and param is not None:
-            flag = max(param.opts, key=len).lstrip("-")
-            fix = f"Write --min-{flag} {span[1]} --max-{flag} {span[2]}, or the values with commas"
-            self.fail(f"{str(value)[:40]!r} is a range. {fix}", param, ctx)
-        return tuple(sorted({self.each.convert(word.strip(), param, ctx) for word in str(value).split(",")}))

@@ -79,9 +79,7 @@ VARYING_OPTIONS = (
         help="How much passes of a micro-batch vary: standard deviation over mean, as 3% (event engine).",
     ),
     click.option(
-        "--jitter-tail",
-        type=Word(*TAILS),
-        help="Of these times: pareto has rare long ones (lognormal).",
+        "--jitter-tail", type=Word(*TAILS), help="Of these times: pareto has rare long ones (lognormal)."
     ),
     click.option(
         "--slow", type=RankFactors(), help="Ranks that compute so many times as long (event engine)."

@@ -94,13 +94,7 @@ def _uneven(swept: Sweeps) -> str:
         (f"{r[axis]:g}", *(f"{100 * r[name]:.2f} %" for name in ("ours", "ideal", "free", "formula")))
         for r in swept.uneven
     ]
-    columns = (
-        "straggler factor",
-        ">ours, budgeted",
-        ">bound, in budget",
-        ">balanced, no budget",
-        ">formula",
-    )
+    columns = ("straggler factor", ">ours, budgeted", ">bound, in budget", ">balanced, no budget", ">formula")
     return (
         _words(words)
         + chart(lines, x="how many times slower the straggler is", y="cut", percent=True)

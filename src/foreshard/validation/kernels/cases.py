@@ -35,7 +35,7 @@ Sizes = Mapping[str, NDArray[np.float64]]
 """Columns of a table as numbers, one a row."""
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # Streams of a NeuSight elementwise kernel: operands in and out of add, mul, div; two passes elsewhere.
-_STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
+STREAMS = {"add": 3, "mul": 3, "div": 3, "ln": 3, "softmax": 3}
 _UNPRICED = {
     "All-Reduce": "an all-reduce whose links are not stated",
     "Sparse Matrix Multiplication": "sparse products, of which no kernel is priced",
@@ -86,7 +86,7 @@ def _attention(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[n
 def _elementwise(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[np.float64]:
     device = shared["device"]
     kernels = _with_overhead(_kernels(device, "fp32"), "elementwise", device, "stream_launch_s")
-    passes = np.array([_STREAMS.get(row["op"], 2) for row in rows], float)
+    passes = np.array([STREAMS.get(row["op"], 2) for row in rows], float)
     return stream_s(4.0 * sizes["b"] * sizes["h"] * passes, kernels)
 
 
@@ -94,7 +94,7 @@ def _deepbench(shared: Mapping[str, str], rows: Rows, sizes: Sizes) -> NDArray[n
     section, sheet = shared["section"], shared["sheet_precision"]
     if section in CONVOLUTIONS or section.startswith(RECURRENT):
         passes = timed_passes(shared["device"], section, sheet, rows)
-        return np.array([sum(one.predicted_s for one in each) for each in passes])
+        return np.array([sum(predicted_s for _, predicted_s in each) for each in passes])
     if section in _UNPRICED:
         raise SpecError(_UNPRICED[section])
     found = [re.search(r"M=(\d+);N=(\d+);K=(\d+)", row["params"]) for row in rows]
@@ -194,12 +194,9 @@ def _cases(shared: Mapping[str, str], rows: Rows, sizes: Sequence[str], cost: _C
         failed = reason_of(error)
     for i, row in enumerate(rows):
         measured = _stated_s(row)
-        why = failed or (_not_a_number(bad[i]) if i in bad else _refusal(row, measured, float(predicted[i])))
+        wrong = f"{bad[i]}: a cell of {bad[i]} is not a number. Sizes are numbers." if i in bad else None
+        why = failed or wrong or _refusal(row, measured, float(predicted[i]))
         yield TimedCase(measured_s=measured, predicted_s=None if why else float(predicted[i]), reason=why)
-
-
-def _not_a_number(key: str) -> str:
-    return reason_of(SpecError(f"a cell of {key} is not a number", key=key, rule="Sizes are numbers"))
 
 
 def _refusal(row: Mapping[str, str], measured_s: float | None, predicted_s: float) -> str | None:

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-
 from foreshard.catalog.devices import resolve_device
 from foreshard.errors import ExtraMissingError, SpecError
 from foreshard.predict.measured.traced import device_operations_s
@@ -50,22 +48,6 @@ _PASSES = {  # as rows and cells begin, in small letters: the first that fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedPass:
-    """A pass of a layer, or several together.
-
-    Attributes
-    ----------
-    name : str
-        Passes joined by a plus.
-    measured_s, predicted_s : float
-    """
-
-    name: str
-    measured_s: float
-    predicted_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StatedPass:
     """What a row states of a pass, or of several together.
 
@@ -74,7 +56,7 @@ class StatedPass:
     row : int
         Its place.
     name : str
-        As that of `TimedPass`.
+        Passes joined by a plus.
     operations : tuple of Operation
     samples, measured_s : float
     """
@@ -112,8 +94,8 @@ def precision_of(sheet: str, section: str) -> str:
 
 def timed_passes(
     device: str, section: str, sheet: str, rows: Sequence[Mapping[str, str]]
-) -> list[tuple[TimedPass, ...]]:
-    """Return the passes that each row of a sheet states, in its order; none where it states no time.
+) -> list[list[tuple[StatedPass, float]]]:
+    """Return the passes that each row of a sheet states, each with its predicted seconds.
 
     Raises
     ------
@@ -124,27 +106,27 @@ def timed_passes(
     if not on.supports(precision):
         raise SpecError(f"{on.name} has no {precision}")
     stated = stated_passes(section, precision, rows)
-    seconds = [0.0] * len(stated)
-    for samples in {each.samples for each in stated}:
-        which = [i for i, each in enumerate(stated) if each.samples == samples]
-        work = tuple(operation for i in which for operation in stated[i].operations)
-        each_s = iter(operations_alone_s(work, samples, on, precision))
+    found: list[list[tuple[StatedPass, float]]] = [[] for _ in rows]
+    for each, predicted_s in zip(stated, passes_alone_s(stated, on, precision), strict=True):
+        found[each.row].append((each, predicted_s))
+    return found
+
+
+def passes_alone_s(
+    passes: Sequence[StatedPass], device: Device, precision: str, waiting_s: float = WAITING_S
+) -> list[float]:
+    """Return the seconds of passes that are timed by themselves with the libraries of these sheets."""
+    seconds = [0.0] * len(passes)
+    for samples in {each.samples for each in passes}:
+        which = [i for i, each in enumerate(passes) if each.samples == samples]
+        work = tuple(operation for i in which for operation in passes[i].operations)
+        work_s = device_operations_s(
+            work, samples, device=device, precision=precision, sustained=False, waiting_s=waiting_s
+        )
+        each_s = iter(work_s)
         for i in which:
-            seconds[i] = float(sum(islice(each_s, len(stated[i].operations))))
-    found: list[list[TimedPass]] = [[] for _ in rows]
-    for each, predicted_s in zip(stated, seconds, strict=True):
-        timed = TimedPass(name=each.name, measured_s=each.measured_s, predicted_s=predicted_s)
-        found[each.row].append(timed)
-    return [tuple(each) for each in found]
-
-
-def operations_alone_s(
-    work: tuple[Operation, ...], samples: float, device: Device, precision: str, waiting_s: float = WAITING_S
-) -> np.ndarray:
-    """Return the seconds of operations that are timed by themselves with the libraries of these sheets."""
-    return device_operations_s(
-        work, samples, device=device, precision=precision, sustained=False, waiting_s=waiting_s
-    )
+            seconds[i] = float(sum(islice(each_s, len(passes[i].operations))))
+    return seconds
 
 
 def stated_passes(section: str, precision: str, rows: Sequence[Mapping[str, str]]) -> list[StatedPass]:

@@ -87,9 +87,6 @@ def _interval(run: NetworkRun, made: Prediction) -> tuple[Mapping[float, tuple[f
     if run.framework == MEASURED_FRAMEWORK:
         return made.step_time_intervals_s, made.evidence
     ends = traced_intervals(
-        made.step_time_s,
-        evidence="datasheet",
-        num_devices=run.num_devices,
-        reads_images=module.reads_images,
+        made.step_time_s, evidence="datasheet", num_devices=run.num_devices, reads_images=module.reads_images
     )
     return ends, OTHER_FRAMEWORK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -26,16 +26,15 @@ def contradicted(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
     """
     alike = [run for run in runs if run.nodes == 1 and run.framework == MEASURED_FRAMEWORK]
     words = [run for run in alike if run.network in WORDS]
-    odd = _media([run for run in alike if run.network not in WORDS]) | _superlinear(words)
+    odd = _media([run for run in alike if run.network not in WORDS]) | superlinear(words)
     return _shorter([run for run in runs if run.network in WORDS and run not in odd]) | odd
 
 
-def _media(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
-    runs = list(runs)
+def _media(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
     speeds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for run in runs:
         speeds[(*run.case, run.num_devices)].append(run.samples_per_s)
-    superlinear = {
+    fast = {
         tuple(case)
         for (*case, count), found in speeds.items()
         if median(found) > SUPERLINEAR * count * max(speeds.get((*case, 1), [math.inf]))
@@ -51,24 +50,32 @@ def _media(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
         ]
         if precision == "fp16" and beside and run.samples_per_s < SAME_SPEED * max(beside):
             odd[run] = f"{name} on {device} no faster in 16 bit than in 32"
-        elif run.case in superlinear:
+        elif run.case in fast:
             odd[run] = f"{name} on {device} faster by devices than devices are more"
     return odd
 
 
-def _superlinear(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
-    runs = list(runs)
-    fast = suspects((run.case, run.num_devices, run.batch, run.samples_per_s) for run in runs)
+def superlinear(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
+    """Return the runs that are faster by devices than devices are more, by over 5 %.
+
+    Each is compared with the median of one device of the same case and batch. Lambda's logs have such where a
+    run ends before the steps that its speed is counted by.
+    """
+    alone: dict[Any, list[float]] = defaultdict(list)
+    for run in runs:
+        if run.num_devices == 1:
+            alone[run.case, run.batch].append(run.samples_per_s)
     return {
         run: f"{run.network} faster by devices than devices are more"
         for run in runs
-        if (run.case, run.num_devices, run.batch, run.samples_per_s) in fast
+        if run.num_devices > 1
+        and (run.case, run.batch) in alone
+        and run.samples_per_s > SUPERLINEAR * run.num_devices * median(alone[run.case, run.batch])
     }
 
 
-def _shorter(runs: Iterable[NetworkRun]) -> dict[NetworkRun, str]:
+def _shorter(runs: Sequence[NetworkRun]) -> dict[NetworkRun, str]:
     """Return the runs of networks of words that some run has shorter sentences of than it states."""
-    runs = list(runs)
     shorter = {(run.source, run.framework, run.network) for run in runs if _beyond_peak(run)}
     return {
         run: f"{run.network} beyond the peak of a device at the stated length"
@@ -88,23 +95,3 @@ def _beyond_peak(run: NetworkRun) -> bool:
         return traced_of(run).flops(1) * each > resolve_device(run.device).peak(run.precision)
     except SpecError:
         return False
-
-
-def suspects(speeds: Iterable[tuple[Any, int, int, float]]) -> set[tuple[Any, int, int, float]]:
-    """Return the measurements that are faster by devices than devices are more, by over 5 %.
-
-    Each is (case, devices, batch of a device, speed), compared with the median of one device of the same case
-    and batch. Lambda's logs have such where a run ends before the steps that its speed is counted by.
-    """
-    speeds = list(speeds)
-    alone: Mapping[Any, list[float]] = defaultdict(list)
-    for case, devices, batch, speed in speeds:
-        if devices == 1:
-            alone[case, batch].append(speed)
-    return {
-        (case, devices, batch, speed)
-        for case, devices, batch, speed in speeds
-        if (case, batch) in alone
-        and speed > SUPERLINEAR * devices * median(alone[case, batch])
-        and devices > 1
-    }
