@@ -189,11 +189,16 @@ def option_gaps(plan: Plan, framework: str, *, writes: Iterable[str] = ()) -> It
     offers = offers_of(own)
     for name, value in plan.overrides.stated().items():
         if name not in writes and value != getattr(own, name):
-            yield f"{name} {value} (it has {getattr(own, name)})"
+            yield f"{name} {_said(value)} (it has {_said(getattr(own, name))})"
     if plan.fp8_recipe is not None and plan.fp8_recipe not in offers.fp8_recipes:
         yield f"{plan.fp8_recipe} scales (it has {', '.join(offers.fp8_recipes)})"
     if plan.dispatcher is not None and plan.dispatcher not in offers.dispatchers:
         yield f"dispatcher {plan.dispatcher} (it has {', '.join(offers.dispatchers)})"
+
+
+def _said(value: object) -> str:
+    """Return a setting in words: switches are on or off."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def overlap_gaps(plan: Plan, framework: str) -> Iterator[str]:
@@ -212,7 +217,7 @@ def wire_notes(plan: Plan, target: str) -> tuple[str, ...]:
         )
     stated = plan.overrides.stated()
     if stated and not target.startswith(("megatron", "torchtitan")):  # their files say so
-        said = ", ".join(f"{name} {value}" for name, value in stated.items())
+        said = ", ".join(f"{name} {_said(value)}" for name, value in stated.items())
         notes.append(f"The plan sets {said}: yours to set.")
     if plan.compile is not None and not target.startswith("torchtitan"):
         notes.append(
