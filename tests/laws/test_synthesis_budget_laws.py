@@ -117,8 +117,8 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(stopped_at):
 
             yield ScheduleAttempt(method=str(number), work=1.0, finishing_s=0.0, make=make)
 
-    found, made_by, tried, is_interrupted = _search(attempts(), 1.0, SynthesisBudget(1e6))
-    assert is_interrupted and made_by == str(stopped_at - 1) and tried == stopped_at == len(made)
+    found, made_by, is_interrupted = _search(attempts(), 1.0, SynthesisBudget(1e6))
+    assert is_interrupted and made_by == str(stopped_at - 1) and len(made) == stopped_at
     assert found.seconds == 10.0 - stopped_at
 
 
@@ -161,8 +161,7 @@ def test_a_search_leaves_time_to_finish_the_best_schedule_it_found(tries):
 
     attempts = [attempt(number, seconds, ticks) for number, (seconds, ticks, _) in enumerate(tries)]
     budget = SynthesisBudget(BUDGET_S, lambda: now[0], lambda: now[0])
-    _, made_by, tried, _ = _search(attempts, 1.0, budget)
-    assert tried >= 1
+    _, made_by, _ = _search(attempts, 1.0, budget)
     unavoidable_s = tries[0][1] * TICK_S + tries[0][2] if made_by == "method 0" else 0.0
     # the tick after which the budget is spent counts too
     assert now[0] + finishing_s[made_by] <= max(BUDGET_S, unavoidable_s) + TICK_S
