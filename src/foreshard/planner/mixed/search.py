@@ -322,14 +322,16 @@ class MixedSearch:
 
     def _advance(self, chosen: Part, share: float, within: TimeBudget, *, proves: bool = False) -> float:
         """Do a step of a part of the space, in a part of the time that is left; return its seconds."""
-        had_plan = bool(self.found.timed)
+        had_plan, before_s = bool(self.found.timed), self.found.best_s
         left_s = within.left_s
         step = chosen.prove if proves else chosen.advance
         slice_s = chosen.proof_slice_s if proves else chosen.slice_s
         part = max(share, min(1.0, slice_s / max(left_s, slice_s, _LEAST_S)))
         step(self.found, within.part(part))
         spent_s = left_s - within.left_s
-        chosen.spent_s += 0.0 if proves else spent_s
+        # What found a faster plan may find another: its time counts for nothing.
+        pays = self.found.best_s < before_s < np.inf
+        chosen.spent_s += 0.0 if proves or pays else spent_s
         if isinstance(chosen, Subspace):
             self._make_room(chosen)
             self._join_tails(chosen)
