@@ -409,7 +409,7 @@ def main() -> int:
                 print(one.wrong, flush=True)
     print(
         f"{asked.cases} plans from seed {asked.seed}: {bad} wrong; at most {worst:+.2%} beside plans by "
-        f"hand, in {better} cases over {LOST:.0%} faster, {again} searched twice; "
+        f"hand, in {better} cases over {LOST:.0%} faster, {again} searched more than once; "
         f"{time.perf_counter() - started:.0f} s"
     )
     return 1 if bad else 0

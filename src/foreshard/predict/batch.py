@@ -425,9 +425,9 @@ def build_batch(
     """Return the arrays of all pipelines of all cases, or of distinct ones of each, priced at a fidelity."""
     pipelines, stages, places, kinds, orders, num_groups = [], [], [], [], [], []
     for case in cases:
-        own: Sequence[int] = range(len(case.plan.groups))
-        if distinct and len(own) > 1:
-            own = sorted(set(first_of_equals(case.cluster, case.plan)))
+        own: Collection[int] = range(len(case.plan.groups))
+        if distinct:
+            own = dict.fromkeys(first_of_equals(case.cluster, case.plan))
         rows, setup = stage_rows(case, fidelity=fidelity, some=own), case.setup(fidelity)
         num_groups.append(len(own))
         domains = link_domains(case.cluster)

@@ -111,10 +111,8 @@ def nic_senders(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
     """
     if all(nodes.num_nics == nodes.per_node for nodes in cluster.nodes):
         return None
-    domains = link_domains(cluster)
-    sizes = [nodes.per_node for nodes in cluster.nodes for _ in range(nodes.count)]
-    node_of = np.repeat(np.arange(len(sizes)), sizes)
-    out, into = np.zeros((2, len(sizes)), dtype=np.int64)
+    domains, node_of = link_domains(cluster), _node_of(cluster)
+    out, into = np.zeros((2, cluster.num_nodes), dtype=np.int64)
     nodes_of: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for group in plan.groups:
         nodes_of.append([])
@@ -137,18 +135,13 @@ def nic_senders(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
 
 def first_of_equals(cluster: Cluster, plan: Plan) -> list[int]:
     """Return for each group of a plan the first one that is the same but for the numbers of its ranks."""
-    domains, senders = link_domains(cluster), nic_senders(cluster, plan)
-    nodes = np.repeat(
-        np.arange(cluster.num_nodes), [n.per_node for n in cluster.nodes for _ in range(n.count)]
-    )
+    if len(plan.groups) == 1:
+        return [0]
+    domains, nodes, senders = link_domains(cluster), _node_of(cluster), nic_senders(cluster, plan)
     first: dict[Any, int] = {}
     found = []
     for g, group in enumerate(plan.groups):
         ranks = np.array([rank for stage in group.stages for rank in stage.ranks])
-        places = (
-            np.unique(domains[ranks], return_inverse=True)[1],
-            np.unique(nodes[ranks], return_inverse=True)[1],
-        )
         kinds = tuple(
             tuple(dict.fromkeys(id(cluster.node_group_of(rank)) for rank in stage.ranks))
             for stage in group.stages
@@ -156,9 +149,22 @@ def first_of_equals(cluster: Cluster, plan: Plan) -> list[int]:
         bare = replace(
             group, stages=tuple(replace(stage, ranks=(len(stage.ranks),)) for stage in group.stages)
         )
-        same = bare, kinds, *(place.tobytes() for place in places), tuple(senders[g]) if senders else ()
+        sent = tuple(senders[g]) if senders else ()
+        same = bare, kinds, _numbered(domains[ranks]), _numbered(nodes[ranks]), sent
         found.append(first.setdefault(same, g))
     return found
+
+
+def _node_of(cluster: Cluster) -> np.ndarray:
+    """Return the node of each rank."""
+    sizes = [nodes.per_node for nodes in cluster.nodes for _ in range(nodes.count)]
+    return np.repeat(np.arange(len(sizes)), sizes)
+
+
+def _numbered(places: np.ndarray) -> tuple[int, ...]:
+    """Return places by the order in which they first come: those of ranks elsewhere may be the same."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(place, len(numbers)) for place in places.tolist())
 
 
 def spread_stride(members: np.ndarray, domain: float) -> float:

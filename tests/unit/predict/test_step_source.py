@@ -70,8 +70,9 @@ def test_pipelines_that_differ_in_the_numbers_of_their_ranks_alone_are_priced_on
 
     alike = (pipeline(0, 1, 2, 3), pipeline(8, 9, 10, 11), pipeline(4, 5, 6, 7))
     crossing = (pipeline(0, 1, 2, 3), pipeline(7, 8, 9, 10))
+    back = (pipeline(0, 1, 4, 5), pipeline(10, 11, 6, 7))  # to a node that comes before its own
     how = {"seq_len": 512, "precision": "fp16", "framework": "megatron-core"}
-    for some, first in ((alike, [0, 0, 0]), (crossing, [0, 1])):
+    for some, first in ((alike, [0, 0, 0]), (crossing, [0, 1]), (back, [0, 0])):
         made = Plan(global_batch=sum(group.share for group in some), groups=some, **how)
         assert first_of_equals(cluster, made) == first
         request = checked_request(

@@ -19,8 +19,8 @@ from foreshard.predict.step import graph_takes
 from foreshard.spec.plan import Group, Plan
 
 _SPARED = 0.03
-"""Part of what the closed form promises of a plan in chunks that laying them out may spare. A quarter of
-random ones spare 4 % or more; of those near the fastest, which are laid out well as they are, few do."""
+"""Part of what the closed form promises of a plan in chunks that laying them out may spare: of 359 random
+plans a quarter spare 4 % or more, half .8 %."""
 
 
 @dataclass(slots=True, kw_only=True)

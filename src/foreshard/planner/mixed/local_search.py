@@ -26,7 +26,7 @@ _FASTER = 1e-6
 _PATIENCE = 6
 """Plans whose changes are tried in vain before the search ends: two changes at once may be needed."""
 AT_ONCE = 8
-"""Changes timed together, of which the fastest comes first: those of one group are priced at once."""
+"""Changes that are priced together, of which the fastest comes first."""
 _PART = 16
 """Part of a share that moves at once, beside single samples."""
 

@@ -137,7 +137,7 @@ def step_times(batch: Batch, *, joined: bool = False) -> StepTimes:
     span = span._replace(seconds=span.seconds + _unequal_chunks_s(batch, rows))
     if np.count_nonzero(batch.pipeline.by_order):
         span = span_by_order(batch, stage, end, rows, span)
-    waits = _waits(batch, rows, span) if joined and max(batch.num_groups) > 1 else 0.0
+    waits = _waits(batch, rows, span) if joined and any(count > 1 for count in batch.num_groups) else 0.0
     pace = _of_run(span.run)
     num_devices, m = np.asarray(batch.pipeline.num_devices)[0], batch.pipeline.num_micro_batches
     parts = {name: pace(m * value) for name, value in stage.parts.items()}
